@@ -1,0 +1,34 @@
+# Two commands: `make demo` trains something real, `make test` checks everything that is quick to check.
+VENV ?= .venv
+PYTHON ?= python3
+BIN = $(VENV)/bin
+READY = $(VENV)/.ready
+
+.PHONY: demo test test-all check bench clean
+.DELETE_ON_ERROR:
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet --disable-pip-version-check torch -c constraints.txt
+	$(BIN)/pip install --quiet --disable-pip-version-check -e '.[dev]' -c constraints.txt
+	touch $(READY)
+
+demo: $(READY)
+	$(BIN)/fedquilt run
+
+check: $(READY)
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+test: check
+	$(BIN)/pytest -n 2
+
+test-all: check
+	$(BIN)/pytest -n 2 -m 'not gpu'
+
+bench: $(READY)
+	$(BIN)/python bench/stitch.py
+
+clean:
+	rm -rf $(VENV)

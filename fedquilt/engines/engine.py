@@ -1,0 +1,210 @@
+"""What every engine does alike: find a client's data, put together what it starts from, take down what it keeps."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.errors import DataError, FedquiltError, TrainingError
+from fedquilt.round.link import Link, Perfect
+from fedquilt.round.local import Learner, OptimiserState, State, itinerary
+from fedquilt.round.merge import Fold
+from fedquilt.round.serve import Exam, Score
+from fedquilt.terms import Job, Memory, Payload, Server, Submodel, Update, Weights, World
+
+if TYPE_CHECKING:
+    from fedquilt.data import FederatedData
+    from fedquilt.methods.method import Method
+
+
+@dataclass
+class Outcome:
+    """What a cohort's training leaves behind besides the fold."""
+
+    memory: dict[tuple[int, str], Memory] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    bytes_down: int = 0
+    bytes_up: int = 0
+    macs: int = 0
+    stacks: int = 0  # how many groups of clients were trained as one
+
+
+@dataclass(frozen=True)
+class Start:
+    """What a client starts a round from."""
+
+    state: State
+    slots: OptimiserState
+    steps: int  # optimiser steps behind the slots
+    bytes: int  # that were sent to it
+
+
+@dataclass
+class Engine(ABC):
+    """Trains and tests cohorts. Subclasses decide how many clients run at once, and where."""
+
+    world: World
+    data: FederatedData
+    link: Link = field(default_factory=Perfect)
+
+    def __post_init__(self) -> None:
+        self.data = self.data.to(self.world.device, self.world.dtype)
+        self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
+        self._first: dict[str, Tensor] | None = None
+        self._check_data()
+
+    # --- the two verbs -----------------------------------------------------------------------------------------
+
+    def train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold) -> Outcome:
+        """Cut, send, train, send back and add: everything a cohort does between plan and finish."""
+        outcome = Outcome()
+        for job in jobs:
+            self.world.family.check(job.submodel, f"client {job.client.id} (budget {job.client.budget})")
+        try:
+            self._train(method, server, jobs, fold, outcome)
+        finally:
+            self._cuts.clear()  # they are the old server's
+        return outcome
+
+    @abstractmethod
+    def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None: ...
+
+    @abstractmethod
+    def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+        """Test networks on samples."""
+
+    @abstractmethod
+    def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+        """Norm statistics of a network, measured over the pooled training data (the papers' static norms)."""
+
+    # --- the pieces they share ---------------------------------------------------------------------------------
+
+    def start(self, server: Server, job: Job, learner: Learner) -> Start:
+        """What it received, else what it remembers, else the initial weights, position by position."""
+        family, submodel = self.world.family, job.submodel
+        names, shared = learner.names(family), learner.received(family)
+        memory = server.memory.get((job.client.id, submodel.scope))
+        with self.blame(job, "receiving"):
+            payload = Payload(submodel, self._cut(server, submodel, shared))
+            arrived, sent = self.link.down(payload, job.client, job.round)
+            if arrived.submodel == submodel and len(shared) == len(names):
+                state = {name: arrived.weights[name] for name in names}
+            else:
+                state = family.cutter.gather(self._initial(server), submodel, names)
+                if memory:
+                    state = family.cutter.overlay(state, submodel.index, memory.weights, memory.submodel.index)
+                state = family.cutter.overlay(state, submodel.index, arrived.weights, arrived.submodel.index)
+            slots = learner.start_slots(state, family)
+            if memory and learner.keep_slots:
+                for slot, values in slots.items():
+                    remembered = memory.slots.get(slot, {})
+                    slots[slot] = family.cutter.overlay(values, submodel.index, remembered, memory.submodel.index)
+        return Start(state, slots, memory.steps if memory and learner.keep_slots else 0, sent)
+
+    def _cut(self, server: Server, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Clients that get the same positions get the same tensors: cut once."""
+        known = self._cuts.get((submodel, names))
+        if known is None:
+            known = self.world.family.cutter.gather(server.weights, submodel, names)
+            self._cuts[submodel, names] = known
+        return known
+
+    def _initial(self, server: Server) -> dict[str, Tensor]:
+        """The weights everyone started from, under every scope the server has."""
+        if self._first is None:
+            world = self.world
+            fresh = world.family.init(world.seed)
+            scopes = {job.rpartition("/")[0] for job in server.weights}
+            prefixes = {f"{scope}/" if scope else "" for scope in scopes}
+            self._first = {
+                f"{scope}{name}": value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
+                for scope in prefixes
+                for name, value in fresh.items()
+            }
+        return self._first
+
+    def remember(self, job: Job, learner: Learner, state: State, slots: OptimiserState, steps: int) -> Memory | None:
+        """What the client keeps for its next round."""
+        family = self.world.family
+        kept = learner.kept(family)
+        if not kept and not learner.keep_slots:
+            return None
+        weights = {name: state[name].clone() for name in kept}
+        return Memory(job.submodel, weights, slots if learner.keep_slots else {}, steps if learner.keep_slots else 0)
+
+    def keys(self, job: Job) -> tuple[int, int]:
+        """The seeds of a job's batch order and of its noise; all nets of a client see equal batches."""
+        name = (self.world.seed, job.client.id, job.round)
+        return noise.key(1, *name), noise.key(2, *name)
+
+    def batches(self, job: Job, learner: Learner) -> list[Tensor]:
+        """The positions in the pool of every batch the client goes through."""
+        part = self.data.parts[job.client.id]
+        return [part[rows] for rows in itinerary(len(part), learner.local, self.keys(job)[0])]
+
+    def held(self, client: int) -> Tensor:
+        """(class,) True where the client has samples of the class."""
+        return self.data.held(client, self.world.family.num_classes)
+
+    @contextmanager
+    def blame(self, job: Job, stage: str) -> Iterator[None]:
+        """Say whose training failed, when and where."""
+        try:
+            yield
+        except FedquiltError:
+            raise
+        except (RuntimeError, ValueError, IndexError, TypeError) as error:
+            who = f"client {job.client.id} (budget {job.client.budget})"
+            raise TrainingError(f"{who} failed in round {job.round} while {stage}: {error}") from error
+
+    def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:
+        """Refuse what is not a number, before it is added to anything."""
+        good = losses.isfinite()
+        if not bool(good.all()):
+            step = int((~good).nonzero()[0])
+            raise TrainingError(
+                f"client {job.client.id} (budget {job.client.budget}) had a loss of {float(losses[step])} in round "
+                f"{job.round}, step {step}. A smaller learning rate or gradient clipping (clip=1.0) would help; the "
+                "server's state is that of the round before."
+            )
+        if not all(bool(update.isfinite().all()) for update in updates):
+            raise TrainingError(
+                f"client {job.client.id} (budget {job.client.budget}) sent weights that are not finite in round "
+                f"{job.round}; they were refused, and the server's state is that of the round before."
+            )
+
+    def update(self, job: Job, learner: Learner, sent: tuple[Payload, ...], steps: int) -> Update:
+        pace = learner.pace(steps)
+        return Update(job, sent, steps, pace)
+
+    def exam_samples(self, exam: Exam) -> Tensor:
+        count = len(self.data.test_targets)
+        samples = torch.arange(count) if exam.samples is None else exam.samples
+        return samples.to(self.world.device)
+
+    def pooled(self) -> Tensor:
+        """All training samples that some client holds, mixed, so that a batch is like the whole."""
+        samples = torch.cat([part.cpu() for part in self.data.parts])
+        return samples[noise.order(noise.key(3, self.world.seed), len(samples))].to(self.world.device)
+
+    def _check_data(self) -> None:
+        example, inputs = self.world.family.example_inputs[0], self.data.inputs
+        if tuple(example.shape[1:]) != tuple(inputs.shape[1:]):
+            raise DataError(
+                f"the model was traced with inputs of shape {tuple(example.shape[1:])} a sample; "
+                f"{self.data.name} has {tuple(inputs.shape[1:])}."
+            )
+        if example.is_floating_point() != inputs.is_floating_point():
+            raise DataError(f"the model takes {example.dtype} inputs; {self.data.name} has {inputs.dtype}.")
+        if self.data.num_classes > self.world.family.num_classes:
+            raise DataError(
+                f"{self.data.name} has {self.data.num_classes} classes; the model's output has "
+                f"{self.world.family.num_classes}."
+            )

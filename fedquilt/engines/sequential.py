@@ -1,0 +1,93 @@
+"""The truth: one client after another, nothing clever."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.engines.engine import Engine, Outcome
+from fedquilt.family.net import Pass
+from fedquilt.round.local import Batch, Learner, augment, gradient, move, spans
+from fedquilt.round.merge import Fold
+from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
+from fedquilt.terms import Job, Payload, Server, Submodel, Update, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.methods.method import Method
+
+
+@dataclass
+class Sequential(Engine):
+    """Trains one client at a time; every other engine must give its numbers."""
+
+    def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        for job in jobs:
+            learner = method.learner(job, self.world)
+            fold.add(self._train_one(server, job, learner, outcome))
+            outcome.stacks += 1
+
+    def _train_one(self, server: Server, job: Job, learner: Learner, outcome: Outcome) -> Update:
+        family, arch = self.world.family, job.submodel.arch
+        start = self.start(server, job, learner)
+        outcome.bytes_down += start.bytes
+        state, slots, received = start.state, start.slots, start.state
+        held, losses, batches = self.held(job.client.id), [], self.batches(job, learner)
+        with self.blame(job, "training"):
+            for step, rows in enumerate(batches):
+                batch = self._batch(job, learner, rows, held, step)
+                before, phases = state, learner.phases_at(step)
+                for place, phase in enumerate(phases):
+                    grads, (loss, seen) = gradient(learner, family, arch, phase, state, received, before, batch)
+                    masks = learner.masks(family, arch, phase, self.world.device)
+                    count = start.steps + step * len(phases) + place
+                    state, slots = move(learner, state, slots, grads, masks, count)
+                    state = {**state, **seen}
+                losses.append(loss)
+        steps = start.steps + sum(len(learner.phases_at(step)) for step in range(len(batches)))
+        memory = self.remember(job, learner, state, slots, steps)
+        if memory:
+            outcome.memory[job.client.id, job.submodel.scope] = memory
+        self.check_finite(job, torch.stack(losses), [state[name] for name in family.trainable])
+        outcome.losses.append(float(torch.stack(losses).mean()))
+        outcome.macs += sum(map(len, batches)) * learner.macs(family, arch)
+        sent = []
+        for wanted in learner.uploads(family, job.submodel, held):
+            own = {name: state[name] for name in learner.sent(family)}
+            payload = Payload(wanted, family.cutter.narrow(own, job.submodel.index, wanted.index))
+            arrived, size = self.link.up(payload, job, memory)
+            outcome.bytes_up += size
+            sent.append(arrived)
+        return self.update(job, learner, tuple(sent), len(batches))
+
+    def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
+        rows = rows.to(self.world.device)
+        key = noise.fold_in(torch.tensor(self.keys(job)[1], device=self.world.device), step)
+        return Batch(augment(self.data.inputs[rows], learner.local, key), self.data.targets[rows], held, key)
+
+    def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+        mode, scores = exam_pass(method.local.norm), []
+        for exam in exams:
+            samples = self.exam_samples(exam)
+            total = torch.zeros(2, dtype=torch.int64, device=self.world.device)
+            for start, stop in spans(len(samples), batch_size, "keep"):
+                rows = samples[start:stop]
+                with torch.no_grad():
+                    net = self.world.family.net(exam.submodel.arch)
+                    logits, _ = net(exam.weights, self.data.test_inputs[rows], mode)
+                    logits = logits.movedim(self.world.family.layout.class_dim, 1)
+                    total += right(logits, self.data.test_targets[rows], exam.held)
+            scores.append(Score(exam.label, *map(int, total)))
+        return scores
+
+    def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+        net, mode, measured = self.world.family.net(submodel.arch), Pass(statistics="measure"), []
+        samples = self.pooled()
+        for start, stop in spans(len(samples), batch_size, "keep"):
+            with torch.no_grad():
+                measured.append(net(weights, self.data.inputs[samples[start:stop]], mode)[1])
+        return mean_statistics(measured)

@@ -1,0 +1,287 @@
+"""Clients of equal shape as one: stacked weights, one vmapped gradient, one optimiser step for all of them.
+
+Clients stack when their member, learner and optimiser age are equal; within a stack, a step groups those whose batch
+has the same size, so that unequal amounts of data are exact: padding a batch would change its statistics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from torch.func import vmap
+
+from fedquilt import noise
+from fedquilt.engines.engine import Engine, Outcome
+from fedquilt.family.net import Pass
+from fedquilt.round.local import Batch, Learner, OptimiserState, Phase, State, augment, gradient, move, spans
+from fedquilt.round.merge import Fold
+from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
+from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.methods.method import Method
+
+
+@dataclass
+class _Stack:
+    """Clients that train as one: every tensor has them in its first dimension."""
+
+    learner: Learner
+    jobs: list[Job]
+    state: State
+    slots: OptimiserState
+    received: State
+    held: Tensor  # (client, class)
+    keys: Tensor  # (client,)
+    batches: list[list[Tensor]]  # of each client, the positions of its samples in the pool
+    age: int  # optimiser steps behind the slots
+    losses: Tensor  # (step, client)
+
+    @property
+    def arch(self) -> Arch:
+        return self.jobs[0].submodel.arch
+
+    def groups(self, step: int) -> list[list[int]]:
+        """The clients that still train at this step, by the size of their batch."""
+        by_size: dict[int, list[int]] = {}
+        for client, own in enumerate(self.batches):
+            if step < len(own):
+                by_size.setdefault(len(own[step]), []).append(client)
+        return list(by_size.values())
+
+
+@dataclass
+class Vectorised(Engine):
+    """Trains stacks of clients. `memory` bounds a stack: more clients than fit are trained in several."""
+
+    memory: int = 4 << 30  # bytes a stack may take, by the family's own estimate
+
+    # --- training ----------------------------------------------------------------------------------------------
+
+    def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        alike: dict[tuple[Arch, Learner, int], list[Job]] = {}
+        for job in jobs:
+            learner = method.learner(job, self.world)
+            memory = server.memory.get((job.client.id, job.submodel.scope))
+            age = memory.steps if memory and learner.keep_slots else 0
+            alike.setdefault((job.submodel.arch, learner, age), []).append(job)
+        for (arch, learner, _), members in alike.items():
+            most = self._most(arch, learner.local.batch_size, len(learner.local.optimiser.slots))
+            for first in range(0, len(members), most):
+                stack = self._stack(server, learner, members[first : first + most], outcome)
+                self._run(stack)
+                self._fold(stack, fold, outcome)
+                outcome.stacks += 1
+
+    def _most(self, arch: Arch, batch_size: int, slots: int) -> int:
+        """How many clients of a member fit into the bound."""
+        return max(1, self.memory // max(1, self.world.family.cost(arch, batch_size, slots).memory))
+
+    def _stack(self, server: Server, learner: Learner, jobs: list[Job], outcome: Outcome) -> _Stack:
+        device = self.world.device
+        starts = [self.start(server, job, learner) for job in jobs]
+        outcome.bytes_down += sum(start.bytes for start in starts)
+        state = _stacked([start.state for start in starts])
+        batches = [self.batches(job, learner) for job in jobs]
+        return _Stack(
+            learner=learner,
+            jobs=jobs,
+            state=state,
+            slots={slot: _stacked([start.slots[slot] for start in starts]) for slot in starts[0].slots},
+            received=state,
+            held=torch.stack([self.held(job.client.id) for job in jobs]),
+            keys=torch.tensor([self.keys(job)[1] for job in jobs], device=device),
+            batches=batches,
+            age=starts[0].steps,
+            losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
+        )
+
+    def _run(self, stack: _Stack) -> None:
+        for step in range(len(stack.losses)):
+            for clients in stack.groups(step):
+                with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
+                    self._step(stack, step, clients)
+
+    def _step(self, stack: _Stack, step: int, clients: list[int]) -> None:
+        """One batch of the clients that have one of this size; the others are left as they are."""
+        learner, device = stack.learner, self.world.device
+        everyone = len(clients) == len(stack.jobs)
+        who = torch.tensor(clients, device=device)
+        state, slots, received = stack.state, stack.slots, stack.received
+        if not everyone:
+            state, received = _of(state, who), _of(received, who)
+            slots = {slot: _of(values, who) for slot, values in slots.items()}
+        rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
+        inputs, targets = self.data.inputs[rows], self.data.targets[rows]
+        keys, before, phases = noise.fold_in(stack.keys[who], step), state, learner.phases_at(step)
+        for place, phase in enumerate(phases):
+            gradients = self._gradients(learner, stack.arch, phase)
+            grads, (loss, seen) = gradients(state, received, before, inputs, targets, stack.held[who], keys)
+            masks = learner.masks(self.world.family, stack.arch, phase, device)
+            state, slots = move(learner, state, slots, grads, masks, stack.age + step * len(phases) + place)
+            state = {**state, **seen}
+        stack.losses[step, who] = loss
+        if everyone:
+            stack.state, stack.slots = state, slots
+        else:
+            stack.state = _put(stack.state, state, who)
+            stack.slots = {slot: _put(stack.slots[slot], values, who) for slot, values in slots.items()}
+
+    def _gradients(self, learner: Learner, arch: Arch, phase: Phase) -> Callable[..., Any]:
+        """`gradient` of one client, for all clients of a stack."""
+
+        def one(
+            state: State, received: State, before: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor
+        ) -> tuple[State, tuple[Tensor, State]]:
+            batch = Batch(augment(inputs, learner.local, key), targets, held, key)
+            return gradient(learner, self.world.family, arch, phase, state, received, before, batch)
+
+        return vmap(one)
+
+    def _fold(self, stack: _Stack, fold: Fold, outcome: Outcome) -> None:
+        """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
+        family, learner = self.world.family, stack.learner
+        self._check(stack)
+        alike: dict[tuple[Submodel, ...], list[int]] = {}
+        for client, job in enumerate(stack.jobs):
+            samples = sum(map(len, stack.batches[client]))
+            outcome.losses.append(float(stack.losses[: len(stack.batches[client]), client].mean()))
+            outcome.macs += samples * learner.macs(family, stack.arch)
+            alike.setdefault(learner.uploads(family, job.submodel, stack.held[client]), []).append(client)
+        own = {name: stack.state[name] for name in learner.sent(family)}
+        for wanted, clients in alike.items():
+            chosen = (
+                own if len(clients) == len(stack.jobs) else _of(own, torch.tensor(clients, device=stack.keys.device))
+            )
+            # Clients of one stack that upload the same positions also held the same.
+            held = stack.jobs[clients[0]].submodel.index
+            states = [family.cutter.narrow(chosen, held, upload.index, lead=1) for upload in wanted]
+            self._send(stack, clients, wanted, states, fold, outcome)
+
+    def _send(
+        self,
+        stack: _Stack,
+        clients: list[int],
+        wanted: tuple[Submodel, ...],
+        states: list[State],
+        fold: Fold,
+        outcome: Outcome,
+    ) -> None:
+        updates, intact = [], True
+        for place, client in enumerate(clients):
+            job, learner = stack.jobs[client], stack.learner
+            own = {name: value[client] for name, value in stack.state.items()}
+            slots = {
+                slot: {name: v[client].clone() for name, v in values.items()} for slot, values in stack.slots.items()
+            }
+            steps = len(stack.batches[client])
+            memory = self.remember(job, learner, own, slots, stack.age + steps * len(learner.phases_at(0)))
+            if memory:
+                outcome.memory[job.client.id, job.submodel.scope] = memory
+            sent = []
+            for submodel, state in zip(wanted, states, strict=True):
+                payload = Payload(submodel, {name: value[place] for name, value in state.items()})
+                arrived, size = self.link.up(payload, job, memory)
+                outcome.bytes_up += size
+                intact = intact and arrived is payload
+                sent.append(arrived)
+            updates.append(self.update(job, learner, tuple(sent), steps))
+        if intact:
+            fold.add_stack(updates, states)
+        else:
+            for update in updates:
+                fold.add(update)
+
+    def _check(self, stack: _Stack) -> None:
+        """One look at the whole stack; only if something is wrong, at every client."""
+        family = self.world.family
+        sums = [stack.state[name].sum() for name in family.trainable]
+        if bool(torch.stack([stack.losses.sum(), *sums]).isfinite().all()):
+            return
+        for client, job in enumerate(stack.jobs):
+            losses = stack.losses[: len(stack.batches[client]), client]
+            self.check_finite(job, losses, [stack.state[name][client] for name in family.trainable])
+
+    # --- evaluation --------------------------------------------------------------------------------------------
+
+    def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+        """Exams of equal member are batched: same weights as more samples, different weights as a stack."""
+        totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
+        work: dict[tuple[Arch, int, bool], list[tuple[int, Tensor]]] = {}
+        for place, exam in enumerate(exams):
+            samples = self.exam_samples(exam)
+            for start, stop in spans(len(samples), batch_size, "keep"):
+                key = (exam.submodel.arch, stop - start, exam.held is not None)
+                work.setdefault(key, []).append((place, samples[start:stop]))
+        for (arch, size, masked), batches in work.items():
+            most = self._most(arch, size, 0)
+            for first in range(0, len(batches), most):
+                some = batches[first : first + most]
+                totals.index_add_(
+                    0,
+                    torch.tensor([place for place, _ in some], device=self.world.device),
+                    self._right(method, arch, [exams[place] for place, _ in some], [rows for _, rows in some], masked),
+                )
+        return [Score(exam.label, *map(int, total)) for exam, total in zip(exams, totals.tolist(), strict=True)]
+
+    def _right(self, method: Method, arch: Arch, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
+        net, mode, class_dim = (
+            self.world.family.net(arch),
+            exam_pass(method.local.norm),
+            self.world.family.layout.class_dim,
+        )
+
+        def one(weights: Weights, inputs: Tensor, targets: Tensor, held: Tensor | None) -> Tensor:
+            logits, _ = net(weights, inputs, mode)
+            return right(logits.movedim(class_dim, 1), targets, held)
+
+        shared = all(exam.weights is exams[0].weights for exam in exams)
+        weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
+        index = torch.stack(rows)
+        held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
+        with torch.no_grad():
+            mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0 if masked else None))
+            return mapped(weights, self.data.test_inputs[index], self.data.test_targets[index], held)
+
+    def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+        net, mode = self.world.family.net(submodel.arch), Pass(statistics="measure")
+        samples = self.pooled()
+        by_size: dict[int, list[Tensor]] = {}
+        for start, stop in spans(len(samples), batch_size, "keep"):
+            by_size.setdefault(stop - start, []).append(samples[start:stop])
+
+        def one(inputs: Tensor) -> dict[str, Tensor]:
+            return net(weights, inputs, mode)[1]
+
+        measured: list[Weights] = []
+        for size, batches in by_size.items():
+            most = self._most(submodel.arch, size, 0)
+            for first in range(0, len(batches), most):
+                with torch.no_grad():
+                    some = vmap(one)(self.data.inputs[torch.stack(batches[first : first + most])])
+                measured += [
+                    {name: value[i] for name, value in some.items()} for i in range(len(next(iter(some.values()))))
+                ]
+        return mean_statistics(measured)
+
+
+def _stacked(states: Sequence[Weights]) -> State:
+    """One state with the clients in front; clients that got the same tensors share them until they move."""
+    first, stacked = states[0], {}
+    for name, value in first.items():
+        values = [state[name] for state in states]
+        same = all(other is value for other in values)
+        stacked[name] = value.expand(len(values), *value.shape) if same else torch.stack(values)
+    return stacked
+
+
+def _of(state: Weights, who: Tensor) -> State:
+    return {name: value.index_select(0, who) for name, value in state.items()}
+
+
+def _put(state: Weights, part: Weights, who: Tensor) -> State:
+    return {name: value.index_copy(0, who, part[name]) for name, value in state.items()}

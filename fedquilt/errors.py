@@ -1,0 +1,45 @@
+"""One tree of exceptions. Each message says what was asked, what was found, what would fit, and who asked.
+
+FedquiltError
+├── TraceError        a module whose axes cannot be found or cut
+├── SubmodelError     a plan or payload whose positions do not fit the family
+├── BudgetError       a budget no member fits
+├── DataError         data of the wrong shape, or a client without any
+├── TrainingError     local training failed: names client, round and stage
+└── ConfigError       a request that cannot be carried out: unknown names, impossible values
+"""
+
+from typing import Any
+
+
+class FedquiltError(Exception):
+    """The root: catch this to catch everything fedquilt raises on purpose.
+
+    When a round of `fedquilt.run` raised it, `run` is the run, with the last good state.
+    """
+
+    run: Any = None
+
+
+class TraceError(FedquiltError):
+    """A module whose axes cannot be found or cut."""
+
+
+class SubmodelError(FedquiltError):
+    """A plan or payload whose positions do not fit the family."""
+
+
+class BudgetError(FedquiltError):
+    """A budget no member of the family fits."""
+
+
+class DataError(FedquiltError):
+    """Data of the wrong shape, or a client without any."""
+
+
+class TrainingError(FedquiltError):
+    """Local training failed; the message names client, round and stage."""
+
+
+class ConfigError(FedquiltError):
+    """A request that cannot be carried out."""

@@ -1,0 +1,113 @@
+"""`fedquilt.run`: one federation from its parts, and what one does with it afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedquilt.data import FederatedData
+from fedquilt.engines import ENGINES, Engine
+from fedquilt.errors import ConfigError, FedquiltError
+from fedquilt.family import Family
+from fedquilt.methods import Method
+from fedquilt.names import known
+from fedquilt.round import Evaluation, Fleet, Record, federate
+from fedquilt.round.serve import ready
+from fedquilt.terms import Budget, Job, Server, World
+
+
+@dataclass
+class Run:
+    """A federation and its state; `train` goes on from where it stands."""
+
+    method: Method
+    fleet: Fleet
+    engine: Engine
+    evaluation: Evaluation
+    server: Server
+    records: list[Record] = field(default_factory=list)
+
+    @property
+    def history(self) -> list[dict[str, Any]]:
+        """The records of all rounds so far, as plain values."""
+        return [record.to_dict() for record in self.records]
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """The last evaluation, by share."""
+        return next((r.grades.accuracy for r in reversed(self.records) if r.grades.accuracy), {})
+
+    def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
+        """Play until `rounds` are behind it. If a round fails, the state is that of the round before."""
+        play = federate(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
+        for self.server, record in play:
+            self.records.append(record)
+            if watch:
+                watch(record)
+        return self
+
+    def deploy(self, budget: Budget, client: int | None = None) -> nn.Module:
+        """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own."""
+        world, family = self.engine.world, self.engine.world.family
+        if client is not None:
+            device = self.fleet.client(client, self.server.round, world.seed, self.engine.data.size(client))
+            submodel = self.method.plan(self.server, device, world)[0]
+            job = Job(device, submodel, self.server.round)
+            weights = self.engine.start(self.server, job, self.method.learner(job, world)).state
+        else:
+            submodel = self.method.deploy(self.server, budget, world)
+            weights = ready(self.method, self.server, submodel, self.engine, self.evaluation.batch_size)
+        if family.statistics and not set(family.statistics) <= set(weights):
+            weights = {**weights, **self.engine.calibrate(submodel, weights, self.evaluation.batch_size)}
+        return family.assemble(submodel, weights).eval()
+
+
+def run(
+    method: Method,
+    family: Family,
+    data: FederatedData,
+    fleet: Fleet,
+    engine: str = "vectorised",
+    rounds: int = 10,
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    evaluation: Evaluation | None = None,
+    watch: Callable[[Record], None] | None = None,
+) -> Run:
+    """Train a family on a fleet's data and return the finished run. `watch` is called after every round.
+
+    An error raised by a round carries the run, with the last good state, as `error.run`.
+    """
+    prepared = prepare(method, family, data, fleet, engine, seed, device, dtype, evaluation)
+    try:
+        return prepared.train(rounds, watch)
+    except FedquiltError as error:
+        error.run = prepared
+        raise
+
+
+def prepare(
+    method: Method,
+    family: Family,
+    data: FederatedData,
+    fleet: Fleet,
+    engine: str = "vectorised",
+    seed: int = 0,
+    device: str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    evaluation: Evaluation | None = None,
+) -> Run:
+    """A run that has not begun."""
+    if fleet.num_clients > data.num_clients:
+        raise ConfigError(
+            f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
+            "Deal it to as many as the fleet has."
+        )
+    world = World(family, seed, torch.device(device), dtype)
+    kind = known(ENGINES, engine, "engine")
+    return Run(method, fleet, kind(world, data), evaluation or Evaluation(), method.init(world))

@@ -1,0 +1,9 @@
+"""Trace a module, name its axes, fit a budget, count the cost."""
+
+from fedquilt.axes import Axis, Index, Positions, parse, write
+from fedquilt.family.cost import Cost
+from fedquilt.family.family import Family, trace
+from fedquilt.family.layout import Layout
+from fedquilt.family.net import Net, Pass
+
+__all__ = ["Axis", "Cost", "Family", "Index", "Layout", "Net", "Pass", "Positions", "parse", "trace", "write"]

@@ -1,0 +1,2 @@
+from fedquilt.axes import *  # noqa
+from fedquilt.axes import Run  # noqa

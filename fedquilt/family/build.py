@@ -1,0 +1,168 @@
+"""Members as plain networks: a structural copy of a module whose layers are told their new sizes, on the meta device."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
+
+from fedquilt.axes import size_of
+from fedquilt.errors import TraceError
+from fedquilt.family.layout import Layout
+
+Layer = TypeVar("Layer", bound=nn.Module)
+_RULES: dict[type[nn.Module], Callable[[Any], None]] = {}
+
+
+def resize(*kinds: type[Layer]) -> Callable[[Callable[[Layer], None]], Callable[[Layer], None]]:
+    """Register how a layer reads its sizes off its weights."""
+
+    def register(rule: Callable[[Layer], None]) -> Callable[[Layer], None]:
+        _RULES.update(dict.fromkeys(kinds, rule))
+        return rule
+
+    return register
+
+
+@resize(nn.Linear)
+def _linear(layer: nn.Linear) -> None:
+    layer.out_features, layer.in_features = layer.weight.shape
+
+
+@resize(nn.Bilinear)
+def _bilinear(layer: nn.Bilinear) -> None:
+    layer.out_features, layer.in1_features, layer.in2_features = layer.weight.shape
+
+
+@resize(_ConvNd)
+def _conv(layer: _ConvNd) -> None:
+    outer, inner = layer.weight.shape[:2]
+    inner *= layer.groups
+    transposed = isinstance(layer, _ConvTransposeNd)
+    layer.in_channels, layer.out_channels = (outer, inner) if transposed else (inner, outer)
+
+
+@resize(_NormBase)
+def _batch_norm(layer: _NormBase) -> None:
+    carrier = layer.weight if layer.weight is not None else layer.running_mean
+    if carrier is not None:
+        layer.num_features = carrier.shape[0]
+
+
+@resize(nn.GroupNorm)
+def _group_norm(layer: nn.GroupNorm) -> None:
+    if layer.affine:
+        layer.num_channels = layer.weight.shape[0]
+
+
+@resize(nn.LayerNorm, nn.RMSNorm)
+def _layer_norm(layer: nn.LayerNorm | nn.RMSNorm) -> None:
+    if layer.elementwise_affine:
+        layer.normalized_shape = tuple(layer.weight.shape)
+
+
+@resize(nn.Embedding, nn.EmbeddingBag)
+def _embedding(layer: nn.Embedding | nn.EmbeddingBag) -> None:
+    layer.num_embeddings, layer.embedding_dim = layer.weight.shape
+
+
+@resize(nn.MultiheadAttention)
+def _attention(layer: nn.MultiheadAttention) -> None:
+    # `num_heads` is one of the layout's attributes where heads are cut; the rest follows from the output layer.
+    layer.embed_dim = layer.out_proj.weight.shape[0]
+    layer.head_dim = layer.embed_dim // layer.num_heads
+    separate = layer.in_proj_weight is None
+    layer.kdim = layer.k_proj_weight.shape[1] if separate else layer.embed_dim
+    layer.vdim = layer.v_proj_weight.shape[1] if separate else layer.embed_dim
+
+
+@resize(nn.PReLU)
+def _prelu(layer: nn.PReLU) -> None:
+    layer.num_parameters = layer.weight.shape[0]
+
+
+@resize(nn.RNNBase)
+def _recurrent(layer: nn.RNNBase) -> None:
+    layer.input_size = layer.weight_ih_l0.shape[1]
+    layer.hidden_size = layer.weight_hh_l0.shape[0] // {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
+    if layer.proj_size:
+        layer.proj_size = layer.weight_hh_l0.shape[1]
+
+
+@resize(nn.RNNCellBase)
+def _cell(layer: nn.RNNCellBase) -> None:
+    layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
+
+
+def build(module: nn.Module, layout: Layout, widths: Mapping[str, int]) -> nn.Module:
+    """A plain smaller network of the same classes, its weights empty on the meta device."""
+    sizes = {**layout.sizes, **widths}
+
+    def meta(name: str, tensor: Tensor) -> Tensor:
+        first = layout.ties.get(name, name)
+        shape = layout.shape(first, sizes) if first in layout.dims else tensor.shape
+        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+
+    member = blueprint(module, meta)
+    for path, expr in layout.attributes.items():
+        _assign(member, path.split("."), size_of(expr, layout.sizes), size_of(expr, sizes))
+    for layer in member.modules():
+        for kind in type(layer).__mro__:
+            if kind in _RULES:
+                _RULES[kind](layer)
+                break
+    return member
+
+
+def blueprint(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Module:
+    """A copy of a module's structure in which `make(name, weight)` stands for each weight; ties stay tied."""
+    memo: dict[int, Any] = {}
+    for name, weight in (*module.named_parameters(), *module.named_buffers()):
+        made = make(name, weight)
+        memo[id(weight)] = (
+            nn.Parameter(made, weight.requires_grad) if isinstance(weight, nn.Parameter) else made
+        )
+    for layer in module.modules():
+        # Tensors that are neither parameters nor buffers are constants (or recomputed by hooks): share, do not copy.
+        for held in vars(layer).values():
+            if isinstance(held, Tensor) and id(held) not in memo:
+                memo[id(held)] = held.detach()
+    try:
+        return copy.deepcopy(module, memo)
+    except (TypeError, RuntimeError, NotImplementedError) as error:
+        raise TraceError(
+            f"{type(module).__name__} cannot be copied, so no smaller member can be made from it: {error}. "
+            "Keep locks, generators, open files and the like out of the module's attributes."
+        ) from error
+
+
+def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
+    """Set a number by its path through modules, configurations and tuples; `full` is the size it is made from."""
+    key, *rest = path
+    if isinstance(holder, (tuple, list)):
+        items = list(holder)
+        items[int(key)] = _assign(items[int(key)], rest, full, size) if rest else _rescale(items[int(key)], full, size)
+        return type(holder)(items)
+    inner = vars(holder).get(key)
+    if isinstance(holder, nn.Module) and key in holder._modules:
+        inner = holder._modules[key]
+    if not rest:
+        vars(holder)[key] = _rescale(inner, full, size)
+    else:
+        changed = _assign(inner, rest, full, size)
+        if changed is not inner:
+            vars(holder)[key] = changed
+    return holder
+
+
+def _rescale(value: int | float, full: int, size: int) -> int | float:
+    """A number made from a size: the size itself, or a power of it such as an attention scale, d ** -0.5."""
+    if isinstance(value, int):
+        return size
+    return float(size ** round(2 * math.log(value, full)) / 2) if full > 1 else value

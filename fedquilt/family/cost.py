@@ -1,0 +1,54 @@
+"""What a member costs: counted on the meta device, where nothing is computed or allocated."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+
+@dataclass(frozen=True)
+class Cost:
+    """Multiply-adds a sample, parameters, their bytes, and the peak memory of a training step in bytes."""
+
+    macs: int
+    params: int
+    bytes: int
+    memory: int
+
+
+def measure(module: nn.Module, example_inputs: tuple[Any, ...], batch_size: int, slots: int) -> Cost:
+    """Count one member. Memory = weights + gradients + optimiser slots + activations saved for the backward pass."""
+    module = module.to("meta")
+    inputs = tuple(_resized(value, batch_size) for value in example_inputs)
+    weights = {id(p): p for p in module.parameters()}.values()
+    params = sum(p.numel() for p in weights)
+    size = sum(p.numel() * p.element_size() for p in weights)
+    saved: dict[int, int] = {}
+    own = {p.data_ptr() for p in weights} | {id(p) for p in weights}
+
+    def keep(tensor: Tensor) -> Tensor:
+        if id(tensor) not in own and not isinstance(tensor, nn.Parameter):
+            storage = tensor.untyped_storage()
+            saved[storage._cdata] = storage.nbytes()
+            alive.append(storage)  # a freed storage's address could be met again
+        return tensor
+
+    alive: list[Any] = []
+    with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
+        module.train()(*inputs)
+    return Cost(
+        macs=flops.get_total_flops() // 2 // batch_size,
+        params=params,
+        bytes=size,
+        memory=size * (2 + slots) + sum(saved.values()),
+    )
+
+
+def _resized(value: Any, batch_size: int) -> Any:
+    if not isinstance(value, Tensor):
+        return value
+    return torch.empty((batch_size, *value.shape[1:]), dtype=value.dtype, device="meta")

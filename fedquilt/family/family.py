@@ -1,0 +1,324 @@
+"""A family: one module, its axes, and every smaller network that can be cut from it."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.errors import BudgetError, SubmodelError
+from fedquilt.axes import axes_in, size_of
+from fedquilt.family.build import build
+from fedquilt.family.cost import Cost, measure
+from fedquilt.family.layout import Layout
+from fedquilt.family.net import Net
+from fedquilt.family.trace import trace_layout
+from fedquilt.round.cut import Cutter, prefix
+from fedquilt.terms import Arch, Budget, Submodel, Weights
+
+Rounding = Literal["floor", "ceil"]
+
+
+def trace(
+    module: nn.Module | Callable[[], nn.Module],
+    example_inputs: Tensor | tuple[Any, ...],
+    *,
+    fixed: Sequence[str] = (),
+    parts: Mapping[str, Sequence[str]] | None = None,
+    heads: Literal["inside", "whole"] = "inside",
+    class_dim: int | None = None,
+) -> Family:
+    """Find the axes of any feed-forward module by running it once, symbolically, on an example.
+
+    A module brings its own initial weights. A function that makes one is called anew for every seed.
+    `fixed` names axes or layers that are never cut; `parts` names groups of weights (`{"head": ["fc"]}`).
+    """
+    factory = (lambda: module) if isinstance(module, nn.Module) else module
+    model = factory()
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    layout = trace_layout(model, inputs, fixed=fixed, parts=parts, heads=heads, class_dim=class_dim)
+    return Family(model, layout, inputs, factory)
+
+
+@dataclass(frozen=True, eq=False)
+class Family:
+    """Every network that can be cut from one module."""
+
+    _module: nn.Module
+    layout: Layout
+    example_inputs: tuple[Any, ...]
+    _factory: Callable[[], nn.Module]
+
+    # --- what there is -----------------------------------------------------------------------------------------
+
+    @property
+    def axes(self) -> dict[str, str]:
+        """Each weight's dimensions, as one reads them: `"conv2.weight": "c2 c1 3 3"`."""
+        from fedquilt.axes import write
+
+        return {name: write(dims) for name, dims in self.layout.dims.items()}
+
+    @property
+    def parts(self) -> Mapping[str, tuple[str, ...]]:
+        return self.layout.parts
+
+    @property
+    def num_classes(self) -> int:
+        return self.layout.axes["class"].size
+
+    @cached_property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the weights that training moves."""
+        names = {name for name, weight in self._module.named_parameters() if weight.requires_grad}
+        return tuple(name for name in self.layout.dims if name in names)
+
+    @cached_property
+    def statistics(self) -> tuple[str, ...]:
+        """Names of the norms' running statistics."""
+        learnt = dict(self._module.named_parameters())
+        return tuple(name for name in self.layout.parts.get("norm", ()) if name not in learnt)
+
+    @cached_property
+    def carried(self) -> tuple[str, ...]:
+        """Names of what is never trained but must be cut with the rest: frozen weights and buffers that carry axes."""
+        moving = {*self.trainable, *self.statistics}
+        return tuple(name for name in self.layout.dims if name not in moving and self._cut_axes(name))
+
+    @cached_property
+    def cutter(self) -> Cutter:
+        return Cutter(self.layout.dims, self.layout.sizes)
+
+    def _cut_axes(self, name: str) -> set[str]:
+        found = {axis for dim in self.layout.dims[name] for axis in axes_in(dim)}
+        return {axis for axis in found if not self.layout.axes[axis].fixed}
+
+    # --- members -----------------------------------------------------------------------------------------------
+
+    @cached_property
+    def whole(self) -> Arch:
+        """The full-width member."""
+        return self._arch(1.0, "floor")
+
+    def fit(self, budget: Budget, rounding: Rounding = "floor") -> Arch:
+        """The largest member within a budget: one share for all axes, at least one channel of each."""
+        if budget.macs is budget.params is budget.memory is None:
+            assert budget.share is not None
+            return self._arch(budget.share, rounding)
+        known = self._fitted.get((budget, rounding))
+        if known is None:
+            known = self._fitted[budget, rounding] = self._search(budget, rounding)
+        return known
+
+    @cached_property
+    def _fitted(self) -> dict[tuple[Budget, Rounding], Arch]:
+        return {}
+
+    def _search(self, budget: Budget, rounding: Rounding) -> Arch:
+        """Bisect the shares at which some axis gains a channel: costs only grow with the share."""
+        limit = budget.share or 1.0
+        sizes = {axis.size for axis in self._free}
+        shares = sorted({k / size for size in sizes for k in range(1, size + 1) if k / size <= limit} or {limit})
+
+        def fits(share: float) -> bool:
+            member = self._arch(share, rounding)
+            if budget.params is not None and self.count(member) > budget.params:
+                return False
+            if budget.macs is None and budget.memory is None:
+                return True
+            cost = self.cost(member)
+            return cost.macs <= (budget.macs or math.inf) and cost.memory <= (budget.memory or math.inf)
+
+        low, high = -1, len(shares)
+        while high - low > 1:
+            middle = (low + high) // 2
+            low, high = (middle, high) if fits(shares[middle]) else (low, middle)
+        if low < 0:
+            least = self.cost(self._arch(shares[0], rounding))
+            raise BudgetError(
+                f"no member fits the budget {budget}: the smallest has {least.params:,} parameters, {least.macs:,} "
+                f"multiply-adds a sample and trains in {least.memory:,} bytes."
+            )
+        return self._arch(shares[low], rounding)
+
+    @cached_property
+    def _free(self) -> list[Any]:
+        return [axis for axis in self.layout.axes.values() if not axis.fixed]
+
+    def _arch(self, share: float, rounding: Rounding) -> Arch:
+        def target(size: int) -> int:
+            # 0.29 * 100 is 28.999…: the product is rounded before it is floored.
+            exact = round(share * size, 9)
+            return max(1, math.floor(exact) if rounding == "floor" else math.ceil(exact))
+
+        widths = {axis.name: target(axis.size) for axis in self._free}
+        for groups in self._free:
+            if not groups.inner:
+                continue
+            inside = {name: self.layout.axes[name].size for name in groups.inner if name in widths}
+            # Most channels within the target, most groups among equals: cut inside the groups where that divides.
+            fewest = min(
+                (_divide(target(groups.size * size), groups.size, size) for size in inside.values()),
+                default=widths[groups.name],
+            )
+            widths[groups.name] = fewest
+            for name, size in inside.items():
+                widths[name] = max(1, min(size, target(groups.size * size) // fewest))
+        return Arch(tuple(widths.items()))
+
+    def nested(self, arch: Arch, share: float) -> Submodel:
+        """Within a member, the sub-model of `share` of the *whole* model: the first channels of its order."""
+        known = self._nested.get((arch, share))
+        if known is None:
+            inner = self.fit(Budget(share=share)).sizes
+            smaller = Arch(tuple((axis, min(width, inner[axis])) for axis, width in arch.widths))
+            known = self._nested[arch, share] = prefix(smaller)
+        return known
+
+    @cached_property
+    def _nested(self) -> dict[tuple[Arch, float], Submodel]:
+        return {}
+
+    def count(self, member: Arch) -> int:
+        """How many parameters a member has."""
+        sizes = self.layout.sizes | member.sizes
+        return sum(math.prod(self.layout.shape(name, sizes)) for name in self._parameters)
+
+    @cached_property
+    def _parameters(self) -> tuple[str, ...]:
+        return tuple(name for name, _ in self._module.named_parameters() if name in self.layout.dims)
+
+    def cost(self, member: Arch | Submodel, batch_size: int = 32, slots: int = 1) -> Cost:
+        """Multiply-adds a sample, parameters, bytes, and the memory of training on a batch with an optimiser's slots."""
+        arch = member.arch if isinstance(member, Submodel) else member
+        known = self._costs.get((arch, batch_size, slots))
+        if known is None:
+            known = measure(build(self._module, self.layout, self._sizes(arch)), self.example_inputs, batch_size, slots)
+            self._costs[arch, batch_size, slots] = known
+        return known
+
+    @cached_property
+    def _costs(self) -> dict[tuple[Arch, int, int], Cost]:
+        return {}
+
+    def _sizes(self, arch: Arch) -> dict[str, int]:
+        return self.layout.sizes | arch.sizes
+
+    # --- weights and networks ----------------------------------------------------------------------------------
+
+    def init(self, seed: int = 0) -> dict[str, Tensor]:
+        """All weights as training starts from them, norm statistics and carried constants included."""
+        with torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            module = self._factory()
+        return _state(module, (*self.trainable, *self.statistics, *self.carried))
+
+    def module(self, member: Arch | Submodel, state: Weights | None = None) -> nn.Module:
+        """A member as a plain nn.Module with weights cut from a whole state (the initial one if none is given)."""
+        submodel = prefix(member) if isinstance(member, Arch) else member
+        state = self.init() if state is None else state
+        names = [name for name in self.layout.dims if submodel.scope + name in state]
+        weights = self.cutter.gather(state, submodel, names)
+        return self.assemble(submodel, weights)
+
+    def assemble(self, submodel: Submodel, weights: Weights) -> nn.Module:
+        """A member as a plain nn.Module that owns a copy of these weights, which are already cut."""
+        module = build(self._module, self.layout, self._sizes(submodel.arch))
+        fill = _state(self._module, tuple(self.layout.dims))
+        owner = dict(module.named_modules())
+        aliases: dict[str, list[str]] = {}
+        for alias, name in self.layout.ties.items():
+            aliases.setdefault(name, []).append(alias)
+        for name in self.layout.dims:
+            if name in weights:
+                value = weights[name].detach().clone()
+            else:  # constants, and statistics nobody measured yet, as the module brought them
+                value = self.cutter.gather(fill, Submodel(submodel.arch, submodel.index), [name])[name].clone()
+            _assign(owner, name, value, aliases.get(name, ()))
+        for layer in module.modules():
+            counter = getattr(layer, "num_batches_tracked", None)
+            if isinstance(counter, Tensor):
+                layer.num_batches_tracked = torch.zeros((), dtype=counter.dtype)
+        return module
+
+    def net(self, arch: Arch) -> Net:
+        """A member as a pure function of its weights; built once."""
+        known = self._nets.get(arch)
+        if known is None:
+            module = build(self._module, self.layout, self._sizes(arch))
+            moving = {*self.trainable, *self.statistics, *self.carried}
+            rest = tuple(name for name in self.layout.dims if name not in moving)
+            known = self._nets[arch] = Net(module, _state(self._module, rest), self._conv_shares(arch))
+        return known
+
+    @cached_property
+    def _nets(self) -> dict[Arch, Net]:
+        return {}
+
+    def _conv_shares(self, arch: Arch) -> dict[str, float]:
+        """The kept part of each convolution's outputs, which its bias or, transposed, its second dimension shows."""
+        sizes, shares = self._sizes(arch), {}
+        for name, layer in self._module.named_modules():
+            if isinstance(layer, nn.modules.conv._ConvNd):
+                dim = self.layout.dims[self._first(f"{name}.weight")][1 if layer.transposed else 0]
+                shares[name] = size_of(dim, sizes) / size_of(dim, self.layout.sizes)
+        return shares
+
+    def _first(self, name: str) -> str:
+        return self.layout.ties.get(name, name)
+
+    def check(self, submodel: Submodel, who: str) -> None:
+        """Refuse positions that the family does not have; `who` planned them."""
+        widths = submodel.arch.sizes
+        for axis, positions in submodel.index.items():
+            known = self.layout.axes.get(axis)
+            if known is None:
+                raise SubmodelError(f"{who} was planned positions on axis {axis!r}; axes here: {', '.join(widths)}.")
+            if len(positions) != len(set(positions)) or positions.stop > known.size:
+                raise SubmodelError(
+                    f"{who} was planned {len(positions)} channels up to position {positions.stop - 1} on axis "
+                    f"{axis!r}, which has {known.size}. Any {known.size} distinct positions from 0 fit."
+                )
+            if not len(positions) or (axis in widths and len(positions) != widths[axis]):
+                raise SubmodelError(
+                    f"{who} was planned {len(positions)} channels on axis {axis!r}, but its member has "
+                    f"{widths.get(axis, known.size)}. Index and member must agree."
+                )
+
+    # --- on disk -----------------------------------------------------------------------------------------------
+
+    def save(self, path: str | Path) -> None:
+        """Write what tracing found, so that another machine can train members without tracing."""
+        Path(path).write_text(self.layout.to_json())
+
+    @staticmethod
+    def load(path: str | Path, module: nn.Module | Callable[[], nn.Module], example_inputs: Any) -> Family:
+        """Read a traced family; the module's code is still needed, tracing is not."""
+        factory = (lambda: module) if isinstance(module, nn.Module) else module
+        inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        return Family(factory(), Layout.from_json(Path(path).read_text()), inputs, factory)
+
+
+def _divide(target: int, groups: int, size: int) -> int:
+    """How many of `groups` groups of up to `size` channels hold the most channels within `target`."""
+    return max(range(1, min(groups, target) + 1), key=lambda g: (min(size, target // g) * g, g))
+
+
+def _state(module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    return {name: held[name].detach().clone() for name in names}
+
+
+def _assign(owner: Mapping[str, nn.Module], name: str, value: Tensor, aliases: Sequence[str]) -> None:
+    """Put a real tensor where the structural copy has an empty one, under all its names."""
+    path, _, leaf = name.rpartition(".")
+    old = getattr(owner[path], leaf)
+    new = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+    for each in (name, *aliases):
+        path, _, leaf = each.rpartition(".")
+        setattr(owner[path], leaf, new)

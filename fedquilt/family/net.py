@@ -1,0 +1,263 @@
+"""A member as a pure function of its weights: nothing hidden moves while it runs.
+
+A module keeps two kinds of hidden state, and a `Net` takes both away. Norm statistics become values that go in and
+come out. Random numbers (dropout, attention dropout, `torch.rand` in a forward) come from `fedquilt.noise`, keyed by
+the caller and by the order of the draws, so that every engine draws the same.
+"""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _NormBase
+from torch.nn.modules.conv import _ConvNd
+from torch.overrides import TorchFunctionMode
+
+from fedquilt import noise
+from fedquilt.errors import TrainingError
+
+Statistics = Literal["batch", "stored", "track", "measure"]
+
+
+@dataclass(frozen=True)
+class Pass:
+    """How to run a net: in training or not, on which norm statistics, with activations rescaled or not."""
+
+    train: bool = False
+    # Normalise by the batch or by what is stored; by the batch, handing back the new running values or the batch's own.
+    statistics: Statistics = "batch"
+    scaler: bool = False  # HeteroFL: convolutions' outputs are divided by the kept share, in training only
+
+
+@dataclass
+class _Now:
+    """What the patched layers look at while their net runs."""
+
+    mode: Pass = field(default_factory=Pass)
+    seen: dict[str, Tensor] = field(default_factory=dict)
+
+
+class Net:
+    """A member of a family: `net(weights, inputs)` gives outputs and the norm statistics seen on the way."""
+
+    def __init__(self, module: nn.Module, constants: Mapping[str, Tensor], shares: Mapping[str, float]) -> None:
+        """`constants`: buffers that are no statistics. `shares`: the kept part of each convolution's outputs."""
+        self.module = module
+        self._constants = dict(constants)
+        self._now = _Now()
+        for name, layer in module.named_modules():
+            if isinstance(layer, _NormBase) and layer.track_running_stats:
+                layer.forward = partial(_norm, layer, name, self._now)
+            elif isinstance(layer, _ConvNd) and shares.get(name, 1.0) != 1.0:
+                layer.register_forward_hook(partial(_rescale, self._now, shares[name]))
+
+    def __call__(
+        self, weights: Mapping[str, Tensor], inputs: Tensor, mode: Pass = Pass(), key: Tensor | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Run the net. `key` seeds its noise in training, one number a client."""
+        self.module.train(mode.train)
+        self._now.mode, self._now.seen = mode, {}
+        with Drawn(key):
+            outputs = functional_call(self.module, {**self._constants, **weights}, (inputs,), strict=False)
+        seen, self._now.seen = self._now.seen, {}
+        return outputs, seen
+
+    def constants_to(self, device: torch.device, dtype: torch.dtype) -> None:
+        """Move what is not trained to where the training happens."""
+        for name, value in self._constants.items():
+            self._constants[name] = value.to(device, dtype if value.is_floating_point() else value.dtype)
+
+
+def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:
+    """A norm layer whose statistics are values: given, or measured and handed back."""
+    if now.mode.statistics == "stored":
+        mean, var = layer.running_mean, layer.running_var
+        return F.batch_norm(inputs, mean, var, layer.weight, layer.bias, False, 0.0, layer.eps)
+    if now.mode.statistics != "batch":
+        rest = [dim for dim in range(inputs.dim()) if dim != 1]
+        var, mean = torch.var_mean(inputs.detach(), rest, correction=1)
+        prefix = f"{name}." if name else ""
+        for kind, old, new in (("mean", layer.running_mean, mean), ("var", layer.running_var, var)):
+            if now.mode.statistics == "track":
+                assert old is not None and layer.momentum is not None
+                new = (1 - layer.momentum) * old + layer.momentum * new
+            now.seen[f"{prefix}running_{kind}"] = new
+    return F.batch_norm(inputs, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+
+
+def _rescale(now: _Now, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+    return outputs / share if now.mode.train and now.mode.scaler else outputs
+
+
+class Drawn(TorchFunctionMode):
+    """Within this context every random number a module asks torch for is drawn from `key` instead."""
+
+    def __init__(self, key: Tensor | None) -> None:
+        super().__init__()
+        self._key = key
+        self._site = 0
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        replacement = _REPLACED.get(func)
+        if replacement is None:
+            return func(*args, **(kwargs or {}))
+        return replacement(self, *args, **(kwargs or {}))
+
+    @property
+    def silent(self) -> bool:
+        return self._key is None
+
+    def site(self) -> Tensor:
+        """A fresh key for the next draw."""
+        if self._key is None:
+            raise TrainingError(
+                "a layer draws random numbers outside of training, where no key is given. "
+                "Draw them only while `self.training`, as nn.Dropout does."
+            )
+        self._site += 1
+        return noise.fold_in(self._key, self._site)
+
+
+def _dropout(drawn: Drawn, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    return _dropped(drawn, input, p, training, input.shape)
+
+
+def _dropout_channels(
+    drawn: Drawn, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
+    return _dropped(drawn, input, p, training, input.shape[:2] + (1,) * (input.dim() - 2))
+
+
+def _dropped(drawn: Drawn, input: Tensor, p: float, training: bool, shape: torch.Size | tuple[int, ...]) -> Tensor:
+    if not training or p == 0:
+        return input
+    if p == 1:
+        return input * 0
+    kept = noise.uniform(drawn.site(), shape, input.dtype) >= p
+    return input * kept / (1 - p)
+
+
+def _attention(
+    drawn: Drawn,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    scale: float | None = None,
+    enable_gqa: bool = False,
+) -> Tensor:
+    """torch's scaled_dot_product_attention written out: the fused kernels neither stack nor draw from our noise."""
+    if enable_gqa:
+        repeats = query.shape[-3] // key.shape[-3]
+        key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
+    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    if is_causal:
+        later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
+        scores = scores.masked_fill(later, -torch.inf)
+    if attn_mask is not None:
+        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+    attended = scores.softmax(-1)
+    return _dropped(drawn, attended, dropout_p, dropout_p > 0, attended.shape) @ value
+
+
+# The same code as torch's, but transparent: it does not hand itself to the mode as one opaque call, so that the
+# attention and dropout inside it reach the replacements here.
+_transparent_mha = types.FunctionType(
+    F.multi_head_attention_forward.__code__,
+    {**vars(F), "has_torch_function": lambda *_: False},
+    argdefs=F.multi_head_attention_forward.__defaults__,
+)
+_transparent_mha.__kwdefaults__ = F.multi_head_attention_forward.__kwdefaults__
+
+
+def _multi_head(drawn: Drawn, *args: Any, **kwargs: Any) -> Any:
+    with drawn:
+        return _transparent_mha(*args, **kwargs)
+
+
+def _rand(drawn: Drawn, *size: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return noise.uniform(drawn.site(), _shape(size), dtype or torch.get_default_dtype())
+
+
+def _randn(drawn: Drawn, *size: Any, dtype: torch.dtype | None = None, **_: Any) -> Tensor:
+    return noise.normal(drawn.site(), _shape(size), dtype or torch.get_default_dtype())
+
+
+def _rand_like(drawn: Drawn, input: Tensor, **_: Any) -> Tensor:
+    return noise.uniform(drawn.site(), input.shape, input.dtype)
+
+
+def _randn_like(drawn: Drawn, input: Tensor, **_: Any) -> Tensor:
+    return noise.normal(drawn.site(), input.shape, input.dtype)
+
+
+def _bernoulli(drawn: Drawn, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
+    drawn_uniform = noise.uniform(drawn.site(), input.shape, input.dtype)
+    return (drawn_uniform < (input if p is None else p)).to(input.dtype)
+
+
+def _bernoulli_in_place(drawn: Drawn, input: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
+    return (noise.uniform(drawn.site(), input.shape, input.dtype) < p).to(input.dtype)
+
+
+def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
+    return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
+
+
+def _refuse(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    def refused(drawn: Drawn, *args: Any, **kwargs: Any) -> Any:
+        if drawn.silent:  # outside of training these layers draw nothing
+            return function(*args, **kwargs)
+        raise TrainingError(
+            f"the module calls {name}, whose random numbers would differ between engines. "
+            "Use nn.Dropout, torch.rand, torch.randn or torch.bernoulli instead."
+        )
+
+    return refused
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    F.dropout: _dropout,
+    torch.dropout: _dropout,
+    F.dropout1d: _dropout_channels,
+    F.dropout2d: _dropout_channels,
+    F.dropout3d: _dropout_channels,
+    F.scaled_dot_product_attention: _attention,
+    F.multi_head_attention_forward: _multi_head,
+    torch.rand: _rand,
+    torch.randn: _randn,
+    torch.rand_like: _rand_like,
+    torch.randn_like: _randn_like,
+    torch.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli: _bernoulli,
+    torch.Tensor.bernoulli_: _bernoulli_in_place,
+    **{
+        function: _refuse(name, function)
+        for name, function in {
+            "F.alpha_dropout": F.alpha_dropout,
+            "F.feature_alpha_dropout": F.feature_alpha_dropout,
+            "F.rrelu": F.rrelu,
+            "torch.randint": torch.randint,
+            "torch.randperm": torch.randperm,
+            "torch.multinomial": torch.multinomial,
+            "torch.normal": torch.normal,
+            "Tensor.uniform_": torch.Tensor.uniform_,
+            "Tensor.normal_": torch.Tensor.normal_,
+            "Tensor.random_": torch.Tensor.random_,
+            "Tensor.exponential_": torch.Tensor.exponential_,
+        }.items()
+    },
+}

@@ -1,0 +1,584 @@
+"""What each ATen operation says about the dimensions of its inputs and outputs: one small rule per operation.
+
+A rule unifies dimensions that must be cut together, pins those that must not be cut, and returns the dimensions of the
+outputs. Everything torch tags as point-wise shares one rule. An operation without a rule pins all it touches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch._ops import OpOverload, OpOverloadPacket
+
+from fedquilt.family.atoms import (
+    Cat,
+    Dim,
+    Facts,
+    atom,
+    atoms_in,
+    couple,
+    fix,
+    is_plain,
+    parts,
+    pin,
+    plain,
+    regroup,
+    resolve,
+    size,
+    split,
+    unify,
+)
+from fedquilt.family.record import Call, Value
+
+aten: Any = torch.ops.aten
+
+Dims = tuple[Dim, ...]
+Rule = Callable[[Call, Facts], "Dims | list[Dims]"]  # the dimensions of the output, or of several
+_RULES: dict[str, Rule] = {}
+
+
+def rule(*packets: OpOverloadPacket) -> Callable[[Rule], Rule]:
+    """Register a rule for operations, whatever their overload, in place or not."""
+
+    def register(function: Rule) -> Rule:
+        _RULES.update({packet._qualified_op_name: function for packet in packets})
+        return function
+
+    return register
+
+
+def find_rule(op: OpOverload) -> Rule | None:
+    name = op.overloadpacket._qualified_op_name
+    found = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
+    return found or (_pointwise if torch.Tag.pointwise in op.tags else None)
+
+
+def apply(call: Call, facts: Facts) -> None:
+    """Learn from one call: unify its inputs' dimensions and describe its outputs."""
+    found = find_rule(call.op)
+    if found is None:
+        _unknown(call, facts)
+        return
+    result = found(call, facts)
+    described = result if isinstance(result, list) else [result]
+    for out, dims in zip(call.outs, described, strict=False):
+        assert tuple(map(size, dims)) == out.shape, f"the rule for {call} gave {dims} for {out.shape}"
+        if out.known:  # written in place: the tensor keeps its dimensions
+            _unify_all(out.dims, dims)
+        else:
+            out.dims, out.known = dims, True
+
+
+def _unknown(call: Call, facts: Facts) -> None:
+    lost = [value for value in call.inputs if not all(map(is_plain, map(resolve, _flat(value))))]
+    for value in (*call.inputs, *call.outs):
+        _pin_all(value.dims)
+    for out in call.outs:
+        out.known = True
+    if lost:
+        facts.notes.append(f"no rule for {call}: what it touches is never cut")
+
+
+def _flat(value: Value) -> Dims:
+    return value.dims
+
+
+def _unify_all(a: Dims, b: Dims) -> None:
+    for one, other in zip(a, b, strict=True):
+        unify(one, other)
+
+
+def _pin_all(dims: Sequence[Dim]) -> None:
+    for dim in dims:
+        pin(dim)
+
+
+def _argument(call: Call, name: str, default: Any = None) -> Any:
+    """An argument by its name in the operation's schema, wherever the caller put it."""
+    for position, declared in enumerate(call.op._schema.arguments):
+        if declared.name == name:
+            if position < len(call.args):
+                return call.args[position]
+            return call.kwargs.get(name, declared.default_value if declared.has_default_value() else default)
+    return default
+
+
+def _dims(call: Call, name: str, ndim: int) -> list[int]:
+    """A `dim` argument as a list of positive numbers; none at all means every one."""
+    given = _argument(call, name)
+    if given is None or given == []:
+        return list(range(ndim))
+    return [dim % ndim for dim in (given if isinstance(given, (list, tuple)) else [given])] if ndim else []
+
+
+# --- element-wise ------------------------------------------------------------------------------------------------
+
+
+def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
+    """Align at the right; a size of one stretches to whatever the others are."""
+    found: list[Dim] = []
+    for position in range(-len(shape), 0):
+        here = [dims[position] for dims in operands if len(dims) >= -position]
+        here = [dim for dim in here if size(dim) == shape[position]]
+        for other in here[1:]:
+            unify(here[0], other)
+        found.append(here[0] if here else atom(shape[position]))
+    return tuple(found)
+
+
+@rule(aten.clone, aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten._to_copy, aten.contiguous)
+@rule(aten.copy, aten.fill, aten.zero, aten.masked_fill, aten.where, aten.full_like, aten.zeros_like, aten.ones_like)
+@rule(aten.empty_like, aten.rand_like, aten.randn_like, aten.bernoulli, aten.native_dropout, aten._conj, aten.lerp)
+@rule(aten.nan_to_num, aten.glu_backward, aten.celu, aten.elu, aten.hardtanh, aten.rrelu_with_noise, aten._log_softmax)
+def _pointwise(call: Call, facts: Facts) -> Dims:
+    tensors = call.inputs
+    return _broadcast([value.dims for value in tensors], call.outs[0].shape)
+
+
+@rule(aten._prelu_kernel, aten.prelu)
+def _prelu(call: Call, facts: Facts) -> Dims:
+    x, slope = call.inputs
+    if len(slope.shape) == 1 and slope.shape[0] > 1 and len(x.shape) > 1:
+        unify(x.dims[1], slope.dims[0])
+        return x.dims
+    return _pointwise(call, facts)
+
+
+# --- views -------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze, aten.view_copy)
+def _view(call: Call, facts: Facts) -> Dims:
+    x, out = call.inputs[0], call.outs[0]
+    groups = regroup(x.dims, out.shape, ("outer", "inner"))
+    # A dimension taken apart: only one of its pieces will be cut, and that is decided when all is known.
+    for source in range(len(x.dims)):
+        pieces = [tuple(factor for origin, factor in group if origin == source) for group in groups]
+        pieces = [piece for piece in pieces if piece]
+        if len(pieces) > 1:
+            facts.views.append(pieces)
+    return tuple(tuple(factor for _, factor in group) for group in groups)
+
+
+@rule(aten.permute)
+def _permute(call: Call, facts: Facts) -> Dims:
+    x = call.args[0]
+    return tuple(x.dims[dim] for dim in call.args[1])
+
+
+@rule(aten.transpose)
+def _transpose(call: Call, facts: Facts) -> Dims:
+    x, a, b = call.args
+    dims = list(x.dims)
+    dims[a], dims[b] = dims[b], dims[a]
+    return tuple(dims)
+
+
+@rule(aten.t, aten.numpy_T, aten.mT)
+def _t(call: Call, facts: Facts) -> Dims:
+    return tuple(call.args[0].dims[::-1])
+
+
+@rule(aten.expand)
+def _expand(call: Call, facts: Facts) -> Dims:
+    return _broadcast([call.args[0].dims], call.outs[0].shape)
+
+
+@rule(aten.repeat)
+def _repeat(call: Call, facts: Facts) -> Dims:
+    x, repeats = call.args
+    dims = ((),) * (len(repeats) - len(x.dims)) + x.dims
+    return tuple((*plain(times), *dim) for times, dim in zip(repeats, dims, strict=True))
+
+
+@rule(aten.slice)
+def _slice(call: Call, facts: Facts) -> Dims:
+    x, out = call.args[0], call.outs[0]
+    dim = (_argument(call, "dim") or 0) % len(x.shape)
+    start = _argument(call, "start") or 0
+    length = out.shape[dim]
+    dims = list(x.dims)
+    if length == x.shape[dim]:
+        return x.dims  # type: ignore[no-any-return]
+    if _argument(call, "step") not in (None, 1):
+        pin(dims[dim])
+        dims[dim] = plain(length)
+        return tuple(dims)
+    start = max(0, min(start + x.shape[dim] if start < 0 else start, x.shape[dim]))
+    pieces = parts(dims[dim], [start, length, x.shape[dim] - start - length])
+    facts.slices.append(pieces)
+    out.marks["start", dim] = pieces[0]
+    dims[dim] = pieces[1]
+    return tuple(dims)
+
+
+@rule(aten.select, aten.unbind)
+def _select(call: Call, facts: Facts) -> Dims | list[Dims]:
+    x = call.args[0]
+    (dim,) = [(_argument(call, "dim") or 0) % len(x.shape)]
+    pin(x.dims[dim])
+    rest = tuple(d for at, d in enumerate(x.dims) if at != dim)
+    return [rest] * len(call.outs)
+
+
+@rule(aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.chunk)
+def _split(call: Call, facts: Facts) -> list[Dims]:
+    x = call.args[0]
+    dim = (_argument(call, "dim") or 0) % len(x.shape)
+    sizes = [out.shape[dim] for out in call.outs]
+    if isinstance(call.args[1], int) and len(set(sizes)) > 1:
+        pin(x.dims[dim])  # pieces of one size and a remainder: no cut keeps both
+    pieces = parts(x.dims[dim], sizes)
+    if isinstance(call.args[1], int):
+        for piece in pieces[1:]:
+            unify(pieces[0], piece)  # cut into equal pieces, so they must stay equal
+    facts.slices.append(pieces)
+    return [(*x.dims[:dim], piece, *x.dims[dim + 1 :]) for piece in pieces]
+
+
+@rule(aten.cat)
+def _cat(call: Call, facts: Facts) -> Dims:
+    out = call.outs[0]
+    tensors = [value for value in call.args[0] if len(value.shape) == len(out.shape)]  # torch skips shape (0,)
+    along = (_argument(call, "dim") or 0) % len(out.shape)
+    first, *others = tensors
+    for other in others:
+        for dim in range(len(out.shape)):
+            if dim != along:
+                unify(first.dims[dim], other.dims[dim])
+    joined = (Cat(tuple(value.dims[along] for value in tensors)),)
+    return (*first.dims[:along], joined, *first.dims[along + 1 :])
+
+
+@rule(aten.stack)
+def _stack(call: Call, facts: Facts) -> Dims:
+    tensors, out = call.args[0], call.outs[0]
+    along = (_argument(call, "dim") or 0) % len(out.shape)
+    for other in tensors[1:]:
+        _unify_all(tensors[0].dims, other.dims)
+    dims = list(tensors[0].dims)
+    dims.insert(along, plain(len(tensors)))
+    return tuple(dims)
+
+
+@rule(aten.constant_pad_nd, aten.pad, aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
+@rule(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
+def _pad(call: Call, facts: Facts) -> Dims:
+    x, pads = call.args[0], list(call.args[1])
+    constant = call.op.overloadpacket is aten.constant_pad_nd
+    dims = list(x.dims)
+    for step in range(len(pads) // 2):
+        before, after = pads[2 * step : 2 * step + 2]
+        dim = len(dims) - 1 - step
+        if before == after == 0:
+            continue
+        if constant and before >= 0 and after >= 0:
+            dims[dim] = (Cat((plain(before), dims[dim], plain(after))),)
+        else:
+            pin(dims[dim])
+            dims[dim] = plain(call.outs[0].shape[dim])
+    return tuple(dims)
+
+
+@rule(aten.pixel_shuffle)
+def _pixel_shuffle(call: Call, facts: Facts) -> Dims:
+    x, r = call.args
+    *batch, channels, height, width = x.dims
+    outer, inner = split(channels, (size(channels) // (r * r), r * r))
+    pin(inner)
+    return (*batch, outer, (*height, *plain(r)), (*width, *plain(r)))
+
+
+@rule(aten.pixel_unshuffle)
+def _pixel_unshuffle(call: Call, facts: Facts) -> Dims:
+    x, r = call.args
+    *batch, channels, height, width = x.dims
+    _pin_all((height, width))
+    return (*batch, (*channels, *plain(r * r)), *(plain(n) for n in call.outs[0].shape[-2:]))
+
+
+@rule(aten.channel_shuffle, aten.native_channel_shuffle)
+def _channel_shuffle(call: Call, facts: Facts) -> Dims:
+    x, groups = call.args
+    batch, channels, *space = x.dims
+    outer, inner = split(channels, (groups, size(channels) // groups), ("groups", "inside"))
+    fix(outer)
+    return (batch, (*inner, *outer), *space)
+
+
+@rule(aten.im2col)
+def _im2col(call: Call, facts: Facts) -> Dims:
+    x, kernel = call.args[:2]
+    *batch, channels, height, width = x.dims
+    _pin_all((height, width))
+    return (*batch, (*channels, *plain(kernel[0] * kernel[1])), plain(call.outs[0].shape[-1]))
+
+
+# --- products ----------------------------------------------------------------------------------------------------
+
+
+@rule(aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul)
+def _product(call: Call, facts: Facts) -> Dims:
+    return _contract(call, *(value.dims for value in call.args[:2]), facts)
+
+
+@rule(aten.addmm, aten.baddbmm, aten.addmv)
+def _added_product(call: Call, facts: Facts) -> Dims:
+    bias, *factors = (value.dims for value in call.args[:3])
+    return _broadcast([_contract(call, *factors, facts), bias], call.outs[0].shape)
+
+
+def _contract(call: Call, a: Dims, b: Dims, facts: Facts) -> Dims:
+    inner = b[-2] if len(b) > 1 else b[-1]
+    unify(a[-1], inner)
+    if len(a) > 2:
+        unify(a[0], b[0])
+        facts.contracted.append((call.layer, inner))
+        for one in atoms_in(a[0]):
+            one.role = "heads" if one.role == "outer" else one.role
+        for one in (*atoms_in(inner), *atoms_in(a[-2]), *atoms_in(b[-1])):
+            one.role = "dim" if one.role == "inner" else one.role
+    return (*a[:-1], *b[:-2], *b[-1:])[: len(call.outs[0].shape)] if len(a) <= 2 else (*a[:-1], b[-1])
+
+
+@rule(aten.linear)
+def _linear(call: Call, facts: Facts) -> Dims:
+    x, weight, *bias = (value.dims for value in call.inputs)
+    unify(x[-1], weight[-1])
+    for dims in bias:
+        unify(dims[0], weight[0])
+    return (*x[:-1], *weight[:-1])
+
+
+@rule(aten.convolution)
+def _convolution(call: Call, facts: Facts) -> Dims:
+    x, weight, bias, stride, padding, _, transposed, _, groups = call.args[:9]
+    out = call.outs[0]
+    kernel = weight.shape[2:]
+    _pin_all(weight.dims[2:])
+    batch, channels, *space = x.dims
+    if any(n != 1 for n in (*kernel, *stride)) or any(padding):
+        _pin_all(space)  # neighbours are mixed: positions, not channels
+        space = [plain(n) for n in out.shape[2:]]
+    grouped = weight.dims[0]  # (groups out) in, or when transposed (groups in) out
+    if groups == 1:
+        made = weight.dims[1] if transposed else grouped
+        unify(channels, grouped if transposed else weight.dims[1])
+    else:
+        count, inside = _grouped(channels, groups, facts)
+        weight_count, weight_inside = _grouped(grouped, groups, facts)
+        unify(count, weight_count)
+        unify(inside, weight_inside if transposed else weight.dims[1])
+        last = weight.dims[1] if transposed else weight_inside
+        if size(inside) == 1:
+            pin(last)  # depth-wise: the channels are the groups, several outputs each stay several
+        if transposed:
+            facts.groups.append((count, last))
+        made = (*count, *last)
+        out.marks["groups"] = count
+    if bias is not None:
+        unify(bias.dims[0], made)
+    return (batch, made, *space)
+
+
+def _grouped(channels: Dim, groups: int, facts: Facts) -> tuple[Dim, Dim]:
+    outer, inner = split(channels, (groups, size(channels) // groups), ("groups", "inside"))
+    facts.groups.append((outer, inner))
+    return outer, inner
+
+
+@rule(aten.embedding)
+def _embedding(call: Call, facts: Facts) -> Dims:
+    weight, index = call.args[:2]
+    fix(weight.dims[0])  # looked up by number: rows never go, but a tied output layer may name them
+    return (*index.dims, *weight.dims[1:])
+
+
+@rule(aten._embedding_bag, aten._embedding_bag_forward_only)
+def _embedding_bag(call: Call, facts: Facts) -> Dims:
+    weight = call.args[0]
+    fix(weight.dims[0])
+    return (plain(call.outs[0].shape[0]), weight.dims[1])
+
+
+# --- norms -------------------------------------------------------------------------------------------------------
+
+
+@rule(aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training)
+@rule(aten._native_batch_norm_legit_functional, aten.cudnn_batch_norm, aten.batch_norm, aten._batch_norm_no_update)
+def _batch_norm(call: Call, facts: Facts) -> Dims:
+    x, *others = call.inputs
+    for other in others:
+        unify(x.dims[1], other.dims[0])
+    return x.dims
+
+
+@rule(aten.native_layer_norm, aten.layer_norm, aten._fused_rms_norm, aten.rms_norm)
+def _layer_norm(call: Call, facts: Facts) -> Dims:
+    x, *affine = call.inputs
+    count = len(call.args[1])
+    for dim in x.dims[-count:]:
+        couple(dim)
+    for other in affine:
+        _unify_all(x.dims[-count:], other.dims)
+    return x.dims
+
+
+@rule(aten.native_group_norm, aten.group_norm)
+def _group_norm(call: Call, facts: Facts) -> Dims:
+    x, *affine = call.inputs
+    groups = _argument(call, "group", _argument(call, "num_groups"))
+    for other in affine:
+        unify(x.dims[1], other.dims[0])
+    outer, inner = _grouped(x.dims[1], groups, facts)
+    couple(inner)
+    call.outs[0].marks["groups"] = outer
+    return x.dims
+
+
+@rule(aten._weight_norm_interface, aten._weight_norm)
+def _weight_norm(call: Call, facts: Facts) -> Dims:
+    direction, length = call.inputs
+    for one, other in zip(direction.dims, length.dims, strict=True):
+        if size(other) == size(one):
+            unify(one, other)
+        else:
+            couple(one)
+    return direction.dims
+
+
+# --- along a dimension -------------------------------------------------------------------------------------------
+
+
+@rule(aten._softmax, aten._safe_softmax, aten.softmax, aten._log_softmax, aten.log_softmax, aten.cumsum, aten.cumprod)
+@rule(aten.logcumsumexp)
+def _along(call: Call, facts: Facts) -> Dims:
+    x = call.inputs[0]
+    for dim in _dims(call, "dim", len(x.shape)):
+        couple(x.dims[dim])
+    return x.dims
+
+
+@rule(aten.sum, aten.mean, aten.amax, aten.amin, aten.prod, aten.var, aten.std, aten.var_mean, aten.std_mean)
+@rule(aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.all, aten.any)
+def _reduce(call: Call, facts: Facts) -> list[Dims]:
+    x, out = call.inputs[0], call.outs[0]
+    reduced = _dims(call, "dim", len(x.shape))
+    for dim in reduced:
+        couple(x.dims[dim])
+    kept = [() if at in reduced else dim for at, dim in enumerate(x.dims)]
+    if len(out.shape) != len(x.shape):
+        kept = [dim for at, dim in enumerate(x.dims) if at not in reduced]
+    return [tuple(kept)] * len(call.outs)
+
+
+@rule(aten.max, aten.min, aten.argmax, aten.argmin, aten.sort, aten.topk, aten.median, aten.kthvalue)
+def _ranked(call: Call, facts: Facts) -> list[Dims]:
+    if len(call.inputs) == 2:
+        return [_pointwise(call, facts)]  # max(a, b)
+    x = call.inputs[0]
+    ranked = _dims(call, "dim", len(x.shape))
+    _pin_all([x.dims[dim] for dim in ranked])  # which position won is a number: positions must not move
+    found: list[Dims] = []
+    for out in call.outs:
+        if len(out.shape) == len(x.shape):
+            found.append(tuple(plain(out.shape[at]) if at in ranked else dim for at, dim in enumerate(x.dims)))
+        else:
+            found.append(tuple(dim for at, dim in enumerate(x.dims) if at not in ranked))
+    return found
+
+
+@rule(aten.flip, aten.roll)
+def _reorder(call: Call, facts: Facts) -> Dims:
+    x = call.args[0]
+    given = call.args[1] if call.op.overloadpacket is aten.flip else _argument(call, "dims")
+    _pin_all([x.dims[dim] for dim in given or range(len(x.dims))])
+    return x.dims  # type: ignore[no-any-return]
+
+
+@rule(aten.tril, aten.triu)
+def _triangle(call: Call, facts: Facts) -> Dims:
+    x = call.args[0]
+    _pin_all(x.dims[-2:])
+    return x.dims  # type: ignore[no-any-return]
+
+
+# --- pools and upsampling ----------------------------------------------------------------------------------------
+
+
+def _spatial(count: int) -> Rule:
+    def pooled(call: Call, facts: Facts) -> list[Dims]:
+        x = call.inputs[0]
+        _pin_all(x.dims[-count:])
+        return [(*x.dims[:-count], *(plain(n) for n in out.shape[-count:])) for out in call.outs]
+
+    return pooled
+
+
+for _count, _names in {
+    1: "avg_pool1d max_pool1d adaptive_avg_pool1d adaptive_max_pool1d upsample_nearest1d _upsample_nearest_exact1d "
+    "upsample_linear1d max_pool1d_with_indices",
+    2: "avg_pool2d max_pool2d_with_indices _adaptive_avg_pool2d adaptive_avg_pool2d adaptive_max_pool2d "
+    "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d "
+    "_upsample_bicubic2d_aa grid_sampler_2d fractional_max_pool2d max_unpool2d",
+    3: "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d "
+    "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
+}.items():
+    rule(*(getattr(aten, _name) for _name in _names.split() if hasattr(aten, _name)))(_spatial(_count))
+
+
+# --- look-ups ----------------------------------------------------------------------------------------------------
+
+
+@rule(aten.index, aten._unsafe_index)
+def _index(call: Call, facts: Facts) -> Dims:
+    x, indices = call.args[:2]
+    out = call.outs[0]
+    indices = [*indices, *[None] * (len(x.shape) - len(indices))]
+    used = [at for at, index in enumerate(indices) if index is not None]
+    _pin_all([x.dims[at] for at in used])
+    looked_up = max(len(index.shape) for index in indices if index is not None)
+    found = [indices[at].dims for at in used]
+    shape = torch.broadcast_shapes(*(indices[at].shape for at in used))
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # torch moves parted look-ups to the front
+    rest = [dim for at, dim in enumerate(x.dims) if at not in used]
+    dims = (*rest[:first], *_broadcast(found, shape), *rest[first:])
+    assert len(dims) == len(out.shape) and looked_up == len(shape)
+    return dims
+
+
+@rule(aten.index_select)
+def _index_select(call: Call, facts: Facts) -> Dims:
+    x, dim, index = call.args
+    pin(x.dims[dim])
+    dims = list(x.dims)
+    dims[dim] = index.dims[0] if index.dims else ()
+    return tuple(dims)
+
+
+@rule(aten.gather)
+def _gather(call: Call, facts: Facts) -> Dims:
+    x, dim, index = call.args[:3]
+    pin(x.dims[dim])
+    for at, (one, other) in enumerate(zip(x.dims, index.dims, strict=True)):
+        if at != dim % len(x.dims) and size(one) == size(other):
+            unify(one, other)
+        elif at != dim % len(x.dims):
+            _pin_all((one, other))
+    return index.dims  # type: ignore[no-any-return]
+
+
+# --- made from nothing -------------------------------------------------------------------------------------------
+
+
+@rule(aten.full, aten.zeros, aten.ones, aten.empty, aten.rand, aten.randn, aten.new_zeros, aten.new_ones, aten.new_empty)
+@rule(aten.new_full, aten.scalar_tensor, aten.empty_strided, aten.new_empty_strided)
+def _made(call: Call, facts: Facts) -> Dims:
+    return tuple(atom(n) for n in call.outs[0].shape)
+
+
+@rule(aten.arange, aten.linspace, aten.eye, aten.randperm, aten.tril_indices, aten.triu_indices, aten.hann_window)
+def _counted(call: Call, facts: Facts) -> Dims:
+    return tuple(plain(n) for n in call.outs[0].shape)  # values tell positions apart, so positions must not move

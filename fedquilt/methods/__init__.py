@@ -1,0 +1,38 @@
+"""One paper, one file. `METHODS` is the list the command line knows."""
+
+from fedquilt.methods.fedavg import FedAvg
+from fedquilt.methods.fedbn import FedBN
+from fedquilt.methods.feddropout import FedDropout
+from fedquilt.methods.fednova import FedNova
+from fedquilt.methods.fedprox import FedProx
+from fedquilt.methods.fedrolex import FedRolex
+from fedquilt.methods.heterofl import HeteroFL
+from fedquilt.methods.local import LocalOnly
+from fedquilt.methods.method import Method
+from fedquilt.methods.sheterofl import SHeteroFL
+
+METHODS: dict[str, type[Method]] = {
+    "fedavg": FedAvg,
+    "fedprox": FedProx,
+    "fednova": FedNova,
+    "fedbn": FedBN,
+    "local": LocalOnly,
+    "heterofl": HeteroFL,
+    "sheterofl": SHeteroFL,
+    "feddropout": FedDropout,
+    "fedrolex": FedRolex,
+}
+
+__all__ = [
+    "METHODS",
+    "FedAvg",
+    "FedBN",
+    "FedDropout",
+    "FedNova",
+    "FedProx",
+    "FedRolex",
+    "HeteroFL",
+    "LocalOnly",
+    "Method",
+    "SHeteroFL",
+]

@@ -1,0 +1,28 @@
+"""FedAvg: every client trains the same net (McMahan et al., AISTATS 2017)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fedquilt.methods.method import Method, narrower
+from fedquilt.round.cut import prefix
+from fedquilt.terms import Budget, Client, Server, Submodel, World
+
+
+@dataclass(frozen=True)
+class FedAvg(Method):
+    """All clients train one common member, whatever their budgets; the mean is weighted by their data.
+
+    `share` 1 is the papers' "homogeneous (largest)"; the smallest budget of a fleet gives "homogeneous (smallest)".
+    """
+
+    share: float = 1.0
+    paper = "McMahan et al. 2017"
+
+    def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
+        return [prefix(world.family.fit(Budget(share=self.share)))]
+
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
+        """Cut from the common member; nothing wider was trained."""
+        trained = world.family.fit(Budget(share=self.share))
+        return prefix(narrower(world.family.fit(budget), trained))

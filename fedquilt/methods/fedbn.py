@@ -1,0 +1,29 @@
+"""FedBN: norm layers stay on the client (Li et al., ICLR 2021)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fedquilt.methods.fedavg import FedAvg
+from fedquilt.round.local import Learner, Local, Parts
+from fedquilt.terms import Job, World
+
+_NORMS = Parts(("norm",))
+
+
+@dataclass(frozen=True)
+class FedBN(FedAvg):
+    """FedAvg of everything but the norms: their weights and statistics are each client's own.
+
+    The result is as many nets as clients; their mean accuracy is reported.
+    """
+
+    local: Local = Local(norm="local")
+    paper = "Li et al. 2021"
+
+    @property
+    def personal(self) -> bool:
+        return True
+
+    def learner(self, job: Job, world: World) -> Learner:
+        return replace(super().learner(job, world), send=replace(_NORMS, other=True), keep=_NORMS)

@@ -1,0 +1,20 @@
+"""FedProx: a proximal term keeps clients near what they received (Li et al., MLSys 2020)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fedquilt.methods.fedavg import FedAvg
+from fedquilt.round.local import Learner, Phase, Proximal
+from fedquilt.terms import Job, World
+
+
+@dataclass(frozen=True)
+class FedProx(FedAvg):
+    """FedAvg with mu/2 · ‖w − w_received‖² added to the local objective; mu 0 gives FedAvg."""
+
+    mu: float = 0.01
+    paper = "Li et al. 2020"
+
+    def learner(self, job: Job, world: World) -> Learner:
+        return replace(super().learner(job, world), phases=(Phase(Proximal(self.local.objective, self.mu)),))

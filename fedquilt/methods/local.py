@@ -1,0 +1,27 @@
+"""Local: every client for itself, the baseline that any federation must beat."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+from fedquilt.methods.method import Method
+from fedquilt.round.cut import prefix
+from fedquilt.round.local import All, Learner, Nothing
+from fedquilt.terms import Client, Job, Server, Submodel, World
+
+
+@dataclass(frozen=True)
+class LocalOnly(Method):
+    """Clients train the largest net they can hold on their own data, and share nothing."""
+
+    paper = "baseline"
+
+    @property
+    def personal(self) -> bool:
+        return True
+
+    def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
+        return [prefix(world.family.fit(client.budget))]
+
+    def learner(self, job: Job, world: World) -> Learner:
+        return replace(super().learner(job, world), send=Nothing(), keep=All())

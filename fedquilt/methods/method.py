@@ -1,0 +1,75 @@
+"""What a method is: five verbs, in the round's order. The defaults are FedAvg."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Self
+
+from fedquilt.errors import ConfigError
+from fedquilt.round.cut import prefix
+from fedquilt.round.local import Learner, Local, Phase
+from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
+from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, World
+
+
+@dataclass(frozen=True)
+class Method:
+    """How a federation learns. Fields are the paper's hyper-parameters; a method overrides the verbs it changes."""
+
+    local: Local = Local()
+    weighting: Weighting = "data"
+    server: Plain | ServerMomentum | ServerAdam = Plain()
+
+    paper: ClassVar[str] = ""
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings that depart from the defaults, by name
+    copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
+
+    @classmethod
+    def preset(cls, name: str, **changes: Any) -> Self:
+        """The method in a named setting, such as `released` where the authors' code departs from their paper."""
+        if name not in cls.presets:
+            known = ", ".join(cls.presets) or "none"
+            raise ConfigError(f"{cls.__name__} has no preset {name!r}; known: {known}.")
+        return cls(**{**cls.presets[name], **changes})
+
+    @property
+    def personal(self) -> bool:
+        """Whether the result lives on the clients: then accuracy is the mean of theirs."""
+        return self.local.norm == "local"
+
+    def init(self, world: World) -> Server:
+        """The state before the first round."""
+        family = world.family
+        tracked = family.statistics if self.local.norm in ("tracked", "local") else ()
+        fresh = family.init(world.seed)
+        names = (*family.trainable, *tracked, *family.carried)
+        dtypes = {name: world.dtype if fresh[name].is_floating_point() else fresh[name].dtype for name in names}
+        return Server(0, {name: fresh[name].to(world.device, dtypes[name]) for name in names})
+
+    def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
+        """What a client trains this round."""
+        return [prefix(world.family.whole)]
+
+    def learner(self, job: Job, world: World) -> Learner:
+        """How it trains it; a pure function of the job and the configuration."""
+        # A client that never saw a class has nothing to say about its output row (HeteroFL).
+        rows = self.local.masked == "client"
+        return Learner((Phase(self.local.objective),), self.local, self.lr(job.round), class_rows=rows)
+
+    def lr(self, round: int) -> float:
+        return self.local.optimiser.lr * self.local.schedule(round)
+
+    def fold(self, server: Server, world: World) -> Fold:
+        """How what comes back is put together."""
+        return Mean(world.family.cutter, self.weighting, self.server).begin(server)
+
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
+        """The sub-model for a device of this budget, once trained."""
+        return prefix(world.family.fit(budget))
+
+
+def narrower(one: Arch, other: Arch) -> Arch:
+    """The smaller width of two members on every axis."""
+    limit = other.sizes
+    return replace(one, widths=tuple((axis, min(width, limit[axis])) for axis, width in one.widths))

@@ -1,0 +1,46 @@
+"""SHeteroFL: HeteroFL whose clients train every width they can afford (Hong et al., ICLR 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar
+
+from fedquilt.methods.method import Method
+from fedquilt.round.cut import prefix
+from fedquilt.round.local import CrossEntropy, Learner, Local, MaskedCrossEntropy, Objective, Phase, Summed
+from fedquilt.round.merge import Weighting
+from fedquilt.terms import Arch, Client, Job, Server, Submodel, World
+
+
+@dataclass(frozen=True)
+class SHeteroFL(Method):
+    """Slimmable local training: one step on the summed gradients of all prototype widths up to the client's own.
+
+    In the merge a client counts once for each position; the released code counts it once a width.
+    """
+
+    local: Local = Local()
+    weighting: Weighting = "uniform"
+    widths: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
+    count_widths: bool = False
+    paper = "Hong et al. 2022"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"count_widths": True}}
+
+    def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
+        return [prefix(world.family.fit(client.budget))]
+
+    def learner(self, job: Job, world: World) -> Learner:
+        smaller = self._affordable(job.submodel.arch, world)
+        objectives = (self.local.objective, *(self._at(share) for share in smaller))
+        learner = replace(super().learner(job, world), phases=(Phase(Summed(objectives)),))
+        return replace(learner, send_widths=(1.0, *smaller)) if self.count_widths else learner
+
+    def _affordable(self, arch: Arch, world: World) -> tuple[float, ...]:
+        """The prototypes narrower than the client's net."""
+        own = world.family.count(arch)
+        return tuple(share for share in self.widths if world.family.count(world.family.nested(arch, share).arch) < own)
+
+    def _at(self, share: float) -> Objective:
+        masked = self.local.masked
+        return MaskedCrossEntropy(masked, share) if masked else CrossEntropy(share)

@@ -1,0 +1,92 @@
+"""What the models share: norms by name, units of layer + norm + activation, residual sums, stages with a head."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from math import gcd
+from typing import Literal
+
+from torch import Tensor, nn
+
+Norm = Literal["batch", "group", "none"]
+Layer = Callable[[], nn.Module]
+MakeNorm = Callable[[int], nn.Module]  # channels → norm
+
+CONV: dict[int, type[nn.Conv2d | nn.Conv3d]] = {2: nn.Conv2d, 3: nn.Conv3d}
+BATCH_NORM: dict[int, type[nn.BatchNorm1d | nn.BatchNorm2d | nn.BatchNorm3d]] = {
+    1: nn.BatchNorm1d,
+    2: nn.BatchNorm2d,
+    3: nn.BatchNorm3d,
+}
+
+
+def norms(kind: Norm, dims: int = 2, groups: int = 2) -> MakeNorm:
+    """The norm of that name as a function of the channels; group norm has `groups`, or what divides both."""
+    match kind:
+        case "batch":
+            return BATCH_NORM[dims]
+        case "group":
+            return lambda channels: nn.GroupNorm(gcd(groups, channels), channels)
+        case "none":
+            return lambda channels: nn.Identity()
+    raise ValueError(f"norm {kind!r} is unknown; batch, group or none would fit")
+
+
+class ConvUnit(nn.Sequential):
+    """Convolution that keeps the size (but for its stride), norm, activation."""
+
+    def __init__(
+        self,
+        in_channels: int,
+        out_channels: int,
+        kernel: int = 3,
+        stride: int = 1,
+        *,
+        norm: MakeNorm,
+        act: Layer = nn.ReLU,
+        bias: bool = False,
+        groups: int = 1,
+        dims: int = 2,
+    ) -> None:
+        conv = CONV[dims](in_channels, out_channels, kernel, stride, (kernel - 1) // 2, groups=groups, bias=bias)
+        super().__init__(OrderedDict(conv=conv, norm=norm(out_channels), act=act()))
+
+
+class LinearUnit(nn.Sequential):
+    """Linear layer, norm, activation."""
+
+    def __init__(self, in_features: int, out_features: int, *, norm: MakeNorm, act: Layer = nn.ReLU) -> None:
+        super().__init__(OrderedDict(linear=nn.Linear(in_features, out_features), norm=norm(out_features), act=act()))
+
+
+class Residual(nn.Module):
+    """act(body(x) + shortcut(x)), where the shortcut is the identity unless given."""
+
+    def __init__(self, body: nn.Module, shortcut: nn.Module | None = None, act: Layer = nn.Identity) -> None:
+        super().__init__()
+        self.body = body
+        self.shortcut = shortcut or nn.Identity()
+        self.act = act()
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.act(self.body(x) + self.shortcut(x))
+        return out
+
+
+class Staged(nn.Module):
+    """A classifier as a chain of stages and a head: ProgFed's E_1..E_S and G_S."""
+
+    def __init__(self, stages: Iterable[nn.Module], head: nn.Module) -> None:
+        super().__init__()
+        self.stages = nn.Sequential(*stages)
+        self.head = head
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.head(self.stages(x))
+        return logits
+
+
+def pooled(channels: int, num_classes: int) -> OrderedDict[str, nn.Module]:
+    """The layers of a head that averages over positions and classifies."""
+    return OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(1), linear=nn.Linear(channels, num_classes))

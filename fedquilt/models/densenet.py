@@ -1,0 +1,65 @@
+"""DenseNet-BC: every layer sees all earlier outputs of its block (Huang et al. 2017)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.models.blocks import ConvUnit, MakeNorm, Norm, Staged, norms, pooled
+from fedquilt.models.resnet import Stem
+
+
+def pre_unit(in_channels: int, out_channels: int, kernel: int, norm: MakeNorm) -> nn.Sequential:
+    """Norm, activation, convolution."""
+    conv = nn.Conv2d(in_channels, out_channels, kernel, padding=(kernel - 1) // 2, bias=False)
+    return nn.Sequential(norm(in_channels), nn.ReLU(), conv)
+
+
+class DenseLayer(nn.Module):
+    """Appends `growth` channels, computed through a bottleneck four times as wide."""
+
+    def __init__(self, in_channels: int, growth: int, norm: MakeNorm) -> None:
+        super().__init__()
+        self.body = nn.Sequential(pre_unit(in_channels, 4 * growth, 1, norm), pre_unit(4 * growth, growth, 3, norm))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([x, self.body(x)], 1)
+
+
+class DenseNet(Staged):
+    """DenseNet-BC; a stage is a dense block and the halving transition before it."""
+
+    def __init__(
+        self,
+        blocks: Sequence[int] = (6, 6, 6),
+        growth: int = 12,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        *,
+        stem: Stem = "cifar",
+        norm: Norm = "batch",
+        groups: int = 2,
+    ) -> None:
+        make_norm, channels = norms(norm, groups=groups), 2 * growth
+        opening: list[nn.Module] = (
+            [ConvUnit(in_channels, channels, 7, 2, norm=make_norm), nn.MaxPool2d(3, 2, 1)]
+            if stem == "imagenet"
+            else [nn.Conv2d(in_channels, channels, 3, padding=1, bias=False)]
+        )
+        stages = []
+        for depth in blocks:
+            layers = [DenseLayer(channels + i * growth, growth, make_norm) for i in range(depth)]
+            stages.append(nn.Sequential(*opening, *layers))
+            channels += depth * growth
+            opening = [pre_unit(channels, channels // 2, 1, make_norm), nn.AvgPool2d(2)]
+            full, channels = channels, channels // 2
+        head = nn.Sequential(make_norm(full), nn.ReLU(), *pooled(full, num_classes).values())
+        super().__init__(stages, head)
+
+
+densenet40_12 = partial(DenseNet, (6, 6, 6), 12)
+densenet100_12 = partial(DenseNet, (16, 16, 16), 12)
+densenet121 = partial(DenseNet, (6, 12, 24, 16), 32, stem="imagenet")

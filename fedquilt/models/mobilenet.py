@@ -1,0 +1,159 @@
+"""MobileNetV2 (Sandler et al. 2018) and MobileNetV3 (Howard et al. 2019)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from typing import NamedTuple
+
+from torch import Tensor, nn
+
+from fedquilt.models.blocks import ConvUnit, Layer, MakeNorm, Norm, Residual, Staged, norms
+from fedquilt.models.resnet import Stem
+
+
+class Row(NamedTuple):
+    """One row of the papers' tables: an inverted residual block."""
+
+    kernel: int
+    expanded: int
+    out: int
+    squeeze: bool
+    act: Layer
+    stride: int
+
+
+def multiple_of_8(channels: int) -> int:
+    """The nearest multiple of 8 that is not more than a tenth smaller, as the authors round."""
+    rounded = max(8, (channels + 4) // 8 * 8)
+    return rounded if rounded >= 0.9 * channels else rounded + 8
+
+
+class SqueezeExcite(nn.Module):
+    """Scales each channel by a gate computed from all channels' means."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        squeezed = multiple_of_8(channels // 4)
+        self.gate = nn.Sequential(
+            nn.AdaptiveAvgPool2d(1),
+            nn.Conv2d(channels, squeezed, 1),
+            nn.ReLU(),
+            nn.Conv2d(squeezed, channels, 1),
+            nn.Hardsigmoid(),
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = x * self.gate(x)
+        return out
+
+
+def inverted_residual(in_channels: int, row: Row, norm: MakeNorm) -> nn.Module:
+    """Expand by 1×1, filter each channel by itself, gate, project by 1×1; a skip where the shape allows."""
+    unit = partial(ConvUnit, norm=norm)
+    layers: list[nn.Module] = []
+    if row.expanded != in_channels:
+        layers.append(unit(in_channels, row.expanded, 1, act=row.act))
+    layers.append(unit(row.expanded, row.expanded, row.kernel, row.stride, act=row.act, groups=row.expanded))
+    if row.squeeze:
+        layers.append(SqueezeExcite(row.expanded))
+    layers.append(unit(row.expanded, row.out, 1, act=nn.Identity))
+    body = nn.Sequential(*layers)
+    return Residual(body) if row.stride == 1 and row.out == in_channels else body
+
+
+class MobileNet(Staged):
+    """A MobileNet from its table; a stage ends where the resolution halves.
+
+    `last` is the width of the closing 1×1 convolution, `hidden` that of the linear layer after it (V3 only).
+    `stem="cifar"` drops the first two halvings, so that 32×32 images end at 4×4.
+    """
+
+    def __init__(
+        self,
+        rows: Sequence[Row],
+        num_classes: int = 10,
+        in_channels: int = 3,
+        *,
+        stem_width: int,
+        last: int,
+        hidden: int = 0,
+        act: Layer = nn.Hardswish,
+        stem: Stem = "cifar",
+        norm: Norm = "batch",
+        groups: int = 2,
+        dropout: float = 0.2,
+    ) -> None:
+        make_norm = norms(norm, groups=groups)
+        if stem == "cifar":
+            first = next(i for i, row in enumerate(rows) if row.stride == 2)
+            rows = [*rows[:first], rows[first]._replace(stride=1), *rows[first + 1 :]]
+        stages: list[list[nn.Module]] = [
+            [ConvUnit(in_channels, stem_width, 3, 1 if stem == "cifar" else 2, norm=make_norm, act=act)]
+        ]
+        channels = stem_width
+        for row in rows:
+            if row.stride == 2:
+                stages.append([])
+            stages[-1].append(inverted_residual(channels, row, make_norm))
+            channels = row.out
+        stages[-1].append(ConvUnit(channels, last, 1, norm=make_norm, act=act))
+        head: list[nn.Module] = [nn.AdaptiveAvgPool2d(1), nn.Flatten(1)]
+        if hidden:
+            head += [nn.Linear(last, hidden), act()]
+        head += [nn.Dropout(dropout), nn.Linear(hidden or last, num_classes)]
+        super().__init__([nn.Sequential(*stage) for stage in stages], nn.Sequential(*head))
+
+
+def _rows_v2() -> list[Row]:
+    rows, channels = [], 32
+    for expansion, out, depth, stride in (
+        (1, 16, 1, 1),
+        (6, 24, 2, 2),
+        (6, 32, 3, 2),
+        (6, 64, 4, 2),
+        (6, 96, 3, 1),
+        (6, 160, 3, 2),
+        (6, 320, 1, 1),
+    ):
+        for i in range(depth):
+            rows.append(Row(3, channels * expansion, out, False, nn.ReLU6, stride if i == 0 else 1))
+            channels = out
+    return rows
+
+
+RE, HS = nn.ReLU, nn.Hardswish
+_ROWS_V3_LARGE = [
+    Row(3, 16, 16, False, RE, 1),
+    Row(3, 64, 24, False, RE, 2),
+    Row(3, 72, 24, False, RE, 1),
+    Row(5, 72, 40, True, RE, 2),
+    Row(5, 120, 40, True, RE, 1),
+    Row(5, 120, 40, True, RE, 1),
+    Row(3, 240, 80, False, HS, 2),
+    Row(3, 200, 80, False, HS, 1),
+    Row(3, 184, 80, False, HS, 1),
+    Row(3, 184, 80, False, HS, 1),
+    Row(3, 480, 112, True, HS, 1),
+    Row(3, 672, 112, True, HS, 1),
+    Row(5, 672, 160, True, HS, 2),
+    Row(5, 960, 160, True, HS, 1),
+    Row(5, 960, 160, True, HS, 1),
+]
+_ROWS_V3_SMALL = [
+    Row(3, 16, 16, True, RE, 2),
+    Row(3, 72, 24, False, RE, 2),
+    Row(3, 88, 24, False, RE, 1),
+    Row(5, 96, 40, True, HS, 2),
+    Row(5, 240, 40, True, HS, 1),
+    Row(5, 240, 40, True, HS, 1),
+    Row(5, 120, 48, True, HS, 1),
+    Row(5, 144, 48, True, HS, 1),
+    Row(5, 288, 96, True, HS, 2),
+    Row(5, 576, 96, True, HS, 1),
+    Row(5, 576, 96, True, HS, 1),
+]
+
+mobilenet_v2 = partial(MobileNet, _rows_v2(), stem_width=32, last=1280, act=nn.ReLU6)
+mobilenet_v3_small = partial(MobileNet, _ROWS_V3_SMALL, stem_width=16, last=576, hidden=1024)
+mobilenet_v3_large = partial(MobileNet, _ROWS_V3_LARGE, stem_width=16, last=960, hidden=1280)

@@ -1,0 +1,161 @@
+"""Residual nets: ResNet (He et al. 2016a), PreResNet (He et al. 2016b), WideResNet (Zagoruyko & Komodakis 2016)."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Literal
+
+from torch import Tensor, nn
+
+from fedquilt.models.blocks import ConvUnit, MakeNorm, Norm, Residual, Staged, norms, pooled
+
+Block = Literal["basic", "bottleneck"]
+Stem = Literal["cifar", "imagenet"]
+EXPANSION: dict[Block, int] = {"basic": 1, "bottleneck": 4}
+
+
+def residual_block(kind: Block, in_channels: int, width: int, stride: int, norm: MakeNorm) -> Residual:
+    """Two 3×3 convolutions, or one between two 1×1; the shortcut is a convolution where the shape changes."""
+    out_channels = width * EXPANSION[kind]
+    unit = partial(ConvUnit, norm=norm)
+    last = partial(unit, act=nn.Identity)
+    if kind == "basic":
+        body = nn.Sequential(unit(in_channels, width, 3, stride), last(width, out_channels, 3))
+    else:
+        body = nn.Sequential(unit(in_channels, width, 1), unit(width, width, 3, stride), last(width, out_channels, 1))
+    same = stride == 1 and in_channels == out_channels
+    return Residual(body, None if same else last(in_channels, out_channels, 1, stride), nn.ReLU)
+
+
+def residual_stages(
+    block: Callable[[int, int, int], nn.Module],
+    blocks: Sequence[int],
+    widths: Sequence[int],
+    in_channels: int,
+    expansion: int = 1,
+) -> Iterator[nn.Sequential]:
+    """Stages of `block(in_channels, width, stride)`; each stage but the first halves the resolution."""
+    for stage, (depth, width) in enumerate(zip(blocks, widths, strict=True)):
+        layers = []
+        for position in range(depth):
+            stride = 2 if stage > 0 and position == 0 else 1
+            layers.append(block(in_channels, width, stride))
+            in_channels = width * expansion
+        yield nn.Sequential(*layers)
+
+
+class ResNet(Staged):
+    """ResNet; with `norm="group"` as ProgFed uses it (two groups after Reddi et al. 2021).
+
+    The stem belongs to the first stage, ProgFed's E_1 (conv1 + conv2_x).
+    """
+
+    def __init__(
+        self,
+        block: Block,
+        blocks: Sequence[int],
+        num_classes: int = 10,
+        in_channels: int = 3,
+        *,
+        widths: Sequence[int] = (64, 128, 256, 512),
+        stem: Stem = "cifar",
+        norm: Norm = "batch",
+        groups: int = 2,
+    ) -> None:
+        make_norm, expansion = norms(norm, groups=groups), EXPANSION[block]
+        opening: list[nn.Module] = (
+            [ConvUnit(in_channels, widths[0], 7, 2, norm=make_norm), nn.MaxPool2d(3, 2, 1)]
+            if stem == "imagenet"
+            else [ConvUnit(in_channels, widths[0], norm=make_norm)]
+        )
+        make_block = partial(residual_block, block, norm=make_norm)
+        first, *rest = residual_stages(make_block, blocks, widths, widths[0], expansion)
+        super().__init__(
+            [nn.Sequential(*opening, *first), *rest], nn.Sequential(pooled(widths[-1] * expansion, num_classes))
+        )
+
+
+class PreActBlock(nn.Module):
+    """Norm and activation come before each convolution; a shortcut convolution starts after the first of them."""
+
+    def __init__(self, in_channels: int, width: int, stride: int, norm: MakeNorm, dropout: float = 0.0) -> None:
+        super().__init__()
+        same = stride == 1 and in_channels == width
+        self.open = nn.Sequential(norm(in_channels), nn.ReLU())
+        self.body = nn.Sequential(
+            nn.Conv2d(in_channels, width, 3, stride, 1, bias=False),
+            norm(width),
+            nn.ReLU(),
+            nn.Dropout(dropout) if dropout else nn.Identity(),
+            nn.Conv2d(width, width, 3, 1, 1, bias=False),
+        )
+        self.shortcut = None if same else nn.Conv2d(in_channels, width, 1, stride, bias=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        opened = self.open(x)
+        out: Tensor = self.body(opened) + (x if self.shortcut is None else self.shortcut(opened))
+        return out
+
+
+class PreResNet(Staged):
+    """Pre-activation ResNet as in HeteroFL and FedRolex: 11,172,170 parameters with 18 layers and 10 classes."""
+
+    def __init__(
+        self,
+        blocks: Sequence[int] = (2, 2, 2, 2),
+        num_classes: int = 10,
+        in_channels: int = 3,
+        *,
+        widths: Sequence[int] = (64, 128, 256, 512),
+        stem_width: int | None = None,
+        norm: Norm = "batch",
+        groups: int = 2,
+        dropout: float = 0.0,
+    ) -> None:
+        stem_width = stem_width or widths[0]
+        make_norm = norms(norm, groups=groups)
+        make_block = partial(PreActBlock, norm=make_norm, dropout=dropout)
+        first, *rest = residual_stages(make_block, blocks, widths, stem_width)
+        stem = nn.Conv2d(in_channels, stem_width, 3, 1, 1, bias=False)
+        close = OrderedDict[str, nn.Module](norm=make_norm(widths[-1]), act=nn.ReLU())
+        head = nn.Sequential(close | pooled(widths[-1], num_classes))
+        super().__init__([nn.Sequential(stem, *first), *rest], head)
+
+
+class WideResNet(PreResNet):
+    """WideResNet `depth`-`widen`: a PreResNet of three wide stages (FedResCuE's CIFAR-100 net; it names no depth)."""
+
+    def __init__(
+        self,
+        depth: int = 16,
+        widen: int = 4,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        *,
+        norm: Norm = "batch",
+        groups: int = 2,
+        dropout: float = 0.0,
+    ) -> None:
+        if depth % 6 != 4:
+            raise ValueError(f"depth {depth} does not make a WideResNet; 6n + 4 does: 10, 16, 22, 28, 40 …")
+        super().__init__(
+            ((depth - 4) // 6,) * 3,
+            num_classes,
+            in_channels,
+            widths=(16 * widen, 32 * widen, 64 * widen),
+            stem_width=16,
+            norm=norm,
+            groups=groups,
+            dropout=dropout,
+        )
+
+
+resnet18 = partial(ResNet, "basic", (2, 2, 2, 2))
+resnet34 = partial(ResNet, "basic", (3, 4, 6, 3))
+resnet50 = partial(ResNet, "bottleneck", (3, 4, 6, 3))
+resnet152 = partial(ResNet, "bottleneck", (3, 8, 36, 3))
+rescue_resnet = partial(ResNet, "bottleneck", (1, 1, 1, 1), stem="imagenet")  # FedResCuE, Table 15
+preresnet18 = partial(PreResNet, (2, 2, 2, 2))
+tiny_resnet = partial(ResNet, "basic", (1, 1), in_channels=1, widths=(12, 24))  # the demo's 8×8 digits

@@ -1,0 +1,148 @@
+"""Transformers with attention that can be cut inside each head: ViT and a small language model."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from fedquilt.models.blocks import Layer
+
+
+class Attention(nn.Module):
+    """Multi-head self-attention; the size of a head is whatever the projections leave for each of `heads`."""
+
+    def __init__(self, width: int, heads: int, head_dim: int, causal: bool = False) -> None:
+        super().__init__()
+        self.heads = heads
+        self.causal = causal
+        self.query = nn.Linear(width, heads * head_dim)
+        self.key = nn.Linear(width, heads * head_dim)
+        self.value = nn.Linear(width, heads * head_dim)
+        self.out = nn.Linear(heads * head_dim, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        query, key, value = (
+            project(x).unflatten(-1, (self.heads, -1)).transpose(-3, -2)  # (batch, head, length, d)
+            for project in (self.query, self.key, self.value)
+        )
+        mixed = scaled_dot_product_attention(query, key, value, is_causal=self.causal)
+        out: Tensor = self.out(mixed.transpose(-3, -2).flatten(-2))
+        return out
+
+
+class TransformerBlock(nn.Module):
+    """Attention and a two-layer perceptron, each with a skip; `pre_norm` norms before them, else after the sums."""
+
+    def __init__(
+        self,
+        width: int,
+        heads: int,
+        head_dim: int,
+        hidden: int,
+        *,
+        causal: bool,
+        pre_norm: bool,
+        act: Layer,
+        dropout: float,
+    ) -> None:
+        super().__init__()
+        self.pre_norm = pre_norm
+        self.attention = nn.Sequential(Attention(width, heads, head_dim, causal), nn.Dropout(dropout))
+        self.perceptron = nn.Sequential(
+            nn.Linear(width, hidden), act(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
+        )
+        self.norm1 = nn.LayerNorm(width)
+        self.norm2 = nn.LayerNorm(width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.pre_norm:
+            x = x + self.attention(self.norm1(x))
+            x = x + self.perceptron(self.norm2(x))
+        else:
+            x = self.norm1(x + self.attention(x))
+            x = self.norm2(x + self.perceptron(x))
+        return x
+
+
+class ViT(nn.Module):
+    """Vision transformer with a class token and learnt positions (Dosovitskiy et al. 2021)."""
+
+    def __init__(
+        self,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        *,
+        image_size: int = 32,
+        patch: int = 4,
+        width: int = 192,
+        depth: int = 6,
+        heads: int = 3,
+        head_dim: int = 64,
+        hidden: int = 768,
+        dropout: float = 0.0,
+    ) -> None:
+        super().__init__()
+        self.embed = nn.Conv2d(in_channels, width, patch, patch)
+        self.token = nn.Parameter(torch.zeros(1, 1, width))
+        self.position = nn.Parameter(torch.empty(1, 1 + (image_size // patch) ** 2, width).normal_(std=0.02))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(
+            *(
+                TransformerBlock(
+                    width, heads, head_dim, hidden, causal=False, pre_norm=True, act=nn.GELU, dropout=dropout
+                )
+                for _ in range(depth)
+            )
+        )
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, num_classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.embed(x).flatten(2).transpose(1, 2)  # (batch, patch, width)
+        tokens = torch.cat([self.token.expand(x.shape[0], -1, -1), patches], 1)
+        features = self.norm(self.blocks(self.dropout(tokens + self.position)))
+        logits: Tensor = self.head(features[:, 0])
+        return logits
+
+
+class TransformerLM(nn.Module):
+    """Next-token logits (batch, length, word) for FedRolex's Stack Overflow setting (section 4).
+
+    As in Vaswani et al. 2017 (norm after the sums, ReLU), but with learnt positions, which a cut can follow.
+    """
+
+    def __init__(
+        self,
+        num_classes: int = 10_000,
+        *,
+        max_length: int = 64,
+        width: int = 128,
+        depth: int = 3,
+        heads: int = 8,
+        head_dim: int = 12,
+        hidden: int = 2048,
+        dropout: float = 0.1,
+        tied: bool = False,
+    ) -> None:
+        super().__init__()
+        self.token = nn.Embedding(num_classes, width)
+        self.position = nn.Parameter(torch.empty(max_length, width).normal_(std=0.02))
+        self.dropout = nn.Dropout(dropout)
+        self.blocks = nn.Sequential(
+            *(
+                TransformerBlock(
+                    width, heads, head_dim, hidden, causal=True, pre_norm=False, act=nn.ReLU, dropout=dropout
+                )
+                for _ in range(depth)
+            )
+        )
+        self.head = nn.Linear(width, num_classes)
+        nn.init.normal_(self.token.weight, std=0.02)  # small enough to be the output layer as well
+        if tied:
+            self.head.weight = self.token.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        features = self.token(x) + self.position[: x.shape[-1]]
+        logits: Tensor = self.head(self.blocks(self.dropout(features)))
+        return logits

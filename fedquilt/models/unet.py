@@ -1,0 +1,83 @@
+"""U-Nets in two and three dimensions (Ronneberger et al. 2015; Çiçek et al. 2016)."""
+
+from __future__ import annotations
+
+from functools import partial
+from itertools import pairwise
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.models.blocks import CONV, ConvUnit, MakeNorm, Norm, norms
+
+Up = Literal["transpose", "upsample"]
+POOL: dict[int, type[nn.MaxPool2d | nn.MaxPool3d]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
+TRANSPOSE: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+
+
+def double_conv(in_channels: int, out_channels: int, dims: int, norm: MakeNorm) -> nn.Sequential:
+    unit = partial(ConvUnit, norm=norm, dims=dims)
+    return nn.Sequential(unit(in_channels, out_channels), unit(out_channels, out_channels))
+
+
+class Decoder(nn.Module):
+    """Doubles the resolution of the level below and joins it to the encoder's output of its own level."""
+
+    def __init__(self, below: int, width: int, dims: int, norm: MakeNorm, up: Up) -> None:
+        super().__init__()
+        self.up: nn.Module = (
+            TRANSPOSE[dims](below, width, 2, 2)
+            if up == "transpose"
+            else nn.Sequential(nn.Upsample(scale_factor=2), CONV[dims](below, width, 1))
+        )
+        self.join = double_conv(2 * width, width, dims, norm)
+
+    def forward(self, x: Tensor, skip: Tensor) -> Tensor:
+        joined: Tensor = self.join(torch.cat([skip, self.up(x)], 1))
+        return joined
+
+
+class UNet(nn.Module):
+    """U-Net with `depth` halvings: logits (batch, class, *size of the input); sizes must divide by 2^depth.
+
+    Level i has the same weights' names and shapes whatever the depth, so that ProgFed grows it from the outer levels in
+    (its symmetric strategy): encoder.0..s, decoder.0..s−1 and the head are a U-Net of depth s.
+    """
+
+    def __init__(
+        self,
+        dims: int,
+        num_classes: int = 2,
+        in_channels: int = 1,
+        *,
+        width: int = 16,
+        depth: int = 4,
+        norm: Norm = "group",
+        groups: int = 8,
+        up: Up = "transpose",
+    ) -> None:
+        super().__init__()
+        make_norm = norms(norm, dims, groups)
+        widths = [width * 2**level for level in range(depth + 1)]
+        pairs = list(pairwise(widths))
+        self.pool = POOL[dims](2)
+        self.encoder = nn.ModuleList(
+            double_conv(above, here, dims, make_norm) for above, here in [(in_channels, width), *pairs]
+        )
+        self.decoder = nn.ModuleList(Decoder(below, here, dims, make_norm, up) for here, below in pairs)
+        self.head = CONV[dims](width, num_classes, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        levels = [self.encoder[0](x)]
+        for encode in self.encoder[1:]:
+            levels.append(encode(self.pool(levels[-1])))
+        x = levels.pop()
+        for decode in self.decoder[::-1]:
+            x = decode(x, levels.pop())
+        logits: Tensor = self.head(x)
+        return logits
+
+
+unet2d = partial(UNet, 2)
+unet3d = partial(UNet, 3, num_classes=5, in_channels=4)  # BraTS: four modalities, five labels (ProgFed, appendix B)

@@ -1,0 +1,71 @@
+"""All randomness, as a counter-based hash: the same (seed, client, round, step, site) draws the same on every engine.
+
+Nothing here keeps state, so clients can be trained in any order, in any stack, on any machine, or again.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+_GOLDEN = 0x9E3779B97F4A7C15
+_FIRST = 0xBF58476D1CE4E5B9
+_SECOND = 0x94D049BB133111EB
+_WORD = 1 << 64
+
+
+def _signed(word: int) -> int:
+    return word - _WORD if word >= _WORD // 2 else word
+
+
+def key(*parts: int) -> int:
+    """Fold whole numbers into one key; the order matters."""
+    word = 0
+    for part in parts:
+        word = (word + _GOLDEN + part) % _WORD
+        word = ((word ^ (word >> 30)) * _FIRST) % _WORD
+        word = ((word ^ (word >> 27)) * _SECOND) % _WORD
+        word ^= word >> 31
+    return _signed(word)
+
+
+def mix(word: Tensor) -> Tensor:
+    """The finaliser of splitmix64, element by element on int64."""
+    word = (word ^ _shift(word, 30)) * _signed(_FIRST)
+    word = (word ^ _shift(word, 27)) * _signed(_SECOND)
+    return word ^ _shift(word, 31)
+
+
+def _shift(word: Tensor, places: int) -> Tensor:
+    # torch shifts int64 arithmetically; masking the sign's copies off makes it a logical shift.
+    return (word >> places) & ((1 << (64 - places)) - 1)
+
+
+def fold_in(words: Tensor, part: int) -> Tensor:
+    """New keys from keys (a tensor of them, one a client) and a number, such as a step or a site."""
+    return mix(words + _signed((_GOLDEN + part) % _WORD))
+
+
+def bits(words: Tensor, count: int) -> Tensor:
+    """`count` hashed int64 words for one key (a 0-dimensional tensor)."""
+    return mix(words + torch.arange(1, count + 1, device=words.device) * _signed(_GOLDEN))
+
+
+def uniform(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+    """Numbers in [0, 1) for one key. 24 bits of the hash, so that float32 and float64 draw the same."""
+    count = 1
+    for length in shape:
+        count *= length
+    return (_shift(bits(words, count), 40).to(dtype) * 2.0**-24).reshape(shape)
+
+
+def normal(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
+    """Standard normal numbers for one key (Box-Muller)."""
+    radius = uniform(fold_in(words, 1), shape, dtype)
+    angle = uniform(fold_in(words, 2), shape, dtype)
+    return torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * torch.pi * angle)
+
+
+def order(word: int, count: int) -> Tensor:
+    """A permutation of `count` for one key."""
+    return torch.argsort(bits(torch.tensor(word), count), stable=True)

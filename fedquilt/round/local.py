@@ -1,0 +1,594 @@
+"""Local training as pure functions: a learner is a list of phases, an optimiser, and what is sent and kept.
+
+A phase is an objective and the positions it may move. Everything here is a frozen value, so clients that train alike
+compare equal and are trained as one stack; the same functions run for one client and, under vmap, for many.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.func import grad
+
+from fedquilt import noise
+from fedquilt.axes import Index, Positions
+from fedquilt.errors import ConfigError
+from fedquilt.family.net import Pass
+from fedquilt.round.cut import prefix
+from fedquilt.terms import Arch, Submodel, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
+
+NormPolicy = Literal["batch", "tracked", "local", "post"]
+LastBatch = Literal["keep", "drop", "merge"]
+State = dict[str, Tensor]
+OptimiserState = dict[str, State]
+
+
+# --- optimisers: pure, and step for step what torch.optim computes ----------------------------------------------
+
+
+class Optimiser(Protocol):
+    """`update` returns new weights and slots; it works alike on one client's tensors and on a stack of them."""
+
+    lr: float
+    clip: float
+
+    @property
+    def slots(self) -> tuple[str, ...]: ...
+
+    def update(
+        self, weights: State, slots: OptimiserState, grads: State, lr: float, step: int
+    ) -> tuple[State, OptimiserState]: ...
+
+    def pace(self, steps: int, lr: float, mu: float) -> float: ...
+
+
+@dataclass(frozen=True)
+class SGD:
+    """torch.optim.SGD."""
+
+    lr: float = 0.05
+    momentum: float = 0.9
+    nesterov: bool = False
+    decay: float = 0.0
+    clip: float = 0.0  # bound on the norm of the whole gradient; 0: none
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",) if self.momentum else ()
+
+    def update(
+        self, weights: State, slots: OptimiserState, grads: State, lr: float, step: int
+    ) -> tuple[State, OptimiserState]:
+        names = list(grads)
+        change, values = [grads[n] for n in names], [weights[n] for n in names]
+        if self.decay:
+            change = list(torch._foreach_add(change, values, alpha=self.decay))
+        new_slots: OptimiserState = {}
+        if self.momentum:
+            buffers = list(torch._foreach_mul([slots["momentum"][n] for n in names], self.momentum))
+            torch._foreach_add_(buffers, change)
+            new_slots["momentum"] = dict(zip(names, buffers, strict=True))
+            change = list(torch._foreach_add(change, buffers, alpha=self.momentum)) if self.nesterov else buffers
+        moved = torch._foreach_add(values, change, alpha=-lr)
+        return dict(zip(names, moved, strict=True)), new_slots
+
+    def pace(self, steps: int, lr: float, mu: float) -> float:
+        """FedNova's a_i: how far `steps` unit gradients move a weight, in units of the learning rate."""
+        velocity = distance = 0.0
+        for _ in range(steps):
+            pull = 1.0 - lr * mu * distance  # a unit gradient, less the proximal term's pull back
+            velocity = self.momentum * velocity + pull
+            distance += pull + self.momentum * velocity if self.nesterov else velocity
+        return distance
+
+
+@dataclass(frozen=True)
+class Adam:
+    """torch.optim.Adam."""
+
+    lr: float = 1e-3
+    beta1: float = 0.9
+    beta2: float = 0.999
+    eps: float = 1e-8
+    decay: float = 0.0
+    clip: float = 0.0
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def update(
+        self, weights: State, slots: OptimiserState, grads: State, lr: float, step: int
+    ) -> tuple[State, OptimiserState]:
+        names = list(grads)
+        change, values = [grads[n] for n in names], [weights[n] for n in names]
+        if self.decay:
+            change = list(torch._foreach_add(change, values, alpha=self.decay))
+        means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - self.beta1)
+        squares = list(torch._foreach_mul([slots["square"][n] for n in names], self.beta2))
+        torch._foreach_addcmul_(squares, change, change, 1 - self.beta2)
+        bias1, bias2 = 1 - self.beta1 ** (step + 1), 1 - self.beta2 ** (step + 1)
+        scale = list(torch._foreach_sqrt(squares))
+        torch._foreach_div_(scale, math.sqrt(bias2))
+        torch._foreach_add_(scale, self.eps)
+        moved = torch._foreach_addcdiv(values, means, scale, -lr / bias1)
+        new_slots = {"mean": dict(zip(names, means, strict=True)), "square": dict(zip(names, squares, strict=True))}
+        return dict(zip(names, moved, strict=True)), new_slots
+
+    def pace(self, steps: int, lr: float, mu: float) -> float:
+        raise ConfigError(
+            "FedNova was asked to normalise steps of Adam; its effective step count is defined for SGD. "
+            "Use SGD locally, or another method."
+        )
+
+
+# --- learning rates over rounds ---------------------------------------------------------------------------------
+
+
+class Schedule(Protocol):
+    def __call__(self, round: int) -> float: ...
+
+
+@dataclass(frozen=True)
+class Constant:
+    """The same learning rate in every round."""
+
+    def __call__(self, round: int) -> float:
+        return 1.0
+
+
+@dataclass(frozen=True)
+class Steps:
+    """The learning rate times `factor` at each milestone round."""
+
+    milestones: tuple[int, ...]
+    factor: float = 0.1
+
+    def __call__(self, round: int) -> float:
+        return self.factor ** sum(round >= milestone for milestone in self.milestones)
+
+
+@dataclass(frozen=True)
+class Cosine:
+    """The learning rate falls to 0 over `rounds` on half a cosine."""
+
+    rounds: int
+
+    def __call__(self, round: int) -> float:
+        return 0.5 * (1 + math.cos(math.pi * min(round, self.rounds) / self.rounds))
+
+
+# --- what may move ----------------------------------------------------------------------------------------------
+
+
+class Region(Protocol):
+    """Which positions of a member a phase may change. `mask` is True (all), False (none) or a boolean tensor."""
+
+    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool: ...
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Between:
+    """Positions inside the sub-model of share `outer` and outside that of share `inner`; 0 leaves nothing out."""
+
+    inner: float = 0.0
+    outer: float = 1.0
+
+    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
+        inside = _inside(family, arch, name, self.outer)
+        return inside & ~_inside(family, arch, name, self.inner) if self.inner else inside
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named part of the model, such as `norm`, or everything but it."""
+
+    name: str
+    other: bool = False
+
+    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
+        return (name in family.parts[self.name]) != self.other
+
+
+def _inside(family: Family, arch: Arch, name: str, share: float) -> Tensor:
+    """Which elements of a member's weight the sub-model of a smaller share has."""
+    nested = family.nested(arch, share)
+    mask = torch.ones(family.layout.shape(name, family.layout.sizes | arch.sizes), dtype=torch.bool)
+    for dim, kept in enumerate(family.cutter.rows(name, nested.index, prefix(arch).index)):
+        if kept is not None:
+            row = torch.zeros(mask.shape[dim], dtype=torch.bool).index_fill_(0, kept.tensor, True)
+            mask &= row.reshape([-1 if d == dim else 1 for d in range(mask.dim())])
+    return mask
+
+
+@lru_cache(maxsize=256)
+def _masks(family: Family, arch: Arch, moves: Region, device: torch.device) -> dict[str, Tensor | bool]:
+    masks = {name: moves.mask(family, arch, name) for name in family.trainable}
+    return {name: mask.to(device) if isinstance(mask, Tensor) else mask for name, mask in masks.items()}
+
+
+# --- objectives -------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class View:
+    """What an objective sees of one batch of one client."""
+
+    family: Family
+    arch: Arch
+    weights: State
+    inputs: Tensor
+    targets: Tensor
+    held: Tensor  # (class,) True where the client has samples of the class
+    received: Weights  # what this round started from
+    before: Weights  # what this batch started from
+    mode: Pass
+    key: Tensor
+    seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
+
+    def logits(self, share: float | None = None, weights: Weights | None = None) -> Tensor:
+        """Run the client's net on the batch, or the nested net of a smaller share of the whole model."""
+        state = self.weights if weights is None else weights
+        if share is None:
+            logits, seen = self.family.net(self.arch)(state, self.inputs, self.mode, self.key)
+            if weights is None:
+                self.seen = seen
+        else:
+            nested = self.family.nested(self.arch, share)
+            narrowed = self.family.cutter.narrow(state, prefix(self.arch).index, nested.index)
+            logits, _ = self.family.net(nested.arch)(narrowed, self.inputs, self.mode, self.key)
+        return logits.movedim(self.family.layout.class_dim, 1)
+
+
+class Objective(Protocol):
+    """A loss of one batch. Frozen, so that equal objectives compare equal."""
+
+    @property
+    def shares(self) -> tuple[float | None, ...]:
+        """The nets it runs, by share of the whole model; None is the client's own."""
+
+    def __call__(self, view: View) -> Tensor: ...
+
+
+@dataclass(frozen=True)
+class CrossEntropy:
+    """The mean cross-entropy; `share` evaluates it on the nested net of that share of the whole model."""
+
+    share: float | None = None
+    ignore: int = -100  # targets with this value do not count (padding)
+
+    @property
+    def shares(self) -> tuple[float | None, ...]:
+        return (self.share,)
+
+    def __call__(self, view: View) -> Tensor:
+        return F.cross_entropy(view.logits(self.share), view.targets, ignore_index=self.ignore)
+
+
+@dataclass(frozen=True)
+class MaskedCrossEntropy:
+    """Cross-entropy with the logits of absent classes set to 0 (HeteroFL).
+
+    Absent from the client, as HeteroFL has it, or from the batch, as Split-Mix's released code has it.
+    """
+
+    by: Literal["client", "batch"] = "client"
+    share: float | None = None
+    ignore: int = -100
+
+    @property
+    def shares(self) -> tuple[float | None, ...]:
+        return (self.share,)
+
+    def __call__(self, view: View) -> Tensor:
+        logits = view.logits(self.share)
+        if self.by == "client":
+            present = view.held
+        else:
+            classes = torch.arange(logits.shape[1], device=logits.device)
+            present = (view.targets.reshape(-1, 1) == classes).any(0)
+        present = present.reshape([1, -1] + [1] * (logits.dim() - 2))
+        return F.cross_entropy(torch.where(present, logits, 0.0), view.targets, ignore_index=self.ignore)
+
+
+@dataclass(frozen=True)
+class Proximal:
+    """Another objective plus mu/2 · ‖w − w_received‖² (FedProx)."""
+
+    objective: Objective
+    mu: float
+
+    @property
+    def shares(self) -> tuple[float | None, ...]:
+        return self.objective.shares
+
+    def __call__(self, view: View) -> Tensor:
+        loss = self.objective(view)
+        if not self.mu:
+            return loss
+        drift = sum((view.weights[name] - view.received[name]).square().sum() for name in view.weights)
+        return loss + 0.5 * self.mu * drift
+
+
+@dataclass(frozen=True)
+class Summed:
+    """Several objectives, one gradient: slimmable training (Yu et al. 2018) sums over the widths."""
+
+    objectives: tuple[Objective, ...]
+
+    @property
+    def shares(self) -> tuple[float | None, ...]:
+        return tuple(share for objective in self.objectives for share in objective.shares)
+
+    def __call__(self, view: View) -> Tensor:
+        return torch.stack([objective(view) for objective in self.objectives]).sum()
+
+
+# --- the learner ------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One update of a batch: what is minimised, and which positions it may move."""
+
+    objective: Objective = CrossEntropy()
+    moves: Region = Everywhere()
+
+
+class Filter(Protocol):
+    """Which of the weights are meant, by name."""
+
+    def names(self, family: Family) -> frozenset[str]: ...
+
+
+@dataclass(frozen=True)
+class All:
+    def names(self, family: Family) -> frozenset[str]:
+        return frozenset((*family.trainable, *family.statistics))
+
+
+@dataclass(frozen=True)
+class Nothing:
+    def names(self, family: Family) -> frozenset[str]:
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The weights of the named parts, or all others."""
+
+    parts: tuple[str, ...]
+    other: bool = False
+
+    def names(self, family: Family) -> frozenset[str]:
+        named = frozenset(name for part in self.parts for name in family.parts.get(part, ()))
+        return All().names(family) - named if self.other else named
+
+
+@dataclass(frozen=True)
+class Local:
+    """How clients train, in every method alike."""
+
+    optimiser: SGD | Adam = SGD()
+    schedule: Constant | Steps | Cosine = Constant()
+    epochs: int = 1
+    batch_size: int = 32
+    last_batch: LastBatch = "keep"
+    norm: NormPolicy = "batch"
+    scaler: bool = False
+    masked: Literal["", "client", "batch"] = ""  # mask the logits of classes absent from the client or the batch
+    crop: int = 0  # random crops after padding by so many pixels
+    flip: bool = False  # random left-right flips
+
+    @property
+    def objective(self) -> Objective:
+        return MaskedCrossEntropy(by=self.masked) if self.masked else CrossEntropy()
+
+
+@dataclass(frozen=True)
+class Learner:
+    """All a client does in one round; rebuilt on the client from the job and the configuration alone."""
+
+    phases: tuple[Phase, ...]
+    local: Local
+    lr: float
+    send: Filter = All()
+    keep: Filter = Nothing()
+    keep_slots: bool = False
+    class_rows: bool = False  # of weights with a class axis, send only the rows of classes the client holds
+    send_widths: tuple[float, ...] = ()  # send one payload a share instead of one in all
+    paced: bool = False  # FedNova: report the effective step count
+    mu: float = 0.0  # the proximal weight, which changes that count
+
+    def phases_at(self, step: int) -> tuple[Phase, ...]:
+        """The phases of one batch; learners that draw them do so by round and step, so that clients stack."""
+        return self.phases
+
+    def names(self, family: Family) -> tuple[str, ...]:
+        """The weights a client holds while it trains: what moves, what is tracked, what is carried along."""
+        tracked = family.statistics if self.local.norm in ("tracked", "local") else ()
+        return (*family.trainable, *tracked, *family.carried)
+
+    def sent(self, family: Family) -> tuple[str, ...]:
+        """The weights that travel to the server."""
+        chosen = self.send.names(family)
+        if self.local.norm == "local":
+            chosen -= set(family.statistics)
+        return tuple(name for name in self.names(family) if name in chosen)
+
+    def received(self, family: Family) -> tuple[str, ...]:
+        """The weights that travel to the client: those it will send back, and constants that are cut with them."""
+        return (*self.sent(family), *family.carried)
+
+    def kept(self, family: Family) -> tuple[str, ...]:
+        """The weights that stay on the client for its next round."""
+        chosen = self.keep.names(family)
+        if self.local.norm == "local":
+            chosen |= set(family.statistics)
+        return tuple(name for name in self.names(family) if name in chosen)
+
+    def uploads(self, family: Family, submodel: Submodel, held: Tensor) -> tuple[Submodel, ...]:
+        """The positions that are sent, as one sub-model or several."""
+        rows = {}
+        if self.class_rows and "class" in family.layout.axes:
+            rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
+        if not self.send_widths:
+            return (replace(submodel, index=Index({**submodel.index, **rows})),)
+        uploads = []
+        for share in self.send_widths:
+            nested = family.nested(submodel.arch, share)
+            index = {axis: kept.take(nested.index[axis]) for axis, kept in submodel.index.items()}
+            uploads.append(Submodel(nested.arch, Index({**index, **rows}), submodel.scope))
+        return tuple(uploads)
+
+    def masks(self, family: Family, arch: Arch, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
+        """Where a phase may move each weight of a member; worked out once."""
+        return _masks(family, arch, phase.moves, device)
+
+    def pace(self, steps: int) -> float:
+        """FedNova's a_i, for methods that ask; 1 for the others."""
+        return self.local.optimiser.pace(steps, self.lr, self.mu) if self.paced else 1.0
+
+    def macs(self, family: Family, arch: Arch) -> int:
+        """Multiply-adds of one sample's training step; a backward pass costs two forward ones."""
+        shares = [share for phase in self.phases for share in phase.objective.shares]
+        nets = [arch if share is None else family.nested(arch, share).arch for share in shares]
+        return 3 * sum(family.cost(net).macs for net in nets)
+
+    def start_slots(self, weights: State, family: Family) -> OptimiserState:
+        """Empty optimiser slots."""
+        return {
+            slot: {name: torch.zeros_like(weights[name]) for name in family.trainable}
+            for slot in self.local.optimiser.slots
+        }
+
+
+@dataclass(frozen=True)
+class Batch:
+    """One batch of one client, or of a stack of clients with a leading dimension."""
+
+    inputs: Tensor
+    targets: Tensor
+    held: Tensor
+    key: Tensor
+
+
+def train_pass(local: Local) -> Pass:
+    """How nets run in training."""
+    tracks = local.norm in ("tracked", "local")
+    return Pass(train=True, statistics="track" if tracks else "batch", scaler=local.scaler)
+
+
+def gradient(
+    learner: Learner,
+    family: Family,
+    arch: Arch,
+    phase: Phase,
+    state: State,
+    received: State,
+    before: State,
+    batch: Batch,
+) -> tuple[State, tuple[Tensor, State]]:
+    """One client's gradient in one phase, clipped, with the loss and the norm statistics seen. May be vmapped."""
+    mode = train_pass(learner.local)
+    moving = {name: state[name] for name in family.trainable}
+    rest = {name: value for name, value in state.items() if name not in moving}
+
+    def loss_of(weights: State) -> tuple[Tensor, tuple[Tensor, State]]:
+        view = View(
+            family,
+            arch,
+            {**weights, **rest},
+            batch.inputs,
+            batch.targets,
+            batch.held,
+            received,
+            before,
+            mode,
+            batch.key,
+        )
+        loss = phase.objective(view)
+        return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
+
+    grads, aux = grad(loss_of, has_aux=True)(moving)
+    if learner.local.optimiser.clip:
+        total = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+        # torch.nn.utils.clip_grad_norm_, with its small constant
+        factor = (learner.local.optimiser.clip / (total + 1e-6)).clamp(max=1.0)
+        grads = {name: g * factor for name, g in grads.items()}
+    return grads, aux
+
+
+def move(
+    learner: Learner, state: State, slots: OptimiserState, grads: State, masks: Mapping[str, Tensor | bool], step: int
+) -> tuple[State, OptimiserState]:
+    """Apply one phase's gradient where the phase may move; elsewhere weights *and slots* stay, bit for bit.
+
+    Masking gradients would not do: momentum and weight decay move a weight whose gradient is zero.
+    """
+    free = {name: g for name, g in grads.items() if masks[name] is not False}
+    moved, new_slots = learner.local.optimiser.update(state, slots, free, learner.lr, step)
+    for name in free:
+        mask = masks[name]
+        if isinstance(mask, Tensor):
+            moved[name] = torch.where(mask, moved[name], state[name])
+            for slot, values in new_slots.items():
+                values[name] = torch.where(mask, values[name], slots[slot][name])
+    return {**state, **moved}, {slot: {**slots[slot], **values} for slot, values in new_slots.items()}
+
+
+# --- batches ----------------------------------------------------------------------------------------------------
+
+
+def spans(size: int, batch_size: int, last_batch: LastBatch) -> list[tuple[int, int]]:
+    """How an epoch of `size` samples falls into batches. A tail of one sample joins the batch before it."""
+    cuts = [(start, min(start + batch_size, size)) for start in range(0, size, batch_size)]
+    if len(cuts) > 1 and (tail := cuts[-1][1] - cuts[-1][0]) < batch_size:
+        if last_batch == "drop":
+            cuts.pop()
+        elif last_batch == "merge" or tail == 1:
+            cuts[-2:] = [(cuts[-2][0], size)]
+    return cuts
+
+
+def itinerary(size: int, local: Local, key: int) -> list[Tensor]:
+    """The samples of each batch a client goes through in one round, epoch after epoch, in an order of its own."""
+    batches = []
+    for epoch in range(local.epochs):
+        order = noise.order(noise.key(key, epoch), size)
+        batches += [order[start:stop] for start, stop in spans(size, local.batch_size, local.last_batch)]
+    return batches
+
+
+def augment(inputs: Tensor, local: Local, key: Tensor) -> Tensor:
+    """Random crops and flips of a batch of images, drawn from the key. Pure: may be vmapped."""
+    if local.crop:
+        pad = local.crop
+        height, width = inputs.shape[-2:]
+        padded = F.pad(inputs, (pad,) * 4)
+        shift = noise.uniform(noise.fold_in(key, -1), (2, len(inputs)), torch.float32)
+        top, left = (shift * (2 * pad + 1)).long()
+        rows = top[:, None] + torch.arange(height, device=inputs.device)
+        columns = left[:, None] + torch.arange(width, device=inputs.device)
+        padded = torch.take_along_dim(padded, rows[:, None, :, None], -2)
+        inputs = torch.take_along_dim(padded, columns[:, None, None, :], -1)
+    if local.flip:
+        flipped = noise.uniform(noise.fold_in(key, -2), (len(inputs),), torch.float32) < 0.5
+        inputs = torch.where(flipped.reshape([-1] + [1] * (inputs.dim() - 1)), inputs.flip(-1), inputs)
+    return inputs

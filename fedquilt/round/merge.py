@@ -1,0 +1,211 @@
+"""Folds: how what came back becomes the next server state.
+
+A fold is a stream: `add` takes one update (or a stack of them) and forgets it, so that a cohort need not fit in memory;
+`join` adds the partial sums of another worker; `finish` gives the new weights.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Literal, Protocol, Self
+
+import torch
+from torch import Tensor
+
+from fedquilt.round.cut import Cutter, add_at
+from fedquilt.terms import Server, Slots, Submodel, Update, Weights
+
+Weighting = Literal["uniform", "data", "model", "updates", "both"]
+
+
+def client_weight(update: Update, weighting: Weighting) -> float:
+    """p_m of equation 10 (FedRolex, appendices A.2 and A.3): how much a client counts where it counts."""
+    match weighting:
+        case "uniform":
+            return 1.0
+        case "data":
+            return float(update.job.client.size)
+        case "model":
+            return _kernels(update)
+        case "updates":
+            return float(update.steps)
+        case "both":
+            return _kernels(update) * update.steps
+
+
+def _kernels(update: Update) -> float:
+    """A model's size as the paper counts it: kernels, that is outputs of its weight matrices and convolutions."""
+    return float(sum(w.shape[0] for payload in update.sent for w in payload.weights.values() if w.dim() > 1))
+
+
+# --- server optimisers: an option of the mean -------------------------------------------------------------------
+
+
+class ServerOptimiser(Protocol):
+    """Turns the mean's change from the old weights into the step the server takes."""
+
+    @property
+    def slots(self) -> tuple[str, ...]: ...
+
+    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]: ...
+
+
+@dataclass(frozen=True)
+class Plain:
+    """Take the mean as it is."""
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ()
+
+    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return change, {}
+
+
+@dataclass(frozen=True)
+class ServerMomentum:
+    """FedAvgM (Hsu et al. 2019); lr 1 and momentum 0 give the mean."""
+
+    lr: float = 1.0
+    momentum: float = 0.9
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("momentum",)
+
+    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        velocity = self.momentum * slots["momentum"] + change
+        return self.lr * velocity, {"momentum": velocity}
+
+
+@dataclass(frozen=True)
+class ServerAdam:
+    """FedAdam (Reddi et al. 2021, algorithm 2), without bias correction as published."""
+
+    lr: float = 0.01
+    beta1: float = 0.9
+    beta2: float = 0.99
+    tau: float = 1e-3
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
+        square = self.beta2 * slots["square"] + (1 - self.beta2) * change.square()
+        return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
+
+
+# --- folds ------------------------------------------------------------------------------------------------------
+
+
+class Fold(Protocol):
+    def add(self, update: Update) -> None:
+        """Take one update."""
+
+    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
+        """Take many updates that sent the same positions; `stacked` has one state a payload, clients leading."""
+
+    def join(self, other: Self) -> None:
+        """Take another worker's partial result."""
+
+    def finish(self, server: Server) -> tuple[Weights, Slots]:
+        """The new weights and the server optimiser's slots."""
+
+
+@dataclass
+class Mean:
+    """Per position, the weighted mean over the clients that held it; untouched positions keep their value.
+
+    With `paced`, each client's change is first divided by its effective step count and the result scaled by their
+    mean (FedNova): with a_i = 1 for all, that is the plain mean.
+    """
+
+    cutter: Cutter
+    weighting: Weighting = "uniform"
+    optimiser: ServerOptimiser = Plain()
+    paced: bool = False
+    _sums: dict[str, Tensor] = field(default_factory=dict)  # Σ (p/a)·w where somebody held it
+    # Who held what is kept as positions and three numbers, not as tensors: Σ p/a, Σ p and Σ p·a for each cut.
+    _held: dict[tuple[Submodel, tuple[str, ...]], list[float]] = field(default_factory=dict)
+    _shapes: dict[str, Tensor] = field(default_factory=dict)
+
+    def begin(self, server: Server) -> Self:
+        """An empty mean over a server's state."""
+        self._shapes = dict(server.weights)
+        return self
+
+    def add(self, update: Update) -> None:
+        weight, pace = client_weight(update, self.weighting), update.pace if self.paced else 1.0
+        for payload in update.sent:
+            self._add(payload.submodel, payload.weights, weight / pace)
+            self._count(payload.submodel, payload.weights, weight, pace)
+
+    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
+        weights = [client_weight(update, self.weighting) for update in updates]
+        paces = [update.pace if self.paced else 1.0 for update in updates]
+        ratios = [weight / pace for weight, pace in zip(weights, paces, strict=True)]
+        for place, state in enumerate(stacked):
+            submodel = updates[0].sent[place].submodel
+            scales = {value.device: value.new_tensor(ratios) for value in state.values()}
+            summed = {name: torch.tensordot(scales[value.device], value, 1) for name, value in state.items()}
+            self._add(submodel, summed, 1.0)
+            for weight, pace in zip(weights, paces, strict=True):
+                self._count(submodel, state, weight, pace)
+
+    def _add(self, submodel: Submodel, weights: Weights, scale: float) -> None:
+        for name, part in weights.items():
+            total = self._sums.get(submodel.scope + name)
+            if total is None:
+                total = self._sums[submodel.scope + name] = torch.zeros_like(self._shapes[submodel.scope + name])
+            add_at(total, self.cutter.rows(name, submodel.index), part, scale)
+
+    def _count(self, submodel: Submodel, weights: Weights, weight: float, pace: float) -> None:
+        held = self._held.setdefault((submodel, tuple(weights)), [0.0, 0.0, 0.0])
+        for place, value in enumerate((weight / pace, weight, weight * pace)):
+            held[place] += value
+
+    def join(self, other: Self) -> None:
+        for name, total in other._sums.items():
+            self._sums[name] = self._sums[name] + total if name in self._sums else total
+        for cut, values in other._held.items():
+            mine = self._held.setdefault(cut, [0.0, 0.0, 0.0])
+            for place, value in enumerate(values):
+                mine[place] += value
+
+    def finish(self, server: Server) -> tuple[Weights, Slots]:
+        weights = dict(server.weights)
+        slots = {slot: dict(values) for slot, values in server.slots.items()}
+        for name, total in self._sums.items():
+            old = server.weights[name]
+            counts = self._counts(name, 1)
+            if self.paced:  # w + (Σpa/Σp)·(Σ(p/a)(w_i − w))/Σp
+                ratio, whole, pace = self._counts(name, 0), counts, self._counts(name, 2)
+                some = whole.clamp(min=torch.finfo(whole.dtype).tiny)
+                mean = old + pace / some * (total - ratio * old) / some
+            else:
+                mean = total / counts
+            touched = counts > 0
+            if self.optimiser.slots:
+                before = {
+                    slot: slots.setdefault(slot, {}).setdefault(name, torch.zeros_like(old))
+                    for slot in self.optimiser.slots
+                }
+                step, after = self.optimiser.step(torch.where(touched, mean - old, 0.0), before)
+                mean = old + step
+                for slot, value in after.items():
+                    slots[slot][name] = torch.where(touched, value, before[slot])
+            weights[name] = mean if bool(touched.all()) else torch.where(touched, mean, old)
+        return weights, slots
+
+    def _counts(self, name: str, place: int) -> Tensor:
+        """How much every position of a weight was held."""
+        like = self._shapes[name]
+        counts = torch.zeros_like(like)
+        for (submodel, names), values in self._held.items():
+            own = name.removeprefix(submodel.scope)
+            if name.startswith(submodel.scope) and own in names:
+                add_at(counts, self.cutter.rows(own, submodel.index), values[place])
+        return counts

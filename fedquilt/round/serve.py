@@ -1,0 +1,156 @@
+"""What a federation is good for: accuracy at every size, on all data or on a client's own; norms made ready to use."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.family.net import Pass
+from fedquilt.round.clients import Fleet
+from fedquilt.round.local import NormPolicy
+from fedquilt.terms import Budget, Client, Job, Server, Submodel, Weights, World
+
+if TYPE_CHECKING:
+    from fedquilt.engines import Engine
+    from fedquilt.methods import Method
+
+
+@dataclass(frozen=True)
+class Exam:
+    """One network to be tested on some samples; `held` hides the classes a client does not have."""
+
+    label: str
+    submodel: Submodel
+    weights: Weights  # already cut
+    samples: Tensor | None = None  # positions in the test set; None: all of it
+    held: Tensor | None = None
+
+
+@dataclass(frozen=True)
+class Score:
+    """How an exam went: predictions that were right, of how many."""
+
+    label: str
+    right: int
+    count: int
+
+    @property
+    def accuracy(self) -> float:
+        return self.right / self.count if self.count else float("nan")
+
+
+def exam_pass(norm: NormPolicy) -> Pass:
+    """How nets run when they are tested: on stored statistics where the policy stores any."""
+    return Pass(train=False, statistics="batch" if norm == "batch" else "stored")
+
+
+def right(logits: Tensor, targets: Tensor, held: Tensor | None, ignore: int = -100) -> Tensor:
+    """(right, count) over one batch. `logits` have their classes in dimension 1. Pure: may be vmapped."""
+    if held is not None:
+        logits = logits.masked_fill(~held.reshape([1, -1] + [1] * (logits.dim() - 2)), -torch.inf)
+    counted = targets != ignore
+    hits = (logits.argmax(1) == targets) & counted
+    return torch.stack([hits.sum(), counted.sum()])
+
+
+def mean_by_label(scores: Iterable[Score]) -> dict[str, float]:
+    """Accuracy by label: the mean over the exams that carry it, each client counting once."""
+    found: dict[str, list[float]] = {}
+    for score in scores:
+        if score.count:
+            found.setdefault(score.label, []).append(score.accuracy)
+    return {label: sum(values) / len(values) for label, values in found.items()}
+
+
+def mean_statistics(measured: Sequence[Weights]) -> dict[str, Tensor]:
+    """Norm statistics as the plain mean over batches: torch's cumulative average, HeteroFL's static norm."""
+    return {name: torch.stack([one[name] for one in measured]).mean(0) for name in measured[0]}
+
+
+@dataclass(frozen=True)
+class Evaluation:
+    """When and on what a run is evaluated."""
+
+    every: int = 1  # rounds; the last round is always evaluated, 0: only that one
+    batch_size: int = 256
+    clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
+    local: bool = False  # also test the server's model on each client's own part of the test set
+
+    def due(self, round: int, rounds: int) -> bool:
+        return round == rounds or bool(self.every and round % self.every == 0)
+
+
+@dataclass(frozen=True)
+class Grades:
+    """Accuracy by share, and other metrics in the same form."""
+
+    accuracy: dict[str, float] = field(default_factory=dict)
+    metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+
+def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
+    """Test what a device of each budget would get: from the server, or, where results live on clients, theirs."""
+    world = engine.world
+    if method.personal:
+        exams = [_own_exam(method, server, client, engine) for client in _asked(fleet, server, engine, how)]
+        return Grades(mean_by_label(engine.evaluate(method, exams, how.batch_size)))
+    exams = []
+    for budget in fleet.kinds:
+        submodel = method.deploy(server, budget, world)
+        exams.append(
+            Exam(share_label(budget, world), submodel, ready(method, server, submodel, engine, how.batch_size))
+        )
+    grades = Grades(mean_by_label(engine.evaluate(method, exams, how.batch_size)))
+    if how.local and engine.data.test_parts is not None:
+        own = [
+            replace(exam, samples=engine.data.test_parts[client.id], held=_hidden(method, client, engine))
+            for exam in exams
+            for client in _asked(fleet, server, engine, how)
+        ]
+        grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(method, own, how.batch_size))
+    return grades
+
+
+def ready(method: Method, server: Server, submodel: Submodel, engine: Engine, batch_size: int) -> dict[str, Tensor]:
+    """A sub-model's weights as they are tested or deployed: cut, and its norms re-estimated if the policy says so."""
+    family = engine.world.family
+    names = [name for name in family.layout.dims if submodel.scope + name in server.weights]
+    weights = family.cutter.gather(server.weights, submodel, names)
+    if method.local.norm == "post" and family.statistics:
+        weights |= engine.calibrate(submodel, weights, batch_size)
+    return weights
+
+
+def share_label(budget: Budget, world: World) -> str:
+    """The key of a budget in records: its share, or the share of all parameters its member has."""
+    family = world.family
+    share = budget.share or round(family.count(family.fit(budget)) / family.count(family.whole), 4)
+    return str(float(share))
+
+
+def _asked(fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
+    """The clients whose own accuracy is asked for: all of a small fleet, a fixed draw of a large one."""
+    seed, count = engine.world.seed, min(how.clients, fleet.num_clients)
+    drawn = sorted(random.Random(noise.key(seed, 23)).sample(range(fleet.num_clients), count))
+    return [fleet.client(client, server.round, seed, engine.data.size(client)) for client in drawn]
+
+
+def _own_exam(method: Method, server: Server, client: Client, engine: Engine) -> Exam:
+    """What a client holds now, tested on its own part of the test set, or on all of it where there are no parts."""
+    world = engine.world
+    submodel = method.plan(server, client, world)[0]
+    job = Job(client, submodel, server.round)
+    state = engine.start(server, job, method.learner(job, world)).state
+    samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
+    return Exam(share_label(client.budget, world), submodel, state, samples, _hidden(method, client, engine))
+
+
+def _hidden(method: Method, client: Client, engine: Engine) -> Tensor | None:
+    """Clients that train among their own classes only are tested among them."""
+    return engine.held(client.id) if method.local.masked == "client" else None

@@ -1,0 +1,135 @@
+"""The nouns: frozen values that the round passes from hand to hand. Nothing here computes."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedquilt.axes import Index
+from fedquilt.errors import BudgetError
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
+
+Weights = Mapping[str, Tensor]
+Slots = Mapping[str, Weights]  # an optimiser's memory: "momentum" → one tensor a weight
+
+
+@dataclass(frozen=True)
+class Arch:
+    """One member of a family by the width of each axis; hashable, so that equal members share a stack."""
+
+    widths: tuple[tuple[str, int], ...]
+    kind: str = "width"
+
+    @property
+    def sizes(self) -> dict[str, int]:
+        return dict(self.widths)
+
+
+@dataclass(frozen=True)
+class Submodel:
+    """Which positions of which axes a client holds; `scope` prefixes the names when one state holds several nets."""
+
+    arch: Arch
+    index: Index = Index()
+    scope: str = ""
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What a device can hold: a share of every axis, or a bound on multiply-adds, parameters or training memory."""
+
+    share: float | None = None
+    macs: float | None = None
+    params: float | None = None
+    memory: float | None = None  # bytes: parameters, gradients, optimiser slots and saved activations
+
+    def __post_init__(self) -> None:
+        given = {name: value for name, value in vars(self).items() if value is not None}
+        if not given:
+            raise BudgetError("a budget needs at least one of share=, macs=, params=, memory=; none was given.")
+        for name, value in given.items():
+            if not value > 0:
+                raise BudgetError(f"a budget of {name}={value} was asked for; it must be above 0.")
+        if self.share is not None and self.share > 1:
+            raise BudgetError(f"a share of {self.share} was asked for; shares lie in (0, 1], and 1 is the whole model.")
+
+    def __str__(self) -> str:
+        return " ".join(f"{name} {value:g}" for name, value in vars(self).items() if value is not None)
+
+
+@dataclass(frozen=True)
+class Client:
+    """A device: what it can hold and how many samples it has. The samples themselves never leave it."""
+
+    id: int
+    budget: Budget
+    size: int = 0
+
+
+@dataclass(frozen=True)
+class Job:
+    """What one client is asked to train in one round; it names positions and owns no tensors."""
+
+    client: Client
+    submodel: Submodel
+    round: int
+
+
+@dataclass(frozen=True)
+class Payload:
+    """What travels. After a lossy link its index is smaller, and nothing else differs."""
+
+    submodel: Submodel
+    weights: Weights  # by the family's names, without the scope
+
+    @property
+    def bytes(self) -> int:
+        return sum(weight.numel() * weight.element_size() for weight in self.weights.values())
+
+
+@dataclass(frozen=True)
+class Update:
+    """What came back from one job; usually one payload."""
+
+    job: Job
+    sent: tuple[Payload, ...]
+    steps: int
+    pace: float = 1.0  # effective local steps (FedNova's a_i)
+    metrics: Mapping[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Memory:
+    """What a client keeps between rounds, by global position."""
+
+    submodel: Submodel
+    weights: Weights
+    slots: Slots = field(default_factory=dict)
+    steps: int = 0  # optimiser steps behind the slots
+
+
+@dataclass(frozen=True)
+class Server:
+    """The whole state of a federation; saving it is a checkpoint."""
+
+    round: int
+    weights: Weights
+    memory: dict[tuple[int, str], Memory] = field(default_factory=dict)  # by client and scope
+    slots: Slots = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class World:
+    """What every method may look at."""
+
+    family: Family
+    seed: int = 0
+    device: torch.device = torch.device("cpu")
+    dtype: torch.dtype = torch.float32
+    public: Tensor | None = None
