@@ -1,12 +1,13 @@
 """Dimensions while a module is traced: row-major products of atoms, which operations split, lay end to end and unify.
 
-An atom is an unknown axis. Unifying two dimensions binds atoms to what they turned out to be (another atom, a product, a
-sum, or a plain size), so what is left unbound at the end are the axes. Dimensions are never matched by their size:
+An atom is an unknown axis. Unifying two dimensions binds atoms to what they turned out to be (another atom, a product,
+a sum, or a plain size), so what is left unbound at the end are the axes. Dimensions are never matched by their size:
 a size of one is the empty product, and plain sizes have no identity.
 """
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from math import prod
@@ -34,9 +35,9 @@ Factor = int | Atom | Cat
 Dim = tuple[Factor, ...]  # a row-major product; the empty one has size 1
 
 
-def atom(size: int) -> Dim:
+def atom(size: int, role: str = "") -> Dim:
     """A dimension nothing is known about yet."""
-    return (Atom(size),) if size > 1 else plain(size)
+    return (Atom(size, role=role),) if size > 1 else plain(size)
 
 
 def plain(size: int) -> Dim:
@@ -117,6 +118,30 @@ def atoms_in(dim: Dim) -> Iterator[Atom]:
                     yield from atoms_in(term)
 
 
+Count = Counter[tuple[int, ...]]  # a polynomial: monomial of atoms (by id) → coefficient
+
+
+def count(dim: Dim) -> Count:
+    """The size in terms of atoms: equal for dimensions that are as long as each other in every member."""
+    total: Count = Counter({(): 1})
+    for factor in resolve(dim):
+        terms: Count = Counter()
+        match factor:
+            case int():
+                terms[()] = factor
+            case Atom():
+                terms[id(factor),] = 1
+            case Cat(branches):
+                for branch in branches:
+                    terms.update(count(branch))
+        product: Count = Counter()
+        for one, times in total.items():
+            for other, more in terms.items():
+                product[tuple(sorted((*one, *other)))] += times * more
+        total = product
+    return total
+
+
 def is_free(dim: Dim) -> bool:
     """Whether a cut may change the dimension's size."""
     return any(not one.fixed for one in atoms_in(dim))
@@ -142,6 +167,8 @@ def couple(dim: Dim) -> None:
 
 def _bind(one: Atom, dim: Dim) -> None:
     one.bound = dim
+    if len(dim) == 1 and isinstance(dim[0], Atom):
+        dim[0].role = dim[0].role or one.role
     if one.fixed:
         fix(dim)
     if one.coupled:
@@ -244,7 +271,7 @@ def parts(dim: Dim, sizes: Sequence[int]) -> list[Dim]:
         case int():
             outer = [plain(n) for n in counts]
         case Atom() as whole:
-            outer = [atom(n) for n in counts]
+            outer = [atom(n, whole.role) for n in counts]
             _bind(whole, (Cat(tuple(outer)),))
         case Cat(terms):
             outer = _cat_parts(terms, counts)

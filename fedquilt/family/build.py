@@ -1,11 +1,11 @@
-"""Members as plain networks: a structural copy of a module whose layers are told their new sizes, on the meta device."""
+"""Members as plain networks: a copy of a module's structure whose layers are told their new sizes, without data."""
 
 from __future__ import annotations
 
 import copy
 import math
 from collections.abc import Callable, Mapping
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,14 +16,14 @@ from fedquilt.axes import size_of
 from fedquilt.errors import TraceError
 from fedquilt.family.layout import Layout
 
-Layer = TypeVar("Layer", bound=nn.Module)
-_RULES: dict[type[nn.Module], Callable[[Any], None]] = {}
+Rule = Callable[[Any], None]
+_RULES: dict[type[nn.Module], Rule] = {}
 
 
-def resize(*kinds: type[Layer]) -> Callable[[Callable[[Layer], None]], Callable[[Layer], None]]:
+def resize(*kinds: type[nn.Module]) -> Callable[[Rule], Rule]:
     """Register how a layer reads its sizes off its weights."""
 
-    def register(rule: Callable[[Layer], None]) -> Callable[[Layer], None]:
+    def register(rule: Rule) -> Rule:
         _RULES.update(dict.fromkeys(kinds, rule))
         return rule
 
@@ -74,12 +74,13 @@ def _embedding(layer: nn.Embedding | nn.EmbeddingBag) -> None:
 
 @resize(nn.MultiheadAttention)
 def _attention(layer: nn.MultiheadAttention) -> None:
-    # `num_heads` is one of the layout's attributes where heads are cut; the rest follows from the output layer.
-    layer.embed_dim = layer.out_proj.weight.shape[0]
+    # `num_heads` is one of the layout's attributes where heads are cut; the rest follows from the weights.
+    if layer.in_proj_weight is None:
+        layer.embed_dim = layer.q_proj_weight.shape[0]
+        layer.kdim, layer.vdim = layer.k_proj_weight.shape[1], layer.v_proj_weight.shape[1]
+    else:
+        layer.embed_dim = layer.kdim = layer.vdim = layer.in_proj_weight.shape[1]
     layer.head_dim = layer.embed_dim // layer.num_heads
-    separate = layer.in_proj_weight is None
-    layer.kdim = layer.k_proj_weight.shape[1] if separate else layer.embed_dim
-    layer.vdim = layer.v_proj_weight.shape[1] if separate else layer.embed_dim
 
 
 @resize(nn.PReLU)
@@ -88,7 +89,7 @@ def _prelu(layer: nn.PReLU) -> None:
 
 
 @resize(nn.RNNBase)
-def _recurrent(layer: nn.RNNBase) -> None:
+def _recurrent(layer: Any) -> None:  # its weights are made by name, so its class does not declare them
     layer.input_size = layer.weight_ih_l0.shape[1]
     layer.hidden_size = layer.weight_hh_l0.shape[0] // {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
     if layer.proj_size:
@@ -107,7 +108,8 @@ def build(module: nn.Module, layout: Layout, widths: Mapping[str, int]) -> nn.Mo
     def meta(name: str, tensor: Tensor) -> Tensor:
         first = layout.ties.get(name, name)
         shape = layout.shape(first, sizes) if first in layout.dims else tensor.shape
-        return torch.empty(shape, dtype=tensor.dtype, device="meta")
+        made = torch.empty(shape, dtype=tensor.dtype, device="meta")
+        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     member = blueprint(module, meta)
     for path, expr in layout.attributes.items():
@@ -124,10 +126,7 @@ def blueprint(module: nn.Module, make: Callable[[str, Tensor], Tensor]) -> nn.Mo
     """A copy of a module's structure in which `make(name, weight)` stands for each weight; ties stay tied."""
     memo: dict[int, Any] = {}
     for name, weight in (*module.named_parameters(), *module.named_buffers()):
-        made = make(name, weight)
-        memo[id(weight)] = (
-            nn.Parameter(made, weight.requires_grad) if isinstance(weight, nn.Parameter) else made
-        )
+        memo[id(weight)] = make(name, weight)
     for layer in module.modules():
         # Tensors that are neither parameters nor buffers are constants (or recomputed by hooks): share, do not copy.
         for held in vars(layer).values():
@@ -165,4 +164,4 @@ def _rescale(value: int | float, full: int, size: int) -> int | float:
     """A number made from a size: the size itself, or a power of it such as an attention scale, d ** -0.5."""
     if isinstance(value, int):
         return size
-    return float(size ** round(2 * math.log(value, full)) / 2) if full > 1 else value
+    return float(size ** (round(2 * math.log(value, full)) / 2))

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
-from functools import cached_property
+from dataclasses import dataclass, replace
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
 
+from fedquilt.axes import Axis, axes_in, size_of, write
 from fedquilt.errors import BudgetError, SubmodelError
-from fedquilt.axes import axes_in, size_of
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
 from fedquilt.family.layout import Layout
@@ -39,7 +39,7 @@ def trace(
     A module brings its own initial weights. A function that makes one is called anew for every seed.
     `fixed` names axes or layers that are never cut; `parts` names groups of weights (`{"head": ["fc"]}`).
     """
-    factory = (lambda: module) if isinstance(module, nn.Module) else module
+    factory = _maker(module)
     model = factory()
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     layout = trace_layout(model, inputs, fixed=fixed, parts=parts, heads=heads, class_dim=class_dim)
@@ -60,8 +60,6 @@ class Family:
     @property
     def axes(self) -> dict[str, str]:
         """Each weight's dimensions, as one reads them: `"conv2.weight": "c2 c1 3 3"`."""
-        from fedquilt.axes import write
-
         return {name: write(dims) for name, dims in self.layout.dims.items()}
 
     @property
@@ -147,7 +145,7 @@ class Family:
         return self._arch(shares[low], rounding)
 
     @cached_property
-    def _free(self) -> list[Any]:
+    def _free(self) -> list[Axis]:
         return [axis for axis in self.layout.axes.values() if not axis.fixed]
 
     def _arch(self, share: float, rounding: Rounding) -> Arch:
@@ -194,7 +192,7 @@ class Family:
         return tuple(name for name, _ in self._module.named_parameters() if name in self.layout.dims)
 
     def cost(self, member: Arch | Submodel, batch_size: int = 32, slots: int = 1) -> Cost:
-        """Multiply-adds a sample, parameters, bytes, and the memory of training on a batch with an optimiser's slots."""
+        """Multiply-adds a sample, parameters, bytes, and the memory of a training step with an optimiser's slots."""
         arch = member.arch if isinstance(member, Submodel) else member
         known = self._costs.get((arch, batch_size, slots))
         if known is None:
@@ -229,17 +227,16 @@ class Family:
     def assemble(self, submodel: Submodel, weights: Weights) -> nn.Module:
         """A member as a plain nn.Module that owns a copy of these weights, which are already cut."""
         module = build(self._module, self.layout, self._sizes(submodel.arch))
-        fill = _state(self._module, tuple(self.layout.dims))
+        # constants, and statistics nobody measured yet, are as the module brought them
+        missing = [name for name in self.layout.dims if name not in weights]
+        brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
         owner = dict(module.named_modules())
         aliases: dict[str, list[str]] = {}
         for alias, name in self.layout.ties.items():
             aliases.setdefault(name, []).append(alias)
         for name in self.layout.dims:
-            if name in weights:
-                value = weights[name].detach().clone()
-            else:  # constants, and statistics nobody measured yet, as the module brought them
-                value = self.cutter.gather(fill, Submodel(submodel.arch, submodel.index), [name])[name].clone()
-            _assign(owner, name, value, aliases.get(name, ()))
+            value = weights[name] if name in weights else brought[name]
+            _assign(owner, name, value.detach().clone(), aliases.get(name, ()))
         for layer in module.modules():
             counter = getattr(layer, "num_batches_tracked", None)
             if isinstance(counter, Tensor):
@@ -299,9 +296,18 @@ class Family:
     @staticmethod
     def load(path: str | Path, module: nn.Module | Callable[[], nn.Module], example_inputs: Any) -> Family:
         """Read a traced family; the module's code is still needed, tracing is not."""
-        factory = (lambda: module) if isinstance(module, nn.Module) else module
+        factory = _maker(module)
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         return Family(factory(), Layout.from_json(Path(path).read_text()), inputs, factory)
+
+
+def _maker(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
+    """A module makes itself, so that its own weights are every seed's start; a function makes a new one a seed."""
+    return partial(_itself, module) if isinstance(module, nn.Module) else module
+
+
+def _itself(module: nn.Module) -> nn.Module:
+    return module
 
 
 def _divide(target: int, groups: int, size: int) -> int:

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from fedquilt import noise
@@ -53,6 +54,7 @@ class Net:
         """`constants`: buffers that are no statistics. `shares`: the kept part of each convolution's outputs."""
         self.module = module
         self._constants = dict(constants)
+        self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         self._now = _Now()
         for name, layer in module.named_modules():
             if isinstance(layer, _NormBase) and layer.track_running_stats:
@@ -67,30 +69,48 @@ class Net:
         self.module.train(mode.train)
         self._now.mode, self._now.seen = mode, {}
         with Drawn(key):
-            outputs = functional_call(self.module, {**self._constants, **weights}, (inputs,), strict=False)
+            outputs = functional_call(self.module, {**self._constants_for(weights), **weights}, (inputs,), strict=False)
         seen, self._now.seen = self._now.seen, {}
         return outputs, seen
 
-    def constants_to(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Move what is not trained to where the training happens."""
-        for name, value in self._constants.items():
-            self._constants[name] = value.to(device, dtype if value.is_floating_point() else value.dtype)
+    def _constants_for(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """What is not trained, where the training happens and as precise as it is."""
+        like = next((value for value in weights.values() if value.is_floating_point()), None)
+        if like is None:
+            return self._constants
+        moved = self._moved.get((like.device, like.dtype))
+        if moved is None:
+            moved = {
+                name: value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+                for name, value in self._constants.items()
+            }
+            self._moved[like.device, like.dtype] = moved
+        return moved
 
 
 def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:
     """A norm layer whose statistics are values: given, or measured and handed back."""
+    alone = isinstance(layer, _InstanceNorm)  # each sample is normalised by itself
     if now.mode.statistics == "stored":
         mean, var = layer.running_mean, layer.running_var
         return F.batch_norm(inputs, mean, var, layer.weight, layer.bias, False, 0.0, layer.eps)
     if now.mode.statistics != "batch":
-        rest = [dim for dim in range(inputs.dim()) if dim != 1]
+        rest = [dim for dim in range(inputs.dim()) if dim > 1 or (dim == 0 and not alone)]
         var, mean = torch.var_mean(inputs.detach(), rest, correction=1)
+        if alone:
+            var, mean = var.mean(0), mean.mean(0)
         prefix = f"{name}." if name else ""
         for kind, old, new in (("mean", layer.running_mean, mean), ("var", layer.running_var, var)):
             if now.mode.statistics == "track":
-                assert old is not None and layer.momentum is not None
+                if old is None or layer.momentum is None:
+                    raise TrainingError(
+                        f"norm layer {name!r} averages its statistics cumulatively (momentum=None), which clients "
+                        "cannot go on with from round to round. Give it a momentum, or use the norm policy 'post'."
+                    )
                 new = (1 - layer.momentum) * old + layer.momentum * new
             now.seen[f"{prefix}running_{kind}"] = new
+    if alone:
+        return F.instance_norm(inputs, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
     return F.batch_norm(inputs, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
 
 
@@ -210,14 +230,20 @@ def _bernoulli(drawn: Drawn, input: Tensor, p: float | None = None, **_: Any) ->
 
 
 def _bernoulli_in_place(drawn: Drawn, input: Tensor, p: float | Tensor = 0.5, **_: Any) -> Tensor:
-    return (noise.uniform(drawn.site(), input.shape, input.dtype) < p).to(input.dtype)
+    drawn_bits = (noise.uniform(drawn.site(), input.shape, torch.float32) < p).to(input.dtype)
+    try:
+        return input.copy_(drawn_bits)
+    except RuntimeError:  # a stack's noise does not fit a buffer that all its clients share
+        if input.is_floating_point():
+            input.fill_(torch.nan)  # the result is right; who goes on with the buffer instead will hear of it
+        return drawn_bits
 
 
 def _shape(size: tuple[Any, ...]) -> tuple[int, ...]:
     return tuple(size[0]) if len(size) == 1 and not isinstance(size[0], int) else size
 
 
-def _refuse(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
+def _refuse(name: str, function: Any) -> Callable[..., Any]:
     def refused(drawn: Drawn, *args: Any, **kwargs: Any) -> Any:
         if drawn.silent:  # outside of training these layers draw nothing
             return function(*args, **kwargs)

@@ -1,16 +1,18 @@
 """One run of a module on tensors without data: its ATen calls in order, and how Python used the sizes it read.
 
-Sizes that `forward` reads from shapes or from attributes are integers that remember where they came from (`Size`), so that
+Sizes that `forward` reads from shapes or attributes are integers that remember where they came from (`Size`), so that
 `x.view(B, N, self.heads, C // self.heads)` tells which attribute and which dimension the view depends on.
 """
 
 from __future__ import annotations
 
+import logging
 import sys
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, is_dataclass
 from fractions import Fraction
 from functools import cache
 from math import prod
@@ -28,6 +30,7 @@ from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.family.atoms import Dim, plain
+from fedquilt.family.build import blueprint
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -40,6 +43,7 @@ class Value:
     shape: tuple[int, ...]
     dims: tuple[Dim, ...] = ()
     weight: str | None = None
+    number: int = 0  # by first appearance
     storage: int = 0
     marks: dict[object, Dim] = field(default_factory=dict)  # "groups", or ("start", dim) of a slice
     known: bool = True  # whether a rule described it; by-products no one reads are not
@@ -73,7 +77,7 @@ def layer_name(path: str) -> str:
 
 
 Leaf = tuple[Value, int] | str  # a dimension of a tensor, or the path of an attribute
-Powers = frozenset[tuple[Leaf, int]]
+Powers = tuple[tuple[Leaf, int], ...]  # a monomial, in the order of `_rank`
 Poly = Mapping[Powers, Fraction]
 
 
@@ -139,7 +143,7 @@ class Size(int):
         if not isinstance(result, int) or int(self) % other or len(_poly(other)) != 1:
             return result
         ((two, b),) = _poly(other).items()
-        inverse = frozenset((leaf, -power) for leaf, power in two)
+        inverse = tuple((leaf, -power) for leaf, power in two)
         return self._with(result, {_times(one, inverse): a / b for one, a in self.poly.items()})
 
     # A size that becomes a number in the computation (an attention scale, a hand-written mean): cutting changes it.
@@ -160,7 +164,7 @@ class Size(int):
     # A comparison that came out equal chose a branch; members must come out equal too.
     def __eq__(self, other: object) -> bool:
         same = int(self) == (int(other) if isinstance(other, Size) else other)
-        if same and isinstance(other, Size):
+        if same and isinstance(other, Size) and other.trail is self.trail and self.trail.hashed != _instruction():
             self.trail.equal.append((self.poly, other.poly))
         return same
 
@@ -168,10 +172,17 @@ class Size(int):
         return not self == other
 
     def __hash__(self) -> int:
+        self.trail.hashed = _instruction()  # a look-up in a cache compares too, but decides nothing
         return hash(int(self))
 
     def __reduce__(self) -> tuple[type[int], tuple[int]]:
         return int, (int(self),)
+
+
+def _instruction() -> tuple[int, int]:
+    """Where the caller's caller stands."""
+    frame = sys._getframe(2)
+    return id(frame), frame.f_lasti
 
 
 class Scale(float):
@@ -181,14 +192,20 @@ class Scale(float):
 
 
 def _poly(value: int) -> Poly:
-    return value.poly if isinstance(value, Size) else {frozenset(): Fraction(value)}
+    return value.poly if isinstance(value, Size) else {(): Fraction(value)}
 
 
 def _times(one: Powers, two: Powers) -> Powers:
     powers = dict(one)
     for leaf, power in two:
         powers[leaf] = powers.get(leaf, 0) + power
-    return frozenset((leaf, power) for leaf, power in powers.items() if power)
+    return tuple(sorted(((leaf, power) for leaf, power in powers.items() if power), key=_rank))
+
+
+def _rank(item: tuple[Leaf, int]) -> tuple[int, int, str]:
+    """An order that does not depend on addresses or hash seeds: tracing twice gives the same layout."""
+    leaf, _ = item
+    return (0, 0, leaf) if isinstance(leaf, str) else (leaf[0].number, leaf[1], "")
 
 
 @dataclass
@@ -200,14 +217,23 @@ class Run:
     trail: Trail
 
 
-class Recorder(TorchDispatchMode):
+class RunError(Exception):
+    """A module did not run; says how far it came, and where it stopped."""
+
+    def __init__(self, calls: list[Call], layer: str, where: str) -> None:
+        super().__init__(layer, where)
+        self.calls, self.layer, self.where = calls, layer, where
+
+
+class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every ATen call that has a rule, and takes the others apart."""
 
     def __init__(self, known: Callable[[OpOverload], bool]) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.calls: list[Call] = []
         self.layers: list[str] = [""]
+        self.failed: str | None = None  # the innermost layer an exception came through
         self._values: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # ids are names only while the tensors live
 
@@ -219,11 +245,14 @@ class Recorder(TorchDispatchMode):
 
     def name(self, tensor: Tensor, value: Value) -> None:
         value.storage = tensor.untyped_storage()._cdata
+        value.number = len(self._values) + 1
         self._values[id(tensor)] = value
         self._alive.append(tensor)
 
     def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
+        if op.namespace == "prim":
+            return op(*args, **kwargs)  # asks for a device, say: no tensors come of it
         if not self.known(op):
             for take_apart in (_decompositions().get(op), getattr(op, "decompose", None)):
                 if take_apart is not None:
@@ -271,6 +300,14 @@ def _where() -> str:
     return inner or "torch"
 
 
+def _line_of(error: BaseException) -> str:
+    """The innermost line of the user's own code that an exception came through."""
+    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    own = [(file, line) for file, line in lines if not file.startswith((TORCH, HERE, "<"))]
+    file, line = (own or lines)[-1]
+    return f"{file}:{line}"
+
+
 class Trail(TorchFunctionMode):
     """Follows sizes from where Python reads them to where it uses them."""
 
@@ -281,10 +318,11 @@ class Trail(TorchFunctionMode):
         self.equal: list[tuple[Poly, Poly]] = []
         self.numbers: list[Poly] = []
         self.scales: list[Scale] = []
+        self.hashed = (0, 0)  # the instruction that last hashed a size
         self._active: set[object] = set()
 
     def size(self, value: int, leaf: Leaf) -> Size:
-        return Size.of(value, {frozenset({(leaf, 1)}): Fraction(1)}, self)
+        return Size.of(value, {((leaf, 1),): Fraction(1)}, self)
 
     def shape(self, tensor: Tensor) -> torch.Size:
         value = self.recorder.value(tensor)
@@ -437,7 +475,7 @@ def _attended(trail: Trail, _: Tensor, query: Tensor, *args: Any, scale: float |
         trail.scales.append(scale)
     elif scale is None:
         value = trail.recorder.value(query)
-        trail.numbers.append({frozenset({((value, query.ndim - 1), 1)}): Fraction(1)})
+        trail.numbers.append({(((value, query.ndim - 1), 1),): Fraction(1)})
 
 
 def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -449,13 +487,12 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
 
 
 def _numbers(path: str, holder: Any, key: Any, held: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
-    if type(held) in (int, float):
+    sizes = type(held) in (tuple, list) and all(type(item) is int for item in held)
+    if sizes or type(held) in (int, float):
         yield path, holder, key, held
-    elif type(held) in (tuple, list) and held and all(type(item) is int for item in held):
-        yield path, holder, key, held
-    elif type(held) is types.SimpleNamespace or hasattr(type(held), "__dataclass_fields__"):
+    elif isinstance(held, types.SimpleNamespace) or (is_dataclass(type(held)) and hasattr(held, "__dict__")):
         # A configuration shared by many layers is one place: it keeps its first path.
-        if id(held) not in seen and hasattr(held, "__dict__"):
+        if id(held) not in seen:
             seen.add(id(held))
             for name, item in list(vars(held).items()):
                 yield from _numbers(f"{path}.{name}", vars(held), name, item, seen)
@@ -478,12 +515,16 @@ def _follow_attributes(module: nn.Module, trail: Trail) -> None:
 def _plain_backends() -> Iterator[None]:
     """Fused kernels off: they hide the products whose axes we look for."""
     fast, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    quiet, log.disabled = log.disabled, True  # a member that does not run is an answer, not an incident
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_mkldnn_enabled(False)
     try:
-        with sdpa_kernel(SDPBackend.MATH), torch.no_grad(), torch.random.fork_rng(devices=[]):
+        # In inference mode operations reach us whole (linear, matmul, layer_norm), whatever the strides.
+        with sdpa_kernel(SDPBackend.MATH), torch.inference_mode(), torch.random.fork_rng(devices=[]):
             yield
     finally:
+        log.disabled = quiet
         torch.backends.mha.set_fastpath_enabled(fast)
         torch._C._set_mkldnn_enabled(onednn)
 
@@ -496,10 +537,7 @@ def record(
     *,
     follow: bool = True,
 ) -> Run:
-    """Run a copy of a module (its weights on the meta device) and write down what it did.
-
-    The module is changed: it gets hooks, tensors without data, and, to follow sizes, attributes that remember their paths.
-    """
+    """Run a copy of a module on tensors without data and write down what it did."""
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(known)
     trail = Trail(recorder)
@@ -508,21 +546,21 @@ def record(
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, meta, torch.device("cpu"))
 
-    named = [*module.named_parameters(), *module.named_buffers()]
-    tensors = {id(tensor): (name, fake(tensor.detach())) for name, tensor in named}
-    for layer in module.modules():
-        for held in (layer._parameters, layer._buffers):
-            for key, tensor in held.items():
-                if tensor is not None:
-                    held[key] = tensors[id(tensor)][1]  # type: ignore[assignment]
-    for name, tensor in tensors.values():
-        recorder.name(tensor, Value(tuple(tensor.shape), weights.get(name, ()), name))
+    def make(name: str, weight: Tensor) -> Tensor:
+        made = fake(weight)
+        recorder.name(made, Value(tuple(made.shape), weights.get(name, ()), name))
+        return made
+
+    module = blueprint(module, make)
 
     def enter(path: str) -> Callable[..., None]:
         return lambda *_: recorder.layers.append(path)
 
-    def leave(*_: Any) -> None:
-        recorder.layers.pop()
+    def leave(_: nn.Module, __: Any, output: Any) -> None:
+        # Hooks that always run see no output when the layer raised.
+        path = recorder.layers.pop()
+        if output is None and sys.exc_info()[0] is not None and recorder.failed is None:
+            recorder.failed = path
 
     for path, layer in module.named_modules():
         layer.register_forward_pre_hook(enter(path), prepend=True)
@@ -533,14 +571,14 @@ def record(
     given = pytree.tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     with ExitStack() as stack:
         stack.enter_context(_plain_backends())
-        for entered in (mode, recorder, *([trail] if follow else [])):
-            stack.enter_context(entered)
+        stack.enter_context(mode)
+        stack.enter_context(recorder)
+        if follow:
+            stack.enter_context(trail)
         try:
             output = module(*given)
         except Exception as error:
-            error.run = Run(recorder.calls, None, trail)  # type: ignore[attr-defined]
-            error.layer = recorder.layers[-1]  # type: ignore[attr-defined]
-            raise
+            raise RunError(recorder.calls, recorder.failed or "", _line_of(error)) from error
     output = pytree.tree_map(lambda leaf: recorder.value(leaf) if isinstance(leaf, Tensor) else leaf, output)
     _mark_live(recorder.calls, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Value)])
     return Run(recorder.calls, output, trail)

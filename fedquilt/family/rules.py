@@ -13,6 +13,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from fedquilt.family.atoms import (
+    Atom,
     Cat,
     Dim,
     Facts,
@@ -30,12 +31,12 @@ from fedquilt.family.atoms import (
     split,
     unify,
 )
-from fedquilt.family.record import Call, Value
+from fedquilt.family.record import Call
 
 aten: Any = torch.ops.aten
 
 Dims = tuple[Dim, ...]
-Rule = Callable[[Call, Facts], "Dims | list[Dims]"]  # the dimensions of the output, or of several
+Rule = Callable[[Call, Facts], Any]  # the dimensions (`Dims`) of the output, or a list of them for several outputs
 _RULES: dict[str, Rule] = {}
 
 
@@ -72,17 +73,13 @@ def apply(call: Call, facts: Facts) -> None:
 
 
 def _unknown(call: Call, facts: Facts) -> None:
-    lost = [value for value in call.inputs if not all(map(is_plain, map(resolve, _flat(value))))]
+    lost = not all(is_plain(resolve(dim)) for value in call.inputs for dim in value.dims)
     for value in (*call.inputs, *call.outs):
         _pin_all(value.dims)
     for out in call.outs:
         out.known = True
     if lost:
         facts.notes.append(f"no rule for {call}: what it touches is never cut")
-
-
-def _flat(value: Value) -> Dims:
-    return value.dims
 
 
 def _unify_all(a: Dims, b: Dims) -> None:
@@ -131,7 +128,8 @@ def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
 @rule(aten.clone, aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten._to_copy, aten.contiguous)
 @rule(aten.copy, aten.fill, aten.zero, aten.masked_fill, aten.where, aten.full_like, aten.zeros_like, aten.ones_like)
 @rule(aten.empty_like, aten.rand_like, aten.randn_like, aten.bernoulli, aten.native_dropout, aten._conj, aten.lerp)
-@rule(aten.nan_to_num, aten.glu_backward, aten.celu, aten.elu, aten.hardtanh, aten.rrelu_with_noise, aten._log_softmax)
+@rule(aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.to, aten.type_as)
+@rule(aten.nan_to_num, aten.celu, aten.elu, aten.hardtanh, aten.rrelu_with_noise)
 def _pointwise(call: Call, facts: Facts) -> Dims:
     tensors = call.inputs
     return _broadcast([value.dims for value in tensors], call.outs[0].shape)
@@ -150,6 +148,7 @@ def _prelu(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze, aten.view_copy)
+@rule(aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
 def _view(call: Call, facts: Facts) -> Dims:
     x, out = call.inputs[0], call.outs[0]
     groups = regroup(x.dims, out.shape, ("outer", "inner"))
@@ -207,11 +206,18 @@ def _slice(call: Call, facts: Facts) -> Dims:
         dims[dim] = plain(length)
         return tuple(dims)
     start = max(0, min(start + x.shape[dim] if start < 0 else start, x.shape[dim]))
-    pieces = parts(dims[dim], [start, length, x.shape[dim] - start - length])
-    facts.slices.append(pieces)
+    pieces = _ranges(dims[dim], [start, length, x.shape[dim] - start - length], facts)
     out.marks["start", dim] = pieces[0]
     dims[dim] = pieces[1]
     return tuple(dims)
+
+
+def _ranges(dim: Dim, sizes: Sequence[int], facts: Facts) -> list[Dim]:
+    whole = any(isinstance(factor, Atom) for factor in resolve(dim)[:1])
+    pieces = parts(dim, sizes)
+    if whole:
+        facts.slices.append(pieces)
+    return pieces
 
 
 @rule(aten.select, aten.unbind)
@@ -224,17 +230,17 @@ def _select(call: Call, facts: Facts) -> Dims | list[Dims]:
 
 
 @rule(aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.chunk)
+@rule(aten.unsafe_chunk, aten.tensor_split)
 def _split(call: Call, facts: Facts) -> list[Dims]:
     x = call.args[0]
     dim = (_argument(call, "dim") or 0) % len(x.shape)
     sizes = [out.shape[dim] for out in call.outs]
     if isinstance(call.args[1], int) and len(set(sizes)) > 1:
         pin(x.dims[dim])  # pieces of one size and a remainder: no cut keeps both
-    pieces = parts(x.dims[dim], sizes)
+    pieces = _ranges(x.dims[dim], sizes, facts)
     if isinstance(call.args[1], int):
         for piece in pieces[1:]:
             unify(pieces[0], piece)  # cut into equal pieces, so they must stay equal
-    facts.slices.append(pieces)
     return [(*x.dims[:dim], piece, *x.dims[dim + 1 :]) for piece in pieces]
 
 
@@ -267,7 +273,7 @@ def _stack(call: Call, facts: Facts) -> Dims:
 @rule(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
 def _pad(call: Call, facts: Facts) -> Dims:
     x, pads = call.args[0], list(call.args[1])
-    constant = call.op.overloadpacket is aten.constant_pad_nd
+    constant = call.op.overloadpacket is aten.constant_pad_nd or _argument(call, "mode") == "constant"
     dims = list(x.dims)
     for step in range(len(pads) // 2):
         before, after = pads[2 * step : 2 * step + 2]
@@ -319,28 +325,92 @@ def _im2col(call: Call, facts: Facts) -> Dims:
 # --- products ----------------------------------------------------------------------------------------------------
 
 
-@rule(aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul)
+@rule(aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul, aten.inner, aten.vdot)
 def _product(call: Call, facts: Facts) -> Dims:
-    return _contract(call, *(value.dims for value in call.args[:2]), facts)
+    a, b = call.args[:2]
+    return _contract(call, a.dims, b.dims, facts)
 
 
 @rule(aten.addmm, aten.baddbmm, aten.addmv)
 def _added_product(call: Call, facts: Facts) -> Dims:
-    bias, *factors = (value.dims for value in call.args[:3])
-    return _broadcast([_contract(call, *factors, facts), bias], call.outs[0].shape)
+    bias, a, b = call.args[:3]
+    return _broadcast([_contract(call, a.dims, b.dims, facts), bias.dims], call.outs[0].shape)
 
 
 def _contract(call: Call, a: Dims, b: Dims, facts: Facts) -> Dims:
-    inner = b[-2] if len(b) > 1 else b[-1]
+    """(… row, inner) times (… inner, column), where a vector has no row or no column."""
+    row, column = a[-2:-1], b[-1:] if len(b) > 1 else ()
+    inner = b[-2:][0]
     unify(a[-1], inner)
-    if len(a) > 2:
-        unify(a[0], b[0])
+    batches = [dims[:-2] for dims in (a, b)]
+    shape = call.outs[0].shape
+    batch = _broadcast(batches, shape[: len(shape) - len(row) - len(column)])
+    if batch:
         facts.contracted.append((call.layer, inner))
-        for one in atoms_in(a[0]):
-            one.role = "heads" if one.role == "outer" else one.role
-        for one in (*atoms_in(inner), *atoms_in(a[-2]), *atoms_in(b[-1])):
-            one.role = "dim" if one.role == "inner" else one.role
-    return (*a[:-1], *b[:-2], *b[-1:])[: len(call.outs[0].shape)] if len(a) <= 2 else (*a[:-1], b[-1])
+        _call_heads(batch, (*row, inner, *column))
+    return (*batch, *row, *column)
+
+
+def _call_heads(batch: Sequence[Dim], within: Sequence[Dim]) -> None:
+    """Pieces of a view that a batched product runs over are heads; names only."""
+    for dims, before, after in ((batch, "outer", "heads"), (within, "inner", "dim")):
+        for one in (one for dim in dims for one in atoms_in(dim)):
+            one.role = after if one.role == before else one.role
+
+
+@rule(aten.scaled_dot_product_attention)
+def _attention(call: Call, facts: Facts) -> Dims:
+    query, key, value = (one.dims for one in call.args[:3])
+    unify(query[-1], key[-1])
+    unify(key[-2], value[-2])
+    couple(key[-2])
+    shape = call.outs[0].shape
+    if size(query[-3]) != size(key[-3]):  # grouped queries: each key head serves several in a row
+        groups, _ = split(query[-3], (size(key[-3]), size(query[-3]) // size(key[-3])))
+        unify(groups, key[-3])
+        key, value = ((*dims[:-3], query[-3], *dims[-2:]) for dims in (key, value))
+    batch = _broadcast([query[:-2], key[:-2], value[:-2]], shape[:-2])
+    mask = _argument(call, "attn_mask")
+    if mask is not None:
+        _broadcast([mask.dims, (*batch, query[-2], key[-2])], (*shape[:-1], size(key[-2])))
+    facts.contracted.append((call.layer, query[-1]))
+    _call_heads(batch, (query[-1], value[-1]))
+    return (*batch, query[-2], value[-1])
+
+
+@rule(aten.einsum)
+def _einsum(call: Call, facts: Facts) -> Dims:
+    text, tensors = call.args[0].replace(" ", ""), call.args[1]
+    shape = call.outs[0].shape
+    before, arrow, after = text.partition("->")
+    sides = before.split(",")
+    rests: list[Dims] = []  # what "..." stands for
+    found: dict[str, Dim] = {}
+    uses: dict[str, int] = {}
+    for side, tensor in zip(sides, tensors, strict=True):
+        left, dots, right = side.partition("...")
+        named = [*zip(left, tensor.dims, strict=False), *zip(right[::-1], tensor.dims[::-1], strict=False)]
+        rests.append(tensor.dims[len(left) : len(tensor.dims) - len(right)] if dots else ())
+        for label, dim in named:
+            uses[label] = uses.get(label, 0) + 1
+            if size(found.setdefault(label, dim)) == 1:
+                found[label] = dim  # a size of one stretches
+            elif size(dim) > 1:
+                unify(found[label], dim)
+    if not arrow:
+        after = "..." * any(rests) + "".join(sorted(label for label in uses if uses[label] == 1))
+    for label, times in uses.items():
+        if times == 1 and label not in after:
+            couple(found[label])
+    head, _, tail = after.partition("...")
+    rest = shape[len(head) : len(shape) - len(tail)]
+    dims = (*(found[label] for label in head), *_broadcast(rests, rest), *(found[label] for label in tail))
+    kept = [found[label] for label in uses if uses[label] > 1 and label in after]
+    summed = [found[label] for label in uses if uses[label] > 1 and label not in after]
+    if kept:
+        facts.contracted += [(call.layer, dim) for dim in summed]
+        _call_heads(kept, [dim for label, dim in found.items() if dim not in kept])
+    return dims
 
 
 @rule(aten.linear)
@@ -407,7 +477,7 @@ def _embedding_bag(call: Call, facts: Facts) -> Dims:
 
 
 @rule(aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training)
-@rule(aten._native_batch_norm_legit_functional, aten.cudnn_batch_norm, aten.batch_norm, aten._batch_norm_no_update)
+@rule(aten._native_batch_norm_legit_functional, aten.batch_norm, aten._batch_norm_no_update, aten.instance_norm)
 def _batch_norm(call: Call, facts: Facts) -> Dims:
     x, *others = call.inputs
     for other in others:
@@ -429,13 +499,23 @@ def _layer_norm(call: Call, facts: Facts) -> Dims:
 @rule(aten.native_group_norm, aten.group_norm)
 def _group_norm(call: Call, facts: Facts) -> Dims:
     x, *affine = call.inputs
-    groups = _argument(call, "group", _argument(call, "num_groups"))
+    groups = groups_of(call)
+    assert groups is not None
     for other in affine:
         unify(x.dims[1], other.dims[0])
     outer, inner = _grouped(x.dims[1], groups, facts)
     couple(inner)
     call.outs[0].marks["groups"] = outer
     return x.dims
+
+
+def groups_of(call: Call) -> int | None:
+    """How many groups a convolution or norm was told to make."""
+    for name in ("groups", "num_groups", "group"):
+        told: int | None = _argument(call, name)
+        if told is not None:
+            return told
+    return None
 
 
 @rule(aten._weight_norm_interface, aten._weight_norm)
@@ -535,18 +615,38 @@ for _count, _names in {
 @rule(aten.index, aten._unsafe_index)
 def _index(call: Call, facts: Facts) -> Dims:
     x, indices = call.args[:2]
-    out = call.outs[0]
     indices = [*indices, *[None] * (len(x.shape) - len(indices))]
     used = [at for at, index in enumerate(indices) if index is not None]
     _pin_all([x.dims[at] for at in used])
-    looked_up = max(len(index.shape) for index in indices if index is not None)
-    found = [indices[at].dims for at in used]
-    shape = torch.broadcast_shapes(*(indices[at].shape for at in used))
-    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # torch moves parted look-ups to the front
     rest = [dim for at, dim in enumerate(x.dims) if at not in used]
-    dims = (*rest[:first], *_broadcast(found, shape), *rest[first:])
-    assert len(dims) == len(out.shape) and looked_up == len(shape)
-    return dims
+    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # torch moves parted look-ups to the front
+    shape = call.outs[0].shape[first : len(call.outs[0].shape) - len(rest) + first]
+    looked_up = _broadcast([indices[at].dims for at in used], shape)
+    return (*rest[:first], *looked_up, *rest[first:])
+
+
+@rule(aten.index_put, aten._unsafe_index_put)
+def _index_put(call: Call, facts: Facts) -> Dims:
+    x, indices, values = call.args[:3]
+    used = [at for at, index in enumerate(indices) if index is not None]
+    masks = any(indices[at].shape != () and len(indices[at].shape) > 1 for at in used)
+    _pin_all(x.dims if masks else [x.dims[at] for at in used])
+    rest = [dim for at, dim in enumerate(x.dims) if at not in used]
+    for one, other in zip(reversed(rest), reversed(values.dims), strict=False):
+        if size(one) == size(other) and not masks:
+            unify(one, other)
+        else:
+            pin(other)
+    return x.dims  # type: ignore[no-any-return]
+
+
+@rule(aten.unfold)
+def _unfold(call: Call, facts: Facts) -> Dims:
+    x, dim = call.args[:2]
+    dims = list(x.dims)
+    pin(dims[dim])
+    dims[dim] = plain(call.outs[0].shape[dim])
+    return (*dims, plain(call.outs[0].shape[-1]))
 
 
 @rule(aten.index_select)
@@ -573,7 +673,9 @@ def _gather(call: Call, facts: Facts) -> Dims:
 # --- made from nothing -------------------------------------------------------------------------------------------
 
 
-@rule(aten.full, aten.zeros, aten.ones, aten.empty, aten.rand, aten.randn, aten.new_zeros, aten.new_ones, aten.new_empty)
+@rule(
+    aten.full, aten.zeros, aten.ones, aten.empty, aten.rand, aten.randn, aten.new_zeros, aten.new_ones, aten.new_empty
+)
 @rule(aten.new_full, aten.scalar_tensor, aten.empty_strided, aten.new_empty_strided)
 def _made(call: Call, facts: Facts) -> Dims:
     return tuple(atom(n) for n in call.outs[0].shape)

@@ -13,7 +13,7 @@ from fedquilt.methods.method import Method
 from fedquilt.round.cut import windows
 from fedquilt.round.local import SGD, Adam, Local, Steps
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Arch, Budget, Client, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -27,6 +27,7 @@ class FedRolex(Method):
     local: Local = PARTIAL
     weighting: Weighting = "uniform"
     shift: int = 1  # channels the window moves each round; 0 gives HeteroFL, -1 the released code's direction
+    offset: int = 0  # where the first window starts; Figure 1 draws its small client's at 2
     overlap: float | None = None  # appendix A.4's r in [0, 1]: steps of 1 + floor(share·(1 − r)·K); None: `shift`
     rounding: Rounding = "floor"
     paper = "Alam et al. 2022"
@@ -48,27 +49,27 @@ class FedRolex(Method):
     }
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        member = world.family.fit(client.budget, self.rounding)
-        return [self._window(member, server.round, world)]
+        return [self._window(client.budget, server.round, world)]
 
-    def _window(self, member: Arch, round: int, world: World) -> Submodel:
-        """Equation 4: on an axis of K channels the window starts at (round · step) mod K and wraps."""
+    def _window(self, budget: Budget, round: int, world: World) -> Submodel:
+        """Equation 4: on an axis of K channels the window starts at (offset + round · step) mod K and wraps."""
         axes, sizes, starts = world.family.layout.axes, world.family.layout.sizes, {}
+        member = world.family.fit(budget, self.rounding)
         for axis, width in member.widths:
-            at = round * self._step(width, sizes[axis])
+            at = self.offset + round * self._step(budget.share or width / sizes[axis], sizes[axis])
             # Groups move on when the channels inside them have come round, or some pairs would never meet.
             turn = max((sizes[name] for name in axes[axis].inner), default=1)
             starts[axis] = at // turn
         return windows(member, starts, sizes)
 
-    def _step(self, width: int, size: int) -> int:
+    def _step(self, share: float, size: int) -> int:
         if self.overlap is None:
             return self.shift
-        return 1 + math.floor(width * (1 - self.overlap))
+        return 1 + math.floor(round(share * (1 - self.overlap) * size, 9))  # 0.29 * 100 is 28.999…
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
         """The window that was trained last."""
-        return self._window(world.family.fit(budget, self.rounding), max(0, server.round - 1), world)
+        return self._window(budget, max(0, server.round - 1), world)
 
 
 # --- coverage: appendix A.1 -------------------------------------------------------------------------------------
@@ -92,7 +93,7 @@ def rounds_to_cover_random(indices: int, times: int = 1) -> float:
     for k in range(1, times):
         term = term * t / k
         series = series + term
-    missed = -np.expm1(indices * np.log1p(-np.minimum(series * np.exp(-t), 1.0 - 1e-300)))
+    missed = -np.expm1(indices * np.log1p(-np.minimum(series * np.exp(-t), 1.0 - 2.0**-53)))
     step = t[1] - t[0]
     simpson = (missed[0] + missed[-1] + 4 * missed[1:-1:2].sum() + 2 * missed[2:-1:2].sum()) * step / 3
     return float(indices * simpson)

@@ -74,6 +74,7 @@ class ModelSpec:
     input_shape: tuple[int, ...]  # without the batch
     paper: str
     integer_vocab: int | None = None  # inputs are integers below this instead of real numbers
+    fixed: tuple[str, ...] = ()  # layers its paper leaves whole: what to pass on to `fedquilt.trace`
 
     def example(self, batch: int = 2) -> Tensor:
         """An input to trace with: the same numbers every time, and the global random state is left alone."""
@@ -107,7 +108,13 @@ MODELS: dict[str, ModelSpec] = {
     "mobilenet_v3_large": ModelSpec(mobilenet_v3_large, _CIFAR, "Howard et al. 2019; RaFL"),
     "densenet": ModelSpec(densenet40_12, _CIFAR, "Huang et al. 2017"),
     "vit": ModelSpec(ViT, _CIFAR, "Dosovitskiy et al. 2021"),
-    "transformer_lm": ModelSpec(TransformerLM, (20,), "FedRolex, Stack Overflow", integer_vocab=10_000),
+    "transformer_lm": ModelSpec(  # FedRolex varies the hidden nodes of the heads alone
+        TransformerLM,
+        (20,),
+        "FedRolex, Stack Overflow",
+        integer_vocab=10_000,
+        fixed=("token", *(f"blocks.{block}.perceptron.0" for block in range(3))),
+    ),
     "unet2d": ModelSpec(unet2d, (1, 32, 32), "Ronneberger et al. 2015"),
     "unet3d": ModelSpec(unet3d, (4, 16, 16, 16), "Çiçek et al. 2016; ProgFed, BraTS"),
 }

@@ -58,7 +58,7 @@ def take(weight: Tensor, cut: Rows, lead: int = 0) -> Tensor:
             continue
         if len(kept.runs) == 1:
             weight = weight.narrow(dim, kept.runs[0][0], len(kept))
-        elif len(kept.runs) <= _FEW_RUNS:
+        elif 1 < len(kept.runs) <= _FEW_RUNS:
             weight = torch.cat([weight.narrow(dim, start, stop - start) for start, stop in kept.runs], dim)
         else:
             weight = weight.index_select(dim, kept.tensor.to(weight.device))
@@ -76,6 +76,11 @@ def blocks(cut: Rows) -> Iterator[tuple[tuple[slice, ...], tuple[slice, ...]]]:
         spans.append(span if kept is not None else [(slice(None), slice(None))])
     for combination in product(*spans):
         yield tuple(whole for whole, _ in combination), tuple(part for _, part in combination)
+
+
+def is_whole(cut: Rows) -> bool:
+    """Whether a cut keeps everything."""
+    return all(kept is None for kept in cut)
 
 
 def is_blocky(cut: Rows) -> bool:
@@ -154,7 +159,7 @@ class Cutter:
         result = dict(base)
         for name, weight in top.items():
             part, there = take(weight, self.rows(name, out, other)), self.rows(name, into, held)
-            if all(kept is None for kept in there):
+            if is_whole(there):
                 result[name] = part
             elif part.numel():
                 result[name] = base[name].clone()

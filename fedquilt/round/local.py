@@ -174,6 +174,8 @@ class Cosine:
 class Region(Protocol):
     """Which positions of a member a phase may change. `mask` is True (all), False (none) or a boolean tensor."""
 
+    def __hash__(self) -> int: ...
+
     def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool: ...
 
 
@@ -322,7 +324,7 @@ class Proximal:
         loss = self.objective(view)
         if not self.mu:
             return loss
-        drift = sum((view.weights[name] - view.received[name]).square().sum() for name in view.weights)
+        drift = sum((view.weights[name] - view.received[name]).square().sum() for name in view.family.trainable)
         return loss + 0.5 * self.mu * drift
 
 
@@ -543,6 +545,8 @@ def move(
     Masking gradients would not do: momentum and weight decay move a weight whose gradient is zero.
     """
     free = {name: g for name, g in grads.items() if masks[name] is not False}
+    if not free:
+        return state, slots
     moved, new_slots = learner.local.optimiser.update(state, slots, free, learner.lr, step)
     for name in free:
         mask = masks[name]

@@ -6,14 +6,14 @@ A fold is a stream: `add` takes one update (or a stack of them) and forgets it, 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
 import torch
 from torch import Tensor
 
-from fedquilt.round.cut import Cutter, add_at
+from fedquilt.round.cut import Cutter, Rows, add_at, is_whole
 from fedquilt.terms import Server, Slots, Submodel, Update, Weights
 
 Weighting = Literal["uniform", "data", "model", "updates", "both"]
@@ -128,7 +128,7 @@ class Mean:
     optimiser: ServerOptimiser = Plain()
     paced: bool = False
     _sums: dict[str, Tensor] = field(default_factory=dict)  # Σ (p/a)·w where somebody held it
-    # Who held what is kept as positions and three numbers, not as tensors: Σ p/a, Σ p and Σ p·a for each cut.
+    # Who held what is kept as positions and three sums (p/a, p, p·a), not as tensors.
     _held: dict[tuple[Submodel, tuple[str, ...]], list[float]] = field(default_factory=dict)
     _shapes: dict[str, Tensor] = field(default_factory=dict)
 
@@ -157,10 +157,14 @@ class Mean:
 
     def _add(self, submodel: Submodel, weights: Weights, scale: float) -> None:
         for name, part in weights.items():
-            total = self._sums.get(submodel.scope + name)
-            if total is None:
-                total = self._sums[submodel.scope + name] = torch.zeros_like(self._shapes[submodel.scope + name])
-            add_at(total, self.cutter.rows(name, submodel.index), part, scale)
+            full, cut = submodel.scope + name, self.cutter.rows(name, submodel.index)
+            if full in self._sums:
+                add_at(self._sums[full], cut, part, scale)
+            elif is_whole(cut):  # the first of many need not be added to zeros
+                self._sums[full] = part * scale
+            else:
+                self._sums[full] = torch.zeros_like(self._shapes[full])
+                add_at(self._sums[full], cut, part, scale)
 
     def _count(self, submodel: Submodel, weights: Weights, weight: float, pace: float) -> None:
         held = self._held.setdefault((submodel, tuple(weights)), [0.0, 0.0, 0.0])
@@ -179,33 +183,49 @@ class Mean:
         weights = dict(server.weights)
         slots = {slot: dict(values) for slot, values in server.slots.items()}
         for name, total in self._sums.items():
-            old = server.weights[name]
-            counts = self._counts(name, 1)
-            if self.paced:  # w + (Σpa/Σp)·(Σ(p/a)(w_i − w))/Σp
-                ratio, whole, pace = self._counts(name, 0), counts, self._counts(name, 2)
-                some = whole.clamp(min=torch.finfo(whole.dtype).tiny)
-                mean = old + pace / some * (total - ratio * old) / some
+            old, counts = server.weights[name], self._counts(name, _WEIGHT)
+            if self.paced:  # w + (Σp·a / Σp) · Σ(p/a)(w_i − w) / Σp
+                change = total - self._counts(name, _RATIO) * old
+                mean = old + self._counts(name, _PACED) / counts * change / counts
             else:
-                mean = total / counts
-            touched = counts > 0
+                mean = total.div_(counts)
+            touched = counts > 0 if isinstance(counts, Tensor) and not self._covered(name) else None
             if self.optimiser.slots:
-                before = {
-                    slot: slots.setdefault(slot, {}).setdefault(name, torch.zeros_like(old))
-                    for slot in self.optimiser.slots
-                }
-                step, after = self.optimiser.step(torch.where(touched, mean - old, 0.0), before)
-                mean = old + step
-                for slot, value in after.items():
-                    slots[slot][name] = torch.where(touched, value, before[slot])
-            weights[name] = mean if bool(touched.all()) else torch.where(touched, mean, old)
+                mean = self._step(name, old, mean, touched, slots)
+            weights[name] = mean if touched is None else torch.where(touched, mean, old)
         return weights, slots
 
-    def _counts(self, name: str, place: int) -> Tensor:
-        """How much every position of a weight was held."""
-        like = self._shapes[name]
-        counts = torch.zeros_like(like)
+    def _step(
+        self, name: str, old: Tensor, mean: Tensor, touched: Tensor | None, slots: dict[str, dict[str, Tensor]]
+    ) -> Tensor:
+        """Let the server's optimiser step towards the mean; untouched positions keep their slots."""
+        own = {s: slots.setdefault(s, {}).setdefault(name, torch.zeros_like(old)) for s in self.optimiser.slots}
+        step, after = self.optimiser.step(mean - old, own)
+        for slot, value in after.items():
+            slots[slot][name] = value if touched is None else torch.where(touched, value, own[slot])
+        return old + step
+
+    def _holders(self, name: str) -> Iterator[tuple[Rows, list[float]]]:
         for (submodel, names), values in self._held.items():
             own = name.removeprefix(submodel.scope)
             if name.startswith(submodel.scope) and own in names:
-                add_at(counts, self.cutter.rows(own, submodel.index), values[place])
+                yield self.cutter.rows(own, submodel.index), values
+
+    def _covered(self, name: str) -> bool:
+        """Whether some client held all of a weight."""
+        return any(is_whole(cut) for cut, _ in self._holders(name))
+
+    def _counts(self, name: str, place: int) -> Tensor | float:
+        """How much every position of a weight was held: one number if all held all of it."""
+        holders = list(self._holders(name))
+        everywhere = sum(values[place] for cut, values in holders if is_whole(cut))
+        parts = [(cut, values[place]) for cut, values in holders if not is_whole(cut)]
+        if not parts:
+            return everywhere
+        counts = torch.full_like(self._shapes[name], everywhere)
+        for cut, value in parts:
+            add_at(counts, cut, value)
         return counts
+
+
+_RATIO, _WEIGHT, _PACED = range(3)  # what `Mean._held` adds up: p/a, p and p·a

@@ -80,7 +80,7 @@ class Evaluation:
     every: int = 1  # rounds; the last round is always evaluated, 0: only that one
     batch_size: int = 256
     clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
-    local: bool = False  # also test the server's model on each client's own part of the test set
+    local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
 
     def due(self, round: int, rounds: int) -> bool:
         return round == rounds or bool(self.every and round % self.every == 0)
@@ -108,9 +108,9 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
         )
     grades = Grades(mean_by_label(engine.evaluate(method, exams, how.batch_size)))
     if how.local and engine.data.test_parts is not None:
+        widest = max(exams, key=lambda exam: world.family.count(exam.submodel.arch))
         own = [
-            replace(exam, samples=engine.data.test_parts[client.id], held=_hidden(method, client, engine))
-            for exam in exams
+            replace(widest, samples=engine.data.test_parts[client.id], held=_hidden(method, client, engine))
             for client in _asked(fleet, server, engine, how)
         ]
         grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(method, own, how.batch_size))

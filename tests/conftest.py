@@ -1,0 +1,148 @@
+"""Small real things that many tests share: families that are traced in a moment, and data for them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedquilt as fq
+from fedquilt.methods import Method
+from fedquilt.models import PreResNet, TransformerLM
+
+torch.set_num_threads(1)
+
+
+class Perceptron(nn.Module):
+    """Two linear layers: 4 inputs, 6 hidden, 3 classes; 45 parameters."""
+
+    def __init__(self, hidden: int = 6) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, hidden)
+        self.last = nn.Linear(hidden, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def _residual_net() -> nn.Module:
+    """A PreResNet of two blocks: residual sums, batch norm, a shortcut convolution."""
+    return PreResNet((1, 1), 4, 1, widths=(4, 8))
+
+
+def _language_model() -> nn.Module:
+    return TransformerLM(11, max_length=5, width=8, depth=1, heads=2, head_dim=4, hidden=12, dropout=0.1)
+
+
+@cache
+def _traced(name: str) -> fq.Family:
+    match name:
+        case "perceptron":
+            return fq.trace(Perceptron, torch.zeros(2, 4))
+        case "residual":
+            return fq.trace(_residual_net, torch.zeros(2, 1, 6, 6))
+        case "language":
+            return fq.trace(_language_model, torch.zeros(2, 5, dtype=torch.int64))
+    raise KeyError(name)
+
+
+@pytest.fixture
+def perceptron() -> fq.Family:
+    return _traced("perceptron")
+
+
+@pytest.fixture
+def residual() -> fq.Family:
+    return _traced("residual")
+
+
+@pytest.fixture
+def language() -> fq.Family:
+    return _traced("language")
+
+
+@pytest.fixture
+def family(request: pytest.FixtureRequest) -> fq.Family:
+    """For indirect parametrisation: `@pytest.mark.parametrize("family", ["residual"], indirect=True)`."""
+    return _traced(request.param)
+
+
+MakeData = Callable[..., fq.FederatedData]
+
+
+@pytest.fixture
+def make_data() -> MakeData:
+    return _make_data
+
+
+def _make_data(family: fq.Family, sizes: Sequence[int], labels: int = 0, tests: int = 24) -> fq.FederatedData:
+    """Random samples in the family's input shape; with `labels`, client i holds classes i, i+1, … only."""
+    generator = torch.Generator().manual_seed(7)
+    example, classes = family.example_inputs[0], family.num_classes
+    count = sum(sizes)
+
+    def pool(n: int) -> tuple[Tensor, Tensor]:
+        if example.is_floating_point():
+            inputs = torch.randn(n, *example.shape[1:], generator=generator, dtype=torch.float64)
+            return inputs, torch.randint(classes, (n,), generator=generator)
+        tokens = torch.randint(classes, (n, example.shape[1] + 1), generator=generator)
+        return tokens[:, :-1], tokens[:, 1:]
+
+    inputs, targets = pool(count)
+    parts = list(torch.arange(count).split(list(sizes)))
+    if labels:
+        for client, part in enumerate(parts):
+            targets[part] = (client + targets[part] % labels) % classes
+    test_parts = list(torch.tensor_split(torch.arange(tests), len(sizes)))
+    return fq.FederatedData.of((inputs, targets), pool(tests), parts, test_parts)
+
+
+Play = Callable[..., fq.Run]
+
+
+@pytest.fixture
+def play() -> Play:
+    return _play
+
+
+def _play(
+    method: Method,
+    family: fq.Family,
+    data: fq.FederatedData,
+    shares: Sequence[float] = (1.0,),
+    engine: str = "sequential",
+    rounds: int = 2,
+    **options: Any,
+) -> fq.Run:
+    """Two rounds in float64 of all clients, dealt the shares in turn, evaluated only at the end unless asked."""
+    fleet = options.pop("fleet", None) or fq.Fleet.of(shares, data.num_clients, data.num_clients)
+    options.setdefault("evaluation", fq.Evaluation(every=0))
+    return fq.run(method, family, data, fleet, engine, rounds, dtype=torch.float64, **options)
+
+
+def with_local(method: Method, **changes: Any) -> Method:
+    """The method with other local settings."""
+    return replace(method, local=replace(method.local, **changes))
+
+
+def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:
+    """Both runs stand at the same weights and memories, and told the same story on the way."""
+    assert one.server.weights.keys() == other.server.weights.keys()
+    for name, weight in one.server.weights.items():
+        torch.testing.assert_close(weight, other.server.weights[name], rtol=0, atol=atol, msg=lambda m: f"{name}: {m}")
+    assert one.server.memory.keys() == other.server.memory.keys()
+    for key, memory in one.server.memory.items():
+        theirs = other.server.memory[key]
+        assert memory.submodel == theirs.submodel
+        assert memory.steps == theirs.steps
+        torch.testing.assert_close(dict(memory.weights), dict(theirs.weights), rtol=0, atol=atol)
+        torch.testing.assert_close(dict(memory.slots), dict(theirs.slots), rtol=0, atol=atol)
+    for mine, theirs in zip(one.records, other.records, strict=True):
+        assert (mine.bytes_down, mine.bytes_up, mine.macs) == (theirs.bytes_down, theirs.bytes_up, theirs.macs)
+        assert mine.loss == pytest.approx(theirs.loss, abs=atol)
+        assert mine.grades == theirs.grades

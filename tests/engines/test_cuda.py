@@ -1,0 +1,54 @@
+"""The same numbers on a GPU: both engines on CUDA against the sequential one on the CPU, float64, two rounds."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from conftest import assert_same, with_local
+
+import fedquilt as fq
+from fedquilt.engines import ENGINES
+from fedquilt.methods import METHODS
+from fedquilt.terms import Memory
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA"),
+]
+
+
+def on_cpu(run: fq.Run) -> fq.Run:
+    """The run with its state brought back for comparison."""
+
+    def home(memory: Memory) -> Memory:
+        slots = {slot: {n: v.cpu() for n, v in values.items()} for slot, values in memory.slots.items()}
+        return replace(memory, weights={n: v.cpu() for n, v in memory.weights.items()}, slots=slots)
+
+    weights = {name: value.cpu() for name, value in run.server.weights.items()}
+    memory = {key: home(value) for key, value in run.server.memory.items()}
+    return replace(run, server=replace(run.server, weights=weights, memory=memory))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play, make_data):
+    method = with_local(METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
+    data = make_data(family, (7, 4, 9, 5, 8, 4), labels=2)
+    fleet = fq.Fleet.of((1.0, 0.5, 0.25), 6, sample=5, dynamic=True)
+    truth = play(method, family, data, engine="sequential", fleet=fleet)
+    other = play(method, family, data, engine=engine, fleet=fleet, device="cuda")
+    assert all(weight.is_cuda for weight in other.server.weights.values())
+    assert_same(truth, on_cpu(other), atol=1e-8)
+
+
+def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
+    data = make_data(residual, (16,) * 4)
+    fleet = fq.Fleet.of((1.0, 0.5), 4, sample=4)
+    method = with_local(METHODS["fedrolex"](), batch_size=8)
+    runs = [fq.run(method, residual, data, fleet, rounds=1, device=device) for device in ("cpu", "cuda")]
+    for name, weight in runs[0].server.weights.items():
+        difference = (weight - runs[1].server.weights[name].cpu()).norm() / weight.norm().clamp(min=1e-6)
+        assert float(difference) < 1e-3, name  # convolutions may use TF32 there

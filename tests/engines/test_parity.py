@@ -1,0 +1,187 @@
+"""Every method on the vectorised engine against the sequential one: float64, two rounds, 1e-9; and how much stacks."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+from conftest import assert_same, with_local
+
+import fedquilt as fq
+from fedquilt.engines import ENGINES
+from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, Method
+from fedquilt.round.local import Between, CrossEntropy, Learner, MaskedCrossEntropy, Phase
+from fedquilt.terms import Job, World
+
+OTHERS = sorted(set(ENGINES) - {"sequential"})
+RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
+SHARES = (1.0, 0.5, 0.25)
+SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+
+
+def both(play, method, family, data, **options):
+    """The sequential run, and that of every other engine."""
+    truth = play(method, family, data, engine="sequential", **options)
+    return truth, [play(method, family, data, engine=name, **options) for name in OTHERS]
+
+
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play, make_data):
+    method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
+    data = make_data(family, RAGGED, labels=2)
+    fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    truth, others = both(play, method, family, data, fleet=fleet, evaluation=fq.Evaluation(local=True, batch_size=10))
+    assert truth.server.round == 2
+    moved = [not torch.equal(w, method.init(truth.engine.world).weights[n]) for n, w in truth.server.weights.items()]
+    assert any(moved) or truth.method.personal  # what is compared is not the initial state
+    for other in others:
+        assert_same(truth, other)
+        assert all(r.stacks <= 5 for r in other.records)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"optimiser": fq.Adam(lr=0.01, decay=1e-3)},
+        {"optimiser": fq.SGD(lr=0.1, momentum=0.9, nesterov=True, clip=0.5)},
+        {"epochs": 2, "last_batch": "drop"},
+        {"last_batch": "merge"},
+        {"crop": 2, "flip": True},
+        {"norm": "tracked"},
+        {"norm": "local"},
+        {"masked": "batch"},
+        {"schedule": fq.Steps((1,), 0.1)},
+    ],
+    ids=lambda changes: "-".join(changes),
+)
+def test_every_local_setting_gives_the_same_numbers_on_every_engine(changes, residual, play, make_data):
+    method = with_local(FedRolex(), **{"batch_size": 4, "optimiser": SHARP, **changes})
+    truth, others = both(play, method, residual, make_data(residual, RAGGED, labels=2), shares=SHARES)
+    for other in others:
+        assert_same(truth, other)
+
+
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedRolex(overlap=0.5),
+        FedRolex(offset=3, shift=2),
+        FedRolex.preset("released"),
+        HeteroFL.preset("released"),
+        METHODS["sheterofl"].preset("released"),
+        METHODS["fedprox"](mu=0.5),
+        METHODS["fednova"](mu=0.5),
+        FedAvg(share=0.5, server=fq.methods.method.ServerMomentum()),
+        HeteroFL(server=fq.methods.method.ServerAdam(), weighting="both"),
+    ],
+    ids=repr,
+)
+def test_every_variant_gives_the_same_numbers_on_every_engine(method, residual, play, make_data):
+    method = with_local(method, batch_size=4)
+    truth, others = both(play, method, residual, make_data(residual, RAGGED, labels=3), shares=SHARES)
+    for other in others:
+        assert_same(truth, other)
+
+
+# --- learners of several phases, and slots that are kept --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class TwoPhases(HeteroFL):
+    """First the inner half on its own net's loss, then what is outside of it on the whole net's; momentum is kept."""
+
+    def learner(self, job: Job, world: World) -> Learner:
+        phases = (
+            Phase(CrossEntropy(share=0.5), Between(0, 0.5)),
+            Phase(MaskedCrossEntropy(), Between(0.5, 1.0)),
+        )
+        return replace(super().learner(job, world), phases=phases, keep_slots=True)
+
+
+@pytest.mark.parametrize("optimiser", [SHARP, fq.Adam(lr=0.01)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+def test_two_phases_and_kept_slots_give_the_same_numbers(optimiser, family, play, make_data):
+    method = with_local(TwoPhases(), batch_size=4, optimiser=optimiser)
+    truth, others = both(play, method, family, make_data(family, RAGGED), shares=SHARES, rounds=3)
+    assert any(memory.slots for memory in truth.server.memory.values())
+    assert truth.server.memory[0, ""].steps == 3 * 2 * 2  # rounds, batches of 7 samples by 4, phases
+    for other in others:
+        assert_same(truth, other)
+
+
+# --- stacks -----------------------------------------------------------------------------------------------------
+
+
+def test_equal_clients_are_one_stack_whatever_their_data(residual, play, make_data):
+    run = play(FedAvg(), residual, make_data(residual, RAGGED), engine="vectorised")
+    assert [record.stacks for record in run.records] == [1, 1]
+    assert [r.stacks for r in play(FedAvg(), residual, make_data(residual, RAGGED)).records] == [6, 6]
+
+
+@pytest.mark.parametrize("method", [HeteroFL(), FedRolex(), FedDropout(), METHODS["sheterofl"](), METHODS["local"]()])
+def test_each_member_is_one_stack(method, residual, play, make_data):
+    run = play(method, residual, make_data(residual, RAGGED, labels=2), SHARES, engine="vectorised")
+    assert [record.stacks for record in run.records] == [3, 3]
+
+
+def test_a_memory_bound_splits_stacks_and_keeps_the_numbers(residual, make_data):
+    method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, RAGGED)
+    fleet, how = fq.Fleet.of((1.0,), 6, 6), fq.Evaluation(batch_size=8)
+    runs = []
+    one = residual.cost(residual.whole, 4, 1).memory
+    for memory in (1 << 30, 2 * one, 1):
+        run = fq.prepare(method, residual, data, fleet, "vectorised", dtype=torch.float64, evaluation=how)
+        run.engine.memory = memory
+        runs.append(run.train(2))
+    assert [run.records[0].stacks for run in runs] == [1, 3, 6]
+    for run in runs[1:]:
+        assert_same(runs[0], run)
+
+
+def test_learners_of_equal_clients_are_equal_and_hashable(residual):
+    world = World(residual)
+    for method in [cls() for cls in METHODS.values()]:
+        server = method.init(world)
+        jobs = [
+            Job(client, method.plan(server, client, world)[0], 0)
+            for client in (fq.Client(id, fq.Budget(share=0.5), size) for id, size in ((0, 5), (1, 9)))
+        ]
+        one, other = (method.learner(job, world) for job in jobs)
+        assert one == other
+        assert hash(one) == hash(other)
+        assert one is not other
+    assert Phase(moves=Between(0, 0.5)) == Phase(moves=Between(0, 0.5)) != Phase(moves=Between(0, 0.25))
+
+
+# --- evaluation and calibration ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("norm", ["batch", "tracked", "post", "local"])
+def test_evaluation_is_the_same_on_every_engine(norm, residual, play, make_data):
+    method = with_local(HeteroFL(), batch_size=4, norm=norm)
+    how = fq.Evaluation(batch_size=7, local=True)  # 24 test samples: a tail of 3
+    truth, others = both(play, method, residual, make_data(residual, RAGGED), shares=SHARES, evaluation=how)
+    assert set(truth.accuracy) == {"1.0", "0.5", "0.25"}
+    for other in others:
+        assert [r.grades for r in other.records] == [r.grades for r in truth.records]
+
+
+def test_calibration_is_the_same_on_every_engine(residual, make_data):
+    data, statistics = make_data(residual, RAGGED), []
+    weights = {name: value.double() for name, value in residual.init(3).items()}
+    submodel = FedRolex()._window(fq.Budget(share=0.5), 5, World(residual))
+    for kind in ENGINES.values():
+        engine = kind(World(residual, dtype=torch.float64), data)
+        cut = residual.cutter.gather(weights, submodel, residual.trainable)
+        statistics.append(engine.calibrate(submodel, cut, batch_size=9))
+    assert statistics[0].keys() == set(residual.statistics)
+    for other in statistics[1:]:
+        torch.testing.assert_close(dict(other), statistics[0], rtol=0, atol=1e-12)
+
+
+def test_method_and_engine_do_not_know_each_other():
+    """A method that no engine has heard of runs on all of them."""
+    assert not issubclass(TwoPhases, tuple(METHODS.values())) or TwoPhases not in METHODS.values()
+    assert issubclass(TwoPhases, Method)

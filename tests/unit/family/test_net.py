@@ -1,0 +1,330 @@
+"""A member as a pure function: norm statistics are values, noise is keyed, nothing hidden moves."""
+
+from __future__ import annotations
+
+import warnings
+from functools import partial
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call, grad, vmap
+
+import fedquilt as fq
+from fedquilt import noise
+from fedquilt.errors import TrainingError
+from fedquilt.family import Net, Pass
+from fedquilt.family.net import Drawn
+
+KEY = torch.tensor(noise.key(1))
+TRAIN = Pass(train=True)
+
+
+def images(count: int = 6, seed: int = 0) -> Tensor:
+    return torch.randn(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+
+
+def pure(module: nn.Module, shares: dict[str, float] | None = None) -> tuple[Net, dict[str, Tensor]]:
+    """A net of a module in float64, and its weights and statistics."""
+    module = module.double()
+    state = {n: v.detach().clone() for n, v in (*module.named_parameters(), *module.named_buffers())}
+    return Net(module, {}, shares or {}), state
+
+
+# --- norm statistics --------------------------------------------------------------------------------------------
+
+
+def test_batch_statistics_are_torchs_in_training_and_move_nothing():
+    norm = nn.BatchNorm2d(3)
+    net, state = pure(norm)
+    expected = F.batch_norm(images(), None, None, training=True)
+    for mode in (Pass(train=True), Pass(train=False)):
+        found, seen = net(state, images(), mode)
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-14)
+        assert not seen
+    assert torch.equal(norm.running_mean, torch.zeros(3, dtype=torch.float64))
+
+
+def test_stored_statistics_are_torchs_in_evaluation():
+    net, state = pure(nn.BatchNorm2d(3))
+    state |= {"running_mean": torch.tensor([1.0, 2, 3]).double(), "running_var": torch.tensor([4.0, 9, 16]).double()}
+    found, seen = net(state, images(), Pass(statistics="stored"))
+    by_hand = (images() - torch.tensor([1.0, 2, 3]).reshape(1, 3, 1, 1)) / (
+        torch.tensor([4.0, 9, 16]).double().reshape(1, 3, 1, 1) + 1e-5
+    ).sqrt()
+    torch.testing.assert_close(found, by_hand, rtol=0, atol=1e-12)
+    assert not seen
+
+
+@pytest.mark.parametrize(
+    ("kind", "shape"),
+    [
+        (nn.BatchNorm1d, (5, 3)),
+        (nn.BatchNorm2d, (5, 3, 2, 4)),
+        (nn.BatchNorm3d, (5, 3, 2, 2, 2)),
+        (partial(nn.InstanceNorm2d, affine=True, track_running_stats=True), (5, 3, 2, 4)),
+    ],
+)
+def test_tracked_statistics_are_torchs(kind, shape):
+    theirs = kind(3, momentum=0.3).double()
+    net, state = pure(kind(3, momentum=0.3))
+    for seed in range(3):
+        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        expected = theirs.train()(inputs)
+        found, seen = net(state, inputs, Pass(train=True, statistics="track"))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
+        assert seen.keys() == {"running_mean", "running_var"}
+        state |= seen
+    torch.testing.assert_close(state["running_mean"], theirs.running_mean, rtol=0, atol=1e-14)
+    torch.testing.assert_close(state["running_var"], theirs.running_var, rtol=0, atol=1e-14)
+    stored = net(state, inputs, Pass(statistics="stored"))[0]
+    torch.testing.assert_close(stored, theirs.eval()(inputs), rtol=0, atol=1e-13)
+
+
+def test_measured_statistics_averaged_are_torchs_cumulative_ones():
+    theirs = nn.BatchNorm2d(3, momentum=None).double().train()
+    net, state = pure(nn.BatchNorm2d(3))
+    measured = []
+    for seed in range(4):
+        theirs(images(seed=seed))
+        measured.append(net(state, images(seed=seed), Pass(statistics="measure"))[1])
+    for name in ("running_mean", "running_var"):
+        mean = torch.stack([one[name] for one in measured]).mean(0)
+        torch.testing.assert_close(mean, getattr(theirs, name), rtol=0, atol=1e-14)
+
+
+def test_a_norm_without_momentum_tracks_or_says_what_to_do():
+    """torch's momentum=None averages cumulatively, which needs a count that a federation does not carry."""
+    net, state = pure(nn.BatchNorm2d(3, momentum=None))
+    assert net(state, images(), TRAIN)[0].shape == images().shape
+    with pytest.raises(TrainingError, match="momentum"):
+        net(state, images(), Pass(train=True, statistics="track"))
+
+
+def test_statistics_of_one_pass_do_not_leak_into_the_next():
+    net, state = pure(nn.Sequential(nn.BatchNorm2d(3), nn.BatchNorm2d(3)))
+    _, seen = net(state, images(), Pass(statistics="measure"))
+    assert set(seen) == {f"{layer}.running_{kind}" for layer in "01" for kind in ("mean", "var")}
+    assert net(state, images(), TRAIN)[1] == {}
+
+
+def test_a_stack_of_clients_has_statistics_of_its_own():
+    net, state = pure(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)))
+    stacked = {name: torch.stack([value, 2 * value]) for name, value in state.items() if value.is_floating_point()}
+    inputs = torch.stack([images(seed=1), images(seed=2)])
+    mode = Pass(train=True, statistics="track")
+    outputs, seen = vmap(lambda w, x: net(w, x, mode))(stacked, inputs)
+    for client in range(2):
+        alone = net({name: value[client] for name, value in stacked.items()}, inputs[client], mode)
+        torch.testing.assert_close(outputs[client], alone[0], rtol=0, atol=1e-13)
+        for name in seen:
+            torch.testing.assert_close(seen[name][client], alone[1][name], rtol=0, atol=1e-13)
+
+
+def test_statistics_carry_no_gradient():
+    net, state = pure(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)))
+
+    def loss(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        out, seen = net({**state, "0.weight": weight}, images(), Pass(train=True, statistics="track"))
+        return out.square().sum(), seen
+
+    _, seen = grad(loss, has_aux=True)(state["0.weight"])
+    assert not any(value.requires_grad for value in seen.values())
+
+
+# --- the scaler -------------------------------------------------------------------------------------------------
+
+
+def test_the_scaler_divides_convolutions_by_their_share_in_training():
+    net, state = pure(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Linear(2, 5)), {"0": 0.25})
+    plain = functional_call(net.module[0], {"weight": state["0.weight"], "bias": state["0.bias"]}, (images(),))
+    net.module[1].forward = lambda x: x  # look behind the convolution
+    for mode, factor in (
+        (Pass(train=True, scaler=True), 4.0),
+        (Pass(train=False, scaler=True), 1.0),
+        (Pass(train=True, scaler=False), 1.0),
+    ):
+        torch.testing.assert_close(net(state, images(), mode)[0], factor * plain, rtol=0, atol=1e-12)
+
+
+def test_shares_are_those_of_each_convolutions_outputs(residual):
+    shares = residual._conv_shares(residual.fit(fq.Budget(share=0.25)))
+    assert set(shares.values()) == {0.25}
+    assert len(shares) == 6  # stem, four in the blocks, one shortcut
+
+
+# --- noise ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("p", [0.1, 0.5, 0.9])
+def test_dropout_is_keyed_unbiased_and_the_same_in_a_stack(p):
+    net, _ = pure(nn.Dropout(p))
+    ones = torch.ones(100_000, dtype=torch.float64)
+    found, _ = net({}, ones, TRAIN, KEY)
+    assert torch.equal(found, net({}, ones, TRAIN, KEY)[0])
+    assert not torch.equal(found, net({}, ones, TRAIN, KEY + 1)[0])
+    values = found.unique().tolist()
+    assert values == [0, pytest.approx(1 / (1 - p))]
+    assert float(found.mean()) == pytest.approx(1, abs=5 * (p / (1 - p) / 1e5) ** 0.5)
+    stacked = vmap(lambda x, key: net({}, x, TRAIN, key)[0])(torch.stack([ones, ones]), torch.stack([KEY, KEY + 1]))
+    assert torch.equal(stacked[0], found)
+    assert torch.equal(stacked[1], net({}, ones, TRAIN, KEY + 1)[0])
+
+
+def test_dropout_is_silent_outside_of_training():
+    net, _ = pure(nn.Sequential(nn.Dropout(0.5), nn.Dropout2d(0.5)))
+    assert torch.equal(net({}, images())[0], images())
+
+
+def test_two_layers_draw_noise_of_their_own():
+    net, _ = pure(nn.Sequential(nn.Dropout(0.5), nn.Dropout(0.5)))
+    once, _ = pure(nn.Dropout(0.5))
+    ones = torch.ones(1000, dtype=torch.float64)
+    twice = net({}, ones, TRAIN, KEY)[0]
+    assert 150 < int((twice != 0).sum()) < 350  # a quarter; the same mask twice would leave half
+    assert set(torch.unique(once({}, ones, TRAIN, KEY)[0]).tolist()) == {0, 2}
+
+
+def test_dropout_of_channels_drops_whole_channels():
+    net, _ = pure(nn.Dropout2d(0.5))
+    found = net({}, torch.ones(8, 10, 3, 3, dtype=torch.float64), TRAIN, KEY)[0]
+    per_channel = found.flatten(2)
+    assert torch.equal(per_channel.amin(2), per_channel.amax(2))
+    assert set(found.unique().tolist()) == {0, 2}
+
+
+def test_dropout_extremes():
+    ones = torch.ones(5, dtype=torch.float64)
+    assert torch.equal(pure(nn.Dropout(0.0))[0]({}, ones, TRAIN, KEY)[0], ones)
+    assert torch.equal(pure(nn.Dropout(1.0))[0]({}, ones, TRAIN, KEY)[0], 0 * ones)
+
+
+class Draws(nn.Module):
+    """Calls one of torch's random functions in its forward."""
+
+    def __init__(self, draw) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.draw(x)
+
+
+@pytest.mark.parametrize(
+    ("draw", "mean"),
+    [
+        (lambda x: x * torch.rand(x.shape), 0.5),
+        (lambda x: x * torch.rand(*x.shape), 0.5),
+        (lambda x: x * torch.rand_like(x), 0.5),
+        (lambda x: x + torch.randn_like(x), 1.0),
+        (lambda x: x + torch.randn(x.shape), 1.0),
+        (lambda x: torch.bernoulli(0.3 * x), 0.3),
+        (lambda x: torch.empty_like(x).bernoulli_(0.7), 0.7),
+        (lambda x: _in_place(x, 0.7), 0.7),
+    ],
+)
+def test_random_functions_are_keyed(draw, mean):
+    net, _ = pure(Draws(draw))
+    ones = torch.ones(20_000, dtype=torch.float64)
+    state = torch.random.get_rng_state()
+    found = net({}, ones, TRAIN, KEY)[0]
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert torch.equal(found, net({}, ones, TRAIN, KEY)[0])
+    assert not torch.equal(found, net({}, ones, TRAIN, KEY + 1)[0])
+    assert float(found.double().mean()) == pytest.approx(mean, abs=0.03)
+    stacked = vmap(lambda x, key: net({}, x, TRAIN, key)[0])(torch.stack([ones, ones]), torch.stack([KEY + 1, KEY]))
+    assert torch.equal(stacked[1], found)
+
+
+def _in_place(x: Tensor, p: float) -> Tensor:
+    """As a user writes it who does not use what an in-place function returns."""
+    mask = torch.ones_like(x)
+    mask.bernoulli_(p)
+    return mask
+
+
+def test_a_shared_buffer_cannot_hold_a_stacks_noise_unnoticed():
+    """Drawing into a fresh buffer is fine if its result is used; the buffer itself would be one client's for all."""
+    keys, x = torch.stack([KEY, KEY + 1]), torch.ones(2, 50, dtype=torch.float64)
+    result, _ = pure(Draws(lambda x: x * torch.empty(50).bernoulli_(0.5)))
+    buffer, _ = pure(Draws(lambda x: x * _in_place(torch.ones(50), 0.5)))
+    stacked = [vmap(lambda x, key, net=net: net({}, x, TRAIN, key)[0])(x, keys) for net in (result, buffer)]
+    alone = torch.stack([result({}, x[0], TRAIN, key)[0] for key in keys])
+    assert torch.equal(stacked[0], alone)
+    assert not stacked[1].isfinite().any()
+
+
+def test_noise_that_cannot_be_keyed_is_refused_by_name():
+    net, _ = pure(Draws(lambda x: x[torch.randperm(len(x))]))
+    with pytest.raises(TrainingError, match=r"torch\.randperm"):
+        net({}, torch.ones(3), TRAIN, KEY)
+
+
+def test_noise_outside_of_training_is_refused():
+    net, _ = pure(Draws(lambda x: x * torch.rand_like(x)))
+    with pytest.raises(TrainingError, match="outside of training"):
+        net({}, torch.ones(3))
+
+
+@pytest.mark.parametrize("causal", [False, True])
+@pytest.mark.parametrize("mask", [None, "bool", "float"])
+def test_attention_written_out_is_torchs(causal, mask):
+    if causal and mask:
+        pytest.skip("torch refuses both at once")
+    q, k, v = (torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
+    kept = torch.rand(5, 5, generator=torch.Generator().manual_seed(9)) < 0.7
+    kept |= torch.eye(5, dtype=torch.bool)
+    given = {None: None, "bool": kept, "float": torch.where(kept, 0.5, -1e9).double()}[mask]
+    expected = F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal)
+    with Drawn(None):
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=given, is_causal=causal)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_grouped_queries_share_keys_as_torchs_do():
+    q = torch.randn(2, 4, 5, 3).double()
+    k, v = torch.randn(2, 2, 2, 5, 3).double()
+    expected = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    with Drawn(None):
+        found = F.scaled_dot_product_attention(q, k, v, enable_gqa=True)
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+class Encoder(nn.Module):
+    """torch's own transformer layer, and its attention, with dropout, behind an embedding."""
+
+    def __init__(self, dropout: float = 0.2) -> None:
+        super().__init__()
+        self.embed = nn.Linear(3, 8)
+        self.layer = nn.TransformerEncoderLayer(8, 2, 12, dropout, batch_first=True)
+        self.attention = nn.MultiheadAttention(8, 2, dropout, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.layer(self.embed(x))
+        mixed, _ = self.attention(x, x, x, need_weights=False)
+        return self.head((x + mixed).mean(1))
+
+
+def test_torchs_attention_is_itself_in_evaluation():
+    model = Encoder().double().eval()
+    inputs = torch.randn(3, 5, 3, dtype=torch.float64)
+    expected = model(inputs).detach()
+    net, state = pure(model)
+    torch.testing.assert_close(net(state, inputs)[0], expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_torchs_attention_with_dropout_trains_without_warnings(engine, play, make_data):
+    family = fq.trace(Encoder, torch.zeros(2, 5, 3))
+    method = fq.methods.FedRolex(local=fq.Local(batch_size=4))
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        runs = [
+            play(method, family, make_data(family, (5, 6, 4)), (1.0, 0.5), engine=name)
+            for name in ("sequential", engine)
+        ]
+    for name, weight in runs[0].server.weights.items():
+        torch.testing.assert_close(weight, runs[1].server.weights[name], rtol=0, atol=1e-9)
+    assert runs[0].records[-1].loss > 0

@@ -1,0 +1,544 @@
+"""Local training against torch's own optimisers and modules, and against formulas worked out by hand."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from conftest import with_local
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.func import vmap
+
+import fedquilt as fq
+from fedquilt import noise
+from fedquilt.errors import ConfigError
+from fedquilt.family import Pass
+from fedquilt.methods import FedAvg
+from fedquilt.round.local import (
+    SGD,
+    Adam,
+    All,
+    Batch,
+    Between,
+    Constant,
+    Cosine,
+    CrossEntropy,
+    Everywhere,
+    Learner,
+    Local,
+    MaskedCrossEntropy,
+    Nothing,
+    Part,
+    Parts,
+    Phase,
+    Proximal,
+    State,
+    Steps,
+    Summed,
+    View,
+    augment,
+    gradient,
+    itinerary,
+    move,
+    spans,
+    train_pass,
+)
+from fedquilt.terms import Arch, Job, World
+
+CPU = torch.device("cpu")
+HELD = torch.ones(3, dtype=torch.bool)
+
+
+def doubles(family: fq.Family, seed: int = 0) -> State:
+    return {name: value.double() for name, value in family.init(seed).items()}
+
+
+def batch_of(count: int, seed: int = 0, held: Tensor = HELD) -> Batch:
+    """A batch for the perceptron: 4 inputs, 3 classes."""
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 4, generator=generator, dtype=torch.float64)
+    targets = torch.randint(3, (count,), generator=generator)
+    return Batch(inputs, targets, held, torch.tensor(noise.key(seed)))
+
+
+def learner_of(*phases: Phase, lr: float | None = None, **local) -> Learner:
+    settings = Local(**local)
+    return Learner(phases or (Phase(),), settings, settings.optimiser.lr if lr is None else lr)
+
+
+def view_of(family: fq.Family, weights: State, batch: Batch, received: State | None = None, **mode) -> View:
+    start = weights if received is None else received
+    return View(
+        family, family.whole, weights, batch.inputs, batch.targets, batch.held, start, start, Pass(**mode), batch.key
+    )
+
+
+def take_steps(family: fq.Family, learner: Learner, state: State, batches: list[Batch], arch: Arch | None = None):
+    """What an engine does with one client."""
+    arch, received, slots, count = arch or family.whole, state, learner.start_slots(state, family), 0
+    for batch in batches:
+        before = state
+        for phase in learner.phases:
+            grads, _ = gradient(learner, family, arch, phase, state, received, before, batch)
+            masks = learner.masks(family, arch, phase, CPU)
+            state, slots = move(learner, state, slots, grads, masks, count)
+            count += 1
+    return state, slots
+
+
+# --- optimisers -------------------------------------------------------------------------------------------------
+
+TORCH = {
+    "sgd": (SGD(lr=0.1, momentum=0.0), lambda p: torch.optim.SGD(p, 0.1)),
+    "momentum": (SGD(lr=0.1, momentum=0.9), lambda p: torch.optim.SGD(p, 0.1, momentum=0.9)),
+    "nesterov": (
+        SGD(lr=0.1, momentum=0.8, nesterov=True),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.8, nesterov=True),
+    ),
+    "decay": (
+        SGD(lr=0.1, momentum=0.9, decay=0.05),
+        lambda p: torch.optim.SGD(p, 0.1, momentum=0.9, weight_decay=0.05),
+    ),
+    "all": (
+        SGD(lr=0.2, momentum=0.9, nesterov=True, decay=0.05),
+        lambda p: torch.optim.SGD(p, 0.2, momentum=0.9, nesterov=True, weight_decay=0.05),
+    ),
+    "adam": (Adam(lr=0.05), lambda p: torch.optim.Adam(p, 0.05)),
+    "adam-decay": (
+        Adam(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, decay=0.1),
+        lambda p: torch.optim.Adam(p, 0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
+    ),
+}
+
+
+@pytest.mark.parametrize("clip", [0.0, 0.1])
+@pytest.mark.parametrize("name", TORCH)
+def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
+    ours, make = TORCH[name]
+    state = doubles(perceptron)
+    model = perceptron.module(perceptron.whole, state)
+    theirs = make(model.parameters())
+    batches = [batch_of(6, seed) for seed in range(5)]
+    found, _ = take_steps(perceptron, learner_of(optimiser=replace(ours, clip=clip)), state, batches)
+    for batch in batches:
+        theirs.zero_grad()
+        F.cross_entropy(model(batch.inputs), batch.targets).backward()
+        if clip:
+            assert float(nn.utils.clip_grad_norm_(model.parameters(), clip)) > clip  # it does something
+        theirs.step()
+    for weight, value in model.named_parameters():
+        torch.testing.assert_close(found[weight], value.detach(), rtol=0, atol=1e-12)
+
+
+def test_a_gradient_within_the_bound_is_not_clipped(perceptron):
+    state, batch = doubles(perceptron), batch_of(4)
+    args = (perceptron, perceptron.whole, Phase(), state, state, state, batch)
+    plain, _ = gradient(learner_of(), *args)
+    loose, _ = gradient(learner_of(optimiser=SGD(clip=1e6)), *args)
+    assert all(torch.equal(plain[name], loose[name]) for name in plain)
+
+
+def test_one_step_by_hand():
+    sgd = SGD(momentum=0.5, nesterov=True, decay=0.1)
+    weights, slots = {"w": torch.tensor([2.0])}, {"momentum": {"w": torch.tensor([4.0])}}
+    moved, after = sgd.update(weights, slots, {"w": torch.tensor([1.0])}, lr=0.1, step=3)
+    assert float(after["momentum"]["w"]) == pytest.approx(0.5 * 4 + 1.2)  # the decayed gradient is 1.2
+    assert float(moved["w"]) == pytest.approx(2 - 0.1 * (1.2 + 0.5 * 3.2))
+    assert float(weights["w"]) == 2
+    assert float(slots["momentum"]["w"]) == 4
+
+
+def test_fednovas_pace_is_refused_for_adam():
+    with pytest.raises(ConfigError, match="FedNova"):
+        Adam().pace(3, 0.1, 0.0)
+
+
+def test_schedules():
+    assert [Constant()(r) for r in (0, 100)] == [1, 1]
+    steps = Steps((3, 5), 0.1)
+    assert [steps(r) for r in (0, 2, 3, 4, 5, 9)] == pytest.approx([1, 1, 0.1, 0.1, 0.01, 0.01])
+    cosine = Cosine(10)
+    assert [cosine(r) for r in (0, 5, 10, 12)] == pytest.approx([1, 0.5, 0, 0], abs=1e-15)
+    assert cosine(2) == pytest.approx((1 + math.cos(math.pi * 0.2)) / 2)
+
+
+def test_a_methods_rate_follows_its_schedule(perceptron):
+    method = FedAvg(local=Local(optimiser=SGD(lr=0.4), schedule=Steps((1,), 0.5)))
+    client = fq.Client(0, fq.Budget(share=1.0), 4)
+    jobs = [Job(client, method.plan(None, client, World(perceptron))[0], round) for round in (0, 1)]
+    assert [method.learner(job, World(perceptron)).lr for job in jobs] == [0.4, 0.2]
+
+
+# --- batches ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("size", "last_batch", "sizes"),
+    [
+        (8, "keep", [4, 4]),
+        (10, "keep", [4, 4, 2]),
+        (10, "drop", [4, 4]),
+        (10, "merge", [4, 6]),
+        (9, "keep", [4, 5]),  # a tail of one joins: batch norm cannot train on it
+        (9, "drop", [4, 4]),
+        (9, "merge", [4, 5]),
+        (5, "keep", [5]),
+        (3, "keep", [3]),
+        (3, "drop", [3]),  # the only batch is never dropped
+        (3, "merge", [3]),
+        (1, "keep", [1]),
+        (0, "keep", []),
+    ],
+)
+def test_spans(size, last_batch, sizes):
+    found = spans(size, 4, last_batch)
+    assert [stop - start for start, stop in found] == sizes
+    assert all(before[1] == after[0] for before, after in zip(found, found[1:], strict=False))
+
+
+@settings(max_examples=40, deadline=None)
+@given(st.integers(1, 40), st.integers(1, 9), st.integers(1, 3))
+def test_an_epoch_meets_every_sample_once(size, batch_size, epochs):
+    local = Local(batch_size=batch_size, epochs=epochs)
+    batches = itinerary(size, local, key=5)
+    met = torch.cat(batches)
+    assert len(met) == size * epochs
+    for epoch in range(epochs):
+        assert sorted(met[epoch * size : (epoch + 1) * size].tolist()) == list(range(size))
+    assert all(len(batch) > 1 for batch in batches) or size == 1 or batch_size == 1
+    assert [b.tolist() for b in batches] == [b.tolist() for b in itinerary(size, local, key=5)]
+
+
+def test_epochs_and_clients_have_orders_of_their_own():
+    local = Local(batch_size=50, epochs=2)
+    first, second = itinerary(50, local, key=1)
+    assert first.tolist() != second.tolist()
+    assert first.tolist() != itinerary(50, local, key=2)[0].tolist()
+
+
+def naive_augment(inputs: Tensor, pad: int, flip: bool, key: Tensor) -> Tensor:
+    """One image after the other."""
+    count, _, height, width = inputs.shape
+    result = inputs.clone()
+    shifts = noise.uniform(noise.fold_in(key, -1), (2, count), torch.float32)
+    flips = noise.uniform(noise.fold_in(key, -2), (count,), torch.float32)
+    for image in range(count):
+        if pad:
+            padded = F.pad(inputs[image], (pad, pad, pad, pad))
+            top, left = (int(shift * (2 * pad + 1)) for shift in shifts[:, image])
+            result[image] = padded[:, top : top + height, left : left + width]
+        if flip and flips[image] < 0.5:
+            result[image] = result[image].flip(-1)
+    return result
+
+
+@pytest.mark.parametrize(("crop", "flip"), [(2, False), (0, True), (4, True), (0, False)])
+def test_augmentation_is_that_of_one_image_after_the_other(crop, flip):
+    inputs = torch.randn(40, 2, 5, 7, generator=torch.Generator().manual_seed(0))
+    local, keys = Local(crop=crop, flip=flip), torch.tensor([noise.key(1), noise.key(2)])
+    expected = [naive_augment(inputs, crop, flip, key) for key in keys]
+    assert torch.equal(augment(inputs, local, keys[0]), expected[0])
+    stacked = vmap(lambda key: augment(inputs, local, key))(keys)
+    assert torch.equal(stacked, torch.stack(expected))
+    if crop or flip:
+        assert not torch.equal(expected[0], expected[1])
+    else:
+        assert torch.equal(expected[0], inputs)
+
+
+def test_every_shift_of_a_crop_is_drawn():
+    marked = torch.zeros(400, 1, 5, 5)
+    marked[:, 0, 2, 2] = 1
+    cropped = augment(marked, Local(crop=2), torch.tensor(noise.key(0)))
+    assert (cropped.sum(0) > 0).all()
+    assert float(cropped.sum()) == 400
+
+
+# --- objectives -------------------------------------------------------------------------------------------------
+
+
+def test_cross_entropy_ignores_padding(perceptron):
+    state, batch = doubles(perceptron), batch_of(4)
+    padded = replace(batch, targets=torch.tensor([0, -100, 2, -100]))
+    rows = torch.tensor([0, 2])
+    few = replace(batch, inputs=batch.inputs[rows], targets=padded.targets[rows])
+    assert float(CrossEntropy()(view_of(perceptron, state, padded))) == pytest.approx(
+        float(CrossEntropy()(view_of(perceptron, state, few))), abs=1e-14
+    )
+
+
+@pytest.mark.parametrize("by", ["client", "batch"])
+def test_masked_cross_entropy_sets_absent_logits_to_zero(by, perceptron):
+    held = torch.tensor([True, False, True])
+    batch = replace(batch_of(5, held=held), targets=torch.tensor([2, 2, 2, 2, 2]))
+    state = doubles(perceptron)
+    logits = perceptron.module(perceptron.whole, state)(batch.inputs).detach()
+    present = [True, False, True] if by == "client" else [False, False, True]
+    by_hand = 0.0
+    for row in logits.tolist():
+        kept = [value if here else 0.0 for value, here in zip(row, present, strict=True)]
+        by_hand += math.log(sum(map(math.exp, kept))) - kept[2]
+    found = MaskedCrossEntropy(by=by)(view_of(perceptron, state, batch))
+    assert float(found) == pytest.approx(by_hand / 5, abs=1e-12)
+
+
+def test_masked_logits_have_no_gradient(perceptron):
+    held = torch.tensor([True, False, True])
+    batch = replace(batch_of(5, held=held), targets=torch.tensor([0, 2, 2, 0, 2]))
+    state = doubles(perceptron)
+    phase = Phase(MaskedCrossEntropy())
+    grads, _ = gradient(learner_of(), perceptron, perceptron.whole, phase, state, state, state, batch)
+    assert float(grads["last.weight"][1].abs().sum()) == float(grads["last.bias"][1]) == 0
+    assert float(grads["last.weight"][0].abs().sum()) > 0
+
+
+def test_the_proximal_gradient_pulls_back(perceptron):
+    state, received, batch = doubles(perceptron, 1), doubles(perceptron, 2), batch_of(5)
+    args = (state, received, state, batch)
+    plain, _ = gradient(learner_of(), perceptron, perceptron.whole, Phase(), *args)
+    pulled, (loss, _) = gradient(learner_of(), perceptron, perceptron.whole, Phase(Proximal(CrossEntropy(), 0.3)), *args)
+    drift = 0.0
+    for name in plain:
+        torch.testing.assert_close(
+            pulled[name], plain[name] + 0.3 * (state[name] - received[name]), rtol=0, atol=1e-14
+        )
+        drift += float((state[name] - received[name]).square().sum())
+    own = float(CrossEntropy()(view_of(perceptron, state, batch)))
+    assert float(loss) == pytest.approx(own + 0.15 * drift, abs=1e-12)
+
+
+def test_the_proximal_term_counts_what_is_trained_and_nothing_else(residual):
+    """Tracked norm statistics drift too, but they are no weights."""
+    state = doubles(residual)
+    shifted = {name: value + (name in residual.statistics) for name, value in state.items()}
+    inputs = torch.randn(4, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    batch = Batch(inputs, torch.tensor([0, 1, 2, 3]), torch.ones(4, dtype=torch.bool), torch.tensor(0))
+    view = view_of(residual, shifted, batch, received=state)
+    assert float(Proximal(CrossEntropy(), 2.0)(view)) == pytest.approx(float(CrossEntropy()(view)), abs=1e-14)
+
+
+def test_summed_objectives_sum_their_gradients(perceptron):
+    state, batch = doubles(perceptron), batch_of(5)
+    objectives = (CrossEntropy(), CrossEntropy(share=0.5))
+    args = (state, state, state, batch)
+    one, other, both = (
+        gradient(learner_of(), perceptron, perceptron.whole, Phase(objective), *args)[0]
+        for objective in (*objectives, Summed(objectives))
+    )
+    for name in both:
+        torch.testing.assert_close(both[name], one[name] + other[name], rtol=0, atol=1e-14)
+    assert Summed(objectives).shares == (None, 0.5)
+
+
+def test_a_nested_net_is_the_first_channels_of_a_member(perceptron):
+    state, batch = doubles(perceptron), batch_of(5)
+    found = view_of(perceptron, state, batch).logits(share=0.5)
+    half = perceptron.module(perceptron.fit(fq.Budget(share=0.5)), state)
+    torch.testing.assert_close(found, half(batch.inputs).detach(), rtol=0, atol=1e-14)
+
+
+# --- what may move ----------------------------------------------------------------------------------------------
+
+
+def test_between_masks_by_hand(perceptron):
+    masks = {n: Between(0.5, 1.0).mask(perceptron, perceptron.whole, n) for n in perceptron.trainable}
+    outer = torch.tensor([False] * 3 + [True] * 3)
+    assert torch.equal(masks["first.weight"], outer[:, None].expand(6, 4))
+    assert torch.equal(masks["first.bias"], outer)
+    assert torch.equal(masks["last.weight"], outer.expand(3, 6))
+    assert torch.equal(masks["last.bias"], torch.zeros(3, dtype=torch.bool))  # every nested net has it
+    third = Between(0.0, 1 / 3).mask(perceptron, perceptron.whole, "first.bias")
+    assert third.tolist() == [True, True, False, False, False, False]
+
+
+def test_differences_of_nested_shares_part_the_whole(residual):
+    shares = (0.0, 0.25, 0.5, 1.0)
+    for name in residual.trainable:
+        total = sum(
+            Between(inner, outer).mask(residual, residual.whole, name).int()
+            for inner, outer in zip(shares, shares[1:], strict=False)
+        )
+        assert torch.equal(total, torch.ones_like(total)), name
+
+
+def test_between_counts_shares_of_the_whole_model_in_a_narrow_member(perceptron):
+    half = perceptron.fit(fq.Budget(share=0.5))
+    mask = Between(1 / 3, 1.0).mask(perceptron, half, "first.bias")
+    assert mask.tolist() == [False, False, True]
+
+
+def test_part_is_by_the_layouts_parts(residual):
+    norm, rest = Part("norm"), Part("norm", other=True)
+    for name in residual.trainable:
+        assert norm.mask(residual, residual.whole, name) == (name in residual.parts["norm"])
+        assert rest.mask(residual, residual.whole, name) != norm.mask(residual, residual.whole, name)
+    assert Everywhere().mask(residual, residual.whole, "head.linear.bias") is True
+
+
+@pytest.mark.parametrize(
+    "optimiser",
+    [SGD(lr=0.1, momentum=0.9, nesterov=True, decay=0.1), SGD(lr=0.1, momentum=0.0, decay=0.1), Adam(lr=0.1, decay=0.1)],
+    ids=["sgd", "plain", "adam"],
+)
+@pytest.mark.parametrize("share", [1.0, 0.5])
+def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perceptron):
+    """Weights and slots both: with momentum or decay, a masked gradient would still move them."""
+    arch = perceptron.fit(fq.Budget(share=share))
+    state = perceptron.cutter.gather(doubles(perceptron), fq.Submodel(arch, _prefix(arch)), perceptron.trainable)
+    learner = learner_of(optimiser=optimiser)
+    state, slots = take_steps(perceptron, learner, state, [batch_of(4, 9)], arch)  # slots that are not zero
+    phase = Phase(CrossEntropy(), Between(1 / 3, 1.0))
+    grads, _ = gradient(learner, perceptron, arch, phase, state, state, state, batch_of(4, 1))
+    masks = learner.masks(perceptron, arch, phase, CPU)
+    moved, after = move(learner, state, slots, grads, masks, step=1)
+    for name in perceptron.trainable:
+        frozen = ~masks[name]
+        assert torch.equal(moved[name][frozen], state[name][frozen])
+        assert not (moved[name] == state[name])[masks[name]].any()
+        for slot in optimiser.slots:
+            assert torch.equal(after[slot][name][frozen], slots[slot][name][frozen])
+            if name != "last.bias":
+                assert not torch.equal(after[slot][name], slots[slot][name])
+
+
+def _prefix(arch: Arch):
+    from fedquilt.round.cut import prefix
+
+    return prefix(arch).index
+
+
+def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
+    learner, state = learner_of(optimiser=SGD(lr=0.1, momentum=0.9, decay=0.1)), doubles(residual)
+    slots = learner.start_slots(state, residual)
+    grads = {name: torch.ones_like(state[name]) for name in residual.trainable}
+    masks = learner.masks(residual, residual.whole, Phase(moves=Part("norm")), CPU)
+    moved, after = move(learner, state, slots, grads, masks, 0)
+    for name in residual.trainable:
+        assert torch.equal(moved[name], state[name]) != (name in residual.parts["norm"])
+        assert torch.equal(after["momentum"][name], slots["momentum"][name]) != (name in residual.parts["norm"])
+
+
+def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
+    """A part the model does not have: a net without norms, say."""
+    for optimiser in (SGD(), Adam()):
+        learner, state = learner_of(optimiser=optimiser), doubles(perceptron)
+        slots = learner.start_slots(state, perceptron)
+        grads = {name: torch.ones_like(state[name]) for name in perceptron.trainable}
+        moved, after = move(learner, state, slots, grads, dict.fromkeys(grads, False), 0)
+        assert all(moved[name] is state[name] for name in state)
+        assert all(after[slot][name] is slots[slot][name] for slot in slots for name in grads)
+
+
+# --- what is sent and kept --------------------------------------------------------------------------------------
+
+
+def test_filters_by_part(residual):
+    norms, everything = set(residual.parts["norm"]), {*residual.trainable, *residual.statistics}
+    assert All().names(residual) == everything
+    assert Nothing().names(residual) == set()
+    assert Parts(("norm",)).names(residual) == norms
+    assert Parts(("norm",), other=True).names(residual) == everything - norms
+    assert Parts(("no such part",)).names(residual) == set()
+
+
+@pytest.mark.parametrize(
+    ("norm", "held", "sent", "kept"),
+    [("batch", 0, 0, 0), ("post", 0, 0, 0), ("tracked", 10, 10, 0), ("local", 10, 0, 10)],
+)
+def test_norm_statistics_travel_as_the_policy_says(norm, held, sent, kept, residual):
+    learner, statistics = learner_of(norm=norm), set(residual.statistics)
+    assert len(statistics) == 10  # five norms, mean and variance
+    assert len(statistics & set(learner.names(residual))) == held
+    assert len(statistics & set(learner.sent(residual))) == sent
+    assert len(statistics & set(learner.kept(residual))) == kept
+    assert set(residual.trainable) <= set(learner.sent(residual))
+
+
+def test_class_rows_restrict_what_is_sent(perceptron):
+    held = torch.tensor([True, False, True])
+    submodel = fq.Submodel(perceptron.whole, _prefix(perceptron.whole))
+    (sent,) = replace(learner_of(), class_rows=True).uploads(perceptron, submodel, held)
+    assert list(sent.index["class"]) == [0, 2]
+    assert {axis: p for axis, p in sent.index.items() if axis != "class"} == dict(submodel.index)
+    (plain,) = learner_of().uploads(perceptron, submodel, held)
+    assert plain == submodel
+
+
+def test_a_training_step_is_three_forward_passes(perceptron):
+    learner = learner_of(Phase(Summed((CrossEntropy(), CrossEntropy(0.5)))))
+    whole, half = 4 * 6 + 6 * 3, 4 * 3 + 3 * 3
+    assert learner_of().macs(perceptron, perceptron.whole) == 3 * whole
+    assert learner.macs(perceptron, perceptron.whole) == 3 * (whole + half)
+
+
+# --- whole rounds against plain torch ---------------------------------------------------------------------------
+
+
+def torch_rounds(run: fq.Run, family: fq.Family, make, rounds: int, fresh: bool) -> nn.Module:
+    """The same client, batches and initial weights in a plain training loop; `fresh` makes an optimiser a round."""
+    state = doubles(family, run.engine.world.seed)
+    model = family.module(family.whole, state).train()
+    optimiser = make(model.parameters())
+    client = run.fleet.client(0, 0, 0, run.engine.data.size(0))
+    for round in range(rounds):
+        if fresh:
+            optimiser = make(model.parameters())
+        job = Job(client, run.method.plan(run.server, client, run.engine.world)[0], round)
+        for rows in run.engine.batches(job, run.method.learner(job, run.engine.world)):
+            optimiser.zero_grad()
+            F.cross_entropy(model(run.engine.data.inputs[rows]), run.engine.data.targets[rows]).backward()
+            optimiser.step()
+    return model
+
+
+@dataclass(frozen=True)
+class Keeping(FedAvg):
+    """FedAvg whose clients keep their optimiser's slots."""
+
+    def learner(self, job: Job, world: World) -> Learner:
+        return replace(super().learner(job, world), keep_slots=True)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(
+    ("optimiser", "make"), [TORCH["decay"], TORCH["all"], TORCH["adam"]], ids=["decay", "nesterov", "adam"]
+)
+@pytest.mark.parametrize("keep", [True, False])
+def test_one_clients_rounds_are_a_torch_training_loop(engine, optimiser, make, keep, residual, play, make_data):
+    """Weights, tracked norm statistics and, where slots are kept, one long run of torch.optim."""
+    method = with_local(
+        Keeping() if keep else FedAvg(), optimiser=optimiser, batch_size=4, epochs=2, norm="tracked"
+    )
+    run = play(method, residual, make_data(residual, [11]), engine=engine, rounds=3)
+    model = torch_rounds(run, residual, make, rounds=3, fresh=not keep)
+    expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
+    assert {*residual.trainable, *residual.statistics} == set(run.server.weights)
+    for name, weight in run.server.weights.items():
+        torch.testing.assert_close(weight, expected[name].detach(), rtol=0, atol=1e-9)
+
+
+def test_the_scaler_works_in_training_only(residual):
+    half = residual.fit(fq.Budget(share=0.5))
+    net, state = residual.net(half), doubles(residual)
+    cut = residual.cutter.gather(state, fq.Submodel(half, _prefix(half)), tuple(state))
+    inputs = torch.randn(3, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    assert train_pass(Local(scaler=True)) == Pass(train=True, statistics="batch", scaler=True)
+    plain = net(cut, inputs, Pass(train=True))[0]
+    tested = net(cut, inputs, Pass(train=False, scaler=True))[0]
+    scaled = net(cut, inputs, Pass(train=True, scaler=True))[0]
+    torch.testing.assert_close(plain, tested, rtol=0, atol=1e-14)
+    assert not torch.allclose(plain, scaled)
+
+
+def test_noise_of_dropout_changes_with_every_step(language):
+    state = doubles(language)
+    tokens = torch.zeros(2, 5, dtype=torch.int64)
+    net, mode = language.net(language.whole), Pass(train=True)
+    one, again, other = (net(state, tokens, mode, torch.tensor(noise.key(k)))[0] for k in (1, 1, 2))
+    assert torch.equal(one, again)
+    assert not torch.equal(one, other)

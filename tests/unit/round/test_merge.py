@@ -1,0 +1,271 @@
+"""The position-wise mean against a loop over positions, and server optimisers against their formulas."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from dataclasses import replace
+
+import cuts
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor
+
+from fedquilt.axes import Index, Positions
+from fedquilt.round.merge import Mean, Plain, ServerAdam, ServerMomentum, client_weight
+from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
+
+WEIGHTINGS = ("uniform", "data", "model", "updates", "both")
+few = settings(max_examples=50, deadline=None)
+
+
+def update(submodel: Submodel, seed: int, size: int = 1, steps: int = 1, names=cuts.ONE_NET, pace=1.0) -> Update:
+    """A client that sends random weights at a sub-model's positions."""
+    whole = cuts.state(seed, submodel.scope)
+    sent = Payload(submodel, {n: w.clone() for n, w in cuts.cutter().gather(whole, submodel, names).items()})
+    return Update(Job(Client(seed, Budget(share=1.0), size), submodel, 0), (sent,), steps, pace)
+
+
+def server(*scopes: str) -> Server:
+    weights: dict[str, Tensor] = {}
+    for place, scope in enumerate(scopes or ("",)):
+        weights |= cuts.state(100 + place, scope)
+    return Server(0, weights)
+
+
+def mean(updates: list[Update], old: Server, weighting="uniform", **options) -> dict[str, Tensor]:
+    fold = Mean(cuts.cutter(), weighting, **options).begin(old)
+    for one in updates:
+        fold.add(one)
+    return dict(fold.finish(old)[0])
+
+
+def kernels(one: Update) -> int:
+    return sum(len(w) for p in one.sent for w in p.weights.values() if w.dim() > 1)
+
+
+def naive_mean(updates: list[Update], old: Server, weighting: str) -> dict[str, Tensor]:
+    """Equation 10, one position after the other."""
+    result = {name: weight.clone() for name, weight in old.weights.items()}
+    for full in result:
+        for at in np.ndindex(*result[full].shape):
+            total = share = 0.0
+            for one in updates:
+                p = {
+                    "uniform": 1,
+                    "data": one.job.client.size,
+                    "model": kernels(one),
+                    "updates": one.steps,
+                    "both": kernels(one) * one.steps,
+                }[weighting]
+                for payload in one.sent:
+                    name = full.removeprefix(payload.submodel.scope)
+                    if payload.submodel.scope + name != full or name not in payload.weights:
+                        continue
+                    places = [
+                        list(cuts.positions_of(dim, payload.submodel.index, cuts.SIZES)) for dim in cuts.DIMS[name]
+                    ]
+                    if all(p in held for p, held in zip(at, places, strict=True)):
+                        here = tuple(held.index(p) for p, held in zip(at, places, strict=True))
+                        total += p * float(payload.weights[name][here])
+                        share += p
+            if share:
+                result[full][at] = total / share
+    return result
+
+
+@st.composite
+def cohorts(draw: st.DrawFn) -> list[Update]:
+    """Up to four clients: their own cuts, scopes, sizes, steps; some send only some weights or some class rows."""
+    updates = []
+    for seed in range(draw(st.integers(1, 4))):
+        submodel = draw(cuts.submodels(scopes=("", "base1/")))
+        if draw(st.booleans()):  # class rows (HeteroFL's masking), or what a broken link let through
+            classes = Positions.chosen(sorted(draw(st.sets(st.integers(0, 4), min_size=1))))
+            submodel = replace(submodel, index=Index({**submodel.index, "class": classes}))
+        names = tuple(n for n in cuts.ONE_NET if n == "square" or draw(st.booleans()))
+        updates.append(update(submodel, seed, draw(st.integers(1, 9)), draw(st.integers(1, 5)), names))
+    return updates
+
+
+@few
+@given(cohorts(), st.sampled_from(WEIGHTINGS))
+def test_mean_is_equation_10_position_by_position(updates, weighting):
+    old = server("", "base1/")
+    found, expected = mean(updates, old, weighting), naive_mean(updates, old, weighting)
+    assert found.keys() == expected.keys()
+    for name in expected:
+        torch.testing.assert_close(found[name], expected[name], rtol=1e-12, atol=1e-12)
+
+
+@few
+@given(cohorts(), st.sampled_from(WEIGHTINGS))
+def test_untouched_positions_keep_their_value_bit_for_bit(updates, weighting):
+    old = server("", "base1/")
+    found = mean(updates, old, weighting)
+    for full, weight in old.weights.items():
+        touched = torch.zeros_like(weight, dtype=torch.bool)
+        for payload in (p for one in updates for p in one.sent):
+            name = full.removeprefix(payload.submodel.scope)
+            if payload.submodel.scope + name == full and name in payload.weights:
+                touched |= cuts.mask(name, payload.submodel.index)
+        assert torch.equal(found[full][~touched], weight[~touched])
+
+
+@few
+@given(cohorts(), st.integers(0, 4), st.sampled_from(WEIGHTINGS))
+def test_joining_partial_folds_is_one_fold(updates, where, weighting):
+    old = server("", "base1/")
+    folds = [Mean(cuts.cutter(), weighting).begin(old) for _ in range(3)]
+    for one in updates[:where]:
+        folds[0].add(one)
+    for one in updates[where:]:
+        folds[1].add(one)
+    folds[2].join(folds[0])
+    folds[2].join(folds[1])
+    joined = folds[2].finish(old)[0]
+    torch.testing.assert_close(dict(joined), mean(updates, old, weighting), rtol=1e-12, atol=1e-12)
+
+
+@few
+@given(cuts.submodels(), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(WEIGHTINGS), st.booleans())
+def test_adding_a_stack_is_adding_each(submodel, sizes, weighting, paced):
+    old = server()
+    updates = [update(submodel, seed, size, steps=size, pace=1.0 + size) for seed, size in enumerate(sizes)]
+    stacked = {n: torch.stack([one.sent[0].weights[n] for one in updates]) for n in cuts.ONE_NET}
+    fold = Mean(cuts.cutter(), weighting, paced=paced).begin(old)
+    fold.add_stack(updates, [stacked])
+    expected = mean(updates, old, weighting, paced=paced)
+    torch.testing.assert_close(dict(fold.finish(old)[0]), expected, rtol=1e-12, atol=1e-12)
+
+
+def test_a_paced_mean_is_fednovas_formula():
+    old, whole = server(), Submodel(Arch(()))
+    updates = [update(whole, seed, size, pace=pace) for seed, size, pace in ((0, 1, 2.0), (1, 3, 5.0))]
+    found = mean(updates, old, "data", paced=True)
+    w, w0, w1 = (s["square"] for s in (old.weights, updates[0].sent[0].weights, updates[1].sent[0].weights))
+    effective = (1 * 2.0 + 3 * 5.0) / 4  # the data-weighted mean of a_i
+    expected = w + effective * (1 / 4 * (w0 - w) / 2.0 + 3 / 4 * (w1 - w) / 5.0)
+    torch.testing.assert_close(found["square"], expected, rtol=1e-12, atol=1e-12)
+
+
+@few
+@given(cohorts(), st.sampled_from(WEIGHTINGS))
+def test_a_paced_mean_of_equal_paces_is_the_mean(updates, weighting):
+    old = server("", "base1/")
+    paced = [replace(one, pace=3.0) for one in updates]
+    torch.testing.assert_close(
+        mean(paced, old, weighting, paced=True), mean(updates, old, weighting), rtol=1e-12, atol=1e-12
+    )
+
+
+def test_one_client_that_holds_a_position_decides_it_alone():
+    old = server()
+    low = Submodel(Arch((("a", 2),)), Index({"a": Positions.prefix(2)}))
+    high = Submodel(Arch((("a", 2),)), Index({"a": Positions.window(1, 2, 4)}))
+    updates = [update(low, 0), update(high, 1)]
+    found, (one, two) = mean(updates, old)["square"], (u.sent[0].weights["square"] for u in updates)
+    assert found[0, 0] == one[0, 0]
+    assert found[2, 2] == two[1, 1]
+    assert float(found[1, 1]) == pytest.approx(float(one[1, 1] + two[0, 0]) / 2, abs=1e-15)
+    assert torch.equal(found[3], old.weights["square"][3])  # nobody's
+
+
+def test_nobodys_round_leaves_the_server_as_it_was():
+    old = server()
+    weights, slots = Mean(cuts.cutter()).begin(old).finish(old)
+    assert all(weights[name] is old.weights[name] for name in old.weights)
+    assert not slots
+
+
+def test_client_weights_of_appendix_a3():
+    submodel = Submodel(Arch((("a", 2),)), Index({"a": Positions.prefix(2)}))
+    one = update(submodel, 0, size=7, steps=3, names=("square", "cat", "bias"))
+    # kernels: two outputs of "square", 2 + 3 of "cat"; a bias is none
+    weights = [client_weight(one, weighting) for weighting in WEIGHTINGS]
+    assert weights == [1, 7, 2 + 5, 3, (2 + 5) * 3]
+
+
+def test_a_mean_holds_no_reference_to_updates():
+    old = server()
+    fold = Mean(cuts.cutter()).begin(old)
+    one = update(Submodel(Arch(())), 0)
+    watched = [weakref.ref(one), weakref.ref(one.sent[0]), *map(weakref.ref, one.sent[0].weights.values())]
+    fold.add(one)
+    del one
+    gc.collect()
+    assert [ref() for ref in watched] == [None] * len(watched)
+
+
+def test_finishing_does_not_write_to_the_server_or_the_updates():
+    old = server()
+    before = {name: weight.clone() for name, weight in old.weights.items()}
+    one = update(Submodel(Arch(())), 0)
+    sent = {name: weight.clone() for name, weight in one.sent[0].weights.items()}
+    mean([one], old)
+    assert all(torch.equal(old.weights[name], before[name]) for name in before)
+    assert all(torch.equal(one.sent[0].weights[name], sent[name]) for name in sent)
+
+
+# --- server optimisers ------------------------------------------------------------------------------------------
+
+
+def three_rounds(optimiser) -> tuple[list[Tensor], list[Tensor], Server]:
+    """What the server's first square weight was before each of three rounds and after, and the means it was told."""
+    now, weights, means = server(), [], []
+    for round in range(3):
+        weights.append(now.weights["square"])
+        one = update(Submodel(Arch(())), round)
+        means.append(one.sent[0].weights["square"])
+        fold = Mean(cuts.cutter(), optimiser=optimiser).begin(now)
+        fold.add(one)
+        new, slots = fold.finish(now)
+        now = Server(round + 1, new, slots=slots)
+    return [*weights, now.weights["square"]], means, now
+
+
+def test_plain_takes_the_mean():
+    weights, means, now = three_rounds(Plain())
+    assert all(torch.allclose(w, m, rtol=0, atol=1e-15) for w, m in zip(weights[1:], means, strict=True))
+    assert not now.slots
+
+
+def test_server_momentum_is_fedavgm():
+    weights, means, now = three_rounds(ServerMomentum(lr=0.5, momentum=0.8))
+    velocity = torch.zeros_like(weights[0])
+    for old, told, new in zip(weights, means, weights[1:], strict=False):
+        velocity = 0.8 * velocity + (told - old)
+        torch.testing.assert_close(new, old + 0.5 * velocity, rtol=0, atol=1e-14)
+    torch.testing.assert_close(now.slots["momentum"]["square"], velocity, rtol=0, atol=1e-14)
+
+
+def test_server_momentum_with_neutral_values_is_the_mean():
+    weights, means, _ = three_rounds(ServerMomentum(lr=1.0, momentum=0.0))
+    for told, new in zip(means, weights[1:], strict=True):
+        torch.testing.assert_close(new, told, rtol=0, atol=1e-14)
+
+
+def test_server_adam_is_fedadam_without_bias_correction():
+    weights, means, _ = three_rounds(ServerAdam(lr=0.1, beta1=0.9, beta2=0.99, tau=1e-3))
+    m = v = torch.zeros_like(weights[0])
+    for old, told, new in zip(weights, means, weights[1:], strict=False):
+        change = told - old
+        m, v = 0.9 * m + 0.1 * change, 0.99 * v + 0.01 * change**2
+        torch.testing.assert_close(new, old + 0.1 * m / (v.sqrt() + 1e-3), rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("optimiser", [ServerMomentum(), ServerAdam()])
+def test_untouched_positions_keep_weights_and_slots_under_server_optimisers(optimiser):
+    submodel = Submodel(Arch((("a", 2),)), Index({"a": Positions.window(3, 2, 4)}))
+    _, _, now = three_rounds(optimiser)
+    fold = Mean(cuts.cutter(), optimiser=optimiser).begin(now)
+    fold.add(update(submodel, 9))
+    weights, slots = fold.finish(now)
+    kept = ~cuts.mask("square", submodel.index)
+    assert torch.equal(weights["square"][kept], now.weights["square"][kept])
+    for slot in optimiser.slots:
+        assert torch.equal(slots[slot]["square"][kept], now.slots[slot]["square"][kept])
+        assert not torch.equal(slots[slot]["square"], now.slots[slot]["square"])
