@@ -1,7 +1,7 @@
 """The command line: `fedquilt run` and `fedquilt list`.
 
-Exit status: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. torch is imported once a request has
-been understood, so that help and mistakes answer at once.
+Exit status: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Nothing here imports torch
+before a request has been understood.
 """
 
 from __future__ import annotations
@@ -71,10 +71,10 @@ class RunRequest:
         self.check()
         console = _console(self.json)
         # A user's module may print; with --json that is not for standard output.
-        with redirect_stdout(sys.stderr if self.json else sys.stdout), _folder(self.out) as write:
+        with redirect_stdout(sys.stderr if self.json else sys.stdout):
             run = self.prepare(console)
             began = time.perf_counter()
-            with _progress(console, self.rounds) as show:
+            with _folder(self.out) as write, _progress(console, self.rounds) as show:
 
                 def watch(record: Record) -> None:
                     write(record)
@@ -90,7 +90,7 @@ class RunRequest:
             _show_result(console, run, summary)
 
     def check(self) -> None:
-        """Every number that cannot be, at once and before anything heavy starts."""
+        """Everything that cannot be, at once and before anything heavy starts."""
         least = {"rounds": 1, "clients": 1, "cohort": 1, "labels": 0, "seed": 0, "batch_size": 1, "epochs": 1}
         wrong = [
             f"--{name.replace('_', '-')} {value} was asked for; it must be at least {bound}."
@@ -99,6 +99,8 @@ class RunRequest:
         ]
         if self.lr is not None and not 0 < self.lr < math.inf:
             wrong.append(f"--lr {self.lr} was asked for; it must be above 0.")
+        if self.out and _holds_a_run(self.out):
+            wrong.append(f"--out {self.out} was asked for; a run is there already. Name another folder.")
         if wrong:
             raise ConfigError("\n  ".join(wrong))
 
@@ -300,7 +302,9 @@ def _show_result(console: Console, run: Run, summary: dict[str, Any]) -> None:
         rows[f"{float(label):g}"] = {"accuracy": accuracy, "parameters": cost.params, "MACs a sample": cost.macs}
     _show_table(console, "share", rows)
     down, up, seconds, rounds = (summary[key] for key in ("bytes_down", "bytes_up", "seconds", "rounds"))
-    _say(console, f"{rounds} rounds in {seconds:.1f} s; {_size(down)} to the clients, {_size(up)} back")
+    _say(
+        console, f"{rounds} round{'s'[: rounds > 1]} in {seconds:.1f} s; {_size(down)} to the clients, {_size(up)} back"
+    )
 
 
 def _members(run: Run) -> dict[str, Arch]:
@@ -359,12 +363,10 @@ def _size(count: float) -> str:
 
 @contextmanager
 def _folder(out: Path | None) -> Iterator[Callable[[Record], None]]:
-    """A run's folder, refused if it holds another's; rounds are on disk as soon as they are over."""
+    """A run's folder; rounds are on disk as soon as they are over."""
     if out is None:
         yield lambda record: None
         return
-    if (out / "rounds.jsonl").exists():
-        raise ConfigError(f"--out {out} was asked for; a run is there already (rounds.jsonl). Name another folder.")
     try:
         out.mkdir(parents=True, exist_ok=True)
         file = (out / "rounds.jsonl").open("w")
@@ -372,6 +374,11 @@ def _folder(out: Path | None) -> Iterator[Callable[[Record], None]]:
         raise ConfigError(f"--out {out} was asked for; it cannot be written to: {error.strerror}.") from error
     with file:
         yield lambda record: print(json.dumps(record.to_dict()), file=file, flush=True)
+
+
+def _holds_a_run(out: Path) -> bool:
+    rounds = out / "rounds.jsonl"
+    return rounds.is_file() and rounds.stat().st_size > 0
 
 
 def _device(name: str) -> str:

@@ -10,7 +10,9 @@ import inspect
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import MISSING, fields, is_dataclass
+from functools import cache
 from pathlib import Path
+from types import ModuleType
 from typing import Any, TypeVar
 
 from fedquilt.errors import ConfigError, FedquiltError
@@ -50,6 +52,15 @@ def _from_file(name: str, what: str) -> Any:
     file = Path(path)
     if not file.is_file():
         raise ConfigError(f"the {what} {name!r} was asked for; there is no file {path} in {Path.cwd()}.")
+    module = _read(file)
+    if callable(found := getattr(module, factory, None)):
+        return found
+    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    return known(own, factory, f"factory in {path}")
+
+
+@cache  # two parts of a run may be in one file
+def _read(file: Path) -> ModuleType:
     spec = importlib.util.spec_from_file_location(f"fedquilt_own_{file.stem}", file)
     assert spec is not None
     assert spec.loader is not None
@@ -59,13 +70,10 @@ def _from_file(name: str, what: str) -> Any:
     try:
         spec.loader.exec_module(module)
     except Exception as error:
-        raise ConfigError(f"{path} could not be read: {_said(error)}") from error
+        raise ConfigError(f"{file} could not be read: {_said(error)}") from error
     finally:
         sys.path.pop(0)
-    if callable(found := getattr(module, factory, None)):
-        return found
-    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == spec.name}
-    return known(own, factory, f"factory in {path}")
+    return module
 
 
 def _said(error: Exception) -> str:

@@ -132,9 +132,7 @@ def with_local(method: Method, **changes: Any) -> Method:
 
 def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:
     """Both runs stand at the same weights and memories, and told the same story on the way."""
-    assert one.server.weights.keys() == other.server.weights.keys()
-    for name, weight in one.server.weights.items():
-        torch.testing.assert_close(weight, other.server.weights[name], rtol=0, atol=atol, msg=lambda m: f"{name}: {m}")
+    torch.testing.assert_close(dict(one.server.weights), dict(other.server.weights), rtol=0, atol=atol)
     assert one.server.memory.keys() == other.server.memory.keys()
     for key, memory in one.server.memory.items():
         theirs = other.server.memory[key]

@@ -42,16 +42,20 @@ class FederatedData:
                 raise DataError(
                     f"the {what} set has {len(inputs)} inputs and {len(targets)} targets; they must pair up."
                 )
+            if not len(inputs):
+                raise DataError(f"the {what} set is empty; it needs at least one sample.")
             if targets.is_floating_point():
                 raise DataError(f"the {what} targets are {targets.dtype}; classes are whole numbers (int64).")
         if x.shape[1:] != tx.shape[1:]:
             raise DataError(f"training inputs have shape {tuple(x.shape[1:])} and test inputs {tuple(tx.shape[1:])}.")
         clients = [torch.as_tensor(part, dtype=torch.int64) for part in parts]
+        if not clients:
+            raise DataError("no client was given any data: `parts` is empty.")
         for client, part in enumerate(clients):
             if not len(part):
                 raise DataError(f"client {client} has no data. Leave it out, or give it at least one sample.")
-            if int(part.min()) < 0 or int(part.max()) >= len(x):
-                raise DataError(f"client {client} holds sample {int(part.max())}; the training set has {len(x)}.")
+            if (outside := part[(part < 0) | (part >= len(x))]).numel():
+                raise DataError(f"client {client} holds sample {int(outside[0])}; the training set has {len(x)}.")
         own = None if test_parts is None else [torch.as_tensor(part, dtype=torch.int64) for part in test_parts]
         if own is not None and len(own) != len(clients):
             raise DataError(f"there are {len(clients)} clients but test parts for {len(own)}.")

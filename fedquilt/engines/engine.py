@@ -24,6 +24,9 @@ if TYPE_CHECKING:
     from fedquilt.methods.method import Method
 
 
+_CUTS_KEPT = 16
+
+
 @dataclass
 class Outcome:
     """What a cohort's training leaves behind besides the fold."""
@@ -65,8 +68,8 @@ class Engine(ABC):
     def train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold) -> Outcome:
         """Cut, send, train, send back and add: everything a cohort does between plan and finish."""
         outcome = Outcome()
-        for job in jobs:
-            self.world.family.check(job.submodel, f"client {job.client.id} (budget {job.client.budget})")
+        for submodel, job in {job.submodel: job for job in jobs}.items():
+            self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
         try:
             self._train(method, server, jobs, fold, outcome)
         finally:
@@ -109,9 +112,11 @@ class Engine(ABC):
         return Start(state, slots, memory.steps if memory and learner.keep_slots else 0, sent)
 
     def _cut(self, server: Server, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Clients that get the same positions get the same tensors: cut once."""
+        """Clients that get the same positions get the same tensors: cut once. Few are kept: a cohort may not fit."""
         known = self._cuts.get((submodel, names))
         if known is None:
+            if len(self._cuts) >= _CUTS_KEPT:
+                self._cuts.pop(next(iter(self._cuts)))
             known = self.world.family.cutter.gather(server.weights, submodel, names)
             self._cuts[submodel, names] = known
         return known
@@ -121,11 +126,10 @@ class Engine(ABC):
         if self._first is None:
             world = self.world
             fresh = world.family.init(world.seed)
-            scopes = {job.rpartition("/")[0] for job in server.weights}
-            prefixes = {f"{scope}/" if scope else "" for scope in scopes}
+            scopes = {name[: name.rfind("/") + 1] for name in server.weights}  # "base3/fc.weight" has scope "base3/"
             self._first = {
                 f"{scope}{name}": value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
-                for scope in prefixes
+                for scope in scopes
                 for name, value in fresh.items()
             }
         return self._first

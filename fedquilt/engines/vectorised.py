@@ -147,9 +147,10 @@ class Vectorised(Engine):
         family, learner = self.world.family, stack.learner
         self._check(stack)
         alike: dict[tuple[Submodel, ...], list[int]] = {}
+        losses = stack.losses.cpu()  # once for all of them
         for client, job in enumerate(stack.jobs):
             samples = sum(map(len, stack.batches[client]))
-            outcome.losses.append(float(stack.losses[: len(stack.batches[client]), client].mean()))
+            outcome.losses.append(float(losses[: len(stack.batches[client]), client].mean()))
             outcome.macs += samples * learner.macs(family, stack.arch)
             alike.setdefault(learner.uploads(family, job.submodel, stack.held[client]), []).append(client)
         own = {name: stack.state[name] for name in learner.sent(family)}

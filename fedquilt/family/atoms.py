@@ -242,7 +242,9 @@ def _factorise(factor: Factor, outer_size: int, roles: tuple[str, str]) -> tuple
     inner_size = _factor_size(factor) // outer_size
     match factor:
         case Atom():
-            outer, inner = Atom(outer_size, role=roles[0]), Atom(inner_size, role=roles[1])
+            # Groups taken apart again are still groups, whatever is inside them.
+            inner_role = factor.role if factor.role == roles[0] else roles[1]
+            outer, inner = Atom(outer_size, role=roles[0]), Atom(inner_size, role=inner_role)
             _bind(factor, (outer, inner))
             return (outer,), (inner,)
         case Cat(terms) if all(size(term) % inner_size == 0 for term in terms):

@@ -28,11 +28,11 @@ def measure(module: nn.Module, example_inputs: tuple[Any, ...], batch_size: int,
     params = sum(p.numel() for p in weights)
     size = sum(p.numel() * p.element_size() for p in weights)
     saved: dict[int, int] = {}
-    own = {p.data_ptr() for p in weights} | {id(p) for p in weights}
+    own = {p.untyped_storage()._cdata for p in weights}
 
     def keep(tensor: Tensor) -> Tensor:
-        if id(tensor) not in own and not isinstance(tensor, nn.Parameter):
-            storage = tensor.untyped_storage()
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:  # a weight's view, such as its transpose, is no activation
             saved[storage._cdata] = storage.nbytes()
             alive.append(storage)  # a freed storage's address could be met again
         return tensor

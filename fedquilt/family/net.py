@@ -56,9 +56,12 @@ class Net:
         self._constants = dict(constants)
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         self._now = _Now()
+        self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
         for name, layer in module.named_modules():
-            if isinstance(layer, _NormBase) and layer.track_running_stats:
+            if isinstance(layer, _NormBase):
                 layer.forward = partial(_norm, layer, name, self._now)
+            elif isinstance(layer, nn.AdaptiveAvgPool2d):
+                layer.forward = partial(_pool, None, output_size=layer.output_size)  # type: ignore[method-assign]
             elif isinstance(layer, _ConvNd) and shares.get(name, 1.0) != 1.0:
                 layer.register_forward_hook(partial(_rescale, self._now, shares[name]))
 
@@ -68,8 +71,14 @@ class Net:
         """Run the net. `key` seeds its noise in training, one number a client."""
         self.module.train(mode.train)
         self._now.mode, self._now.seen = mode, {}
-        with Drawn(key):
-            outputs = functional_call(self.module, {**self._constants_for(weights), **weights}, (inputs,), strict=False)
+        values = {**self._constants_for(weights), **weights}
+        if mode.train in self._plain:
+            outputs = functional_call(self.module, values, (inputs,), strict=False)
+        else:
+            with Drawn(key) as drawn:
+                outputs = functional_call(self.module, values, (inputs,), strict=False)
+            if not drawn.replaced:  # watching every operation costs a millisecond: nets are traced, so once will do
+                self._plain.add(mode.train)
         seen, self._now.seen = self._now.seen, {}
         return outputs, seen
 
@@ -91,10 +100,10 @@ class Net:
 def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:
     """A norm layer whose statistics are values: given, or measured and handed back."""
     alone = isinstance(layer, _InstanceNorm)  # each sample is normalised by itself
-    if now.mode.statistics == "stored":
-        mean, var = layer.running_mean, layer.running_var
-        return F.batch_norm(inputs, mean, var, layer.weight, layer.bias, False, 0.0, layer.eps)
-    if now.mode.statistics != "batch":
+    mean, var, affine = layer.running_mean, layer.running_var, (layer.weight, layer.bias)
+    if now.mode.statistics == "stored" and mean is not None:
+        return torch.native_batch_norm(inputs, *affine, mean, var, False, 0.0, layer.eps)[0]
+    if now.mode.statistics in ("track", "measure") and mean is not None:
         rest = [dim for dim in range(inputs.dim()) if dim > 1 or (dim == 0 and not alone)]
         var, mean = torch.var_mean(inputs.detach(), rest, correction=1)
         if alone:
@@ -110,8 +119,17 @@ def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:
                 new = (1 - layer.momentum) * old + layer.momentum * new
             now.seen[f"{prefix}running_{kind}"] = new
     if alone:
-        return F.instance_norm(inputs, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
-    return F.batch_norm(inputs, None, None, layer.weight, layer.bias, True, 0.0, layer.eps)
+        apart = _by_batch(inputs.flatten(0, 1).unsqueeze(0), None, None, layer.eps).reshape(inputs.shape)
+        weight, bias = (None if v is None else v.reshape([-1] + [1] * (inputs.dim() - 2)) for v in affine)
+        return apart if weight is None or bias is None else apart * weight + bias
+    return _by_batch(inputs, *affine, layer.eps)
+
+
+def _by_batch(inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
+    """Batch norm on the batch's statistics. F.batch_norm asks for memory formats, which stacks of clients have none."""
+    if inputs.numel() == inputs.shape[1]:
+        raise ValueError(f"a norm needs more than one value a channel, got an input of shape {tuple(inputs.shape)}")
+    return torch.native_batch_norm(inputs, weight, bias, None, None, True, 0.0, eps)[0]
 
 
 def _rescale(now: _Now, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
@@ -123,6 +141,7 @@ class Drawn(TorchFunctionMode):
 
     def __init__(self, key: Tensor | None) -> None:
         super().__init__()
+        self.replaced = False
         self._key = key
         self._site = 0
 
@@ -132,6 +151,7 @@ class Drawn(TorchFunctionMode):
         replacement = _REPLACED.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
+        self.replaced = True
         return replacement(self, *args, **(kwargs or {}))
 
     @property
@@ -191,6 +211,13 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     attended = scores.softmax(-1)
     return _dropped(drawn, attended, dropout_p, dropout_p > 0, attended.shape) @ value
+
+
+def _pool(drawn: Drawn | None, input: Tensor, output_size: Any) -> Tensor:
+    """Pooling to one value is a mean; torch restrides its result in place, which stacks of clients cannot do."""
+    if output_size in (1, (1, 1), [1, 1]):
+        return input.mean((-2, -1), keepdim=True)
+    return F.adaptive_avg_pool2d(input, output_size)
 
 
 # The same code as torch's, but transparent: it does not hand itself to the mode as one opaque call, so that the
@@ -263,6 +290,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     F.dropout3d: _dropout_channels,
     F.scaled_dot_product_attention: _attention,
     F.multi_head_attention_forward: _multi_head,
+    F.adaptive_avg_pool2d: _pool,
     torch.rand: _rand,
     torch.randn: _randn,
     torch.rand_like: _rand_like,

@@ -1,31 +1,24 @@
-"""One run of a module on tensors without data: its ATen calls in order, and how Python used the sizes it read.
-
-Sizes that `forward` reads from shapes or attributes are integers that remember where they came from (`Size`), so that
-`x.view(B, N, self.heads, C // self.heads)` tells which attribute and which dimension the view depends on.
-"""
+"""One run of a module on tensors without data: the ATen calls its output depends on, in order."""
 
 from __future__ import annotations
 
 import logging
 import sys
 import traceback
-import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass, field, is_dataclass
-from fractions import Fraction
+from contextlib import AbstractContextManager, ExitStack, contextmanager
+from dataclasses import dataclass, field
 from functools import cache
-from math import prod
 from pathlib import Path
-from typing import Any
+from types import FrameType
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
 from torch._ops import OpOverload
-from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, unset_fake_temporarily
 from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -34,6 +27,7 @@ from fedquilt.family.build import blueprint
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
+SMALL = 2**20  # elements of a constant worth knowing
 
 
 @dataclass(eq=False)
@@ -46,7 +40,8 @@ class Value:
     number: int = 0  # by first appearance
     storage: int = 0
     marks: dict[object, Dim] = field(default_factory=dict)  # "groups", or ("start", dim) of a slice
-    known: bool = True  # whether a rule described it; by-products no one reads are not
+    known: bool = True  # whether a rule described it
+    read: bool = False  # whether the module's output depends on it
 
     def __post_init__(self) -> None:
         self.dims = self.dims or tuple(plain(n) for n in self.shape)
@@ -76,145 +71,20 @@ def layer_name(path: str) -> str:
     return f"layer {path!r}" if path else "the module itself"
 
 
-Leaf = tuple[Value, int] | str  # a dimension of a tensor, or the path of an attribute
-Powers = tuple[tuple[Leaf, int], ...]  # a monomial, in the order of `_rank`
-Poly = Mapping[Powers, Fraction]
-
-
-@dataclass(frozen=True)
-class Equation:
-    """A size that Python computed is the length of this dimension (or of what comes before a slice)."""
-
-    size: Poly
-    value: Value
-    mark: object  # a dimension's number, or a key of `value.marks`
-
-
-class Size(int):
-    """An int that remembers which dimensions and attributes it was computed from."""
-
-    poly: Poly
-    trail: Trail
-
-    @staticmethod
-    def of(value: int, poly: Poly, trail: Trail) -> Size:
-        self = Size(value)
-        self.poly, self.trail = poly, trail
-        return self
-
-    def _with(self, value: int, poly: Poly) -> Size:
-        return Size.of(value, {powers: factor for powers, factor in poly.items() if factor}, self.trail)
-
-    def __add__(self, other: int) -> int:
-        total = int(self).__add__(other)
-        if not isinstance(total, int):
-            return total
-        poly = dict(self.poly)
-        for powers, factor in _poly(other).items():
-            poly[powers] = poly.get(powers, Fraction(0)) + factor
-        return self._with(total, poly)
-
-    __radd__ = __add__
-
-    def __neg__(self) -> int:
-        return self._with(-int(self), {powers: -factor for powers, factor in self.poly.items()})
-
-    def __sub__(self, other: int) -> int:
-        return self + -other
-
-    def __rsub__(self, other: int) -> int:
-        return -self + other
-
-    def __mul__(self, other: int) -> int:
-        total = int(self).__mul__(other)
-        if not isinstance(total, int):
-            return total
-        poly: dict[Powers, Fraction] = {}
-        for one, a in self.poly.items():
-            for two, b in _poly(other).items():
-                powers = _times(one, two)
-                poly[powers] = poly.get(powers, Fraction(0)) + a * b
-        return self._with(total, poly)
-
-    __rmul__ = __mul__
-
-    def __floordiv__(self, other: int) -> int:
-        result = int(self).__floordiv__(other)
-        if not isinstance(result, int) or int(self) % other or len(_poly(other)) != 1:
-            return result
-        ((two, b),) = _poly(other).items()
-        inverse = tuple((leaf, -power) for leaf, power in two)
-        return self._with(result, {_times(one, inverse): a / b for one, a in self.poly.items()})
-
-    # A size that becomes a number in the computation (an attention scale, a hand-written mean): cutting changes it.
-    def __float__(self) -> float:
-        self.trail.numbers.append(self.poly)
-        return float(int(self))
-
-    def __truediv__(self, other: float) -> float:
-        return float(self) / other
-
-    def __rtruediv__(self, other: float) -> float:
-        return other / float(self)
-
-    def __pow__(self, other: Any, mod: Any = None) -> Any:
-        self.trail.numbers.append(self.poly)
-        return pow(int(self), other, mod)
-
-    # A comparison that came out equal chose a branch; members must come out equal too.
-    def __eq__(self, other: object) -> bool:
-        same = int(self) == (int(other) if isinstance(other, Size) else other)
-        if same and isinstance(other, Size) and other.trail is self.trail and self.trail.hashed != _instruction():
-            self.trail.equal.append((self.poly, other.poly))
-        return same
-
-    def __ne__(self, other: object) -> bool:
-        return not self == other
-
-    def __hash__(self) -> int:
-        self.trail.hashed = _instruction()  # a look-up in a cache compares too, but decides nothing
-        return hash(int(self))
-
-    def __reduce__(self) -> tuple[type[int], tuple[int]]:
-        return int, (int(self),)
-
-
-def _instruction() -> tuple[int, int]:
-    """Where the caller's caller stands."""
-    frame = sys._getframe(2)
-    return id(frame), frame.f_lasti
-
-
-class Scale(float):
-    """A float attribute that remembers its path, since it may hold the root of a size."""
-
-    path: str
-
-
-def _poly(value: int) -> Poly:
-    return value.poly if isinstance(value, Size) else {(): Fraction(value)}
-
-
-def _times(one: Powers, two: Powers) -> Powers:
-    powers = dict(one)
-    for leaf, power in two:
-        powers[leaf] = powers.get(leaf, 0) + power
-    return tuple(sorted(((leaf, power) for leaf, power in powers.items() if power), key=_rank))
-
-
-def _rank(item: tuple[Leaf, int]) -> tuple[int, int, str]:
-    """An order that does not depend on addresses or hash seeds: tracing twice gives the same layout."""
-    leaf, _ = item
-    return (0, 0, leaf) if isinstance(leaf, str) else (leaf[0].number, leaf[1], "")
-
-
 @dataclass
 class Run:
     """What one run of a module left behind."""
 
     calls: list[Call]
     output: Any  # Values in place of tensors
-    trail: Trail
+    reads: list[str]  # where Python read the value of a constant
+
+
+class Follower(AbstractContextManager[Any], Protocol):
+    """Someone who watches a run from Python's side."""
+
+    def attach(self, module: nn.Module, value: Callable[[Tensor], Value]) -> None:
+        """Meet the module that will run, and the way to ask what a tensor stands for."""
 
 
 class RunError(Exception):
@@ -231,6 +101,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self, known: Callable[[OpOverload], bool]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
+        self.constants: dict[int, Tensor] = {}  # the values of tensors that no input and no weight goes into
+        self.reads: list[str] = []  # where Python read one
         self.calls: list[Call] = []
         self.layers: list[str] = [""]
         self.failed: str | None = None  # the innermost layer an exception came through
@@ -260,8 +132,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                         out = take_apart(*args, **kwargs)
                     if out is not NotImplemented:
                         return out
+        constant = self._is_constant(op, args, kwargs)
+        if constant and not any("Tensor" in str(made.type) for made in op._schema.returns):
+            self.reads.append(f"{layer_name(self.layers[-1])} ({_where()})")
+            return self._compute(op, args, kwargs)
         out = op(*args, **kwargs)
-        tensors = [leaf for leaf in pytree.tree_leaves(out) if isinstance(leaf, Tensor)]
+        tensors = _tensors(out)
+        if constant and all(tensor.numel() <= SMALL for tensor in tensors):
+            values = _tensors(self._compute(op, args, kwargs))
+            self.constants.update({id(tensor): value for tensor, value in zip(tensors, values, strict=True)})
+        else:
+            self._forget(tensors)
         if tensors:
             swap = self._swap
             given = tuple(pytree.tree_map(swap, args)), pytree.tree_map(swap, kwargs)
@@ -274,8 +155,38 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self.calls.append(Call(op, *given, tuple(outs), self.layers[-1], _where()))
         return out
 
+    def _is_constant(self, op: Any, args: Any, kwargs: Any) -> bool:
+        """Whether all that an operation works on is known: masks and counters, not data."""
+        here = torch.device(kwargs.get("device") or "cpu").type == "cpu"
+        tensors = _tensors((args, kwargs))
+        for tensor in tensors:
+            if not isinstance(tensor, FakeTensor) and not tensor.is_meta and id(tensor) not in self._values:
+                self.value(tensor)  # kept in a plain attribute
+                self.constants[id(tensor)] = tensor.detach().clone()
+        known = all(id(tensor) in self.constants for tensor in tensors)
+        return known and here and torch.Tag.nondeterministic_seeded not in op.tags
+
+    def _compute(self, op: Any, args: Any, kwargs: Any) -> Any:
+        def real(leaf: Any) -> Any:
+            return self.constants[id(leaf)] if isinstance(leaf, Tensor) else leaf
+
+        with unset_fake_temporarily():
+            return op(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
+
+    def _forget(self, written: Sequence[Tensor]) -> None:
+        """What data was written into is no constant any more, nor is what shares its memory."""
+        for tensor in written:
+            if id(tensor) in self.constants:
+                lost = self.constants[id(tensor)].untyped_storage()._cdata
+                kept = self.constants.items()
+                self.constants = {key: t for key, t in kept if t.untyped_storage()._cdata != lost}
+
     def _swap(self, leaf: Any) -> Any:
         return self.value(leaf) if isinstance(leaf, Tensor) else leaf
+
+
+def _tensors(tree: Any) -> list[Tensor]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
 
 
 @cache
@@ -285,12 +196,10 @@ def _decompositions() -> dict[Any, Callable[..., Any]]:
 
 def _where() -> str:
     """The innermost line of the user's own code, else of torch's."""
-    frame: types.FrameType | None = sys._getframe(2)
+    frame: FrameType | None = sys._getframe(2)
     inner = ""
-    while frame is not None:
+    while frame is not None and frame.f_code is not record.__code__:
         file = frame.f_code.co_filename
-        if file.startswith(HERE) and not file.endswith("record.py"):
-            break
         if file.startswith(TORCH):
             if not inner and "/nn/" in file:
                 inner = f"{file}:{frame.f_lineno}"
@@ -304,211 +213,9 @@ def _line_of(error: BaseException) -> str:
     """The innermost line of the user's own code that an exception came through."""
     lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     own = [(file, line) for file, line in lines if not file.startswith((TORCH, HERE, "<"))]
-    file, line = (own or lines)[-1]
+    layers = [(file, line) for file, line in lines if file.startswith(f"{TORCH}/nn/")]
+    file, line = (own or layers or lines)[-1]
     return f"{file}:{line}"
-
-
-class Trail(TorchFunctionMode):
-    """Follows sizes from where Python reads them to where it uses them."""
-
-    def __init__(self, recorder: Recorder) -> None:
-        super().__init__()
-        self.recorder = recorder
-        self.equations: list[Equation] = []
-        self.equal: list[tuple[Poly, Poly]] = []
-        self.numbers: list[Poly] = []
-        self.scales: list[Scale] = []
-        self.hashed = (0, 0)  # the instruction that last hashed a size
-        self._active: set[object] = set()
-
-    def size(self, value: int, leaf: Leaf) -> Size:
-        return Size.of(value, {((leaf, 1),): Fraction(1)}, self)
-
-    def shape(self, tensor: Tensor) -> torch.Size:
-        value = self.recorder.value(tensor)
-        return torch.Size([self.size(n, (value, dim)) if n > 1 else n for dim, n in enumerate(value.shape)])
-
-    def equate(self, size: object, tensor: Tensor, mark: object) -> None:
-        """Note that a size Python computed is the length of this dimension."""
-        if isinstance(size, Size):
-            self.equations.append(Equation(size.poly, self.recorder.value(tensor), mark))
-
-    def __torch_function__(self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if getattr(func, "__self__", None) is Tensor.shape:
-            return self.shape(args[0])
-        name = getattr(func, "__name__", "")
-        if name == "size":
-            shape = self.shape(args[0])
-            dim = args[1] if len(args) > 1 else kwargs.get("dim")
-            return shape if dim is None else shape[dim]
-        if name == "numel":
-            return prod(self.shape(args[0]))
-        if name in _USES:
-            result = func(*args, **kwargs)
-            _USES[name](self, result, *args, **kwargs)
-            return result
-        if isinstance(func, types.FunctionType) and func not in self._active:
-            self._active.add(func)
-            try:
-                with self:
-                    return _unguarded(func)(*args, **kwargs)
-            finally:
-                self._active.discard(func)
-        if name in _ARITHMETIC:
-            for operand in (*args, *kwargs.values()):
-                if isinstance(operand, Size):
-                    self.numbers.append(operand.poly)
-                elif isinstance(operand, Scale):
-                    self.scales.append(operand)
-        return func(*args, **kwargs)
-
-
-@cache
-def _unguarded(func: types.FunctionType) -> Callable[..., Any]:
-    """A function of torch's written in Python, without its own hand-over to modes: we want to see inside it."""
-    checks = {name for name in func.__globals__ if name.startswith("has_torch_function")}
-    around = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
-    copy = types.FunctionType(func.__code__, around, func.__name__, func.__defaults__, func.__closure__)
-    copy.__kwdefaults__ = func.__kwdefaults__
-    return copy
-
-
-_ARITHMETIC = {
-    *("mul", "div", "true_divide", "divide", "multiply", "add", "sub", "pow", "rsub", "mul_", "div_", "add_", "sub_"),
-    *("__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__imul__", "__itruediv__"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__pow__", "__rpow__", "softmax", "baddbmm", "clamp"),
-}
-_Use = Callable[..., None]
-_USES: dict[str, _Use] = {}  # by the name of torch's function or method: which arguments are lengths of the result
-
-
-def _use(*names: str) -> Callable[[_Use], _Use]:
-    def register(use: _Use) -> _Use:
-        _USES.update(dict.fromkeys(names, use))
-        return use
-
-    return register
-
-
-@_use("view", "reshape", "expand", "view_copy", "new_zeros", "new_ones", "new_empty", "new_full", "broadcast_to")
-def _resized(trail: Trail, out: Tensor, _: Tensor, *args: Any, **kwargs: Any) -> None:
-    _created(trail, out, *args, **kwargs)
-
-
-@_use("zeros", "ones", "empty", "full", "rand", "randn")
-def _created(trail: Trail, out: Tensor, *args: Any, **kwargs: Any) -> None:
-    given = args[:1] if args and isinstance(args[0], (tuple, list)) else args
-    sizes = pytree.tree_leaves((given, kwargs.get("size"), kwargs.get("shape")))
-    for dim, size in enumerate(sizes[: out.ndim]):
-        trail.equate(size, out, dim)
-
-
-@_use("unflatten")
-def _unflattened(trail: Trail, out: Tensor, x: Tensor, dim: int, sizes: Sequence[int]) -> None:
-    for offset, size in enumerate(sizes):
-        trail.equate(size, out, dim % x.ndim + offset)
-
-
-@_use("split", "split_with_sizes", "tensor_split")
-def _split(trail: Trail, out: Sequence[Tensor], x: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> None:
-    sizes, *rest = (*args, *kwargs.values())
-    dim = (rest[0] if rest else dim) % x.ndim
-    for piece, size in zip(out, sizes if isinstance(sizes, (tuple, list)) else [sizes], strict=False):
-        trail.equate(size, piece, dim)
-
-
-@_use("narrow")
-def _narrowed(trail: Trail, out: Tensor, x: Tensor, dim: int, start: int, length: int) -> None:
-    trail.equate(length, out, dim % x.ndim)
-    trail.equate(start, out, ("start", dim % x.ndim))
-
-
-@_use("__getitem__")
-def _indexed(trail: Trail, out: Tensor, x: Tensor, index: Any) -> None:
-    entries = list(index) if isinstance(index, tuple) else [index]
-    if not any(isinstance(e, slice) and any(isinstance(n, Size) for n in (e.start, e.stop)) for e in entries):
-        return
-    if any(isinstance(entry, (Tensor, list)) for entry in entries):
-        return  # advanced indexing moves dimensions; the check still sees what it did
-    if Ellipsis in entries:
-        at = entries.index(Ellipsis)
-        taken = sum(entry is not None for entry in entries) - 1
-        entries[at : at + 1] = [slice(None)] * (x.ndim - taken)
-    source = target = 0
-    shape = trail.shape(x)
-    for entry in entries:
-        if isinstance(entry, slice):
-            start, stop = entry.start or 0, shape[source] if entry.stop is None else entry.stop
-            start, stop = (n + shape[source] if n < 0 else n for n in (start, stop))
-            if entry.step in (None, 1):
-                trail.equate(stop - start, out, target)
-                trail.equate(start, out, ("start", target))
-        source += entry is not None
-        target += entry is None or isinstance(entry, slice)
-
-
-@_use("layer_norm", "rms_norm")
-def _normalised(trail: Trail, out: Tensor, _: Tensor, normalized_shape: Sequence[int], *__: Any, **___: Any) -> None:
-    for dim, size in zip(range(-len(normalized_shape), 0), normalized_shape, strict=True):
-        trail.equate(size, out, out.ndim + dim)
-
-
-@_use("group_norm")
-def _grouped(trail: Trail, out: Tensor, _: Tensor, num_groups: int, *__: Any, **___: Any) -> None:
-    trail.equate(num_groups, out, "groups")
-
-
-@_use("conv1d", "conv2d", "conv3d")
-def _convolved(trail: Trail, out: Tensor, *args: Any, **kwargs: Any) -> None:
-    trail.equate(args[6] if len(args) > 6 else kwargs.get("groups"), out, "groups")
-
-
-@_use("conv_transpose1d", "conv_transpose2d", "conv_transpose3d")
-def _transposed(trail: Trail, out: Tensor, *args: Any, **kwargs: Any) -> None:
-    trail.equate(args[6] if len(args) > 6 else kwargs.get("groups"), out, "groups")
-
-
-@_use("scaled_dot_product_attention")
-def _attended(trail: Trail, _: Tensor, query: Tensor, *args: Any, scale: float | None = None, **__: Any) -> None:
-    if isinstance(scale, Scale):
-        trail.scales.append(scale)
-    elif scale is None:
-        value = trail.recorder.value(query)
-        trail.numbers.append({(((value, query.ndim - 1), 1),): Fraction(1)})
-
-
-def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
-    """Every number a module keeps, as (path, what holds it, its key there, its value)."""
-    seen: set[int] = set()
-    for path, layer in module.named_modules():
-        for name, held in list(vars(layer).items()):
-            yield from _numbers(f"{path}.{name}" if path else name, vars(layer), name, held, seen)
-
-
-def _numbers(path: str, holder: Any, key: Any, held: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
-    sizes = type(held) in (tuple, list) and all(type(item) is int for item in held)
-    if sizes or type(held) in (int, float):
-        yield path, holder, key, held
-    elif isinstance(held, types.SimpleNamespace) or (is_dataclass(type(held)) and hasattr(held, "__dict__")):
-        # A configuration shared by many layers is one place: it keeps its first path.
-        if id(held) not in seen:
-            seen.add(id(held))
-            for name, item in list(vars(held).items()):
-                yield from _numbers(f"{path}.{name}", vars(held), name, item, seen)
-
-
-def _follow_attributes(module: nn.Module, trail: Trail) -> None:
-    for path, holder, key, held in list(attributes(module)):
-        if isinstance(held, float):
-            holder[key] = Scale(held)
-            holder[key].path = path
-        elif isinstance(held, int):
-            if held > 1:
-                holder[key] = trail.size(held, path)
-        else:
-            sizes = [trail.size(n, f"{path}.{at}") if n > 1 else n for at, n in enumerate(held)]
-            holder[key] = type(held)(sizes)
 
 
 @contextmanager
@@ -534,13 +241,16 @@ def record(
     weights: Mapping[str, tuple[Dim, ...]],
     inputs: tuple[Any, ...],
     known: Callable[[OpOverload], bool],
-    *,
-    follow: bool = True,
+    follower: Follower | None = None,
+    constants: Mapping[str, Tensor] | None = None,
 ) -> Run:
-    """Run a copy of a module on tensors without data and write down what it did."""
+    """Run a copy of a module on tensors without data and write down what it did.
+
+    `constants` are buffers whose values Python may read, since members have the same.
+    """
+    constants = constants or {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(known)
-    trail = Trail(recorder)
 
     def fake(tensor: Tensor) -> Tensor:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -549,6 +259,8 @@ def record(
     def make(name: str, weight: Tensor) -> Tensor:
         made = fake(weight)
         recorder.name(made, Value(tuple(made.shape), weights.get(name, ()), name))
+        if name in constants:
+            recorder.constants[id(made)] = constants[name].detach().cpu().clone()
         return made
 
     module = blueprint(module, make)
@@ -565,29 +277,32 @@ def record(
     for path, layer in module.named_modules():
         layer.register_forward_pre_hook(enter(path), prepend=True)
         layer.register_forward_hook(leave, always_call=True)
-    if follow:
-        _follow_attributes(module, trail)
     module.eval()
     given = pytree.tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     with ExitStack() as stack:
         stack.enter_context(_plain_backends())
         stack.enter_context(mode)
         stack.enter_context(recorder)
-        if follow:
-            stack.enter_context(trail)
+        if follower is not None:
+            follower.attach(module, recorder.value)
+            stack.enter_context(follower)
         try:
             output = module(*given)
         except Exception as error:
             raise RunError(recorder.calls, recorder.failed or "", _line_of(error)) from error
     output = pytree.tree_map(lambda leaf: recorder.value(leaf) if isinstance(leaf, Tensor) else leaf, output)
     _mark_live(recorder.calls, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Value)])
-    return Run(recorder.calls, output, trail)
+    return Run(recorder.calls, output, recorder.reads)
 
 
 def _mark_live(calls: list[Call], outputs: Sequence[Value]) -> None:
     """By storage and not by tensor, so that what is written through a view counts."""
+    for value in outputs:
+        value.read = True
     needed = {value.storage for value in outputs}
     for call in reversed(calls):
         if any(value.storage in needed for value in call.outs):
             call.live = True
             needed.update(value.storage for value in call.inputs)
+            for value in call.inputs:
+                value.read = True

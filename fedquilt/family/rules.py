@@ -110,6 +110,17 @@ def _dims(call: Call, name: str, ndim: int) -> list[int]:
     return [dim % ndim for dim in (given if isinstance(given, (list, tuple)) else [given])] if ndim else []
 
 
+def told(call: Call, mark: object) -> int | None:
+    """The number a call was given where a rule left a mark: a slice's start, a norm's or convolution's groups."""
+    if mark == "groups":
+        given = (_argument(call, name) for name in ("groups", "num_groups", "group"))
+        return next((n for n in given if n is not None), None)
+    if isinstance(mark, tuple) and call.op.overloadpacket is aten.slice:
+        start: int = _argument(call, "start") or 0
+        return start if start >= 0 else start + int(call.inputs[0].shape[mark[1]])
+    return None
+
+
 # --- element-wise ------------------------------------------------------------------------------------------------
 
 
@@ -141,7 +152,7 @@ def _prelu(call: Call, facts: Facts) -> Dims:
     if len(slope.shape) == 1 and slope.shape[0] > 1 and len(x.shape) > 1:
         unify(x.dims[1], slope.dims[0])
         return x.dims
-    return _pointwise(call, facts)
+    return _broadcast([x.dims, slope.dims], x.shape)
 
 
 # --- views -------------------------------------------------------------------------------------------------------
@@ -499,7 +510,7 @@ def _layer_norm(call: Call, facts: Facts) -> Dims:
 @rule(aten.native_group_norm, aten.group_norm)
 def _group_norm(call: Call, facts: Facts) -> Dims:
     x, *affine = call.inputs
-    groups = groups_of(call)
+    groups = told(call, "groups")
     assert groups is not None
     for other in affine:
         unify(x.dims[1], other.dims[0])
@@ -507,15 +518,6 @@ def _group_norm(call: Call, facts: Facts) -> Dims:
     couple(inner)
     call.outs[0].marks["groups"] = outer
     return x.dims
-
-
-def groups_of(call: Call) -> int | None:
-    """How many groups a convolution or norm was told to make."""
-    for name in ("groups", "num_groups", "group"):
-        told: int | None = _argument(call, name)
-        if told is not None:
-            return told
-    return None
 
 
 @rule(aten._weight_norm_interface, aten._weight_norm)
@@ -556,9 +558,11 @@ def _reduce(call: Call, facts: Facts) -> list[Dims]:
 
 @rule(aten.max, aten.min, aten.argmax, aten.argmin, aten.sort, aten.topk, aten.median, aten.kthvalue)
 def _ranked(call: Call, facts: Facts) -> list[Dims]:
-    if len(call.inputs) == 2:
-        return [_pointwise(call, facts)]  # max(a, b)
     x = call.inputs[0]
+    if len(call.inputs) == 2:
+        return [_broadcast([x.dims, call.inputs[1].dims], call.outs[0].shape)]  # max(a, b)
+    if call.op.overloadpacket in (aten.max, aten.min) and not any(out.read for out in call.outs[1:]):
+        return _reduce(call, facts)[:1]  # type: ignore[no-any-return]
     ranked = _dims(call, "dim", len(x.shape))
     _pin_all([x.dims[dim] for dim in ranked])  # which position won is a number: positions must not move
     found: list[Dims] = []

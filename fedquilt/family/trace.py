@@ -6,8 +6,6 @@ import difflib
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from fractions import Fraction
-from math import isclose
 from typing import Any, Literal
 
 import torch
@@ -15,9 +13,10 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import DataDependentOutputException, DynamicOutputShapeException
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvTransposeNd
+from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
 
-from fedquilt.axes import Axis, Expr, Product, Sum, axes_in, size_of
+from fedquilt.axes import Axis, Expr, Product, Sum, axes_in
 from fedquilt.errors import TraceError
 from fedquilt.family import rules
 from fedquilt.family.atoms import (
@@ -27,8 +26,6 @@ from fedquilt.family.atoms import (
     Facts,
     atom,
     atoms_in,
-    count,
-    couple,
     fix,
     is_free,
     is_plain,
@@ -36,12 +33,11 @@ from fedquilt.family.atoms import (
     plain,
     resolve,
     size,
-    split,
-    unify,
 )
 from fedquilt.family.build import build
 from fedquilt.family.layout import Layout
-from fedquilt.family.record import Call, Poly, Run, RunError, Value, attributes, layer_name, record
+from fedquilt.family.record import SMALL, Call, Run, RunError, Value, layer_name, record
+from fedquilt.family.sizes import Trail, solve_sizes
 
 Heads = Literal["inside", "whole"]
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
@@ -94,6 +90,8 @@ class Traced:
 
 
 def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: int | None) -> Traced:
+    if any(is_lazy(weight) for weight in (*module.parameters(), *module.buffers())):
+        raise TraceError(f"{type(module).__name__} has lazy layers: run it once, so that they know their sizes.")
     ties = _ties(module)
     counters = _counters(module)
     weights = {
@@ -101,12 +99,12 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: 
         for name, weight in (*module.named_parameters(), *module.named_buffers())
         if name not in counters
     }
-    run = _run(module, weights, inputs)
-    facts = Facts()
+    trail, facts = Trail(), Facts()
+    run = _run(module, weights, inputs, trail)
     for call in run.calls:
         if call.live:
             rules.apply(call, facts)
-    sizes = _follow_sizes(module, run, facts)
+    sizes = solve_sizes(module, trail, facts)
     class_dim = _settle_output(run.output, inputs, class_dim, facts)
     used = _first_uses(run)
     for name, dims in weights.items():
@@ -114,6 +112,7 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: 
             for dim in dims:
                 pin(dim)
     unused = [name for name, _ in module.named_parameters() if name not in used]
+    facts.notes += [f"Python reads a constant in {where}: every member takes that branch" for where in run.reads]
     if unused:
         facts.notes.append(f"the output does not depend on {', '.join(unused)}: never cut")
     _settle(facts, heads)
@@ -153,10 +152,10 @@ def _counters(module: nn.Module) -> set[str]:
     return found
 
 
-def _run(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tuple[Any, ...]) -> Run:
+def _run(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tuple[Any, ...], trail: Trail) -> Run:
     kind = type(module).__name__
     try:
-        run = record(module, weights, inputs, _known)
+        run = record(module, weights, inputs, _known, trail, _constants(module))
     except RunError as failure:
         cause = failure.__cause__
         place = f"{layer_name(failure.layer)}, {failure.where}"
@@ -166,7 +165,9 @@ def _run(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tupl
                 "axes cannot be traced. Compute with tensors instead (torch.where, masks, .amax()), or take the "
                 "decision in __init__ or outside of forward."
             ) from cause
-        raise TraceError(f"{kind} does not run on tensors shaped like the example inputs ({place}): {cause}") from cause
+        raise TraceError(
+            f"{kind} does not run on tensors that have the example inputs' shapes but no data ({place}): {cause}"
+        ) from cause
     if not isinstance(run.output, Value):
         raise TraceError(
             f"{kind} returns a {type(run.output).__name__}, not one tensor. Wrap it in a module whose forward returns "
@@ -175,129 +176,15 @@ def _run(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tupl
     return run
 
 
+def _constants(module: nn.Module) -> dict[str, Tensor]:
+    """Buffers that are no statistics: masks, tables of positions."""
+    small = {name: buffer for name, buffer in module.named_buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
+    norms = {path for path, layer in module.named_modules() if isinstance(layer, _NormBase)}
+    return {name: buffer for name, buffer in small.items() if name.rpartition(".")[0] not in norms}
+
+
 def _known(op: Any) -> bool:
     return rules.find_rule(op) is not None
-
-
-# --- sizes that Python computed ------------------------------------------------------------------------------------
-
-
-def _follow_sizes(module: nn.Module, run: Run, facts: Facts) -> dict[str, Dim]:
-    """Solve what Python did with sizes: which attributes hold the size of which dimensions."""
-    values: dict[str, Any] = {}
-    for path, _, _, held in attributes(module):
-        values.update(
-            {f"{path}.{at}": n for at, n in enumerate(held)} if isinstance(held, (tuple, list)) else {path: held}
-        )
-    solver = _Sizes(values, {})
-    trail = run.trail
-    # An equation may need what a later one finds out; three rounds reach what is written in real modules.
-    for _ in range(3):
-        for equation in trail.equations:
-            mark = equation.mark
-            dim = equation.value.dims[mark] if isinstance(mark, int) else equation.value.marks.get(mark)
-            if dim is not None and equation.value.known:
-                solver.solve(equation.size, dim)
-        for one, other in trail.equal:
-            for a, b in ((one, other), (other, one)):
-                known = solver.evaluate(b)
-                if known is not None:
-                    solver.solve(a, known)
-                    break
-    for poly in trail.numbers:
-        for powers in poly:
-            for leaf, _ in powers:
-                couple(solver.dim_of(leaf) or ())
-    for scale in trail.scales:
-        layer = scale.path.rpartition(".")[0]
-        for where, dim in facts.contracted:
-            if where == layer and is_free(dim) and any(isclose(scale, size(dim) ** power) for power in (-0.5, 0.5)):
-                solver.found[scale.path] = dim
-                couple(dim)
-    return solver.found
-
-
-@dataclass
-class _Sizes:
-    """Equations between sizes, solved for one unknown at a time."""
-
-    values: Mapping[str, Any]
-    found: dict[str, Dim]  # attribute → the dimension whose size it holds
-
-    def dim_of(self, leaf: Any) -> Dim | None:
-        if isinstance(leaf, str):
-            return self.found.get(leaf)
-        value, dim = leaf
-        return resolve(value.dims[dim]) if value.known else None
-
-    def evaluate(self, poly: Poly) -> Dim | None:
-        """The dimension a size is, where it is that and nothing else."""
-        if len(poly) == 1:
-            ((powers, factor),) = poly.items()
-            if factor == 1 and len(powers) == 1:
-                ((leaf, power),) = powers
-                return self.dim_of(leaf) if power == 1 else None
-        return None
-
-    def solve(self, poly: Poly, dim: Dim) -> None:
-        """Make `poly` the size of `dim`, where one factor of it is open; the check sees what is left out."""
-        if len(poly) != 1:
-            return
-        ((powers, factor),) = poly.items()
-        whole, unknown = resolve(dim), []
-        for leaf, power in powers:
-            known = self.dim_of(leaf)
-            if known is None and power < 0:
-                known = plain(self.values[leaf]) if isinstance(leaf, str) else None
-            if known is not None and is_plain(known):
-                factor *= Fraction(size(known)) ** power
-            elif known is not None and power < 0:
-                whole = (*known, *whole)
-            elif power == 1:
-                unknown.append((leaf, known))
-            else:
-                return
-        whole = (*plain(factor.denominator), *whole)
-        stripped = _strip(whole, plain(factor.numerator))
-        if stripped is None:
-            return
-        whole = stripped
-        for leaf, known in list(unknown):
-            if known is not None and len(unknown) > 1:
-                stripped = _strip(whole, known)
-                if stripped is not None:
-                    whole = stripped
-                    unknown.remove((leaf, known))
-        if len(unknown) != 1:
-            return
-        ((leaf, known),) = unknown
-        if known is not None:
-            if count(known) != count(whole):  # as many as each other is all that a size asks for
-                unify(known, whole)
-        elif isinstance(leaf, str) and size(whole) == self.values[leaf]:
-            self.found[leaf] = whole
-
-
-def _strip(dim: Dim, factor: Dim) -> Dim | None:
-    """`dim / factor`, if it is a factor."""
-    dim, factor = resolve(dim), resolve(factor)
-    count = len(factor)
-    if not count:
-        return dim
-    if is_plain(factor):
-        n = size(factor)
-        for at, part in enumerate(dim):
-            if isinstance(part, int) and part % n == 0:
-                return resolve((*dim[:at], part // n, *dim[at + 1 :]))
-        if size(dim) % n:
-            return None
-        outer, inner = split(dim, (n, size(dim) // n))
-        pin(outer)
-        return resolve(inner)
-    for at in range(len(dim) - count + 1):
-        if dim[at : at + count] == factor:
-            return resolve((*dim[:at], *dim[at + count :]))
-    return None
 
 
 # --- what may be cut -----------------------------------------------------------------------------------------------
@@ -468,6 +355,7 @@ def _under(layout: Layout, name: str) -> Iterator[str]:
 
 
 def _nearest(name: str, known: Sequence[str]) -> str:
+    known = list(dict.fromkeys(known))
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
     return f" Nearest: {', '.join(map(repr, close))}." if close else f" There are {', '.join(map(repr, known[:8]))}."
 
@@ -493,30 +381,42 @@ def _parts(module: nn.Module, layout: Layout, wanted: Mapping[str, Sequence[str]
 
 @dataclass(frozen=True)
 class _Mismatch:
+    """Where a member does not follow its axes."""
+
     call: Call
     found: str
-    suspects: tuple[Dim, ...]
+    layer: tuple[Call, ...] = ()  # all of the layer's calls, where it is not clear which one is to blame
+
+    def suspects(self, traced: Traced) -> list[str]:
+        """The axes of what the call touches, else of all its layer does."""
+        values = [*self.call.inputs, *self.call.outs]
+        values += [value for call in self.layer for value in (*call.inputs, *call.outs)]
+        atoms = (one for value in values for dim in value.dims for one in atoms_in(dim))
+        return list(dict.fromkeys(traced.names[one] for one in atoms if one in traced.names))
 
 
 def _check(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout, fixed: Sequence[str]) -> None:
     """Running is no check: compare every shape and offset a member computes with what the axes predict."""
-    problem = _first_mismatch(module, inputs, traced, layout)
+    problem = current = _first_mismatch(module, inputs, traced, layout)
     if problem is None:
         return
     pinned: list[str] = []
-    trial, current = layout, problem
+    trial = layout
     # What to pin is found by pinning: the advice has been tried before it is given.
     while current is not None:
-        suspects = [name for dim in current.suspects for one in atoms_in(dim) if (name := traced.names.get(one))]
-        fresh = [name for name in dict.fromkeys(suspects) if not trial.axes[name].fixed]
-        if not fresh or len(pinned) > 32:
+        blamed = [name for name in current.suspects(traced) if not trial.axes[name].fixed]
+        if not blamed and not current.layer:
+            alike = tuple(call for call in traced.run.calls if call.layer == current.call.layer)
+            current = replace(current, layer=alike)
+        elif blamed:
+            pinned += blamed
+            trial = _fix(trial, blamed, module)
+            current = _first_mismatch(module, inputs, traced, trial)
+        else:
             break
-        pinned += fresh
-        trial = _fix(trial, fresh, module)
-        current = _first_mismatch(module, inputs, traced, trial)
     names = ", ".join(map(repr, [*fixed, *pinned]))
-    viewed = "use x.flatten(1), -1 or a size read from x.shape, or " if "view" in str(problem.call.op) else ""
-    remedy = f"{viewed}pin what it depends on: fixed=[{names}]" if current is None else "rewrite it with x.shape"
+    rewrite = "use x.flatten(1) or sizes read from x.shape" if _kind(problem.call) == "view" else "read it from x.shape"
+    remedy = f"{rewrite}, or pin what it depends on: fixed=[{names}]" if current is None else rewrite
     raise TraceError(
         f"{type(module).__name__} has a size written into its code that a narrower member does not have: "
         f"{problem.call}: {problem.found}. To mend it, {remedy}."
@@ -525,36 +425,35 @@ def _check(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: L
 
 def _first_mismatch(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout) -> _Mismatch | None:
     free = [axis for axis in layout.axes.values() if not axis.fixed]
-    if not free:
-        return None
-    for widths in (_uneven(free), dict.fromkeys((axis.name for axis in free), 1)):
-        widths = layout.sizes | widths
-        member = build(module, layout, widths)
-        expected = [call for call in traced.run.calls if call.op.overloadpacket not in _IDENTITIES]
+    expected = _visible(traced.run.calls)
+    same = {
+        name: buffer
+        for name, buffer in _constants(module).items()
+        if all(isinstance(dim, int) for dim in layout.dims[name])
+    }
+    for narrow in (_uneven(free), {axis.name: 1 for axis in free}) if free else ():
+        widths = layout.sizes | narrow
         try:
-            rerun = record(member, {}, inputs, _known, follow=False)
+            rerun = record(build(module, layout, widths), {}, inputs, _known, constants=same)
         except RunError as failure:
-            done = [call for call in failure.calls if call.op.overloadpacket not in _IDENTITIES]
+            done = _visible(failure.calls)
             call = expected[min(len(done), len(expected) - 1)]
-            found = f"the member fails here ({str(failure.__cause__).splitlines()[0]})"
-            return _Mismatch(call, found, tuple(dim for value in (*call.inputs, *call.outs) for dim in value.dims))
-        found = [call for call in rerun.calls if call.op.overloadpacket not in _IDENTITIES]
-        mismatch = _compare([c for c in expected if c.live], [c for c in found if c.live], traced, widths)
+            fails = _Mismatch(call, f"the member fails here ({str(failure.__cause__).splitlines()[0]})")
+            # What went wrong may have gone unnoticed for a while: -1 in a view takes any number of channels.
+            return _compare(expected[: len(done)], done, traced, widths) or fails
+        calls = [call for call in _visible(rerun.calls) if call.live]
+        mismatch = _compare([call for call in expected if call.live], calls, traced, widths)
         if mismatch is not None:
             return mismatch
     return None
 
 
-_IDENTITIES = {torch.ops.aten.clone, torch.ops.aten.alias, torch.ops.aten.detach, torch.ops.aten.contiguous}
-_VIEWS = {torch.ops.aten.view, torch.ops.aten._unsafe_view, torch.ops.aten.reshape, torch.ops.aten._reshape_alias}
-
-
 def _uneven(free: Sequence[Axis]) -> dict[str, int]:
-    """About half of each axis, but not the same share twice running: equal shares would hide a mix-up of two axes."""
-    golden = 0.618
+    """About half of each axis, but of each another share: equal shares would hide a mix-up of two axes."""
+    shares = (0.38 + 0.24 * (at * 0.618 % 1) for at in range(len(free)))
     return {
-        axis.name: min(axis.size - 1, max(1, round(axis.size * (0.38 + 0.24 * (at * golden % 1)))))
-        for at, axis in enumerate(free)
+        axis.name: min(axis.size - 1, max(1, round(axis.size * share)))
+        for axis, share in zip(free, shares, strict=True)
     }
 
 
@@ -563,22 +462,23 @@ def _compare(
 ) -> _Mismatch | None:
     for call, other in zip(expected, found, strict=False):
         if _kind(call) != _kind(other):
-            suspects = tuple(dim for value in call.inputs for dim in value.dims)
-            return _Mismatch(call, f"the member computes {_kind(other)} here", suspects)
-        for value, got in zip(call.outs, other.outs, strict=True):
+            return _Mismatch(call, f"the member computes {_kind(other)} here")
+        for value, got in zip(call.outs if call.live else (), other.outs, strict=False):
             predicted = tuple(traced.predict(dim, widths) for dim in value.dims)
             if value.known and predicted != got.shape:
-                suspects = tuple(dim for source in (*call.inputs, value) for dim in source.dims)
-                return _Mismatch(call, f"the member gets shape {got.shape}, its axes say {predicted}", suspects)
+                return _Mismatch(call, f"the member gets shape {got.shape}, its axes say {predicted}")
             for mark, dim in value.marks.items():
-                asked = _asked(other, mark)
-                if asked is not None and asked != traced.predict(dim, widths):
-                    text = f"the member has {asked} {_mark_name(mark)}, its axes say {traced.predict(dim, widths)}"
-                    return _Mismatch(call, text, tuple(dim for source in (*call.inputs, value) for dim in source.dims))
+                asked, right = rules.told(other, mark), traced.predict(dim, widths)
+                if asked is not None and asked != right:
+                    return _Mismatch(call, f"the member is told {asked}, its axes say {right}")
     if len(expected) != len(found):
-        call = expected[min(len(found), len(expected) - 1)]
-        return _Mismatch(call, "the member takes another path", tuple(d for v in call.inputs for d in v.dims))
+        return _Mismatch(expected[min(len(found), len(expected) - 1)], "the member takes another path")
     return None
+
+
+def _visible(calls: Sequence[Call]) -> list[Call]:
+    """Without copies, which torch makes or not as the strides happen to be."""
+    return [call for call in calls if call.op.overloadpacket not in _COPIES]
 
 
 def _kind(call: Call) -> str:
@@ -586,15 +486,5 @@ def _kind(call: Call) -> str:
     return "view" if packet in _VIEWS else str(packet.__name__)
 
 
-def _asked(call: Call, mark: object) -> int | None:
-    """What a call was told where its axes predict a number: a slice's start, a norm's or convolution's groups."""
-    if mark == "groups":
-        return rules.groups_of(call)
-    if isinstance(mark, tuple) and call.op.overloadpacket is torch.ops.aten.slice:
-        start: int = (call.args[2] if len(call.args) > 2 else None) or 0
-        return start + int(call.inputs[0].shape[mark[1]]) if start < 0 else start
-    return None
-
-
-def _mark_name(mark: object) -> str:
-    return "groups" if mark == "groups" else "channels before its slice"
+_COPIES = {torch.ops.aten.clone, torch.ops.aten.alias, torch.ops.aten.detach, torch.ops.aten.contiguous}
+_VIEWS = {torch.ops.aten.view, torch.ops.aten._unsafe_view, torch.ops.aten.reshape, torch.ops.aten._reshape_alias}

@@ -11,7 +11,7 @@ from fedquilt.methods.method import Method
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Client, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Server, Submodel, World
 
 # The setting shared by the partial-training papers: static norms, a scaler, and a loss over the client's own classes.
 PARTIAL = Local(norm="post", scaler=True, masked="client")
@@ -32,3 +32,6 @@ class HeteroFL(Method):
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(client.budget, self.rounding))]
+
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
+        return prefix(world.family.fit(budget, self.rounding))

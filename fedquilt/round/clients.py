@@ -30,7 +30,7 @@ class Fleet:
         """Equal numbers of clients of each share, dealt in turn; the cohort is a tenth unless `sample` says."""
         kinds = tuple(Budget(share=share) for share in shares)
         dealt = tuple(kinds[client % len(kinds)] for client in range(num_clients))
-        return Fleet(dealt, sample or max(1, num_clients // 10), kinds if dynamic else ())
+        return Fleet(dealt, _cohort(sample, num_clients), kinds if dynamic else ())
 
     @staticmethod
     def mixed(portions: Mapping[float, float], num_clients: int, sample: int | None = None) -> Fleet:
@@ -43,7 +43,7 @@ class Fleet:
             next((budget for bound, budget in bounds if (client + 0.5) / num_clients * total <= bound), bounds[-1][1])
             for client in range(num_clients)
         )
-        return Fleet(dealt, sample or max(1, num_clients // 10))
+        return Fleet(dealt, _cohort(sample, num_clients))
 
     @property
     def num_clients(self) -> int:
@@ -65,3 +65,7 @@ class Fleet:
 
     def client(self, id: int, round: int, seed: int, size: int) -> Client:
         return Client(id, self.budget(id, round, seed), size)
+
+
+def _cohort(sample: int | None, num_clients: int) -> int:
+    return max(1, num_clients // 10) if sample is None else sample

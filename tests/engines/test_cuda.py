@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import assert_same, with_local
+from tests.conftest import assert_same, with_local
 
 import fedquilt as fq
 from fedquilt.engines import ENGINES

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.utils.parametrizations import weight_norm
 
-from fedquilt.axes import Index, Positions, write
+from fedquilt.axes import Index, Positions
 from fedquilt.family.build import build
 from fedquilt.family.layout import Layout
 from fedquilt.family.trace import trace_layout
@@ -156,7 +156,9 @@ class ShuffleNet(nn.Module):
         super().__init__()
         self.stem = conv(3, 16)
         self.units = nn.Sequential(ShuffleUnit(16), ShuffleUnit(16))
-        self.grouped = nn.Sequential(nn.Conv2d(16, 12, 1, groups=2), nn.ChannelShuffle(2), nn.Conv2d(12, 12, 1, groups=2))
+        self.grouped = nn.Sequential(
+            nn.Conv2d(16, 12, 1, groups=2), nn.ChannelShuffle(2), nn.Conv2d(12, 12, 1, groups=2)
+        )
         self.head = classify(12)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -273,11 +275,13 @@ class Causal(nn.Module):
         super().__init__()
         self.n_embd, self.n_head = dim, heads
         self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
-        self.register_buffer("mask", torch.tril(torch.ones(length, length)).view(1, 1, length, length), persistent=False)
+        self.register_buffer(
+            "mask", torch.tril(torch.ones(length, length)).view(1, 1, length, length), persistent=False
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         B, T, C = x.size()
-        assert C == self.n_embd
+        assert self.n_embd == C
         q, k, v = self.c_attn(x).split(self.n_embd, dim=2)
         k = k.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
         q = q.view(B, T, self.n_head, C // self.n_head).transpose(1, 2)
@@ -485,7 +489,10 @@ def tokens(words: int) -> tuple[Tensor, ...]:
 
 
 MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...]]]] = {
-    "mlp": (lambda: nn.Sequential(nn.Linear(6, 9), nn.Sigmoid(), nn.Linear(9, 7), nn.Linear(7, 5)), lambda: vectors(3, 6)),
+    "mlp": (
+        lambda: nn.Sequential(nn.Linear(6, 9), nn.Sigmoid(), nn.Linear(9, 7), nn.Linear(7, 5)),
+        lambda: vectors(3, 6),
+    ),
     "residual": (Residual, images),
     "preactivation": (PreActivation, images),
     "dense": (Dense, images),
@@ -535,7 +542,10 @@ def choose(layout: Layout, share: float, seed: int = 0) -> Index:
     generator = torch.Generator().manual_seed(seed)
     free = [axis for axis in layout.axes.values() if not axis.fixed]
     return Index(
-        (axis.name, Positions.chosen(torch.randperm(axis.size, generator=generator)[: max(1, int(share * axis.size))].tolist()))
+        (
+            axis.name,
+            Positions.chosen(torch.randperm(axis.size, generator=generator)[: max(1, int(share * axis.size))].tolist()),
+        )
         for axis in free
     )
 
@@ -572,7 +582,7 @@ def zeroed(module: nn.Module, layout: Layout, index: Index) -> dict[str, Tensor]
 
 
 class Told(nn.Module):
-    """A layer or group norm of the full model that looks only at the channels a cut keeps: the hand-written reference."""
+    """The hand-written reference: a norm of the full model that looks only at the channels a cut keeps."""
 
     def __init__(self, norm: Any, kept: Tensor) -> None:
         super().__init__()
@@ -642,3 +652,98 @@ def test_a_member_is_the_full_model_with_the_cut_channels_gone(name: str, share:
     with torch.no_grad():
         got = functional_call(member, gather(module, layout, index), inputs)
     torch.testing.assert_close(got, reference(name, index), rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("name", ["vit", "fused", "llama", "gpt", "cross"])
+def test_whole_heads_can_go(name: str) -> None:
+    module, inputs, _ = traced(name)
+    layout = trace_layout(module, inputs, heads="whole")
+    heads = {axis.name: 1 for axis in layout.axes.values() if not axis.fixed}
+    member = build(module, layout, layout.sizes | heads)
+    index = Index({name: Positions.chosen([0]) for name in heads})
+    weights = gather(module, layout, index)
+    for layer in member.modules():
+        for held in ("heads", "num_heads", "n_head"):
+            assert getattr(layer, held, 1) in (1, 2)  # grouped queries: two for the one key head
+    with torch.no_grad():
+        assert functional_call(member, weights, inputs).shape == module(*inputs).shape
+
+
+MAKERS: dict[str, Callable[..., nn.Module]] = {
+    "vit": lambda s: ViT(s["patch.heads"] * s["patch.dim"], 4, s["blocks.0.linear1"]),
+    "fused": lambda s: Fused(s["embed.heads"] * s["embed.dim"], 3),
+    "llama": lambda s: Llama(s["embed"], 4, 2, 2 * s["attn.q.dim"], s["gate_up"]),
+    "gpt": lambda s: GPT(s["wte.heads"] * s["wte.dim"], 2, s["mlp.0"]),
+    "mixer": lambda s: Mixer(s["patch"]),
+}
+
+
+@pytest.mark.parametrize("name", sorted(MAKERS))
+def test_a_member_is_what_its_class_makes_when_asked_for_less(name: str) -> None:
+    module, inputs, layout = traced(name)
+    index = choose(layout, 0.5)
+    if name == "mixer":
+        index = Index({"patch": index["patch"]})
+    weights = gather(module, layout, index)
+    made = MAKERS[name](widths_of(layout, index)).double().eval()
+    member = build(module, layout, widths_of(layout, index))
+    assert {n: w.shape for n, w in made.state_dict().items()} == {n: w.shape for n, w in member.state_dict().items()}
+    assert str(made) == str(member)
+    with torch.no_grad():
+        torch.testing.assert_close(functional_call(member, weights, inputs), functional_call(made, weights, inputs))
+
+
+@pytest.mark.parametrize("name", sorted(MODULES))
+def test_the_whole_member_is_the_module(name: str) -> None:
+    module, inputs, layout = traced(name)
+    member = build(module, layout, layout.sizes)
+    assert str(member) == str(module)
+    assert all(weight.is_meta for weight in (*member.parameters(), *member.buffers()))
+    kept = {n: w for n, w in weights_of(module).items() if n in layout.dims}
+    with torch.no_grad():
+        torch.testing.assert_close(functional_call(member, kept, inputs), module(*inputs))
+
+
+def test_members_take_weights_by_assignment_and_train() -> None:
+    module, inputs, layout = traced("mobilenet")
+    index = choose(layout, 0.5)
+    member = build(module, layout, widths_of(layout, index))
+    counters = {n: b for n, b in module.named_buffers() if n not in layout.dims}
+    member.load_state_dict(gather(module, layout, index) | counters, assign=True)
+    member.train()(*inputs).sum().backward()
+    assert all(weight.grad is not None for weight in member.parameters())
+
+
+def test_ties_modes_hooks_and_dtypes_survive() -> None:
+    module = GPT().half().train()
+    module.ln_1.eval()
+    module.wpe.weight.requires_grad_(False)
+    module.attn.register_forward_pre_hook(lambda *_: None)
+    layout = trace_layout(module, tokens(13))
+    state = torch.random.get_rng_state()
+    member: Any = build(module, layout, layout.sizes | {"wte.dim": 3, "mlp.0": 5})
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert member.lm_head.weight is member.wte.weight
+    assert member.wte.weight.shape == (13, 6)
+    assert (member.training, member.ln_1.training) == (True, False)
+    assert (member.wpe.weight.requires_grad, member.wte.weight.requires_grad) == (False, True)
+    assert member.wte.weight.dtype is torch.float16
+    assert len(member.attn._forward_pre_hooks) == 1
+    assert (member.attn.n_embd, module.attn.n_embd) == (6, 16)
+    assert module.wte.weight.shape == (13, 16)
+
+
+def test_layers_know_their_sizes() -> None:
+    module, _, layout = traced("resnext")
+    member: Any = build(module, layout, layout.sizes | {"body.0.0.groups": 2, "body.0.0.inside": 3})
+    grouped = member.body[1][0]
+    assert (grouped.groups, grouped.in_channels, grouped.out_channels) == (2, 6, 16)
+    assert member.body[0][1].num_features == 6
+    assert member.up.out_channels == 8
+
+
+def test_an_attention_scale_follows_its_head() -> None:
+    module, _, layout = traced("fused")
+    member: Any = build(module, layout, layout.sizes | {"embed.dim": 4})
+    assert member.attn.scale == pytest.approx(0.5)
+    assert module.attn.scale == pytest.approx(8**-0.5)

@@ -267,11 +267,8 @@ def test_noise_outside_of_training_is_refused():
         net({}, torch.ones(3))
 
 
-@pytest.mark.parametrize("causal", [False, True])
-@pytest.mark.parametrize("mask", [None, "bool", "float"])
+@pytest.mark.parametrize(("causal", "mask"), [(False, None), (True, None), (False, "bool"), (False, "float")])
 def test_attention_written_out_is_torchs(causal, mask):
-    if causal and mask:
-        pytest.skip("torch refuses both at once")
     q, k, v = (torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
     kept = torch.rand(5, 5, generator=torch.Generator().manual_seed(9)) < 0.7
     kept |= torch.eye(5, dtype=torch.bool)

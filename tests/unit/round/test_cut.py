@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import cuts
 import pytest
 import torch
 from hypothesis import given, settings
@@ -11,6 +10,7 @@ from hypothesis import strategies as st
 from fedquilt.axes import Index, Positions
 from fedquilt.round.cut import add_at, is_blocky, prefix, put_at, rows, scattered, take, windows
 from fedquilt.terms import Arch
+from tests.unit.round import cuts
 
 few = settings(max_examples=50, deadline=None)
 ARCH = Arch((("a", 2), ("b", 2)))

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass, replace
+from itertools import pairwise
 
 import pytest
 import torch
 import torch.nn.functional as F
-from conftest import with_local
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -49,6 +49,7 @@ from fedquilt.round.local import (
     train_pass,
 )
 from fedquilt.terms import Arch, Job, World
+from tests.conftest import with_local
 
 CPU = torch.device("cpu")
 HELD = torch.ones(3, dtype=torch.bool)
@@ -198,7 +199,7 @@ def test_a_methods_rate_follows_its_schedule(perceptron):
 def test_spans(size, last_batch, sizes):
     found = spans(size, 4, last_batch)
     assert [stop - start for start, stop in found] == sizes
-    assert all(before[1] == after[0] for before, after in zip(found, found[1:], strict=False))
+    assert all(before[1] == after[0] for before, after in pairwise(found))
 
 
 @settings(max_examples=40, deadline=None)
@@ -301,12 +302,12 @@ def test_the_proximal_gradient_pulls_back(perceptron):
     state, received, batch = doubles(perceptron, 1), doubles(perceptron, 2), batch_of(5)
     args = (state, received, state, batch)
     plain, _ = gradient(learner_of(), perceptron, perceptron.whole, Phase(), *args)
-    pulled, (loss, _) = gradient(learner_of(), perceptron, perceptron.whole, Phase(Proximal(CrossEntropy(), 0.3)), *args)
+    pulled, (loss, _) = gradient(
+        learner_of(), perceptron, perceptron.whole, Phase(Proximal(CrossEntropy(), 0.3)), *args
+    )
     drift = 0.0
     for name in plain:
-        torch.testing.assert_close(
-            pulled[name], plain[name] + 0.3 * (state[name] - received[name]), rtol=0, atol=1e-14
-        )
+        torch.testing.assert_close(pulled[name], plain[name] + 0.3 * (state[name] - received[name]), rtol=0, atol=1e-14)
         drift += float((state[name] - received[name]).square().sum())
     own = float(CrossEntropy()(view_of(perceptron, state, batch)))
     assert float(loss) == pytest.approx(own + 0.15 * drift, abs=1e-12)
@@ -360,8 +361,7 @@ def test_differences_of_nested_shares_part_the_whole(residual):
     shares = (0.0, 0.25, 0.5, 1.0)
     for name in residual.trainable:
         total = sum(
-            Between(inner, outer).mask(residual, residual.whole, name).int()
-            for inner, outer in zip(shares, shares[1:], strict=False)
+            Between(inner, outer).mask(residual, residual.whole, name).int() for inner, outer in pairwise(shares)
         )
         assert torch.equal(total, torch.ones_like(total)), name
 
@@ -382,7 +382,11 @@ def test_part_is_by_the_layouts_parts(residual):
 
 @pytest.mark.parametrize(
     "optimiser",
-    [SGD(lr=0.1, momentum=0.9, nesterov=True, decay=0.1), SGD(lr=0.1, momentum=0.0, decay=0.1), Adam(lr=0.1, decay=0.1)],
+    [
+        SGD(lr=0.1, momentum=0.9, nesterov=True, decay=0.1),
+        SGD(lr=0.1, momentum=0.0, decay=0.1),
+        Adam(lr=0.1, decay=0.1),
+    ],
     ids=["sgd", "plain", "adam"],
 )
 @pytest.mark.parametrize("share", [1.0, 0.5])
@@ -511,9 +515,7 @@ class Keeping(FedAvg):
 @pytest.mark.parametrize("keep", [True, False])
 def test_one_clients_rounds_are_a_torch_training_loop(engine, optimiser, make, keep, residual, play, make_data):
     """Weights, tracked norm statistics and, where slots are kept, one long run of torch.optim."""
-    method = with_local(
-        Keeping() if keep else FedAvg(), optimiser=optimiser, batch_size=4, epochs=2, norm="tracked"
-    )
+    method = with_local(Keeping() if keep else FedAvg(), optimiser=optimiser, batch_size=4, epochs=2, norm="tracked")
     run = play(method, residual, make_data(residual, [11]), engine=engine, rounds=3)
     model = torch_rounds(run, residual, make, rounds=3, fresh=not keep)
     expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}

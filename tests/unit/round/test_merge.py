@@ -6,7 +6,6 @@ import gc
 import weakref
 from dataclasses import replace
 
-import cuts
 import numpy as np
 import pytest
 import torch
@@ -17,6 +16,7 @@ from torch import Tensor
 from fedquilt.axes import Index, Positions
 from fedquilt.round.merge import Mean, Plain, ServerAdam, ServerMomentum, client_weight
 from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
+from tests.unit.round import cuts
 
 WEIGHTINGS = ("uniform", "data", "model", "updates", "both")
 few = settings(max_examples=50, deadline=None)
@@ -131,7 +131,9 @@ def test_joining_partial_folds_is_one_fold(updates, where, weighting):
 
 
 @few
-@given(cuts.submodels(), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(WEIGHTINGS), st.booleans())
+@given(
+    cuts.submodels(), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(WEIGHTINGS), st.booleans()
+)
 def test_adding_a_stack_is_adding_each(submodel, sizes, weighting, paced):
     old = server()
     updates = [update(submodel, seed, size, steps=size, pace=1.0 + size) for seed, size in enumerate(sizes)]

@@ -1,0 +1,82 @@
+"""The README's blocks, run as written, and the example it points to."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fedquilt.cli import main
+from fedquilt.methods import METHODS
+
+ROOT = Path(__file__).parents[2]
+README = (ROOT / "README.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", README, re.DOTALL)
+
+
+def test_ten_lines_of_python_train_a_federation(capsys: pytest.CaptureFixture[str]) -> None:
+    (code,) = blocks("python")
+    assert len([line for line in code.splitlines() if line.strip()]) == 10
+    names: dict[str, Any] = {}
+    exec(compile(code, "README.md", "exec"), names)
+    accuracy = names["run"].accuracy
+    assert str(accuracy) in capsys.readouterr().out
+    assert accuracy["1.0"] > 0.9
+    assert accuracy["0.25"] > 0.8
+
+
+def test_commands_run_as_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Every `fedquilt` line, only for fewer rounds and clients."""
+    (tmp_path / "mine.py").write_text(
+        "import torch, fedquilt as fq\n"
+        "method = fq.methods.HeteroFL\n"
+        "net = lambda: torch.nn.Sequential(torch.nn.Flatten(), torch.nn.Linear(64, 8), torch.nn.Linear(8, 10))\n"
+        "data = fq.data.digits\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")]
+    assert len(lines) >= 5
+    for line in lines:
+        words = shlex.split(line, comments=True)[1:]
+        short = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"] if words[0] == "run" else []
+        assert main([*words, *short]) == 0, line
+        printed = capsys.readouterr().out
+        if "--json" in words:
+            json.loads(printed)
+    assert (tmp_path / "runs" / "one" / "summary.json").exists()
+
+
+def test_make_has_the_targets() -> None:
+    rules = (ROOT / "Makefile").read_text()
+    targets = re.findall(r"^make (\S+)", "".join(blocks("sh")), re.MULTILINE)
+    assert targets == ["demo", "test"]
+    for target in targets:
+        assert re.search(rf"^{target}:", rules, re.MULTILINE), target
+
+
+def test_the_tables_name_what_there_is() -> None:
+    named = re.findall(r"^\| `(\w+)` \|.*?\| `(\w+\.py)` \|", README, re.MULTILINE)
+    assert [name for name, _ in named] == list(METHODS)
+    for name, file in named:
+        assert METHODS[name].__module__ == f"fedquilt.methods.{file.removesuffix('.py')}"
+    for file in re.findall(r"[├└]── (\w+\.py)", README.split("## The tree")[1]):
+        assert list((ROOT / "fedquilt").rglob(file)), file
+    for path in re.findall(r"\]\(((?!http)[^)]+)\)", README):
+        assert (ROOT / path).exists(), path
+
+
+def test_the_example_with_ones_own_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
+    runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
+    accuracies = [float(line.split()[-1].rstrip("%")) for line in capsys.readouterr().out.splitlines()[1:]]
+    assert len(accuracies) == 3
+    assert min(accuracies) > 80

@@ -1,0 +1,85 @@
+"""SHeteroFL (Hong et al., ICLR 2022): slimmable local training of every affordable width."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import fedquilt as fq
+from fedquilt.methods import SHeteroFL
+from fedquilt.terms import Job, Server, World
+from tests.conftest import with_local
+
+LR = 0.1
+ONE_STEP = fq.Local(batch_size=8, optimiser=fq.SGD(lr=LR, momentum=0.0))
+WIDTHS = (1.0, 0.5, 1 / 3)  # six, three and two hidden units
+
+
+def learner(method, family, share):
+    client, world = fq.Client(0, fq.Budget(share=share), 4), World(family)
+    return method.learner(Job(client, method.plan(Server(0, {}), client, world)[0], 0), world)
+
+
+def test_a_client_trains_its_own_width_and_every_prototype_below(perceptron):
+    method = SHeteroFL(widths=WIDTHS)
+    shares = {share: learner(method, perceptron, share).phases[0].objective.shares for share in WIDTHS}
+    assert shares == {1.0: (None, 0.5, 1 / 3), 0.5: (None, 1 / 3), 1 / 3: (None,)}
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize("share", WIDTHS)
+def test_a_step_is_on_the_summed_gradients_of_the_widths(share, engine, perceptron, play, make_data):
+    data = make_data(perceptron, (6,))
+    run = play(SHeteroFL(local=ONE_STEP, widths=WIDTHS), perceptron, data, (share,), engine=engine, rounds=1)
+    fresh = {name: value.double() for name, value in perceptron.init(0).items()}
+    expected = {name: value.clone() for name, value in fresh.items()}
+    for width in (w for w in WIDTHS if w <= share):  # each width as a net of its own, in plain torch
+        kept = round(6 * width)
+        model = perceptron.module(perceptron.fit(fq.Budget(share=width)), fresh)
+        F.cross_entropy(model(data.inputs), data.targets).backward()
+        expected["first.weight"][:kept] -= LR * model.first.weight.grad
+        expected["first.bias"][:kept] -= LR * model.first.bias.grad
+        expected["last.weight"][:, :kept] -= LR * model.last.weight.grad
+        expected["last.bias"] -= LR * model.last.bias.grad
+    for name in fresh:
+        torch.testing.assert_close(run.server.weights[name], expected[name], rtol=0, atol=1e-12)
+
+
+def merged(method, perceptron, data, play, engine):
+    """Two clients, the whole net and a third of it: what each trained, and what the server made of it."""
+    run = play(method, perceptron, data, (1.0, 1 / 3), engine=engine, rounds=1)
+    alone = []
+    for id in range(2):
+        client = run.fleet.client(id, 0, 0, data.size(id))
+        start = method.init(run.engine.world)
+        fold = replace(method, count_widths=False).fold(start, run.engine.world)
+        job = Job(client, method.plan(start, client, run.engine.world)[0], 0)
+        run.engine.train(replace(method, count_widths=False), start, [job], fold)
+        alone.append(fold.finish(start)[0]["first.bias"])
+    return run.server.weights["first.bias"], *alone
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_client_counts_once_for_each_position(engine, perceptron, play, make_data):
+    method = SHeteroFL(local=ONE_STEP, widths=WIDTHS)
+    found, large, small = merged(method, perceptron, make_data(perceptron, (6, 5)), play, engine)
+    torch.testing.assert_close(found[:2], (large[:2] + small[:2]) / 2, rtol=0, atol=1e-14)
+    torch.testing.assert_close(found[2:], large[2:], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_the_released_code_counts_a_client_once_a_width(engine, perceptron, play, make_data):
+    """The large client sends all three widths: at the first two units it counts three times."""
+    method = SHeteroFL.preset("released", local=ONE_STEP, widths=WIDTHS)
+    found, large, small = merged(method, perceptron, make_data(perceptron, (6, 5)), play, engine)
+    torch.testing.assert_close(found[:2], (3 * large[:2] + small[:2]) / 4, rtol=0, atol=1e-14)
+    torch.testing.assert_close(found[2:], large[2:], rtol=0, atol=1e-14)
+
+
+def test_masked_training_masks_every_width(perceptron):
+    masked = learner(with_local(SHeteroFL(widths=WIDTHS), masked="client"), perceptron, 1.0)
+    assert [objective.by for objective in masked.phases[0].objective.objectives] == ["client"] * 3
+    assert masked.class_rows

@@ -1,0 +1,237 @@
+"""A family's members: what fits a budget, what it costs, and its weights."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import fedquilt as fq
+from fedquilt.errors import BudgetError
+from fedquilt.round.cut import prefix
+
+WHOLE = 4 * 6 + 6 + 6 * 3 + 3  # the perceptron's parameters
+
+
+def hidden(family: fq.Family, **budget: float) -> int:
+    return family.fit(fq.Budget(**budget)).sizes["first"]
+
+
+# --- budgets ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("share", "kept"), [(1, 6), (0.99, 5), (0.5, 3), (1 / 3, 2), (2 / 3, 4), (0.1, 1), (1e-9, 1)])
+def test_a_share_keeps_its_floor_of_every_axis_and_at_least_one(share, kept, perceptron):
+    assert hidden(perceptron, share=share) == kept
+
+
+def test_shares_that_floating_point_puts_just_below_a_channel_keep_it():
+    family = fq.trace(lambda: _Wide(100), torch.zeros(2, 2))
+    assert 0.29 * 100 < 29
+    for percent in range(1, 101):
+        assert family.fit(fq.Budget(share=percent / 100)).sizes["first"] == percent
+        assert family.fit(fq.Budget(share=percent / 100), "ceil").sizes["first"] == percent
+
+
+class _Wide(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(2, width)
+        self.last = nn.Linear(width, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_ceil_keeps_more(perceptron):
+    assert perceptron.fit(fq.Budget(share=0.4), "ceil").sizes["first"] == 3
+
+
+@pytest.mark.parametrize("kept", range(1, 7))
+def test_the_largest_member_within_a_parameter_budget(kept, perceptron):
+    exactly = 4 * kept + kept + kept * 3 + 3
+    assert hidden(perceptron, params=exactly) == kept
+    assert hidden(perceptron, params=exactly + 7) == kept  # eight more for the next
+    if kept > 1:
+        assert hidden(perceptron, params=exactly - 1) == kept - 1
+
+
+@pytest.mark.parametrize("kept", range(1, 7))
+def test_the_largest_member_within_a_multiply_add_budget(kept, perceptron):
+    assert hidden(perceptron, macs=7 * kept) == kept
+    if kept > 1:
+        assert hidden(perceptron, macs=7 * kept - 1) == kept - 1
+
+
+def test_the_largest_member_within_a_memory_budget(residual):
+    for share in (0.25, 0.5, 1.0):
+        member = residual.fit(fq.Budget(share=share))
+        memory = residual.cost(member).memory
+        assert residual.fit(fq.Budget(memory=memory)) == member
+        if share > 0.25:
+            assert residual.cost(residual.fit(fq.Budget(memory=memory - 1))).memory < memory
+
+
+def test_several_limits_hold_together(perceptron):
+    assert hidden(perceptron, share=0.5, params=1e9) == 3
+    assert hidden(perceptron, share=1.0, params=20) == 2
+    assert hidden(perceptron, params=1e9, macs=14) == 2
+
+
+def test_a_budget_no_member_fits_says_what_the_smallest_needs(perceptron):
+    with pytest.raises(BudgetError, match=r"no member fits the budget params 5: the smallest has 11 parameters, 7 "):
+        perceptron.fit(fq.Budget(params=5))
+    with pytest.raises(BudgetError, match="macs 1"):
+        perceptron.fit(fq.Budget(macs=1))
+
+
+def test_nested_members_are_shares_of_the_whole_model(perceptron):
+    half = perceptron.fit(fq.Budget(share=0.5))
+    nested = perceptron.nested(half, 1 / 3)
+    assert nested.arch.sizes["first"] == 2
+    assert list(nested.index["first"]) == [0, 1]
+    assert perceptron.nested(half, 1.0).arch == half
+
+
+# --- costs ------------------------------------------------------------------------------------------------------
+
+
+def test_costs_by_hand(perceptron):
+    cost = perceptron.cost(perceptron.whole, batch_size=8, slots=1)
+    assert cost.params == WHOLE
+    assert cost.macs == 4 * 6 + 6 * 3
+    assert cost.bytes == 4 * WHOLE
+    # Weights, gradients and one slot; saved: the batch's inputs and its hidden activations, once.
+    assert cost.memory == 3 * 4 * WHOLE + 4 * 8 * (4 + 6)
+    assert perceptron.cost(perceptron.whole, 8, slots=2).memory - cost.memory == 4 * WHOLE
+
+
+def test_costs_are_a_samples_whatever_the_batch(residual):
+    one, many = (residual.cost(residual.whole, batch) for batch in (2, 64))
+    assert (one.macs, one.params, one.bytes) == (many.macs, many.params, many.bytes)
+    assert many.memory > one.memory
+
+
+def test_costs_grow_with_the_share(residual):
+    costs = [residual.cost(residual.fit(fq.Budget(share=share))) for share in (0.25, 0.5, 0.75, 1.0)]
+    for kind in ("macs", "params", "bytes", "memory"):
+        values = [getattr(cost, kind) for cost in costs]
+        assert values == sorted(set(values))
+
+
+def test_count_is_the_modules_own(residual, language):
+    for family in (residual, language):
+        for share in (1.0, 0.5, 0.25):
+            member = family.fit(fq.Budget(share=share))
+            module = family.module(member)
+            assert family.count(member) == sum(p.numel() for p in module.parameters())
+            assert family.cost(member).params == family.count(member)
+
+
+# --- weights ----------------------------------------------------------------------------------------------------
+
+
+def test_a_factory_is_called_anew_for_every_seed_and_leaves_torchs_generator_alone(perceptron):
+    before = torch.random.get_rng_state()
+    one, again, other = (perceptron.init(seed) for seed in (0, 0, 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert all(torch.equal(one[name], again[name]) for name in one)
+    assert not torch.equal(one["first.weight"], other["first.weight"])
+
+
+def test_a_module_brings_its_own_weights():
+    module = _Wide(3)
+    family = fq.trace(module, torch.zeros(2, 2))
+    for seed in (0, 1):
+        assert torch.equal(family.init(seed)["first.weight"], module.first.weight)
+    family.init()["first.weight"].fill_(9)
+    assert not (module.first.weight == 9).any()
+
+
+def test_a_member_owns_a_copy_of_the_weights_at_its_positions(perceptron):
+    state = perceptron.init(3)
+    half = perceptron.module(perceptron.fit(fq.Budget(share=0.5)), state)
+    assert torch.equal(half.first.weight, state["first.weight"][:3])
+    assert torch.equal(half.last.weight, state["last.weight"][:, :3])
+    with torch.no_grad():
+        half.first.weight.fill_(9)
+    assert not (state["first.weight"] == 9).any()
+    assert half.first.out_features == half.last.in_features == 3
+
+
+@pytest.mark.parametrize("share", [1.0, 0.5, 0.25])
+def test_a_member_as_module_and_as_function_are_the_same(share, residual):
+    arch = residual.fit(fq.Budget(share=share))
+    state = residual.init(3)
+    inputs = torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(0))
+    module = residual.module(arch, state).eval()
+    cut = residual.cutter.gather(state, prefix(arch), tuple(state))
+    outputs, _ = residual.net(arch)(cut, inputs, fq.family.Pass(statistics="stored"))
+    torch.testing.assert_close(outputs, module(inputs).detach())
+
+
+def test_nets_and_costs_are_made_once(residual):
+    arch = residual.fit(fq.Budget(share=0.5))
+    assert residual.net(arch) is residual.net(arch)
+    assert residual.cost(arch) is residual.cost(arch)
+
+
+def test_what_a_family_knows_of_its_weights(residual):
+    norms = {name for name in residual.layout.dims if "running" in name}
+    assert set(residual.statistics) == norms
+    assert set(residual.trainable) == {name for name, _ in residual.module(residual.whole).named_parameters()}
+    assert residual.carried == ()
+    assert residual.num_classes == 4
+    assert residual.axes["head.linear.weight"].startswith("class ")
+
+
+def test_frozen_weights_are_cut_along_but_not_trained(play, make_data):
+    class Frozen(_Wide):
+        def __init__(self) -> None:
+            super().__init__(6)
+            self.first.weight.requires_grad_(False)
+
+    family = fq.trace(Frozen, torch.zeros(2, 2))
+    assert family.carried == ("first.weight",)
+    for engine in fq.experiment.ENGINES:
+        run = play(fq.methods.FedRolex(local=fq.Local()), family, make_data(family, (4, 4)), (0.5,), engine)
+        assert torch.equal(run.server.weights["first.weight"], family.init(0)["first.weight"].double())
+        assert not torch.equal(run.server.weights["first.bias"], family.init(0)["first.bias"].double())
+        deployed = run.deploy(fq.Budget(share=0.5))
+        assert torch.equal(deployed.first.weight, run.server.weights["first.weight"][1:4])  # the last round's window
+        assert not deployed.first.weight.requires_grad
+
+
+def test_a_saved_family_trains_without_tracing(tmp_path, residual, play, make_data):
+    path = tmp_path / "family.json"
+    residual.save(path)
+    loaded = fq.Family.load(path, residual._factory, residual.example_inputs)
+    assert loaded.layout == residual.layout
+    assert loaded.layout.fingerprint == residual.layout.fingerprint
+    data = make_data(residual, (4, 5))
+    one, other = (play(fq.methods.HeteroFL(), family, data, (1.0, 0.5)) for family in (residual, loaded))
+    assert all(torch.equal(w, other.server.weights[name]) for name, w in one.server.weights.items())
+
+
+def test_members_of_groups_divide():
+    """Group norm is cut inside its groups where that divides."""
+
+    class Grouped(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.conv = nn.Conv2d(1, 12, 3)
+            self.norm = nn.GroupNorm(4, 12)
+            self.last = nn.Linear(12, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.relu(self.norm(self.conv(x))).mean((2, 3)))
+
+    family = fq.trace(Grouped, torch.zeros(2, 1, 5, 5))
+    for share in (1.0, 2 / 3, 0.5, 1 / 3, 0.25, 1 / 12):
+        module = family.module(family.fit(fq.Budget(share=share)))
+        channels = module.conv.out_channels
+        assert channels % module.norm.num_groups == 0
+        assert channels <= max(1, math.floor(12 * share + 1e-9))
+        assert module(torch.zeros(2, 1, 5, 5)).shape == (2, 3)

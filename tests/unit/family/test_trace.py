@@ -1,0 +1,429 @@
+"""What tracing finds: axes and their names, groups, heads, attributes, and clear words for what cannot be traced."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fedquilt.axes import parse, write
+from fedquilt.errors import TraceError
+from fedquilt.family.layout import Layout
+from fedquilt.family.trace import trace_layout
+
+
+def dims_of(layout: Layout) -> dict[str, str]:
+    return {name: write(dims) for name, dims in layout.dims.items()}
+
+
+def images(batch: int = 2, channels: int = 3, size: int = 8) -> tuple[Tensor, ...]:
+    return (torch.zeros(batch, channels, size, size),)
+
+
+class Small(nn.Module):
+    """Two convolutions, a residual sum and a flattened classifier input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1, self.bn = nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8)
+        self.conv2, self.conv3 = nn.Conv2d(8, 6, 3, padding=1), nn.Conv2d(6, 8, 3, padding=1)
+        self.fc = nn.Linear(8 * 16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.bn(self.conv1(x)))
+        x = x + self.conv3(F.relu_(self.conv2(x)))
+        return self.fc(F.max_pool2d(x, 2).flatten(1))
+
+
+class Attention(nn.Module):
+    """Hand-written attention with its sizes in attributes."""
+
+    def __init__(self, width: int = 12, heads: int = 3, head_dim: int = 5) -> None:
+        super().__init__()
+        self.heads, self.head_dim = heads, head_dim
+        self.q, self.k, self.v = (nn.Linear(width, heads * head_dim) for _ in range(3))
+        self.o = nn.Linear(heads * head_dim, width)
+
+    def forward(self, x: Tensor) -> Tensor:
+        b, n, _ = x.shape
+        q, k, v = (p(x).view(b, n, self.heads, self.head_dim).transpose(1, 2) for p in (self.q, self.k, self.v))
+        weights = (q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)).softmax(-1)
+        return self.o((weights @ v).transpose(1, 2).reshape(b, n, self.heads * self.head_dim))
+
+
+class Loose(Attention):
+    """The size of a head is whatever the projections leave for it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Tokens(nn.Module):
+    def __init__(self, tied: bool = True, attention: type[Attention] = Attention) -> None:
+        super().__init__()
+        self.embed, self.attn, self.norm = nn.Embedding(11, 12), attention(), nn.LayerNorm(12)
+        self.position = nn.Parameter(torch.zeros(9, 12))
+        self.head = nn.Linear(12, 11, bias=False)
+        if tied:
+            self.head.weight = self.embed.weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.embed(x) + self.position[: x.shape[1]]
+        return self.head(self.norm(x + self.attn(x)))
+
+
+TOKENS = (torch.zeros(2, 6, dtype=torch.long),)
+
+
+# --- names and dimensions ------------------------------------------------------------------------------------------
+
+
+def test_axes_are_named_after_the_first_layer_that_makes_them() -> None:
+    layout = trace_layout(Small(), images())
+    assert dims_of(layout) == {
+        "conv1.weight": "conv1 3 3 3",
+        "conv1.bias": "conv1",
+        "bn.weight": "conv1",
+        "bn.bias": "conv1",
+        "conv2.weight": "conv2 conv1 3 3",
+        "conv2.bias": "conv2",
+        "conv3.weight": "conv1 conv2 3 3",
+        "conv3.bias": "conv1",
+        "fc.weight": "class (conv1 16)",
+        "fc.bias": "class",
+        "bn.running_mean": "conv1",
+        "bn.running_var": "conv1",
+    }
+    assert {name: (axis.size, axis.fixed) for name, axis in layout.axes.items()} == {
+        "conv1": (8, False),
+        "conv2": (6, False),
+        "class": (5, True),
+    }
+    assert layout.parts["norm"] == ("bn.weight", "bn.bias", "bn.running_mean", "bn.running_var")
+    assert layout.class_dim == 1
+    assert layout.notes == ()
+
+
+def test_names_can_be_read_back() -> None:
+    layout = trace_layout(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)), (torch.zeros(2, 3),))
+    assert dims_of(layout)["2.weight"] == "class layer.0"  # a bare 0 would be a size
+    assert all(parse(write(dims)) == dims for dims in layout.dims.values())
+    assert Layout.from_json(layout.to_json()) == layout
+
+
+@pytest.mark.parametrize("batch", [1, 3, 6, 8, 32])
+@pytest.mark.parametrize("kind", [Small, Tokens])
+def test_axes_do_not_depend_on_the_batch(kind: type[nn.Module], batch: int) -> None:
+    one, two = ((images(n) if kind is Small else (TOKENS[0][:1].expand(n, -1),)) for n in (2, batch))
+    assert trace_layout(kind(), one).fingerprint == trace_layout(kind(), two).fingerprint
+
+
+def test_a_tied_embedding_has_the_classes_as_its_rows() -> None:
+    layout = trace_layout(Tokens(), TOKENS)
+    assert dims_of(layout)["embed.weight"] == "class embed"
+    assert layout.ties == {"head.weight": "embed.weight"}
+    assert "head.weight" not in layout.dims
+    assert layout.class_dim == 2
+    untied = dims_of(trace_layout(Tokens(tied=False), TOKENS))
+    assert (untied["embed.weight"], untied["head.weight"]) == ("11 embed", "class embed")
+
+
+def test_a_table_of_positions_is_never_cut_along_its_length() -> None:
+    assert dims_of(trace_layout(Tokens(), TOKENS))["position"] == "9 embed"
+
+
+def test_the_classes_may_be_anywhere() -> None:
+    segment = nn.Sequential(nn.Conv2d(3, 6, 3), nn.Conv2d(6, 4, 1))
+    assert trace_layout(segment, images()).class_dim == 1
+    last = nn.Sequential(nn.Linear(8, 6), nn.Linear(6, 4))
+    assert dims_of(trace_layout(last, images(), class_dim=-1))["1.weight"] == "class layer.0"
+    assert trace_layout(last, images(), class_dim=-1).class_dim == 3
+    with pytest.raises(TraceError, match="class_dim=4"):
+        trace_layout(last, images(), class_dim=4)
+
+
+# --- heads, groups, coupling ---------------------------------------------------------------------------------------
+
+
+def test_attention_is_cut_inside_each_head_and_queries_with_keys() -> None:
+    dims = dims_of(trace_layout(Tokens(attention=Loose), TOKENS))
+    assert dims["attn.q.weight"] == dims["attn.k.weight"] == "(attn.q.heads attn.q.dim) embed"
+    assert dims["attn.v.weight"] == "(attn.q.heads attn.v.dim) embed"
+    assert dims["attn.o.weight"] == "embed (attn.q.heads attn.v.dim)"
+
+
+def test_sizes_in_attributes_are_found_and_tie_what_they_measure() -> None:
+    layout = trace_layout(Tokens(), TOKENS)
+    # One attribute measures queries, keys and values, so that they are as many in each member.
+    assert write((layout.attributes["attn.head_dim"],)) == "attn.q.dim"
+    assert dims_of(layout)["attn.v.weight"] == "(attn.q.heads attn.q.dim) embed"
+
+
+def test_whole_heads_can_be_cut_instead() -> None:
+    inside = trace_layout(Tokens(), TOKENS)
+    whole = trace_layout(Tokens(), TOKENS, heads="whole")
+    assert (inside.axes["attn.q.heads"].fixed, inside.axes["attn.q.dim"].fixed) == (True, False)
+    assert (whole.axes["attn.q.heads"].fixed, whole.axes["attn.q.dim"].fixed) == (False, True)
+    assert write((whole.attributes["attn.heads"],)) == "attn.q.heads"
+
+
+def test_groups_know_what_is_inside_them() -> None:
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.GroupNorm(4, 8), nn.Conv2d(8, 12, 1, groups=2), nn.Flatten(), nn.LazyLinear(5)
+    )
+    net(*images())
+    layout = trace_layout(net, images())
+    assert dims_of(layout)["2.weight"] == "(layer.0.groups layer.2.inside) (layer.0.groups.2 layer.0.inside) 1 1"
+    assert layout.axes["layer.0.groups"].inner == ("layer.0.inside", "layer.2.inside")
+    assert layout.axes["layer.0.groups.2"].fixed  # between two kinds of groups: only the ends are cut
+    assert write((layout.attributes["1.num_groups"],)) == "(layer.0.groups layer.0.groups.2)"
+
+
+def test_depthwise_channels_are_one_axis() -> None:
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 3, groups=8), nn.Conv2d(8, 5, 1))
+    layout = trace_layout(net, images())
+    assert dims_of(layout)["1.weight"] == "layer.0 1 3 3"
+    assert layout.axes["layer.0"].inner == ()
+
+
+class Joined(nn.Module):
+    """A group norm over a concatenation: within groups of four if the parts divide, else across them."""
+
+    def __init__(self, a: int, b: int) -> None:
+        super().__init__()
+        self.a, self.b, self.norm = nn.Conv2d(3, a, 1), nn.Conv2d(3, b, 1), nn.GroupNorm((a + b) // 4, a + b)
+        self.out = nn.Conv2d(a + b, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.norm(torch.cat([self.a(x), self.b(x)], 1)))
+
+
+def test_group_norm_over_a_concatenation() -> None:
+    inside = dims_of(trace_layout(Joined(8, 4), images()))
+    assert inside["norm.weight"] == "((a.groups + 1) a.inside)"
+    assert inside["b.weight"] == "a.inside 3 1 1"
+    straddling = dims_of(trace_layout(Joined(6, 10), images()))
+    assert straddling["a.weight"] == "6 3 1 1"  # sound: groups that straddle are not cut
+
+
+def test_coupled_axes_are_those_whose_channels_see_each_other() -> None:
+    def coupled(layer: nn.Module) -> bool:
+        net = nn.Sequential(nn.Linear(3, 8), layer, nn.Linear(8, 5))
+        return trace_layout(net, (torch.zeros(2, 3),)).axes["layer.0"].coupled
+
+    assert [coupled(m) for m in (nn.LayerNorm(8), nn.RMSNorm(8), nn.Softmax(1))] == [True] * 3
+    assert [coupled(m) for m in (nn.BatchNorm1d(8), nn.ReLU(), nn.PReLU(8))] == [False] * 3
+    layout = trace_layout(Tokens(), TOKENS)
+    assert layout.axes["attn.q.dim"].coupled  # the scale is a root of its size
+
+
+# --- what the user says --------------------------------------------------------------------------------------------
+
+
+def test_fixed_takes_axes_layers_and_weights() -> None:
+    for name in ("conv2", "conv2.weight"):
+        axes = trace_layout(Small(), images(), fixed=[name]).axes
+        assert (axes["conv2"].fixed, axes["conv1"].fixed) == (True, False)
+    assert all(axis.fixed for axis in trace_layout(Tokens(), TOKENS, fixed=["attn", "embed"]).axes.values())
+    with pytest.raises(TraceError, match=r"'cnv2' names no axis, layer or weight. Nearest: 'conv2'"):
+        trace_layout(Small(), images(), fixed=["cnv2"])
+
+
+def test_parts_take_layers_and_weights() -> None:
+    layout = trace_layout(Tokens(), TOKENS, parts={"head": ["head"], "rest": ["attn.q", "position"]})
+    assert layout.parts == {
+        "norm": ("norm.weight", "norm.bias"),
+        "head": ("embed.weight",),
+        "rest": ("attn.q.weight", "attn.q.bias", "position"),
+    }
+    with pytest.raises(TraceError, match=r"parts\['body'\] names 'atn'"):
+        trace_layout(Tokens(), TOKENS, parts={"body": ["atn"]})
+
+
+def test_unused_weights_are_kept_and_noted() -> None:
+    net = Small()
+    net.extra = nn.Linear(3, 3)
+    layout = trace_layout(net, images())
+    assert dims_of(layout)["extra.weight"] == "3 3"
+    assert "extra.weight, extra.bias" in layout.notes[0]
+
+
+class Spectrum(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b, self.c = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 1), nn.Conv2d(6, 5, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.c(self.b(torch.fft.fft(self.a(x), dim=1).real))
+
+
+def test_an_unknown_operation_pins_what_it_touches_and_is_noted() -> None:
+    layout = trace_layout(Spectrum(), images())
+    assert dims_of(layout)["b.weight"] == "b 8 1 1"
+    (note,) = layout.notes
+    assert "_fft_r2c in the module itself" in note
+    assert "test_trace.py:" in note
+
+
+# --- what cannot be traced -----------------------------------------------------------------------------------------
+
+
+class Literal(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.max_pool2d(self.conv3(self.conv2(self.conv1(x))), 2)
+        return self.fc(x.view(-1, 128))
+
+
+def test_a_size_written_into_forward_is_named_with_its_remedy() -> None:
+    remedy = r"view in the module itself \(.*test_trace.py:\d+\).*use x.flatten\(1\).*fixed=\['conv3'\]"
+    with pytest.raises(TraceError, match=remedy):
+        trace_layout(Literal(), images())
+    layout = trace_layout(Literal(), images(), fixed=["conv3"])
+    assert [axis.name for axis in layout.axes.values() if not axis.fixed] == ["conv1", "conv2"]
+
+
+class Mixed(nn.Module):
+    """Runs at any width, but a narrow member would mix its heads: `-1` takes what a literal leaves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 16), nn.Linear(16, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.a(x).view(x.shape[0], -1, 4)
+        return self.b((y @ y.transpose(1, 2)).softmax(-1).matmul(y).flatten(1))
+
+
+def test_running_is_no_check() -> None:
+    with pytest.raises(TraceError, match=r"its axes say .*fixed=\['a.dim'\]"):
+        trace_layout(Mixed(), (torch.zeros(2, 6),))
+    assert trace_layout(Mixed(), (torch.zeros(2, 6),), heads="whole").axes["a.outer"].size == 4
+
+
+class Branching(Small):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(-x if x.mean() > 0 else x)
+
+
+class Listing(Small):
+    def forward(self, x: Tensor) -> Any:
+        return {"logits": super().forward(x)}
+
+
+def test_data_in_python_is_named() -> None:
+    with pytest.raises(TraceError, match=r"Branching reads a tensor's values in Python .*test_trace.py:\d+"):
+        trace_layout(Branching(), images())
+
+
+def test_several_outputs_are_refused() -> None:
+    with pytest.raises(TraceError, match="Listing returns a dict"):
+        trace_layout(Listing(), images())
+
+
+def test_inputs_that_do_not_fit_are_named() -> None:
+    with pytest.raises(TraceError, match=r"does not run .*layer 'conv1'"):
+        trace_layout(Small(), images(channels=4))
+
+
+class Masked(nn.Module):
+    """torch looks into the mask to see whether it is causal: a constant, so members do the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            layer = nn.TransformerEncoderLayer(12, 3, 16, batch_first=True)
+            self.encoder = nn.TransformerEncoder(layer, 1)
+        self.embed, self.head = nn.Embedding(7, 12), nn.Linear(12, 7)
+        self.register_buffer("mask", nn.Transformer.generate_square_subsequent_mask(6))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(x), mask=self.mask))
+
+
+def test_python_may_read_constants() -> None:
+    layout = trace_layout(Masked(), TOKENS)
+    assert dims_of(layout)["embed.weight"] == "7 (embed.heads embed.dim)"
+    assert "reads a constant in layer 'encoder'" in layout.notes[0]
+
+
+# --- manners -------------------------------------------------------------------------------------------------------
+
+
+def test_the_module_is_left_as_it_was() -> None:
+    net = Tokens().train()
+    net.norm.eval()
+    seen: list[Any] = []
+    handle = net.attn.register_forward_pre_hook(lambda *_: None)
+    before, numbers = copy.deepcopy(net.state_dict()), {k: v for k, v in vars(net.attn).items() if type(v) is int}
+    state = torch.random.get_rng_state()
+    trace_layout(net, TOKENS)
+    assert torch.equal(torch.random.get_rng_state(), state)
+    assert (net.training, net.norm.training, net.attn.training) == (True, False, True)
+    assert all(torch.equal(before[name], weight) for name, weight in net.state_dict().items())
+    assert {k: v for k, v in vars(net.attn).items() if type(v) is int} == numbers
+    assert list(net.attn._forward_pre_hooks) == [handle.id]
+    assert not net.attn._forward_hooks
+    assert net.head.weight is net.embed.weight
+    assert seen == []
+
+
+def test_tracing_needs_no_data() -> None:
+    with torch.device("meta"):
+        net, example = Small(), images()
+    assert trace_layout(net, example) == trace_layout(Small(), images())
+
+
+def test_tracing_twice_gives_the_same() -> None:
+    assert trace_layout(Tokens(), TOKENS).to_json() == trace_layout(Tokens(), TOKENS).to_json()
+
+
+# --- against Torch-Pruning -----------------------------------------------------------------------------------------
+
+
+class Concatenated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Conv2d(3, 8, 1), nn.Conv2d(8, 6, 1)
+        self.norm, self.c, self.fc = nn.BatchNorm2d(14), nn.Conv2d(14, 7, 1), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.a(x)
+        x = self.norm(torch.cat([x, self.b(x)], 1))
+        return self.fc(self.c(x).mean((2, 3)))
+
+
+@pytest.mark.parametrize("kind", [Small, Concatenated])
+def test_channel_groups_agree_with_torch_pruning(kind: type[nn.Module]) -> None:
+    pruning = pytest.importorskip("torch_pruning")
+    net = kind().eval()
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        graph = pruning.DependencyGraph().build_dependency(net, images()[0])
+    layout = trace_layout(net, images())
+    names = {layer: name for name, layer in net.named_modules()}
+    for axis in layout.axes.values():
+        if axis.fixed:
+            continue
+        root = net.get_submodule(axis.name)
+        group = graph.get_pruning_group(root, pruning.prune_conv_out_channels, idxs=[0])
+        theirs = set()
+        for dependency, _ in group:
+            layer = dependency.target.module
+            if layer in names:
+                inputs = "in_channels" in dependency.handler.__name__ and not isinstance(layer, nn.BatchNorm2d)
+                theirs.add((names[layer], int(inputs)))
+        ours = {
+            (name.removesuffix(".weight"), dim)
+            for name, dims in layout.dims.items()
+            for dim, expr in enumerate(dims)
+            if name.endswith(".weight") and axis.name in write((expr,)).replace("(", " ").replace(")", " ").split()
+        }
+        assert theirs == ours

@@ -1,0 +1,137 @@
+"""Scores worked out by hand, and static norms against torch's cumulative ones."""
+
+from __future__ import annotations
+
+import math
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.engines import ENGINES
+from fedquilt.family import Pass
+from fedquilt.methods import FedAvg, HeteroFL
+from fedquilt.round.serve import Exam, Score, exam_pass, mean_by_label, mean_statistics, right, share_label
+from fedquilt.terms import World
+from tests.conftest import with_local
+
+
+def test_right_counts_hits_and_skips_padding():
+    logits = torch.tensor([[1.0, 2, 0], [5, 4, 3], [0, 0, 9], [1, 0, 0]])
+    assert right(logits, torch.tensor([1, 1, 2, -100]), None).tolist() == [2, 3]
+
+
+def test_right_hides_classes_a_client_does_not_hold():
+    logits = torch.tensor([[1.0, 2, 0], [5, 4, 3]])
+    held = torch.tensor([True, False, True])
+    assert right(logits, torch.tensor([0, 2]), held).tolist() == [1, 2]
+
+
+def test_right_of_sequences_counts_tokens():
+    logits = torch.zeros(2, 3, 4)  # (batch, class, length)
+    logits[:, 1] = 1
+    assert right(logits, torch.tensor([[1, 1, 0, -100], [1, 2, 1, 1]]), None).tolist() == [5, 7]
+    held = torch.tensor([True, False, True])
+    logits[:, 2] = 0.5
+    assert right(logits, torch.tensor([[2, 1, 2, 2], [0, 0, 0, 0]]), held).tolist() == [3, 8]
+
+
+def test_means_count_every_client_once_and_skip_empty_exams():
+    scores = [Score("1.0", 1, 2), Score("1.0", 9, 10), Score("0.5", 1, 4), Score("0.5", 0, 0)]
+    assert mean_by_label(scores) == {"1.0": pytest.approx(0.7), "0.5": 0.25}
+    assert math.isnan(Score("x", 0, 0).accuracy)
+
+
+def test_when_an_evaluation_is_due():
+    assert [r for r in range(1, 8) if fq.Evaluation(every=3).due(r, 7)] == [3, 6, 7]
+    assert [r for r in range(1, 8) if fq.Evaluation(every=0).due(r, 7)] == [7]
+    assert [r for r in range(1, 4) if fq.Evaluation().due(r, 3)] == [1, 2, 3]
+
+
+def test_nets_are_tested_on_the_statistics_the_policy_stores():
+    assert exam_pass("batch") == Pass(train=False, statistics="batch")
+    assert {exam_pass(norm) for norm in ("tracked", "local", "post")} == {Pass(train=False, statistics="stored")}
+
+
+def test_mean_statistics():
+    measured = [{"m": torch.tensor([1.0, 2.0])}, {"m": torch.tensor([3.0, 6.0])}]
+    assert mean_statistics(measured)["m"].tolist() == [2, 4]
+
+
+def test_labels_are_shares_or_the_share_of_parameters(perceptron):
+    world = World(perceptron)
+    assert share_label(fq.Budget(share=0.5), world) == "0.5"
+    assert share_label(fq.Budget(share=1), world) == "1.0"
+    # 51 parameters at six hidden units, 27 at three
+    assert share_label(fq.Budget(params=30), world) == str(round(27 / 51, 4))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
+    """The papers' static norms: one pass over the pooled data in train mode with momentum=None."""
+    data = make_data(residual, (9, 8, 5))
+    world = World(residual, dtype=torch.float64)
+    state = {name: value.double() for name, value in residual.init(1).items()}
+    submodel = HeteroFL().deploy(None, fq.Budget(share=0.5), world)
+    ours = ENGINES[engine](world, data)
+    cut = residual.cutter.gather(state, submodel, residual.trainable)
+    found = ours.calibrate(submodel, cut, batch_size=5)
+    theirs = residual.module(submodel, state).train()
+    for layer in theirs.modules():
+        if isinstance(layer, torch.nn.BatchNorm2d):
+            layer.momentum = None
+            layer.reset_running_stats()
+    with torch.no_grad():
+        for rows in ours.pooled().split(5):  # 22 samples: four batches of five and a tail of two
+            theirs(ours.data.inputs[rows])
+    expected = dict(theirs.named_buffers())
+    assert found.keys() == set(residual.statistics)
+    for name, value in found.items():
+        torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
+    data = make_data(residual, (6, 6))
+    ours = ENGINES[engine](World(residual, dtype=torch.float64), data)
+    state = {name: value.double() for name, value in residual.init(1).items()}
+    submodel = HeteroFL().deploy(None, fq.Budget(share=0.5), ours.world)
+    model = residual.module(submodel, state).eval()
+    cut = residual.cutter.gather(state, submodel, tuple(state))
+    samples, held = torch.tensor([3, 1, 20, 7, 8]), torch.tensor([True, True, False, True])
+    exams = [
+        Exam("all", submodel, cut),
+        Exam("few", submodel, cut, samples),
+        Exam("masked", submodel, cut, samples, held),
+        Exam("none", submodel, cut, samples[:0]),
+    ]
+    scores = ours.evaluate(with_local(FedAvg(), norm="tracked"), exams, batch_size=10)
+    logits = model(ours.data.test_inputs).detach()
+    hits = logits.argmax(1) == data.test_targets
+    seen = logits[samples].masked_fill(~held, -torch.inf).argmax(1) == data.test_targets[samples]
+    assert scores == [
+        Score("all", int(hits.sum()), 24),
+        Score("few", int(hits[samples].sum()), 5),
+        Score("masked", int(seen.sum()), 5),
+        Score("none", 0, 0),
+    ]
+
+
+def test_local_accuracy_is_the_servers_model_on_each_clients_own_data(residual, play, make_data):
+    method = with_local(HeteroFL(), batch_size=4, norm="tracked")
+    data = make_data(residual, (5, 6, 7), labels=2)
+    run = play(method, residual, data, (1.0, 0.5), evaluation=fq.Evaluation(local=True))
+    model = run.deploy(fq.Budget(share=1.0))
+    own = []
+    for id, part in enumerate(data.test_parts):
+        logits = model(run.engine.data.test_inputs[part]).detach()
+        logits = logits.masked_fill(~run.engine.held(id), -torch.inf)
+        own.append(float((logits.argmax(1) == data.test_targets[part]).double().mean()))
+    assert run.records[-1].grades.metrics["local_accuracy"] == {"1.0": pytest.approx(sum(own) / 3, abs=1e-12)}
+
+
+def test_a_large_fleets_own_accuracy_is_a_fixed_draw_of_clients(residual, play, make_data):
+    data, how = make_data(residual, (4,) * 6), fq.Evaluation(clients=2)
+    run, again = (play(fq.methods.LocalOnly(), residual, data, evaluation=how, rounds=1) for _ in range(2))
+    assert run.accuracy == again.accuracy
+    assert round(run.accuracy["1.0"] * 8) == pytest.approx(run.accuracy["1.0"] * 8)  # two clients of four tests each

@@ -1,0 +1,260 @@
+"""`fedquilt.run` as a user meets it: their own module, their own data, and their mistakes."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import fedquilt as fq
+from fedquilt.engines import ENGINES
+from fedquilt.errors import BudgetError, ConfigError, DataError, FedquiltError, TraceError, TrainingError
+from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly
+from fedquilt.round.serve import Exam
+from tests.conftest import with_local
+
+
+class Theirs(nn.Module):
+    """A user's own net, written without fedquilt in mind."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.fc = nn.Linear(8 * 4, 10)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = F.relu(self.norm(self.conv(x)))
+        return self.fc(F.adaptive_avg_pool2d(x, 2).flatten(1))
+
+
+@pytest.fixture(scope="module")
+def theirs() -> fq.Family:
+    return fq.trace(Theirs, torch.zeros(2, 1, 8, 8))
+
+
+def test_a_users_own_module_federates_in_under_fifteen_lines():
+    family = fq.trace(Theirs, torch.zeros(2, 1, 8, 8))
+    data = fq.data.digits(num_clients=10)
+    fleet = fq.Fleet.of(shares=(1.0, 0.5, 0.25), num_clients=10, sample=5)
+    method = fq.methods.FedRolex(local=fq.Local(epochs=2, optimiser=fq.SGD(lr=0.1)))
+    run = fq.run(method, family, data, fleet, rounds=8, evaluation=fq.Evaluation(every=0))
+    model = run.deploy(fq.Budget(share=0.5))
+    assert model(data.test_inputs).shape == (len(data.test_inputs), 10)
+    assert run.accuracy["1.0"] > 0.3  # of ten classes: it has learnt something
+    assert run.records[-1].loss < run.records[0].loss
+
+
+@pytest.mark.parametrize("method", [FedAvg(), HeteroFL(), FedRolex(), LocalOnly()], ids=lambda m: type(m).__name__)
+def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
+    run = play(method, theirs, make_data(theirs, (6, 6)), (1.0, 0.5))
+    model = run.deploy(fq.Budget(share=0.5))
+    assert type(model) is Theirs
+    assert not model.training
+    kinds = {type(layer).__module__.split(".")[0] for layer in model.modules()}
+    assert "fedquilt" not in kinds
+    assert all(type(p) is nn.Parameter for p in model.parameters())
+    assert not any("forward" in vars(layer) or layer._forward_hooks for layer in model.modules())
+    assert model.conv.out_channels == model.norm.num_features == 4
+    model.load_state_dict(model.state_dict())
+    first = model(run.engine.data.test_inputs).sum()
+    first.backward()  # trainable as it is
+    assert model.conv.weight.grad is not None
+
+
+@pytest.mark.parametrize("norm", ["tracked", "post"])
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_deployed_module_scores_what_the_engine_reported(engine, norm, theirs, play, make_data):
+    method = with_local(HeteroFL(), norm=norm, batch_size=4)
+    run = play(method, theirs, make_data(theirs, (9, 7)), (1.0, 0.5), engine=engine)
+    data = run.engine.data
+    for share in (1.0, 0.5):
+        model = run.deploy(fq.Budget(share=share))
+        hits = (model(data.test_inputs).argmax(1) == data.test_targets).double().mean()
+        assert run.accuracy[str(share)] == pytest.approx(float(hits), abs=1e-12)
+
+
+def test_a_deployed_modules_outputs_are_the_engines(theirs, play, make_data):
+    run = play(with_local(HeteroFL(), norm="tracked"), theirs, make_data(theirs, (9, 7)), (1.0, 0.5))
+    world, inputs = run.engine.world, run.engine.data.test_inputs
+    submodel = run.method.deploy(run.server, fq.Budget(share=0.5), world)
+    exam = Exam("", submodel, theirs.cutter.gather(run.server.weights, submodel, tuple(run.server.weights)))
+    outputs, _ = theirs.net(submodel.arch)(exam.weights, inputs, fq.family.Pass(statistics="stored"))
+    torch.testing.assert_close(run.deploy(fq.Budget(share=0.5))(inputs).detach(), outputs, rtol=0, atol=1e-12)
+
+
+def test_deploying_does_not_disturb_the_run(theirs, play, make_data):
+    run = play(FedAvg(), theirs, make_data(theirs, (6, 6)))
+    before = {name: weight.clone() for name, weight in run.server.weights.items()}
+    model = run.deploy(fq.Budget(share=1.0))
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.zero_()
+    assert all(torch.equal(run.server.weights[name], before[name]) for name in before)
+
+
+# --- bad input --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("share", [0, -0.5, 1.5])
+def test_impossible_shares_are_refused(share):
+    with pytest.raises(BudgetError, match=str(share)):
+        fq.Fleet.of((1.0, share), 4)
+
+
+def test_a_budget_no_member_fits_is_refused_before_training(theirs, make_data):
+    fleet = fq.Fleet((fq.Budget(params=3),) * 2, 2)
+    with pytest.raises(BudgetError, match="no member fits the budget params 3"):
+        fq.run(HeteroFL(), theirs, make_data(theirs, (4, 4)), fleet, rounds=1)
+
+
+def test_a_client_without_data_is_named():
+    x, y = torch.zeros(4, 1, 8, 8), torch.zeros(4, dtype=torch.int64)
+    with pytest.raises(DataError, match="client 2 has no data"):
+        fq.FederatedData.of((x, y), (x, y), [[0], [1, 2, 3], []])
+
+
+def test_more_clients_than_data_parts(theirs, make_data):
+    with pytest.raises(ConfigError, match="the fleet has 5 clients, but data is dealt to 2"):
+        fq.run(FedAvg(), theirs, make_data(theirs, (4, 4)), fq.Fleet.of((1.0,), 5))
+
+
+def test_a_module_that_returns_a_tuple_is_refused_by_name():
+    class Pair(Theirs):
+        def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+            return super().forward(x), x
+
+    with pytest.raises(TraceError, match=r"tuple|one tensor"):
+        fq.trace(Pair, torch.zeros(2, 1, 8, 8))
+
+
+def deal(inputs: Tensor, targets: Tensor) -> fq.FederatedData:
+    return fq.FederatedData.of((inputs, targets), (inputs, targets), [list(range(len(inputs)))])
+
+
+@pytest.mark.parametrize(
+    ("inputs", "targets", "message"),
+    [
+        (torch.zeros(4, 1, 9, 8), torch.zeros(4, dtype=torch.int64), r"traced with inputs of shape \(1, 8, 8\)"),
+        (torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), r"data has \(8,\)"),
+        (torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), r"data has torch\.uint8"),
+        (torch.zeros(4, 1, 8, 8), torch.full((4,), 10), "data has 11 classes; the model's output has 10"),
+    ],
+)
+def test_data_that_does_not_fit_the_model(inputs, targets, message, theirs):
+    with pytest.raises(DataError, match=message):
+        fq.prepare(FedAvg(), theirs, deal(inputs, targets), fq.Fleet.of((1.0,), 1))
+
+
+def test_float_targets_are_refused():
+    with pytest.raises(DataError, match="classes are whole numbers"):
+        deal(torch.zeros(4, 1, 8, 8), torch.zeros(4))
+
+
+def test_an_unknown_engine_gets_the_nearest_name(theirs, make_data):
+    with pytest.raises(ConfigError, match=r"no engine named 'vectorized'\. Did you mean 'vectorised'"):
+        fq.run(FedAvg(), theirs, make_data(theirs, (4,)), fq.Fleet.of((1.0,), 1), engine="vectorized")
+
+
+def test_an_unknown_preset_lists_the_known_ones():
+    with pytest.raises(ConfigError, match=r"FedRolex has no preset 'relased'; known: paper, released"):
+        FedRolex.preset("relased")
+
+
+class Exploding:
+    """A learning rate that is sane for a round and then is not."""
+
+    def __call__(self, round: int) -> float:
+        return 1.0 if round == 0 else 1e200
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_good_state(
+    engine, theirs, play, make_data
+):
+    data = make_data(theirs, (6, 6))
+    method = with_local(FedAvg(), batch_size=2, norm="tracked")
+    good = play(method, theirs, data, engine=engine, rounds=1)
+    bad = with_local(method, schedule=Exploding())
+    message = r"client [01] \(budget share 1\) had a loss of \S+ in round 1, step \d"
+    with pytest.raises(TrainingError, match=message) as e:
+        play(bad, theirs, data, engine=engine, rounds=3)
+    left = e.value.run
+    assert left.server.round == 1
+    assert len(left.records) == 1
+    for name, weight in good.server.weights.items():
+        assert torch.equal(left.server.weights[name], weight)
+    assert type(left.deploy(fq.Budget(share=1.0))) is Theirs  # and it can be used
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, theirs, play, make_data):
+    """One step: the loss is measured before it, and only the weights show what it did."""
+    method = with_local(FedAvg(), optimiser=fq.SGD(lr=float("inf"), momentum=0.0))
+    with pytest.raises(TrainingError, match=r"client \d .* weights that are not finite in round 0; they were refused"):
+        play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
+
+
+class Picky(nn.Module):
+    """Fails on inputs it does not like."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(4, 6)
+        self.last = nn.Linear(6, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.shape[0] == 3:
+            raise ValueError("three is too many")
+        return self.last(torch.relu(self.first(x)))
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_what_a_users_module_raises_carries_client_round_and_stage(engine, play, make_data):
+    family = fq.trace(Picky, torch.zeros(2, 4))
+    with pytest.raises(TrainingError, match=r"client 1 .* failed in round 0 while training.*: three is too many") as e:
+        play(FedAvg(), family, make_data(family, (4, 3)), engine=engine)
+    assert isinstance(e.value.__cause__, ValueError)
+    assert e.value.run.server.round == 0
+    assert isinstance(e.value, FedquiltError)
+
+
+# --- what an import costs ---------------------------------------------------------------------------------------
+
+_IMPORTED = """
+import json, sys
+import torch, numpy, safetensors, safetensors.torch
+before = set(sys.modules)
+import fedquilt
+new = {name.partition(".")[0] for name in set(sys.modules) - before}
+print(json.dumps(sorted(new - set(sys.stdlib_module_names) - {"fedquilt"})))
+"""
+
+
+def test_importing_needs_torch_numpy_and_safetensors_alone():
+    found = subprocess.run([sys.executable, "-c", _IMPORTED], capture_output=True, text=True, check=True)
+    assert set(json.loads(found.stdout)) <= {"torch", "numpy", "safetensors"}
+
+
+_EMPTY_HANDED = """
+import sys
+for name in ("sklearn", "scipy", "tyro", "rich", "hypothesis", "flwr", "ray", "onnx", "torch_pruning", "pandas"):
+    sys.modules[name] = None  # importing it fails
+import torch, fedquilt as fq
+from torch import nn
+family = fq.trace(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 4))
+x, y = torch.randn(12, 4), torch.arange(12) % 3
+data = fq.FederatedData.of((x, y), (x, y), [range(6), range(6, 12)])
+run = fq.run(fq.methods.FedRolex(), family, data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
+print(run.deploy(fq.Budget(share=0.5))[0].out_features)
+"""
+
+
+def test_training_needs_nothing_else_either():
+    found = subprocess.run([sys.executable, "-c", _EMPTY_HANDED], capture_output=True, text=True, check=True)
+    assert found.stdout.strip() == "3"
