@@ -34,6 +34,8 @@ if TYPE_CHECKING:
 
 SHARES = (1.0, 1 / 2, 1 / 4)  # what the clients can hold, in turn
 CLIENTS, LR, BATCH_SIZE, EPOCHS = 20, 0.1, 16, 2  # what makes the demo learn in twenty rounds
+# Below so many multiply-adds a sample threads gain nothing, and waiting for each other on a busy machine they lose all.
+SMALL = 1_000_000
 
 # The comment behind a field is its help; these show no "default: None" where the comment says more.
 Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", help_behavior_hint="")]
@@ -132,6 +134,8 @@ class RunRequest:
             f"{self.engine} on {device}",
         )
         family = fq.trace(lambda: make(self.model, factory, torch.nn.Module, offers), data.inputs[:2])
+        if family.cost(family.whole).macs < SMALL:
+            torch.set_num_threads(1)
         dtype = {"fp32": torch.float32, "fp64": torch.float64}[self.precision]
         # About ten looks on the way: norms are calibrated anew for each, which costs as much as a round.
         looks = fq.Evaluation(every=math.ceil(self.rounds / 10))

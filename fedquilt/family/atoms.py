@@ -82,12 +82,16 @@ def resolve(dim: Dim) -> Dim:
     return tuple(found)
 
 
+def _is_resolved_plain(dim: Dim) -> bool:
+    return all(isinstance(factor, int) for factor in dim)
+
+
 def _resolve_cat(terms: Sequence[Dim]) -> Dim:
     flat: list[Dim] = []
     for term in map(resolve, terms):
         inner = term[0].terms if len(term) == 1 and isinstance(term[0], Cat) else (term,)
         for one in inner:
-            if flat and is_plain(one) and is_plain(flat[-1]):
+            if flat and _is_resolved_plain(one) and _is_resolved_plain(flat[-1]):
                 flat[-1] = plain(size(flat[-1]) + size(one))
             elif size(one):
                 flat.append(one)
@@ -104,7 +108,8 @@ def _resolve_cat(terms: Sequence[Dim]) -> Dim:
 
 
 def is_plain(dim: Dim) -> bool:
-    return all(isinstance(factor, int) for factor in dim)
+    """Whether the dimension is a size that no cut changes."""
+    return all(isinstance(factor, int) for factor in resolve(dim))
 
 
 def atoms_in(dim: Dim) -> Iterator[Atom]:

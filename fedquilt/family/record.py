@@ -162,7 +162,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor) and not tensor.is_meta and id(tensor) not in self._values:
                 self.value(tensor)  # kept in a plain attribute
-                self.constants[id(tensor)] = tensor.detach().clone()
+                with unset_fake_temporarily():
+                    self.constants[id(tensor)] = tensor.detach().clone()
         known = all(id(tensor) in self.constants for tensor in tensors)
         return known and here and torch.Tag.nondeterministic_seeded not in op.tags
 

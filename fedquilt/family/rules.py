@@ -7,6 +7,8 @@ outputs. Everything torch tags as point-wise shares one rule. An operation witho
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import cache
+from math import prod
 from typing import Any
 
 import torch
@@ -50,10 +52,20 @@ def rule(*packets: OpOverloadPacket) -> Callable[[Rule], Rule]:
     return register
 
 
+@cache
 def find_rule(op: OpOverload) -> Rule | None:
+    """The rule for an operation, its own or that of all point-wise ones."""
     name = op.overloadpacket._qualified_op_name
     found = _RULES.get(name) or _RULES.get(name.removesuffix("_"))
-    return found or (_pointwise if torch.Tag.pointwise in op.tags else None)
+    if found is None and torch.Tag.pointwise in _tags(op):
+        return _pointwise
+    return found
+
+
+def _tags(op: OpOverload) -> Sequence[torch.Tag]:
+    """An operation's tags; in place, those of its functional twin too, since torch does not repeat them all."""
+    twin = getattr(aten, op.overloadpacket.__name__.removesuffix("_"), None)
+    return [*op.tags, *(getattr(twin, op._overloadname).tags if twin and op._overloadname in twin.overloads() else ())]
 
 
 def apply(call: Call, facts: Facts) -> None:
@@ -73,7 +85,7 @@ def apply(call: Call, facts: Facts) -> None:
 
 
 def _unknown(call: Call, facts: Facts) -> None:
-    lost = not all(is_plain(resolve(dim)) for value in call.inputs for dim in value.dims)
+    lost = not all(is_plain(dim) for value in call.inputs for dim in value.dims)
     for value in (*call.inputs, *call.outs):
         _pin_all(value.dims)
     for out in call.outs:
@@ -136,14 +148,18 @@ def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
     return tuple(found)
 
 
-@rule(aten.clone, aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten._to_copy, aten.contiguous)
-@rule(aten.copy, aten.fill, aten.zero, aten.masked_fill, aten.where, aten.full_like, aten.zeros_like, aten.ones_like)
-@rule(aten.empty_like, aten.rand_like, aten.randn_like, aten.bernoulli, aten.native_dropout, aten._conj, aten.lerp)
-@rule(aten.dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout, aten.to, aten.type_as)
-@rule(aten.nan_to_num, aten.celu, aten.elu, aten.hardtanh, aten.rrelu_with_noise)
+@rule(aten.copy, aten.fill, aten.masked_fill, aten.where, aten.lerp, aten.polar, aten.complex)
+@rule(aten.bernoulli, aten.normal, aten.uniform, aten.exponential, aten.random, aten.rrelu_with_noise)
 def _pointwise(call: Call, facts: Facts) -> Dims:
-    tensors = call.inputs
-    return _broadcast([value.dims for value in tensors], call.outs[0].shape)
+    return _broadcast([value.dims for value in call.inputs], call.outs[0].shape)
+
+
+@rule(aten.clone, aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten._to_copy, aten.contiguous)
+@rule(aten.to, aten.type_as, aten.zero, aten._conj, aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like)
+@rule(aten.rand_like, aten.randn_like)
+@rule(aten.dropout, aten.native_dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
+def _same(call: Call, facts: Facts) -> Dims:
+    return call.inputs[0].dims
 
 
 @rule(aten._prelu_kernel, aten.prelu)
@@ -162,6 +178,9 @@ def _prelu(call: Call, facts: Facts) -> Dims:
 @rule(aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
 def _view(call: Call, facts: Facts) -> Dims:
     x, out = call.inputs[0], call.outs[0]
+    if prod(x.shape) != prod(out.shape):  # bytes seen as another type
+        _pin_all(x.dims)
+        return tuple(plain(n) for n in out.shape)
     groups = regroup(x.dims, out.shape, ("outer", "inner"))
     # A dimension taken apart: only one of its pieces will be cut, and that is decided when all is known.
     for source in range(len(x.dims)):
@@ -186,7 +205,7 @@ def _transpose(call: Call, facts: Facts) -> Dims:
     return tuple(dims)
 
 
-@rule(aten.t, aten.numpy_T, aten.mT)
+@rule(aten.t)
 def _t(call: Call, facts: Facts) -> Dims:
     return tuple(call.args[0].dims[::-1])
 
@@ -232,9 +251,9 @@ def _ranges(dim: Dim, sizes: Sequence[int], facts: Facts) -> list[Dim]:
 
 
 @rule(aten.select, aten.unbind)
-def _select(call: Call, facts: Facts) -> Dims | list[Dims]:
+def _select(call: Call, facts: Facts) -> list[Dims]:
     x = call.args[0]
-    (dim,) = [(_argument(call, "dim") or 0) % len(x.shape)]
+    dim = (_argument(call, "dim") or 0) % len(x.shape)
     pin(x.dims[dim])
     rest = tuple(d for at, d in enumerate(x.dims) if at != dim)
     return [rest] * len(call.outs)
@@ -336,7 +355,7 @@ def _im2col(call: Call, facts: Facts) -> Dims:
 # --- products ----------------------------------------------------------------------------------------------------
 
 
-@rule(aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul, aten.inner, aten.vdot)
+@rule(aten.mm, aten.bmm, aten.mv, aten.dot, aten.matmul)
 def _product(call: Call, facts: Facts) -> Dims:
     a, b = call.args[:2]
     return _contract(call, a.dims, b.dims, facts)
@@ -608,7 +627,7 @@ for _count, _names in {
     "upsample_nearest2d _upsample_nearest_exact2d upsample_bilinear2d _upsample_bilinear2d_aa upsample_bicubic2d "
     "_upsample_bicubic2d_aa grid_sampler_2d fractional_max_pool2d max_unpool2d",
     3: "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d "
-    "upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
+    "grid_sampler_3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
 }.items():
     rule(*(getattr(aten, _name) for _name in _names.split() if hasattr(aten, _name)))(_spatial(_count))
 
@@ -642,6 +661,39 @@ def _index_put(call: Call, facts: Facts) -> Dims:
         else:
             pin(other)
     return x.dims  # type: ignore[no-any-return]
+
+
+@rule(aten.scatter, aten.scatter_add, aten.scatter_reduce)
+def _scatter(call: Call, facts: Facts) -> Dims:
+    x, dim = call.args[:2]
+    pin(x.dims[dim])
+    for other in call.inputs[1:]:
+        for at, (one, two) in enumerate(zip(x.dims, other.dims, strict=False)):
+            if at != dim % len(x.dims) and size(one) == size(two):
+                unify(one, two)
+            else:
+                _pin_all((one, two))
+    return x.dims  # type: ignore[no-any-return]
+
+
+@rule(aten.diagonal)
+def _diagonal(call: Call, facts: Facts) -> Dims:
+    x = call.args[0]
+    gone = [_argument(call, name) % len(x.dims) for name in ("dim1", "dim2")]
+    _pin_all([x.dims[at] for at in gone])
+    return (*(dim for at, dim in enumerate(x.dims) if at not in gone), plain(call.outs[0].shape[-1]))
+
+
+@rule(aten.view_as_complex)
+def _view_as_complex(call: Call, facts: Facts) -> Dims:
+    *dims, pair = call.args[0].dims
+    pin(pair)
+    return tuple(dims)
+
+
+@rule(aten.view_as_real)
+def _view_as_real(call: Call, facts: Facts) -> Dims:
+    return (*call.args[0].dims, plain(2))
 
 
 @rule(aten.unfold)

@@ -107,15 +107,12 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: 
     sizes = solve_sizes(module, trail, facts)
     class_dim = _settle_output(run.output, inputs, class_dim, facts)
     used = _first_uses(run)
-    for name, dims in weights.items():
-        if name not in used:
-            for dim in dims:
-                pin(dim)
-    unused = [name for name, _ in module.named_parameters() if name not in used]
-    facts.notes += [f"Python reads a constant in {where}: every member takes that branch" for where in run.reads]
-    if unused:
-        facts.notes.append(f"the output does not depend on {', '.join(unused)}: never cut")
+    for dim in (dim for name, dims in weights.items() if name not in used for dim in dims):
+        pin(dim)
     _settle(facts, heads)
+    facts.notes += [f"Python reads a constant in {where}: every member takes that branch" for where in run.reads]
+    unused = ", ".join(name for name, _ in module.named_parameters() if name not in used)
+    facts.notes += [f"the output does not depend on {unused}: never cut"] if unused else []
     names = _name_axes(module, run, weights, used, class_dim)
     axes = {
         name: Axis(name, one.size, one.fixed, one.coupled, _inner(one, facts, names)) for one, name in names.items()
@@ -202,7 +199,7 @@ def _settle_output(output: Value, inputs: tuple[Any, ...], class_dim: int | None
         if at != class_dim or len(resolve(dim)) != 1 or isinstance(resolve(dim)[0], Cat):
             pin(dim)
         fix(dim)
-    if is_plain(resolve(output.dims[class_dim])):
+    if is_plain(output.dims[class_dim]):
         facts.notes.append(f"dimension {class_dim} of the output is no axis of its own: there is no axis 'class'")
     return class_dim
 
@@ -214,7 +211,7 @@ def _settle(facts: Facts, heads: Heads) -> None:
     while changed:
         changed = False
         for pieces in facts.slices:
-            if any(is_plain(resolve(piece)) and size(piece) for piece in pieces) and any(map(is_free, pieces)):
+            if any(is_plain(piece) and size(piece) for piece in pieces) and any(map(is_free, pieces)):
                 changed = True
                 for piece in pieces:
                     pin(piece)
@@ -225,10 +222,8 @@ def _settle(facts: Facts, heads: Heads) -> None:
             fix(factor)
     # Groups within groups (norms of 16 and of 32 on one stream): the outermost and the innermost are cut.
     for outer, _ in facts.groups:
-        free_atoms = [one for one in atoms_in(outer) if not one.fixed]
-        if not any(isinstance(factor, Cat) for factor in resolve(outer)):
-            for one in free_atoms[1:]:
-                one.fixed = True
+        for factor in [(factor,) for factor in resolve(outer) if is_free((factor,))][1:]:
+            fix(factor)
 
 
 def _inner(one: Atom, facts: Facts, names: Mapping[Atom, str]) -> tuple[str, ...]:
@@ -299,10 +294,8 @@ def _base_name(module: nn.Module, weight: str) -> str:
     layer = module.get_submodule(path)
     if isinstance(layer, ParametrizationList):
         path = path.rsplit(".", 2)[0]  # "conv.parametrizations.weight"
-    name = (
-        path if path and (attribute in ("weight", "bias") or type(layer).__module__.startswith("torch.nn")) else weight
-    )
-    name = re.sub(r"[\s()+]", "_", name)
+    ready_made = attribute in ("weight", "bias") or type(layer).__module__.startswith("torch.nn")
+    name = re.sub(r"[\s()+]", "_", path if path and ready_made else weight)
     return f"layer.{name}" if name.isdecimal() else name  # a bare number would read as a size
 
 

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 import pytest
 import torch
-from tests.conftest import assert_same, with_local
 
 import fedquilt as fq
 from fedquilt.engines import ENGINES
 from fedquilt.methods import METHODS
 from fedquilt.terms import Memory
+from tests.conftest import assert_same, with_local
 
 pytestmark = [
     pytest.mark.gpu,

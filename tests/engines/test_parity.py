@@ -10,6 +10,7 @@ import torch
 import fedquilt as fq
 from fedquilt.engines import ENGINES
 from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL
+from fedquilt.models import TransformerLM
 from fedquilt.round.local import Between, CrossEntropy, Learner, MaskedCrossEntropy, Phase
 from fedquilt.terms import Job, World
 from tests.conftest import assert_same, with_local
@@ -83,6 +84,19 @@ def test_every_variant_gives_the_same_numbers_on_every_engine(method, residual, 
     truth, others = both(play, method, residual, make_data(residual, RAGGED, labels=3), shares=SHARES)
     for other in others:
         assert_same(truth, other)
+
+
+def test_tied_weights_stay_tied_on_every_engine(play, make_data):
+    """The embedding is the output layer: the class axis is then the vocabulary's."""
+    options = {"max_length": 5, "width": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 12, "tied": True}
+    family = fq.trace(lambda: TransformerLM(11, **options), torch.zeros(2, 5, dtype=torch.int64))
+    data = make_data(family, RAGGED, labels=3)
+    truth, others = both(play, with_local(FedRolex(), batch_size=4), family, data, shares=SHARES)
+    assert "head.weight" not in truth.server.weights
+    for run in (truth, *others):
+        assert_same(truth, run)
+        model = run.deploy(fq.Budget(share=0.5))
+        assert model.head.weight is model.token.weight
 
 
 # --- learners of several phases, and slots that are kept --------------------------------------------------------
