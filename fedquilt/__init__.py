@@ -1,14 +1,47 @@
 """fedquilt trains one model together on devices that cannot all hold it."""
 
-from fedquilt import data, errors, methods, models
-from fedquilt.data import FederatedData
+from __future__ import annotations
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
 from fedquilt.errors import FedquiltError
-from fedquilt.experiment import Run, prepare, run
-from fedquilt.family import Family, trace
-from fedquilt.round import Evaluation, Fleet
-from fedquilt.round.local import SGD, Adam, Constant, Cosine, Local, Steps
-from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update, World
 from fedquilt.version import __version__
+
+if TYPE_CHECKING:
+    from fedquilt import data, errors, methods, models
+    from fedquilt.data import FederatedData
+    from fedquilt.experiment import Run, prepare, run
+    from fedquilt.family.family import Family, trace
+    from fedquilt.round import Evaluation, Fleet
+    from fedquilt.round.local import SGD, Adam, Constant, Cosine, Local, Steps
+    from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update, World
+
+# Names are imported when they are asked for: `fedquilt --help` and a typo need not wait for torch.
+_HOMES = {
+    "fedquilt.data": ("FederatedData",),
+    "fedquilt.experiment": ("Run", "prepare", "run"),
+    "fedquilt.family.family": ("Family", "trace"),
+    "fedquilt.round": ("Evaluation", "Fleet"),
+    "fedquilt.round.local": ("SGD", "Adam", "Constant", "Cosine", "Local", "Steps"),
+    "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update", "World"),
+}
+_HOME = {name: home for home, names in _HOMES.items() for name in names}
+_MODULES = ("data", "errors", "methods", "models")
+
+
+def __getattr__(name: str) -> Any:
+    if name in _MODULES:
+        return import_module(f"fedquilt.{name}")
+    if name not in _HOME:
+        raise AttributeError(f"module 'fedquilt' has no attribute {name!r}")
+    found = globals()[name] = getattr(import_module(_HOME[name]), name)
+    return found
+
+
+def __dir__() -> list[str]:
+    return __all__
+
 
 __all__ = [
     "SGD",

@@ -118,7 +118,7 @@ class RunRequest:
         method = self.make_method()
         known(ENGINES, self.engine, "engine")
         found = find(MODELS, self.model, "model")
-        factory = found.factory if isinstance(found, ModelSpec) else found
+        factory, fixed = (found.factory, found.fixed) if isinstance(found, ModelSpec) else (found, ())
         source = find(DATA, self.data, "data set")
         device = _device(self.device)
         dealt = {"num_clients": self.clients or CLIENTS, "labels": self.labels, "seed": self.seed}
@@ -133,7 +133,7 @@ class RunRequest:
             f"{self.method} on {self.data}: {self.model} for {clients} clients, {fleet.sample} a round, "
             f"{self.engine} on {device}",
         )
-        family = fq.trace(lambda: make(self.model, factory, torch.nn.Module, offers), data.inputs[:2])
+        family = fq.trace(lambda: make(self.model, factory, torch.nn.Module, offers), data.inputs[:2], fixed=fixed)
         if family.cost(family.whole).macs < SMALL:
             torch.set_num_threads(1)
         dtype = {"fp32": torch.float32, "fp64": torch.float64}[self.precision]

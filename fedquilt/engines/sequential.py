@@ -40,16 +40,15 @@ class Sequential(Engine):
         with self.blame(job, "training"):
             for step, rows in enumerate(batches):
                 batch = self._batch(job, learner, rows, held, step)
-                before, phases = state, learner.phases_at(step)
-                for place, phase in enumerate(phases):
+                before = state
+                for place, phase in enumerate(learner.phases_at(step)):
                     grads, (loss, seen) = gradient(learner, family, arch, phase, state, received, before, batch)
                     masks = learner.masks(family, arch, phase, self.world.device)
-                    count = start.steps + step * len(phases) + place
+                    count = start.steps + learner.moves(step) + place
                     state, slots = move(learner, state, slots, grads, masks, count)
                     state = {**state, **seen}
                 losses.append(loss)
-        steps = start.steps + sum(len(learner.phases_at(step)) for step in range(len(batches)))
-        memory = self.remember(job, learner, state, slots, steps)
+        memory = self.remember(job, learner, state, slots, start.steps + learner.moves(len(batches)))
         if memory:
             outcome.memory[job.client.id, job.submodel.scope] = memory
         self.check_finite(job, torch.stack(losses), [state[name] for name in family.trainable])

@@ -117,12 +117,12 @@ class Vectorised(Engine):
             slots = {slot: _of(values, who) for slot, values in slots.items()}
         rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
         inputs, targets = self.data.inputs[rows], self.data.targets[rows]
-        keys, before, phases = noise.fold_in(stack.keys[who], step), state, learner.phases_at(step)
-        for place, phase in enumerate(phases):
+        keys, before = noise.fold_in(stack.keys[who], step), state
+        for place, phase in enumerate(learner.phases_at(step)):
             gradients = self._gradients(learner, stack.arch, phase)
             grads, (loss, seen) = gradients(state, received, before, inputs, targets, stack.held[who], keys)
             masks = learner.masks(self.world.family, stack.arch, phase, device)
-            state, slots = move(learner, state, slots, grads, masks, stack.age + step * len(phases) + place)
+            state, slots = move(learner, state, slots, grads, masks, stack.age + learner.moves(step) + place)
             state = {**state, **seen}
         stack.losses[step, who] = loss
         if everyone:
@@ -180,7 +180,7 @@ class Vectorised(Engine):
                 slot: {name: v[client].clone() for name, v in values.items()} for slot, values in stack.slots.items()
             }
             steps = len(stack.batches[client])
-            memory = self.remember(job, learner, own, slots, stack.age + steps * len(learner.phases_at(0)))
+            memory = self.remember(job, learner, own, slots, stack.age + learner.moves(steps))
             if memory:
                 outcome.memory[job.client.id, job.submodel.scope] = memory
             sent = []

@@ -422,6 +422,10 @@ class Learner:
         """The phases of one batch; learners that draw them do so by round and step, so that clients stack."""
         return self.phases
 
+    def moves(self, steps: int) -> int:
+        """The optimiser steps behind so many batches; every batch has the same number of phases."""
+        return steps * len(self.phases_at(0))
+
     def names(self, family: Family) -> tuple[str, ...]:
         """The weights a client holds while it trains: what moves, what is tracked, what is carried along."""
         tracked = family.statistics if self.local.norm in ("tracked", "local") else ()

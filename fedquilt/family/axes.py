@@ -1,2 +1,0 @@
-from fedquilt.axes import *  # noqa
-from fedquilt.axes import Run  # noqa
