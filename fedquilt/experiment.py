@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fedquilt.checkpoint import Checkpointing
 from fedquilt.data import FederatedData
 from fedquilt.engines import ENGINES, Engine
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.family import Family
+from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.names import known
-from fedquilt.round import Evaluation, Fleet, Record, federate
+from fedquilt.records import Folder, describe, holds_a_run, summarise, undisturbed
+from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.serve import ready
 from fedquilt.terms import Budget, Job, Server, World
 
@@ -41,14 +45,30 @@ class Run:
         """The last evaluation, by share."""
         return next((r.grades.accuracy for r in reversed(self.records) if r.grades.accuracy), {})
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How the run stands, in one object, as `summary.json` has it."""
+        return summarise(self)
+
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
-        """Play until `rounds` are behind it. If a round fails, the state is that of the round before."""
-        play = federate(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
-        for self.server, record in play:
-            self.records.append(record)
-            if watch:
-                watch(record)
+        """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
+        self.fleet.check(rounds)
+        while self.server.round < rounds:
+            played = play(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
+            with undisturbed():
+                # Memories move on in place, once the round has succeeded: a copy would cost with the population.
+                self.server.memory.update(played.memory)
+                self.server = played.server
+                self.records.append(played.record)
+                if watch:
+                    watch(played.record)
         return self
+
+    def save(self, path: str | Path) -> None:
+        """Write the run into a folder of its own; `fedquilt.load` has its weights, and `fedquilt.run` can go on."""
+        with Folder.create(path, describe(self, self.server.round)) as folder:
+            folder.watch(self)
+            folder.finish(self.summary)
 
     def deploy(self, budget: Budget, client: int | None = None) -> nn.Module:
         """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own."""
@@ -78,14 +98,38 @@ def run(
     dtype: torch.dtype = torch.float32,
     evaluation: Evaluation | None = None,
     watch: Callable[[Record], None] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    checkpointing: Checkpointing = Checkpointing(),
+    memory_limit: int = LIMIT,
 ) -> Run:
     """Train a family on a fleet's data and return the finished run. `watch` is called after every round.
 
+    With `out` the run is recorded in that folder, and with `resume` it goes on from what is there, if anything is.
     An error raised by a round carries the run, with the last good state, as `error.run`.
     """
-    prepared = prepare(method, family, data, fleet, engine, seed, device, dtype, evaluation)
+    prepared = prepare(method, family, data, fleet, engine, seed, device, dtype, evaluation, memory_limit)
     try:
-        return prepared.train(rounds, watch)
+        if out is None:
+            return prepared.train(rounds, watch)
+        go_on = resume and holds_a_run(Path(out))
+        with (
+            Folder.resume(out, checkpointing)
+            if go_on
+            else Folder.create(out, describe(prepared, rounds), checkpointing)
+        ) as folder:
+            if go_on:
+                folder.load(prepared)
+            record = folder.watch(prepared)
+
+            def after(played: Record) -> None:
+                record(played)
+                if watch:
+                    watch(played)
+
+            prepared.train(rounds, after)
+            folder.finish(prepared.summary)
+        return prepared
     except FedquiltError as error:
         error.run = prepared
         raise
@@ -101,8 +145,9 @@ def prepare(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     evaluation: Evaluation | None = None,
+    memory_limit: int = LIMIT,
 ) -> Run:
-    """A run that has not begun."""
+    """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk."""
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
@@ -110,4 +155,7 @@ def prepare(
         )
     world = World(family, seed, torch.device(device), dtype)
     kind = known(ENGINES, engine, "engine")
-    return Run(method, fleet, kind(world, data), evaluation or Evaluation(), method.init(world))
+    server = method.init(world)
+    memory = Memories(memory_limit, world.device)
+    memory.update(server.memory)
+    return Run(method, fleet, kind(world, data), evaluation or Evaluation(), replace(server, memory=memory))

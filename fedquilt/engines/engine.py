@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
+from functools import cached_property
 from typing import TYPE_CHECKING
 
 import torch
@@ -25,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _CUTS_KEPT = 16
+_CALIBRATION = 1 << 16  # samples that norm statistics are measured over, at most: all of CIFAR or MNIST
 
 
 @dataclass
@@ -193,13 +195,18 @@ class Engine(ABC):
         samples = torch.arange(count) if exam.samples is None else exam.samples
         return samples.to(self.world.device)
 
+    @cached_property
     def pooled(self) -> Tensor:
-        """All training samples that some client holds, mixed, so that a batch is like the whole."""
-        samples = torch.cat([part.cpu() for part in self.data.parts])
-        return samples[noise.order(noise.key(3, self.world.seed), len(samples))].to(self.world.device)
+        """The training samples that clients hold, mixed, so that a batch is like the whole; of very many, a fixed draw.
+
+        Found once: going through all clients at every evaluation would cost with the population.
+        """
+        samples = self.data.parts.order
+        mixed = samples[noise.order(noise.key(3, self.world.seed), len(samples))]
+        return mixed[:_CALIBRATION].to(self.world.device)
 
     def _check_data(self) -> None:
-        example, inputs = self.world.family.example_inputs[0], self.data.inputs
+        example, inputs = self.world.family.example_inputs[0], self.data.example
         if tuple(example.shape[1:]) != tuple(inputs.shape[1:]):
             raise DataError(
                 f"the model was traced with inputs of shape {tuple(example.shape[1:])} a sample; "

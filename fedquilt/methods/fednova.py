@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.round.local import Learner, Phase, Proximal
 from fedquilt.round.merge import Fold, Mean
@@ -18,9 +19,13 @@ class FedNova(FedAvg):
     momentum it is FedAvg.
     """
 
-    mu: float = 0.0
+    mu: float = 0.0  # weight of the proximal term; 0: none
     paper = "Wang et al. 2020"
     copies = 2  # RaFL, Table 1: the normalised gradient travels beside the weights
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, mu="[0, inf)")
 
     def learner(self, job: Job, world: World) -> Learner:
         phases = (Phase(Proximal(self.local.objective, self.mu)),)

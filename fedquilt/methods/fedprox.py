@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.round.local import Learner, Phase, Proximal
 from fedquilt.terms import Job, World
@@ -13,8 +14,12 @@ from fedquilt.terms import Job, World
 class FedProx(FedAvg):
     """FedAvg with mu/2 · ‖w − w_received‖² added to the local objective; mu 0 gives FedAvg."""
 
-    mu: float = 0.01
+    mu: float = 0.01  # weight of the proximal term; 0: none
     paper = "Li et al. 2020"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, mu="[0, inf)")
 
     def learner(self, job: Job, world: World) -> Learner:
         return replace(super().learner(job, world), phases=(Phase(Proximal(self.local.objective, self.mu)),))

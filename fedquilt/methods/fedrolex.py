@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from fedquilt.checks import within
 from fedquilt.family.family import Rounding
 from fedquilt.methods.heterofl import PARTIAL
 from fedquilt.methods.method import Method
@@ -47,6 +48,10 @@ class FedRolex(Method):
             "rounding": "ceil",
         },
     }
+
+    def __post_init__(self) -> None:
+        if self.overlap is not None:
+            within(self, overlap="[0, 1]")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [self._window(client.budget, server.round, world)]

@@ -19,6 +19,7 @@ from torch.func import grad
 
 from fedquilt import noise
 from fedquilt.axes import Index, Positions
+from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.round.cut import prefix
@@ -62,6 +63,9 @@ class SGD:
     decay: float = 0.0
     clip: float = 0.0  # bound on the norm of the whole gradient; 0: none
 
+    def __post_init__(self) -> None:
+        within(self, lr="(0, inf)", momentum="[0, 1)", decay="[0, inf)", clip="[0, inf)")
+
     @property
     def slots(self) -> tuple[str, ...]:
         return ("momentum",) if self.momentum else ()
@@ -102,6 +106,9 @@ class Adam:
     eps: float = 1e-8
     decay: float = 0.0
     clip: float = 0.0
+
+    def __post_init__(self) -> None:
+        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", eps="(0, inf)", decay="[0, inf)", clip="[0, inf)")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -154,6 +161,9 @@ class Steps:
     milestones: tuple[int, ...]
     factor: float = 0.1
 
+    def __post_init__(self) -> None:
+        within(self, milestones="[0, inf)", factor="(0, inf)")
+
     def __call__(self, round: int) -> float:
         return self.factor ** sum(round >= milestone for milestone in self.milestones)
 
@@ -163,6 +173,9 @@ class Cosine:
     """The learning rate falls to 0 over `rounds` on half a cosine."""
 
     rounds: int
+
+    def __post_init__(self) -> None:
+        within(self, rounds="[1, inf)")
 
     def __call__(self, round: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * min(round, self.rounds) / self.rounds))
@@ -398,6 +411,9 @@ class Local:
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
 
+    def __post_init__(self) -> None:
+        within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
+
     @property
     def objective(self) -> Objective:
         return MaskedCrossEntropy(by=self.masked) if self.masked else CrossEntropy()
@@ -586,6 +602,11 @@ def itinerary(size: int, local: Local, key: int) -> list[Tensor]:
 
 def augment(inputs: Tensor, local: Local, key: Tensor) -> Tensor:
     """Random crops and flips of a batch of images, drawn from the key. Pure: may be vmapped."""
+    if (local.crop or local.flip) and inputs.dim() != 4:
+        raise ConfigError(
+            f"crop = {local.crop} and flip = {local.flip} were asked for; they are for images (channel, height, "
+            f"width), and a sample has shape {tuple(inputs.shape[1:])}."
+        )
     if local.crop:
         pad = local.crop
         height, width = inputs.shape[-2:]

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
+from fedquilt.checks import within
 from fedquilt.family.net import Pass
 from fedquilt.round.clients import Fleet
 from fedquilt.round.local import NormPolicy
@@ -82,6 +82,9 @@ class Evaluation:
     clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
 
+    def __post_init__(self) -> None:
+        within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)")
+
     def due(self, round: int, rounds: int) -> bool:
         return round == rounds or bool(self.every and round % self.every == 0)
 
@@ -137,7 +140,7 @@ def share_label(budget: Budget, world: World) -> str:
 def _asked(fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
     """The clients whose own accuracy is asked for: all of a small fleet, a fixed draw of a large one."""
     seed, count = engine.world.seed, min(how.clients, fleet.num_clients)
-    drawn = sorted(random.Random(noise.key(seed, 23)).sample(range(fleet.num_clients), count))
+    drawn = noise.choose(noise.key(seed, 23), count, fleet.num_clients)
     return [fleet.client(client, server.round, seed, engine.data.size(client)) for client in drawn]
 
 

@@ -40,7 +40,7 @@ def theirs() -> fq.Family:
 
 def test_a_users_own_module_federates_in_under_fifteen_lines():
     family = fq.trace(Theirs, torch.zeros(2, 1, 8, 8))
-    data = fq.data.digits(num_clients=10)
+    data = fq.data.digits().deal(10)
     fleet = fq.Fleet.of(shares=(1.0, 0.5, 0.25), num_clients=10, sample=5)
     method = fq.methods.FedRolex(local=fq.Local(epochs=2, optimiser=fq.SGD(lr=0.1)))
     run = fq.run(method, family, data, fleet, rounds=8, evaluation=fq.Evaluation(every=0))
@@ -108,7 +108,7 @@ def test_impossible_shares_are_refused(share):
 
 
 def test_a_budget_no_member_fits_is_refused_before_training(theirs, make_data):
-    fleet = fq.Fleet((fq.Budget(params=3),) * 2, 2)
+    fleet = fq.Fleet.of([fq.Budget(params=3)], 2, 2)
     with pytest.raises(BudgetError, match="no member fits the budget params 3"):
         fq.run(HeteroFL(), theirs, make_data(theirs, (4, 4)), fleet, rounds=1)
 
@@ -142,7 +142,7 @@ def deal(inputs: Tensor, targets: Tensor) -> fq.FederatedData:
     [
         (torch.zeros(4, 1, 9, 8), torch.zeros(4, dtype=torch.int64), r"traced with inputs of shape \(1, 8, 8\)"),
         (torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), r"data has \(8,\)"),
-        (torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), r"data has torch\.uint8"),
+        (torch.zeros(4, 1, 8, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), r"data has torch\.int64"),
         (torch.zeros(4, 1, 8, 8), torch.full((4,), 10), "data has 11 classes; the model's output has 10"),
     ],
 )
@@ -173,6 +173,13 @@ class Exploding:
         return 1.0 if round == 0 else 1e200
 
 
+class Infinite:
+    """A learning rate nobody survives."""
+
+    def __call__(self, round: int) -> float:
+        return float("inf")
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_good_state(
     engine, theirs, play, make_data
@@ -195,7 +202,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, theirs, play, make_data):
     """One step: the loss is measured before it, and only the weights show what it did."""
-    method = with_local(FedAvg(), optimiser=fq.SGD(lr=float("inf"), momentum=0.0))
+    method = with_local(FedAvg(), optimiser=fq.SGD(momentum=0.0), schedule=Infinite())
     with pytest.raises(TrainingError, match=r"client \d .* weights that are not finite in round 0; they were refused"):
         play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
 
