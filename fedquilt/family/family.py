@@ -89,6 +89,17 @@ class Family:
         return tuple(name for name in self.layout.dims if name not in moving and self._cut_axes(name))
 
     @cached_property
+    def class_rows(self) -> bool:
+        """Whether a client may send the output rows of its own classes alone.
+
+        Not where a tied embedding carries the classes: a token that is only read still trains its row.
+        """
+        tied = set(self.layout.ties.values())
+        return "class" in self.layout.axes and not any(
+            "class" in axes_in(dim) for name in tied for dim in self.layout.dims[name]
+        )
+
+    @cached_property
     def cutter(self) -> Cutter:
         return Cutter(self.layout.dims, self.layout.sizes)
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.names import bounded
 from fedquilt.round.local import Learner, Phase, Proximal
 from fedquilt.round.merge import Fold, Mean
 from fedquilt.terms import Job, Server, World
@@ -22,9 +23,14 @@ class FedNova(FedAvg):
     paper = "Wang et al. 2020"
     copies = 2  # RaFL, Table 1: the normalised gradient travels beside the weights
 
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounded("FedNova", self, mu=(0, None))
+
     def learner(self, job: Job, world: World) -> Learner:
         phases = (Phase(Proximal(self.local.objective, self.mu)),)
         return replace(super().learner(job, world), phases=phases, paced=True, mu=self.mu)
 
     def fold(self, server: Server, world: World) -> Fold:
-        return Mean(world.family.cutter, self.weighting, self.server, paced=True).begin(server)
+        plain = frozenset(world.family.statistics)
+        return Mean(world.family.cutter, self.weighting, self.server, paced=True, plain=plain).begin(server)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.names import bounded
 from fedquilt.round.local import Learner, Phase, Proximal
 from fedquilt.terms import Job, World
 
@@ -15,6 +16,10 @@ class FedProx(FedAvg):
 
     mu: float = 0.01
     paper = "Li et al. 2020"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        bounded("FedProx", self, mu=(0, None))
 
     def learner(self, job: Job, world: World) -> Learner:
         return replace(super().learner(job, world), phases=(Phase(Proximal(self.local.objective, self.mu)),))

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,7 @@ from fedquilt import noise
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
+from fedquilt.names import bounded, one_of
 from fedquilt.round.cut import prefix
 from fedquilt.terms import Arch, Submodel, Weights
 
@@ -29,6 +30,7 @@ if TYPE_CHECKING:
 
 NormPolicy = Literal["batch", "tracked", "local", "post"]
 LastBatch = Literal["keep", "drop", "merge"]
+Masked = Literal["", "client", "batch"]
 State = dict[str, Tensor]
 OptimiserState = dict[str, State]
 
@@ -41,6 +43,7 @@ class Optimiser(Protocol):
 
     lr: float
     clip: float
+    ages: ClassVar[bool]
 
     @property
     def slots(self) -> tuple[str, ...]: ...
@@ -61,6 +64,13 @@ class SGD:
     nesterov: bool = False
     decay: float = 0.0
     clip: float = 0.0  # bound on the norm of the whole gradient; 0: none
+
+    ages: ClassVar[bool] = False  # whether a step depends on how many came before it
+
+    def __post_init__(self) -> None:
+        bounded("SGD", self, lr=(0, None), momentum=(0, 1), decay=(0, None), clip=(0, None))
+        if self.nesterov and not self.momentum:
+            raise ConfigError("SGD was asked for Nesterov steps without momentum; give it one, such as momentum=0.9.")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -102,6 +112,11 @@ class Adam:
     eps: float = 1e-8
     decay: float = 0.0
     clip: float = 0.0
+
+    ages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        bounded("Adam", self, lr=(0, None), beta1=(0, 1), beta2=(0, 1), eps=(0, None), decay=(0, None), clip=(0, None))
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -154,6 +169,9 @@ class Steps:
     milestones: tuple[int, ...]
     factor: float = 0.1
 
+    def __post_init__(self) -> None:
+        bounded("Steps", self, factor=(0, None))
+
     def __call__(self, round: int) -> float:
         return self.factor ** sum(round >= milestone for milestone in self.milestones)
 
@@ -163,6 +181,9 @@ class Cosine:
     """The learning rate falls to 0 over `rounds` on half a cosine."""
 
     rounds: int
+
+    def __post_init__(self) -> None:
+        bounded("Cosine", self, rounds=(1, None))
 
     def __call__(self, round: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * min(round, self.rounds) / self.rounds))
@@ -394,9 +415,14 @@ class Local:
     last_batch: LastBatch = "keep"
     norm: NormPolicy = "batch"
     scaler: bool = False
-    masked: Literal["", "client", "batch"] = ""  # mask the logits of classes absent from the client or the batch
+    masked: Masked = ""  # mask the logits of classes absent from the client or the batch
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
+
+    def __post_init__(self) -> None:
+        bounded("Local", self, epochs=(1, None), batch_size=(1, None), crop=(0, None))
+        for name, kind in (("norm", NormPolicy), ("last_batch", LastBatch), ("masked", Masked)):
+            one_of("Local", name, getattr(self, name), get_args(kind))
 
     @property
     def objective(self) -> Objective:
@@ -452,7 +478,7 @@ class Learner:
     def uploads(self, family: Family, submodel: Submodel, held: Tensor) -> tuple[Submodel, ...]:
         """The positions that are sent, as one sub-model or several."""
         rows = {}
-        if self.class_rows and "class" in family.layout.axes:
+        if self.class_rows and family.class_rows:
             rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
         if not self.send_widths:
             return (replace(submodel, index=Index({**submodel.index, **rows})),)

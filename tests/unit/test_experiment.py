@@ -195,7 +195,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, theirs, play, make_data):
     """One step: the loss is measured before it, and only the weights show what it did."""
-    method = with_local(FedAvg(), optimiser=fq.SGD(lr=float("inf"), momentum=0.0))
+    method = with_local(FedAvg(), optimiser=fq.SGD(lr=1e308, momentum=0.0, decay=1e308))
     with pytest.raises(TrainingError, match=r"client \d .* weights that are not finite in round 0; they were refused"):
         play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
 
@@ -217,7 +217,9 @@ class Picky(nn.Module):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_users_module_raises_carries_client_round_and_stage(engine, play, make_data):
     family = fq.trace(Picky, torch.zeros(2, 4))
-    with pytest.raises(TrainingError, match=r"client 1 .* failed in round 0 while training.*: three is too many") as e:
+    with pytest.raises(
+        TrainingError, match=r"client 1 .* failed in round 0 while training: ValueError: three is too many"
+    ) as e:
         play(FedAvg(), family, make_data(family, (4, 3)), engine=engine)
     assert isinstance(e.value.__cause__, ValueError)
     assert e.value.run.server.round == 0

@@ -113,3 +113,13 @@ def test_orders_differ_by_key_and_every_place_is_as_likely():
     firsts = torch.tensor([int(noise.order(noise.key(seed), 5)[0]) for seed in range(2000)])
     counts = torch.bincount(firsts, minlength=5)
     assert float(((counts - 400) ** 2 / 400).sum()) < 20  # chi² of 4 degrees
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_draws_the_same_numbers_rounded(dtype):
+    word = torch.tensor(noise.key(5))
+    fine, coarse = noise.uniform(word, (100_000,), torch.float32), noise.uniform(word, (100_000,), dtype)
+    assert coarse.dtype == dtype
+    assert float(coarse.max()) < 1
+    assert (coarse.float() - fine).abs().max() < 2 * torch.finfo(dtype).eps
+    assert noise.normal(word, (100_000,), dtype).isfinite().all()
