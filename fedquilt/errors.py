@@ -9,6 +9,7 @@ FedquiltError
 └── ConfigError       a request that cannot be carried out: unknown names, impossible values
 """
 
+from collections.abc import Mapping
 from typing import Any
 
 
@@ -42,4 +43,8 @@ class TrainingError(FedquiltError):
 
 
 class ConfigError(FedquiltError):
-    """A request that cannot be carried out."""
+    """A request that cannot be carried out. Where single fields of a dataclass are to blame, `fields` says of each why."""
+
+    def __init__(self, message: str, fields: Mapping[str, str] | None = None) -> None:
+        super().__init__(message)
+        self.fields = dict(fields or {})

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
-from fedquilt.names import bounded
 from fedquilt.round.local import Learner, Phase, Proximal
 from fedquilt.round.merge import Fold, Mean
 from fedquilt.terms import Job, Server, World
@@ -25,7 +25,7 @@ class FedNova(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounded("FedNova", self, mu=(0, None))
+        within(self, mu="[0, inf)")
 
     def learner(self, job: Job, world: World) -> Learner:
         phases = (Phase(Proximal(self.local.objective, self.mu)),)

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 
+from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
-from fedquilt.names import bounded
 from fedquilt.round.local import Learner, Phase, Proximal
 from fedquilt.terms import Job, World
 
@@ -19,7 +19,7 @@ class FedProx(FedAvg):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        bounded("FedProx", self, mu=(0, None))
+        within(self, mu="[0, inf)")
 
     def learner(self, job: Job, world: World) -> Learner:
         return replace(super().learner(job, world), phases=(Phase(Proximal(self.local.objective, self.mu)),))

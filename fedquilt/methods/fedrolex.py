@@ -9,10 +9,10 @@ from typing import Any, ClassVar
 
 import torch
 
+from fedquilt.checks import within
 from fedquilt.family.family import Rounding
 from fedquilt.methods.heterofl import PARTIAL
 from fedquilt.methods.method import Method
-from fedquilt.names import bounded
 from fedquilt.round.cut import windows
 from fedquilt.round.local import SGD, Adam, Local, Steps
 from fedquilt.round.merge import Weighting
@@ -54,7 +54,7 @@ class FedRolex(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.overlap is not None:
-            bounded("FedRolex", self, overlap=(0, 1))
+            within(self, overlap="[0, 1]")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [self._window(client.budget, server.round, world)]

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self, get_args
+from typing import Any, ClassVar, Self
 
+from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
-from fedquilt.names import one_of
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
@@ -27,7 +27,7 @@ class Method:
     copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
 
     def __post_init__(self) -> None:
-        one_of(type(self).__name__, "weighting", self.weighting, get_args(Weighting))
+        one_of(self, weighting=Weighting)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, get_args
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,9 +19,9 @@ from torch.func import grad
 
 from fedquilt import noise
 from fedquilt.axes import Index, Positions
+from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
-from fedquilt.names import bounded, one_of
 from fedquilt.round.cut import prefix
 from fedquilt.terms import Arch, Submodel, Weights
 
@@ -68,7 +68,7 @@ class SGD:
     ages: ClassVar[bool] = False  # whether a step depends on how many came before it
 
     def __post_init__(self) -> None:
-        bounded("SGD", self, lr=(0, None), momentum=(0, 1), decay=(0, None), clip=(0, None))
+        within(self, lr="(0, inf)", momentum="[0, 1)", decay="[0, inf)", clip="[0, inf)")
         if self.nesterov and not self.momentum:
             raise ConfigError("SGD was asked for Nesterov steps without momentum; give it one, such as momentum=0.9.")
 
@@ -116,7 +116,7 @@ class Adam:
     ages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        bounded("Adam", self, lr=(0, None), beta1=(0, 1), beta2=(0, 1), eps=(0, None), decay=(0, None), clip=(0, None))
+        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", eps="(0, inf)", decay="[0, inf)", clip="[0, inf)")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -170,7 +170,7 @@ class Steps:
     factor: float = 0.1
 
     def __post_init__(self) -> None:
-        bounded("Steps", self, factor=(0, None))
+        within(self, milestones="[0, inf)", factor="(0, inf)")
 
     def __call__(self, round: int) -> float:
         return self.factor ** sum(round >= milestone for milestone in self.milestones)
@@ -183,7 +183,7 @@ class Cosine:
     rounds: int
 
     def __post_init__(self) -> None:
-        bounded("Cosine", self, rounds=(1, None))
+        within(self, rounds="[1, inf)")
 
     def __call__(self, round: int) -> float:
         return 0.5 * (1 + math.cos(math.pi * min(round, self.rounds) / self.rounds))
@@ -420,9 +420,8 @@ class Local:
     flip: bool = False  # random left-right flips
 
     def __post_init__(self) -> None:
-        bounded("Local", self, epochs=(1, None), batch_size=(1, None), crop=(0, None))
-        for name, kind in (("norm", NormPolicy), ("last_batch", LastBatch), ("masked", Masked)):
-            one_of("Local", name, getattr(self, name), get_args(kind))
+        within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
+        one_of(self, norm=NormPolicy, last_batch=LastBatch, masked=Masked)
 
     @property
     def objective(self) -> Objective:

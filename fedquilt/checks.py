@@ -1,0 +1,47 @@
+"""Bounds on settings, said once: `within(self, lr="(0, inf)", momentum="[0, 1)")` in a `__post_init__`."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from typing import get_args
+
+from fedquilt.errors import ConfigError
+
+
+def within(owner: object, **intervals: str) -> None:
+    """Raise one error that names every field of the owner outside of its interval. NaN and None lie in none."""
+    wrong = {
+        name: f"{value} was asked for; it must lie in {interval}"
+        for name, interval in intervals.items()
+        for value in _values(getattr(owner, name))
+        if not _lies_in(value, interval)
+    }
+    _refuse(owner, wrong)
+
+
+def one_of(owner: object, **words: object) -> None:
+    """Raise one error that names every field of the owner that is none of a Literal's words."""
+    wrong = {
+        name: f"{getattr(owner, name)!r} was asked for; it may be {', '.join(map(repr, get_args(literal)))}"
+        for name, literal in words.items()
+        if getattr(owner, name) not in get_args(literal)
+    }
+    _refuse(owner, wrong)
+
+
+def _refuse(owner: object, wrong: Mapping[str, str]) -> None:
+    if wrong:
+        told = "; ".join(f"{name} = {text}" for name, text in wrong.items())
+        raise ConfigError(f"{type(owner).__name__}: {told}.", {name: f"{text}." for name, text in wrong.items()})
+
+
+def _values(value: object) -> Iterable[object]:
+    return value if isinstance(value, (tuple, list)) else (value,)
+
+
+def _lies_in(value: object, interval: str) -> bool:
+    if not isinstance(value, (int, float)):
+        return False
+    low, high = map(float, interval[1:-1].split(","))
+    above = value >= low if interval[0] == "[" else value > low
+    return above and (value <= high if interval[-1] == "]" else value < high)
