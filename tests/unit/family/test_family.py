@@ -263,7 +263,16 @@ def test_shared_and_normed_layers_make_nets_and_modules():
     torch.testing.assert_close(logits, module(inputs))
 
 
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.two(x)], 1)
+
+
 def test_a_model_without_classes_says_so():
-    family = fq.trace(lambda: nn.Sequential(nn.Linear(3, 4), nn.Unflatten(1, (2, 2))), torch.zeros(2, 3))
-    with pytest.raises(TraceError, match=r"has no class axis.*class_dim="):
+    family = fq.trace(TwoOutputs, torch.zeros(2, 3))
+    with pytest.raises(TraceError, match=r"TwoOutputs has no class axis.*class_dim="):
         _ = family.num_classes
