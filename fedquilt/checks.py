@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
+from typing import get_args
 
 from fedquilt.errors import ConfigError
 
@@ -20,6 +21,16 @@ def outside(owner: object, **intervals: str) -> dict[str, str]:
         for value in _values(getattr(owner, name))
         if not _lies_in(value, interval)
     }
+
+
+def one_of(owner: object, **words: object) -> None:
+    """Raise one error that names every field of the owner that is none of a Literal's words."""
+    wrong = {
+        name: f"{getattr(owner, name)!r} was asked for; it may be {', '.join(map(repr, get_args(literal)))}."
+        for name, literal in words.items()
+        if getattr(owner, name) not in get_args(literal)
+    }
+    refuse(owner, wrong)
 
 
 def refuse(owner: object, wrong: Mapping[str, str]) -> None:

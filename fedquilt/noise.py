@@ -58,14 +58,21 @@ def uniform(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dty
     count = 1
     for length in shape:
         count *= length
-    return (_shift(bits(words, count), 40).to(dtype) * 2.0**-24).reshape(shape)
+    drawn = (_shift(bits(words, count), 40).to(_wide(dtype)) * 2.0**-24).reshape(shape)
+    # Rounded to half precision some would be 1: those become the largest number below it.
+    return drawn.to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2) if _wide(dtype) != dtype else drawn
+
+
+def _wide(dtype: torch.dtype) -> torch.dtype:
+    """Half precision cannot hold 24 bits, so it is drawn in float32 and rounded."""
+    return dtype if dtype in (torch.float32, torch.float64) else torch.float32
 
 
 def normal(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtype) -> Tensor:
     """Standard normal numbers for one key (Box-Muller)."""
-    radius = uniform(fold_in(words, 1), shape, dtype)
-    angle = uniform(fold_in(words, 2), shape, dtype)
-    return torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * torch.pi * angle)
+    radius = uniform(fold_in(words, 1), shape, _wide(dtype))
+    angle = uniform(fold_in(words, 2), shape, _wide(dtype))
+    return (torch.sqrt(-2 * torch.log1p(-radius)) * torch.cos(2 * torch.pi * angle)).to(dtype)
 
 
 def order(word: int, count: int) -> Tensor:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -62,6 +62,7 @@ class Engine(ABC):
     def __post_init__(self) -> None:
         self.data = self.data.to(self.world.device, self.world.dtype)
         self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
+        self._cut_from: Weights | None = None
         self._first: dict[str, Tensor] | None = None
         self._check_data()
 
@@ -75,19 +76,28 @@ class Engine(ABC):
         try:
             self._train(method, server, jobs, fold, outcome)
         finally:
-            self._cuts.clear()  # they are the old server's
+            self._cuts.clear()  # they are the old server's, and need not outlive it
+            self._cut_from = None
         return outcome
 
     @abstractmethod
     def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None: ...
 
-    @abstractmethod
     def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         """Test networks on samples."""
+        with _failing("the evaluation failed"):
+            return self._evaluate(method, exams, batch_size)
 
     @abstractmethod
+    def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]: ...
+
     def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
         """Norm statistics of a network, measured over the pooled training data (the papers' static norms)."""
+        with _failing("the calibration of norms failed"):
+            return self._calibrate(submodel, weights, batch_size)
+
+    @abstractmethod
+    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]: ...
 
     # --- the pieces they share ---------------------------------------------------------------------------------
 
@@ -115,6 +125,9 @@ class Engine(ABC):
 
     def _cut(self, server: Server, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Clients that get the same positions get the same tensors: cut once. Few are kept: a cohort may not fit."""
+        if self._cut_from is not server.weights:
+            self._cuts.clear()
+            self._cut_from = server.weights
         known = self._cuts.get((submodel, names))
         if known is None:
             if len(self._cuts) >= _CUTS_KEPT:
@@ -136,14 +149,36 @@ class Engine(ABC):
             }
         return self._first
 
-    def remember(self, job: Job, learner: Learner, state: State, slots: OptimiserState, steps: int) -> Memory | None:
-        """What the client keeps for its next round."""
-        family = self.world.family
-        kept = learner.kept(family)
+    def remember(
+        self, server: Server, job: Job, learner: Learner, state: State, slots: OptimiserState, steps: int
+    ) -> Memory | None:
+        """What the client keeps for its next round. Positions it did not hold this time stay as they were."""
+        kept = learner.kept(self.world.family)
         if not kept and not learner.keep_slots:
             return None
         weights = {name: state[name].clone() for name in kept}
-        return Memory(job.submodel, weights, slots if learner.keep_slots else {}, steps if learner.keep_slots else 0)
+        new = Memory(job.submodel, weights, slots if learner.keep_slots else {}, steps if learner.keep_slots else 0)
+        old = server.memory.get((job.client.id, job.submodel.scope))
+        return new if old is None or old.submodel.index == new.submodel.index else self._joined(server, old, new)
+
+    def _joined(self, server: Server, old: Memory, new: Memory) -> Memory:
+        """Both memories, by global position; where they overlap the new one counts."""
+        family, cutter = self.world.family, self.world.family.cutter
+        index = cutter.union(old.submodel.index, new.submodel.index)
+        arch = replace(new.submodel.arch, widths=tuple((axis, len(kept)) for axis, kept in index.items()))
+        both = replace(new.submodel, arch=arch, index=index)
+
+        def joined(base: Weights, before: Weights, after: Weights) -> dict[str, Tensor]:
+            under = cutter.overlay(base, index, before, old.submodel.index)
+            return cutter.overlay(under, index, after, new.submodel.index)
+
+        # Between two cuts lie pairs of positions that neither held: there a client has its initial weights.
+        weights = joined(cutter.gather(self._initial(server), both, list(new.weights)), old.weights, new.weights)
+        sizes, slots = family.layout.sizes | arch.sizes, {}
+        for slot, values in new.slots.items():
+            empty = {name: v.new_zeros(family.layout.shape(name, sizes)) for name, v in values.items()}
+            slots[slot] = joined(empty, old.slots.get(slot, {}), values)
+        return Memory(both, weights, slots, new.steps)
 
     def keys(self, job: Job) -> tuple[int, int]:
         """The seeds of a job's batch order and of its noise; all nets of a client see equal batches."""
@@ -162,13 +197,8 @@ class Engine(ABC):
     @contextmanager
     def blame(self, job: Job, stage: str) -> Iterator[None]:
         """Say whose training failed, when and where."""
-        try:
+        with _failing(f"client {job.client.id} (budget {job.client.budget}) failed in round {job.round} while {stage}"):
             yield
-        except FedquiltError:
-            raise
-        except (RuntimeError, ValueError, IndexError, TypeError) as error:
-            who = f"client {job.client.id} (budget {job.client.budget})"
-            raise TrainingError(f"{who} failed in round {job.round} while {stage}: {error}") from error
 
     def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:
         """Refuse what is not a number, before it is added to anything."""
@@ -219,3 +249,14 @@ class Engine(ABC):
                 f"{self.data.name} has {self.data.num_classes} classes; the model's output has "
                 f"{self.world.family.num_classes}."
             )
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Anything that goes wrong inside is fedquilt's error, and says what failed."""
+    try:
+        yield
+    except FedquiltError:
+        raise
+    except Exception as error:
+        raise TrainingError(f"{what}: {type(error).__name__}: {error}") from error

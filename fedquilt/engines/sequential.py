@@ -48,7 +48,7 @@ class Sequential(Engine):
                     state, slots = move(learner, state, slots, grads, masks, count)
                     state = {**state, **seen}
                 losses.append(loss)
-        memory = self.remember(job, learner, state, slots, start.steps + learner.moves(len(batches)))
+        memory = self.remember(server, job, learner, state, slots, start.steps + learner.moves(len(batches)))
         if memory:
             outcome.memory[job.client.id, job.submodel.scope] = memory
         self.check_finite(job, torch.stack(losses), [state[name] for name in family.trainable])
@@ -68,7 +68,7 @@ class Sequential(Engine):
         key = noise.fold_in(torch.tensor(self.keys(job)[1], device=self.world.device), step)
         return Batch(augment(self.data.samples(rows), learner.local, key), self.data.targets[rows], held, key)
 
-    def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+    def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         mode, scores = exam_pass(method.local.norm), []
         for exam in exams:
             samples = self.exam_samples(exam)
@@ -83,7 +83,7 @@ class Sequential(Engine):
             scores.append(Score(exam.label, *map(int, total)))
         return scores
 
-    def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
         net, mode, measured = self.world.family.net(submodel.arch), Pass(statistics="measure"), []
         samples = self.pooled
         for start, stop in spans(len(samples), batch_size, "keep"):

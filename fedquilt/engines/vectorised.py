@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 class _Stack:
     """Clients that train as one: every tensor has them in its first dimension."""
 
+    server: Server  # what they started from
     learner: Learner
     jobs: list[Job]
     state: State
@@ -38,7 +39,7 @@ class _Stack:
     held: Tensor  # (client, class)
     keys: Tensor  # (client,)
     batches: list[list[Tensor]]  # of each client, the positions of its samples in the pool
-    age: int  # optimiser steps behind the slots
+    ages: list[int]  # the optimiser steps behind each client's slots; all equal where a step depends on them
     losses: Tensor  # (step, client)
 
     @property
@@ -66,8 +67,7 @@ class Vectorised(Engine):
         alike: dict[tuple[Arch, Learner, int], list[Job]] = {}
         for job in jobs:
             learner = method.learner(job, self.world)
-            memory = server.memory.get((job.client.id, job.submodel.scope))
-            age = memory.steps if memory and learner.keep_slots else 0
+            age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
         for (arch, learner, _), members in alike.items():
             most = self._most(arch, learner.local.batch_size, len(learner.local.optimiser.slots))
@@ -77,9 +77,18 @@ class Vectorised(Engine):
                 self._fold(stack, fold, outcome)
                 outcome.stacks += 1
 
+    @staticmethod
+    def _age(server: Server, job: Job, learner: Learner) -> int:
+        """The optimiser steps behind the slots a client starts with."""
+        memory = server.memory.get((job.client.id, job.submodel.scope)) if learner.keep_slots else None
+        return memory.steps if memory else 0
+
     def _most(self, arch: Arch, batch_size: int, slots: int) -> int:
         """How many clients of a member fit into the bound."""
-        return max(1, self.memory // max(1, self.world.family.cost(arch, batch_size, slots).memory))
+        cost = self.world.family.cost(arch, batch_size, slots)
+        # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
+        held = cost.memory + cost.bytes * (2 + slots)
+        return max(1, self.memory // max(1, held * self.world.dtype.itemsize // 4))
 
     def _stack(self, server: Server, learner: Learner, jobs: list[Job], outcome: Outcome) -> _Stack:
         device = self.world.device
@@ -88,6 +97,7 @@ class Vectorised(Engine):
         state = _stacked([start.state for start in starts])
         batches = [self.batches(job, learner) for job in jobs]
         return _Stack(
+            server=server,
             learner=learner,
             jobs=jobs,
             state=state,
@@ -96,15 +106,25 @@ class Vectorised(Engine):
             held=torch.stack([self.held(job.client.id) for job in jobs]),
             keys=torch.tensor([self.keys(job)[1] for job in jobs], device=device),
             batches=batches,
-            age=starts[0].steps,
+            ages=[start.steps for start in starts],
             losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
         )
 
     def _run(self, stack: _Stack) -> None:
         for step in range(len(stack.losses)):
             for clients in stack.groups(step):
-                with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
+                try:
                     self._step(stack, step, clients)
+                except Exception as error:
+                    self._accuse(stack, step, clients)
+                    with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
+                        raise error
+
+    def _accuse(self, stack: _Stack, step: int, clients: list[int]) -> None:
+        """Once more, one client after another, to say whose batch it was."""
+        for client in clients:
+            with self.blame(stack.jobs[client], "training"):
+                self._step(stack, step, [client])
 
     def _step(self, stack: _Stack, step: int, clients: list[int]) -> None:
         """One batch of the clients that have one of this size; the others are left as they are."""
@@ -122,7 +142,7 @@ class Vectorised(Engine):
             gradients = self._gradients(learner, stack.arch, phase)
             grads, (loss, seen) = gradients(state, received, before, inputs, targets, stack.held[who], keys)
             masks = learner.masks(self.world.family, stack.arch, phase, device)
-            state, slots = move(learner, state, slots, grads, masks, stack.age + learner.moves(step) + place)
+            state, slots = move(learner, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
             state = {**state, **seen}
         stack.losses[step, who] = loss
         if everyone:
@@ -176,11 +196,10 @@ class Vectorised(Engine):
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
             own = {name: value[client] for name, value in stack.state.items()}
-            slots = {
-                slot: {name: v[client].clone() for name, v in values.items()} for slot, values in stack.slots.items()
-            }
+            kept = stack.slots if learner.keep_slots else {}
+            slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             steps = len(stack.batches[client])
-            memory = self.remember(job, learner, own, slots, stack.age + learner.moves(steps))
+            memory = self.remember(stack.server, job, learner, own, slots, stack.ages[client] + learner.moves(steps))
             if memory:
                 outcome.memory[job.client.id, job.submodel.scope] = memory
             sent = []
@@ -209,7 +228,7 @@ class Vectorised(Engine):
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
-    def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+    def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         """Exams of equal member are batched: same weights as more samples, different weights as a stack."""
         totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
         work: dict[tuple[Arch, int, bool], list[tuple[int, Tensor]]] = {}
@@ -248,7 +267,7 @@ class Vectorised(Engine):
             mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0 if masked else None))
             return mapped(weights, self.data.test_samples(index), self.data.test_targets[index], held)
 
-    def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
         net, mode = self.world.family.net(submodel.arch), Pass(statistics="measure")
         samples = self.pooled
         by_size: dict[int, list[Tensor]] = {}

@@ -2,27 +2,30 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from fedquilt.axes import Axis, axes_in, size_of, write
-from fedquilt.errors import BudgetError, SubmodelError
+from fedquilt.axes import Axis, axes_in, write
+from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net
-from fedquilt.family.trace import trace_layout
+from fedquilt.family.tracer import trace_layout
 from fedquilt.round.cut import Cutter, prefix
 from fedquilt.terms import Arch, Budget, Submodel, Weights
 
 Rounding = Literal["floor", "ceil"]
+_log = logging.getLogger(__name__)
 
 
 def trace(
@@ -43,6 +46,8 @@ def trace(
     model = factory()
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     layout = trace_layout(model, inputs, fixed=fixed, parts=parts, heads=heads, class_dim=class_dim)
+    for note in layout.notes:
+        _log.info("%s: %s", type(model).__name__, note)
     return Family(model, layout, inputs, factory)
 
 
@@ -68,6 +73,11 @@ class Family:
 
     @property
     def num_classes(self) -> int:
+        if "class" not in self.layout.axes:
+            raise TraceError(
+                f"{type(self._module).__name__} has no class axis: dimension {self.layout.class_dim} of its output is "
+                "not one layer's outputs. Name the dimension that is: class_dim=…"
+            )
         return self.layout.axes["class"].size
 
     @cached_property
@@ -87,6 +97,17 @@ class Family:
         """Names of what is never trained but must be cut with the rest: frozen weights and buffers that carry axes."""
         moving = {*self.trainable, *self.statistics}
         return tuple(name for name in self.layout.dims if name not in moving and self._cut_axes(name))
+
+    @cached_property
+    def class_rows(self) -> bool:
+        """Whether a client may send the output rows of its own classes alone.
+
+        Not where a tied embedding carries the classes: a token that is only read still trains its row.
+        """
+        tied = set(self.layout.ties.values())
+        return "class" in self.layout.axes and not any(
+            "class" in axes_in(dim) for name in tied for dim in self.layout.dims[name]
+        )
 
     @cached_property
     def cutter(self) -> Cutter:
@@ -230,7 +251,7 @@ class Family:
         # constants, and statistics nobody measured yet, are as the module brought them
         missing = [name for name in self.layout.dims if name not in weights]
         brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
-        owner = dict(module.named_modules())
+        owner = dict(module.named_modules(remove_duplicate=False))
         aliases: dict[str, list[str]] = {}
         for alias, name in self.layout.ties.items():
             aliases.setdefault(name, []).append(alias)
@@ -250,21 +271,18 @@ class Family:
             module = build(self._module, self.layout, self._sizes(arch))
             moving = {*self.trainable, *self.statistics, *self.carried}
             rest = tuple(name for name in self.layout.dims if name not in moving)
-            known = self._nets[arch] = Net(module, _state(self._module, rest), self._conv_shares(arch))
+            known = self._nets[arch] = Net(module, _state(self._module, rest), self._conv_shares(module))
         return known
 
     @cached_property
     def _nets(self) -> dict[Arch, Net]:
         return {}
 
-    def _conv_shares(self, arch: Arch) -> dict[str, float]:
-        """The kept part of each convolution's outputs, which its bias or, transposed, its second dimension shows."""
-        sizes, shares = self._sizes(arch), {}
-        for name, layer in self._module.named_modules():
-            if isinstance(layer, nn.modules.conv._ConvNd):
-                dim = self.layout.dims[self._first(f"{name}.weight")][1 if layer.transposed else 0]
-                shares[name] = size_of(dim, sizes) / size_of(dim, self.layout.sizes)
-        return shares
+    def _conv_shares(self, member: nn.Module) -> dict[str, float]:
+        """The kept part of each convolution's outputs."""
+        kept = {name: layer.out_channels for name, layer in member.named_modules() if isinstance(layer, _ConvNd)}
+        whole = dict(self._module.named_modules())
+        return {name: count / cast(_ConvNd, whole[name]).out_channels for name, count in kept.items()}
 
     def _first(self, name: str) -> str:
         return self.layout.ties.get(name, name)

@@ -184,7 +184,7 @@ def _dropped(drawn: Drawn, input: Tensor, p: float, training: bool, shape: torch
         return input
     if p == 1:
         return input * 0
-    kept = noise.uniform(drawn.site(), shape, input.dtype) >= p
+    kept = noise.uniform(drawn.site(), shape, torch.float32) >= p  # the same for every precision
     return input * kept / (1 - p)
 
 
@@ -252,7 +252,7 @@ def _randn_like(drawn: Drawn, input: Tensor, **_: Any) -> Tensor:
 
 
 def _bernoulli(drawn: Drawn, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
-    drawn_uniform = noise.uniform(drawn.site(), input.shape, input.dtype)
+    drawn_uniform = noise.uniform(drawn.site(), input.shape, torch.float32)
     return (drawn_uniform < (input if p is None else p)).to(input.dtype)
 
 

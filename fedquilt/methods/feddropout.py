@@ -2,28 +2,37 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any, ClassVar
 
 from fedquilt import noise
+from fedquilt.family.family import Rounding
 from fedquilt.methods.heterofl import PARTIAL
 from fedquilt.methods.method import Method
-from fedquilt.round.cut import scattered
+from fedquilt.round.cut import prefix, scattered
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Client, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Server, Submodel, World
 
 
 @dataclass(frozen=True)
 class FedDropout(Method):
     """A client of share r trains a fresh random floor(r·K) channels of every axis each round (FedRolex, equation 5).
 
-    One draw an axis, so that residual sums stay aligned.
+    One draw an axis, so that residual sums stay aligned. The code released with FedRolex draws once a layer, so that
+    they are not; that is no sub-model of any network, and not offered: its preset only rounds as that code does.
     """
 
     local: Local = PARTIAL
     weighting: Weighting = "uniform"
+    rounding: Rounding = "floor"
     paper = "Caldas et al. 2018"
+    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"rounding": "ceil"}}
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        member = world.family.fit(client.budget)
+        member = world.family.fit(client.budget, self.rounding)
         return [scattered(member, world.family.layout.sizes, noise.key(31, world.seed, client.id, server.round))]
+
+    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
+        return prefix(world.family.fit(budget, self.rounding))

@@ -32,4 +32,5 @@ class FedNova(FedAvg):
         return replace(super().learner(job, world), phases=phases, paced=True, mu=self.mu)
 
     def fold(self, server: Server, world: World) -> Fold:
-        return Mean(world.family.cutter, self.weighting, self.server, paced=True).begin(server)
+        plain = frozenset(world.family.statistics)
+        return Mean(world.family.cutter, self.weighting, self.server, paced=True, plain=plain).begin(server)

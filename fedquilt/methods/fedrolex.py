@@ -7,6 +7,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+import torch
+
 from fedquilt.checks import within
 from fedquilt.family.family import Rounding
 from fedquilt.methods.heterofl import PARTIAL
@@ -43,13 +45,14 @@ class FedRolex(Method):
             )
         },
         "released": {
-            "local": Local(optimiser=Adam(lr=2e-4), batch_size=128, masked="client"),
+            "local": Local(optimiser=Adam(lr=2e-4, decay=5e-4, clip=1.0), batch_size=128, scaler=True, masked="client"),
             "shift": -1,
             "rounding": "ceil",
         },
     }
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         if self.overlap is not None:
             within(self, overlap="[0, 1]")
 
@@ -61,11 +64,16 @@ class FedRolex(Method):
         axes, sizes, starts = world.family.layout.axes, world.family.layout.sizes, {}
         member = world.family.fit(budget, self.rounding)
         for axis, width in member.widths:
-            at = self.offset + round * self._step(budget.share or width / sizes[axis], sizes[axis])
+            at = self.offset + round * self._step(self._share(budget) or width / sizes[axis], sizes[axis])
             # Groups move on when the channels inside them have come round, or some pairs would never meet.
             turn = max((sizes[name] for name in axes[axis].inner), default=1)
             starts[axis] = at // turn
         return windows(member, starts, sizes)
+
+    @staticmethod
+    def _share(budget: Budget) -> float | None:
+        """The paper's share, where it is all that bounds the member."""
+        return budget.share if budget.macs is budget.params is budget.memory is None else None
 
     def _step(self, share: float, size: int) -> int:
         if self.overlap is None:
@@ -88,17 +96,12 @@ def rounds_to_cover_rolling(indices: int, times: int = 1) -> int:
 def rounds_to_cover_random(indices: int, times: int = 1) -> float:
     """Lemmas 1 and 2: expected rounds until a random choice has met each of `indices` at least `times` times.
 
-    I · ∫ (1 − (1 − S_m(t)·e^−t)^I) dt, with S_m the first m terms of e^t.
+    I · ∫ (1 − (1 − S_m(t)·e^−t)^I) dt, with S_m the first m terms of e^t: S_m(t)·e^−t is Γ(m, t)/Γ(m), the chance that
+    an index has been met fewer than m times.
     """
-    import numpy as np
-
-    end = math.log(indices) + times * (math.log(math.log(indices) + 3) + 1) + 60
-    t = np.linspace(0.0, end, 400_001)
-    term, series = np.ones_like(t), np.ones_like(t)
-    for k in range(1, times):
-        term = term * t / k
-        series = series + term
-    missed = -np.expm1(indices * np.log1p(-np.minimum(series * np.exp(-t), 1.0 - 2.0**-53)))
-    step = t[1] - t[0]
-    simpson = (missed[0] + missed[-1] + 4 * missed[1:-1:2].sum() + 2 * missed[2:-1:2].sum()) * step / 3
-    return float(indices * simpson)
+    end = times + 12 * math.sqrt(times) + 2 * math.log(indices) + 60
+    t = torch.linspace(0.0, end, 400_001, dtype=torch.float64)
+    rare = torch.special.gammaincc(torch.tensor(float(times), dtype=torch.float64), t)
+    missed = -torch.expm1(indices * torch.log1p(-rare.clamp(max=1.0 - 2.0**-53)))
+    ends, odd, even = missed[0] + missed[-1], missed[1:-1:2].sum(), missed[2:-1:2].sum()
+    return float(indices * (ends + 4 * odd + 2 * even) * (t[1] - t[0]) / 3)  # Simpson's rule

@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase
@@ -24,6 +25,9 @@ class Method:
     paper: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings that depart from the defaults, by name
     copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
+
+    def __post_init__(self) -> None:
+        one_of(self, weighting=Weighting)
 
     @classmethod
     def preset(cls, name: str, **changes: Any) -> Self:
@@ -62,7 +66,8 @@ class Method:
 
     def fold(self, server: Server, world: World) -> Fold:
         """How what comes back is put together."""
-        return Mean(world.family.cutter, self.weighting, self.server).begin(server)
+        plain = frozenset(world.family.statistics)
+        return Mean(world.family.cutter, self.weighting, self.server, plain=plain).begin(server)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
         """The sub-model for a device of this budget, once trained."""

@@ -143,6 +143,11 @@ class Cutter:
             known[name] = rows(self.dims[name], index, sizes)
         return known[name]
 
+    def kernels(self, arch: Arch) -> int:
+        """A member's size as FedRolex's appendix A.3 counts it: the outputs of its matrices and convolutions."""
+        sizes = self.sizes | arch.sizes
+        return sum(size_of(dims[0], sizes) for dims in self.dims.values() if len(dims) > 1)
+
     def gather(self, weights: Weights, submodel: Submodel, names: Sequence[str]) -> dict[str, Tensor]:
         """Cut the named weights out of a whole state. Views where possible: copy before writing."""
         return {name: take(weights[submodel.scope + name], self.rows(name, submodel.index)) for name in names}
@@ -170,6 +175,11 @@ class Cutter:
         """The global positions two cuts share, in `one`'s order."""
         axes = {*one, *other}
         return Index({axis: self._at(one, axis).keep(self._at(other, axis)) for axis in axes})
+
+    def union(self, one: Index, other: Index) -> Index:
+        """The smallest cut that has the positions of both, ascending."""
+        axes = {*one} & {*other}  # an axis that either keeps whole stays whole
+        return Index({axis: Positions.chosen(sorted({*one[axis], *other[axis]})) for axis in axes})
 
     def places(self, held: Index, wanted: Index) -> Index:
         """Where `wanted`'s positions stand in `held`'s order, axis by axis; axes that agree are left out."""

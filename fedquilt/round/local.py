@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 
 import torch
 import torch.nn.functional as F
@@ -19,7 +19,7 @@ from torch.func import grad
 
 from fedquilt import noise
 from fedquilt.axes import Index, Positions
-from fedquilt.checks import within
+from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.round.cut import prefix
@@ -30,6 +30,7 @@ if TYPE_CHECKING:
 
 NormPolicy = Literal["batch", "tracked", "local", "post"]
 LastBatch = Literal["keep", "drop", "merge"]
+Masked = Literal["", "client", "batch"]
 State = dict[str, Tensor]
 OptimiserState = dict[str, State]
 
@@ -42,6 +43,7 @@ class Optimiser(Protocol):
 
     lr: float
     clip: float
+    ages: ClassVar[bool]
 
     @property
     def slots(self) -> tuple[str, ...]: ...
@@ -63,8 +65,12 @@ class SGD:
     decay: float = 0.0
     clip: float = 0.0  # bound on the norm of the whole gradient; 0: none
 
+    ages: ClassVar[bool] = False  # whether a step depends on how many came before it
+
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", momentum="[0, 1)", decay="[0, inf)", clip="[0, inf)")
+        if self.nesterov and not self.momentum:
+            raise ConfigError("SGD was asked for Nesterov steps without momentum; give it one, such as momentum=0.9.")
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -106,6 +112,8 @@ class Adam:
     eps: float = 1e-8
     decay: float = 0.0
     clip: float = 0.0
+
+    ages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", eps="(0, inf)", decay="[0, inf)", clip="[0, inf)")
@@ -407,12 +415,13 @@ class Local:
     last_batch: LastBatch = "keep"
     norm: NormPolicy = "batch"
     scaler: bool = False
-    masked: Literal["", "client", "batch"] = ""  # mask the logits of classes absent from the client or the batch
+    masked: Masked = ""  # mask the logits of classes absent from the client or the batch
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
 
     def __post_init__(self) -> None:
         within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
+        one_of(self, norm=NormPolicy, last_batch=LastBatch, masked=Masked)
 
     @property
     def objective(self) -> Objective:
@@ -468,7 +477,7 @@ class Learner:
     def uploads(self, family: Family, submodel: Submodel, held: Tensor) -> tuple[Submodel, ...]:
         """The positions that are sent, as one sub-model or several."""
         rows = {}
-        if self.class_rows and "class" in family.layout.axes:
+        if self.class_rows and family.class_rows:
             rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
         if not self.send_widths:
             return (replace(submodel, index=Index({**submodel.index, **rows})),)

@@ -20,7 +20,7 @@ from fedquilt.terms import Server, Slots, Submodel, Update, Weights
 Weighting = Literal["uniform", "data", "model", "updates", "both"]
 
 
-def client_weight(update: Update, weighting: Weighting) -> float:
+def client_weight(update: Update, weighting: Weighting, cutter: Cutter) -> float:
     """p_m of equation 10 (FedRolex, appendices A.2 and A.3): how much a client counts where it counts."""
     match weighting:
         case "uniform":
@@ -28,16 +28,11 @@ def client_weight(update: Update, weighting: Weighting) -> float:
         case "data":
             return float(update.job.client.size)
         case "model":
-            return _kernels(update)
+            return float(cutter.kernels(update.job.submodel.arch))
         case "updates":
             return float(update.steps)
         case "both":
-            return _kernels(update) * update.steps
-
-
-def _kernels(update: Update) -> float:
-    """A model's size as the paper counts it: kernels, that is outputs of its weight matrices and convolutions."""
-    return float(sum(w.shape[0] for payload in update.sent for w in payload.weights.values() if w.dim() > 1))
+            return float(cutter.kernels(update.job.submodel.arch) * update.steps)
 
 
 # --- server optimisers: an option of the mean -------------------------------------------------------------------
@@ -134,6 +129,7 @@ class Mean:
     weighting: Weighting = "uniform"
     optimiser: ServerOptimiser = Plain()
     paced: bool = False
+    plain: frozenset[str] = frozenset()  # norm statistics: measured, not stepped, so neither pace nor optimiser applies
     _sums: dict[str, Tensor] = field(default_factory=dict)  # Σ (p/a)·w where somebody held it
     # Who held what is kept as positions and three sums (p/a, p, p·a), not as tensors.
     _held: dict[tuple[Submodel, tuple[str, ...]], list[float]] = field(default_factory=dict)
@@ -145,33 +141,34 @@ class Mean:
         return self
 
     def add(self, update: Update) -> None:
-        weight, pace = client_weight(update, self.weighting), update.pace if self.paced else 1.0
+        weight, pace = client_weight(update, self.weighting, self.cutter), update.pace if self.paced else 1.0
         for payload in update.sent:
-            self._add(payload.submodel, payload.weights, weight / pace)
+            for name, part in payload.weights.items():
+                self._add(payload.submodel, name, part, weight if name in self.plain else weight / pace)
             self._count(payload.submodel, payload.weights, weight, pace)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
-        weights = [client_weight(update, self.weighting) for update in updates]
+        weights = [client_weight(update, self.weighting, self.cutter) for update in updates]
         paces = [update.pace if self.paced else 1.0 for update in updates]
         ratios = [weight / pace for weight, pace in zip(weights, paces, strict=True)]
         for place, state in enumerate(stacked):
             submodel = updates[0].sent[place].submodel
-            scales = {value.device: value.new_tensor(ratios) for value in state.values()}
-            summed = {name: torch.tensordot(scales[value.device], value, 1) for name, value in state.items()}
-            self._add(submodel, summed, 1.0)
+            for name, value in state.items():
+                scales = value.new_tensor(weights if name in self.plain else ratios)
+                summed = torch.tensordot(scales, value, 1)
+                self._add(submodel, name, summed, 1.0)
             for weight, pace in zip(weights, paces, strict=True):
                 self._count(submodel, state, weight, pace)
 
-    def _add(self, submodel: Submodel, weights: Weights, scale: float) -> None:
-        for name, part in weights.items():
-            full, cut = submodel.scope + name, self.cutter.rows(name, submodel.index)
-            if full in self._sums:
-                add_at(self._sums[full], cut, part, scale)
-            elif is_whole(cut):  # the first of many need not be added to zeros
-                self._sums[full] = part * scale
-            else:
-                self._sums[full] = torch.zeros_like(self._shapes[full])
-                add_at(self._sums[full], cut, part, scale)
+    def _add(self, submodel: Submodel, name: str, part: Tensor, scale: float) -> None:
+        full, cut = submodel.scope + name, self.cutter.rows(name, submodel.index)
+        if full in self._sums:
+            add_at(self._sums[full], cut, part, scale)
+        elif is_whole(cut):  # the first of many need not be added to zeros
+            self._sums[full] = part * scale
+        else:
+            self._sums[full] = torch.zeros_like(self._shapes[full])
+            add_at(self._sums[full], cut, part, scale)
 
     def _count(self, submodel: Submodel, weights: Weights, weight: float, pace: float) -> None:
         held = self._held.setdefault((submodel, tuple(weights)), [0.0, 0.0, 0.0])
@@ -191,13 +188,14 @@ class Mean:
         slots = {slot: dict(values) for slot, values in server.slots.items()}
         for name, total in self._sums.items():
             old, counts = server.weights[name], self._counts(name, _WEIGHT)
-            if self.paced:  # w + (Σp·a / Σp) · Σ(p/a)(w_i − w) / Σp
+            measured = name.rpartition("/")[2] in self.plain  # "base3/bn.running_mean" without its scope
+            if self.paced and not measured:  # w + (Σp·a / Σp) · Σ(p/a)(w_i − w) / Σp
                 change = total - self._counts(name, _RATIO) * old
                 mean = old + self._counts(name, _PACED) / counts * change / counts
             else:
-                mean = total.div_(counts)
+                mean = total / counts
             touched = counts > 0 if isinstance(counts, Tensor) and not self._covered(name) else None
-            if self.optimiser.slots:
+            if self.optimiser.slots and not measured:
                 mean = self._step(name, old, mean, touched, slots)
             weights[name] = mean if touched is None else torch.where(touched, mean, old)
         return weights, slots

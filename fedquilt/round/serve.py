@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -101,14 +101,21 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     """Test what a device of each budget would get: from the server, or, where results live on clients, theirs."""
     world = engine.world
     if method.personal:
-        exams = [_own_exam(method, server, client, engine) for client in _asked(fleet, server, engine, how)]
-        return Grades(mean_by_label(engine.evaluate(method, exams, how.batch_size)))
-    exams = []
-    for budget in fleet.kinds:
-        submodel = method.deploy(server, budget, world)
-        exams.append(
-            Exam(share_label(budget, world), submodel, ready(method, server, submodel, engine, how.batch_size))
-        )
+        scores: list[Score] = []
+        for some in _few(_asked(fleet, server, engine, how)):
+            exams = [_own_exam(method, server, client, engine) for client in some]
+            scores += engine.evaluate(method, exams, how.batch_size)
+        return Grades(mean_by_label(scores))
+    # The whole model counts even where no device holds it: a server's may be larger than any client's.
+    budgets: dict[str, Budget] = {}
+    for budget in (*fleet.kinds, Budget(share=1.0)):
+        budgets.setdefault(share_label(budget, world), budget)
+    members = {label: method.deploy(server, budget, world) for label, budget in budgets.items()}
+    weights = {
+        submodel: ready(method, server, submodel, engine, how.batch_size)
+        for submodel in dict.fromkeys(members.values())
+    }
+    exams = [Exam(label, submodel, weights[submodel]) for label, submodel in members.items()]
     grades = Grades(mean_by_label(engine.evaluate(method, exams, how.batch_size)))
     if how.local and engine.data.test_parts is not None:
         widest = max(exams, key=lambda exam: world.family.count(exam.submodel.arch))
@@ -133,15 +140,27 @@ def ready(method: Method, server: Server, submodel: Submodel, engine: Engine, ba
 def share_label(budget: Budget, world: World) -> str:
     """The key of a budget in records: its share, or the share of all parameters its member has."""
     family = world.family
-    share = budget.share or round(family.count(family.fit(budget)) / family.count(family.whole), 4)
-    return str(float(share))
+    if budget.share is not None and budget.macs is budget.params is budget.memory is None:
+        return str(float(budget.share))
+    return str(round(family.count(family.fit(budget)) / family.count(family.whole), 4))
 
 
 def _asked(fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
-    """The clients whose own accuracy is asked for: all of a small fleet, a fixed draw of a large one."""
+    """The clients whose own accuracy is asked for: all of a small fleet, a draw of a large one.
+
+    Where clients remember what they learnt, the draw is among those: most of a large fleet have never trained.
+    """
     seed, count = engine.world.seed, min(how.clients, fleet.num_clients)
-    drawn = noise.choose(noise.key(seed, 23), count, fleet.num_clients)
+    trained = sorted({client for client, _ in server.memory}) if count < fleet.num_clients else []
+    pool: Sequence[int] = trained if len(trained) >= count else range(fleet.num_clients)
+    drawn = [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))]
     return [fleet.client(client, server.round, seed, engine.data.size(client)) for client in drawn]
+
+
+def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
+    """So many at once that they stack, so few that their nets fit in memory."""
+    for first in range(0, len(clients), count):
+        yield clients[first : first + count]
 
 
 def _own_exam(method: Method, server: Server, client: Client, engine: Engine) -> Exam:

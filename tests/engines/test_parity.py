@@ -144,7 +144,8 @@ def test_a_memory_bound_splits_stacks_and_keeps_the_numbers(residual, make_data)
     method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, RAGGED)
     fleet, how = fq.Fleet.of((1.0,), 6, 6), fq.Evaluation(batch_size=8)
     runs = []
-    one = residual.cost(residual.whole, 4, 1).memory
+    cost = residual.cost(residual.whole, 4, 1)
+    one = 2 * (cost.memory + 3 * cost.bytes)  # float64; old and new weights and momentum, and what was received
     for memory in (1 << 30, 2 * one, 1):
         run = fq.prepare(method, residual, data, fleet, "vectorised", dtype=torch.float64, evaluation=how)
         run.engine.memory = memory
@@ -193,3 +194,61 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
     assert statistics[0].keys() == set(residual.statistics)
     for other in statistics[1:]:
         torch.testing.assert_close(dict(other), statistics[0], rtol=0, atol=1e-12)
+
+
+# --- what clients keep, by global position ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_a_window_that_comes_back_finds_what_the_client_kept_there(engine, residual, make_data, play):
+    """Positions outside of a round's window keep what was remembered of them (a window of half, moved by half)."""
+    method = with_local(FedRolex(shift=4, weighting="data"), batch_size=4, norm="local")
+    data = make_data(residual, (8,))
+    family = residual
+    runs = [play(method, family, data, shares=(0.5,), engine=engine, rounds=rounds) for rounds in (1, 2)]
+    once, twice = (run.server.memory[0, ""] for run in runs)
+    eight = [axis for axis, size in family.layout.sizes.items() if size == 8 and axis in once.submodel.index]
+    assert eight
+    for axis in eight:
+        assert list(once.submodel.index[axis]) == [0, 1, 2, 3]
+        assert list(twice.submodel.index[axis]) == list(range(8))
+    again = family.cutter.narrow(twice.weights, twice.submodel.index, once.submodel.index)
+    for name, before in once.weights.items():
+        dims = family.layout.dims[name]
+        if all(dim in eight for dim in dims):  # axes of four channels were trained again in the second round
+            assert torch.equal(again[name], before)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_another_state_is_not_served_with_the_last_ones_cuts(engine, residual, make_data):
+    """A run may be set back to an earlier state: nothing of the later one may linger."""
+    run = fq.prepare(
+        with_local(HeteroFL(), norm="local"),
+        residual,
+        make_data(residual, (6, 6)),
+        fq.Fleet.of((1.0, 0.5), 2, 2),
+        engine,
+        dtype=torch.float64,
+    )
+    first = run.server
+    weights = dict(run.train(1).server.weights)
+    run.deploy(fq.Budget(share=0.5), client=1)
+    run.server = type(first)(first.round, first.weights)
+    again = run.train(1).server.weights
+    for name, value in weights.items():
+        assert torch.equal(again[name], value)
+
+
+def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
+    """Clients that trained a different number of steps stack, unless the optimiser counts them."""
+    data = make_data(residual, (4, 8, 8))
+    for optimiser, stacks in ((fq.SGD(), 1), (fq.Adam(), 2)):
+        run = fq.prepare(
+            with_local(TwoPhases(), optimiser=optimiser, batch_size=4),
+            residual,
+            data,
+            fq.Fleet.of((1.0,), 3, 3),
+            "vectorised",
+            dtype=torch.float64,
+        )
+        assert [record.stacks for record in run.train(2).records] == [1, stacks]

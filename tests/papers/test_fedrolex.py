@@ -186,7 +186,11 @@ def test_appendix_a3_weightings(weighting, expected, five_nodes):
         submodel = plan(FedRolex(), five_nodes, share, 0)
         sent = Payload(submodel, five_nodes.cutter.gather(five_nodes.init(), submodel, five_nodes.trainable))
         found.append(
-            client_weight(Update(Job(fq.Client(0, fq.Budget(share=1.0), size), submodel, 0), (sent,), steps), weighting)
+            client_weight(
+                Update(Job(fq.Client(0, fq.Budget(share=1.0), size), submodel, 0), (sent,), steps),
+                weighting,
+                five_nodes.cutter,
+            )
         )
     assert tuple(found) == expected
     assert isinstance(FedRolex(weighting=weighting).fold(Server(0, {}), World(five_nodes)), Mean)
@@ -330,3 +334,22 @@ def test_position_sets_never_depend_on_data(residual):
         for id, size, seed in ((0, 1, 0), (7, 100, 1), (9, 5, 2))
     }
     assert len(submodels) == 1
+
+
+def test_many_meetings_need_not_overflow():
+    """Lemma 2 for m = 500: each of ten indices is met 500 times after about 10 · (500 + a few deviations) rounds."""
+    expected = rounds_to_cover_random(10, 500)
+    assert 10 * 500 < expected < 10 * (500 + 3 * math.sqrt(500))
+
+
+def test_the_released_setting_is_that_of_its_clients():
+    """resnet_client.py clips the gradient at 1; config.yml has Adam with decay 5e-4, batch 128 and the scaler."""
+    local = FedRolex.preset("released").local
+    assert local.optimiser == fq.Adam(lr=2e-4, decay=5e-4, clip=1.0)
+    assert (local.batch_size, local.scaler, local.norm) == (128, True, "batch")
+
+
+def test_a_server_larger_than_any_client_is_evaluated_whole(residual, make_data, play):
+    """Figure 4 reports the server's model, which no client holds."""
+    run = play(FedRolex(), residual, make_data(residual, (4, 4)), shares=(0.5,))
+    assert set(run.accuracy) == {"0.5", "1.0"}

@@ -224,7 +224,9 @@ class Picky(nn.Module):
 @pytest.mark.parametrize("engine", ENGINES)
 def test_what_a_users_module_raises_carries_client_round_and_stage(engine, play, make_data):
     family = fq.trace(Picky, torch.zeros(2, 4))
-    with pytest.raises(TrainingError, match=r"client 1 .* failed in round 0 while training.*: three is too many") as e:
+    with pytest.raises(
+        TrainingError, match=r"client 1 .* failed in round 0 while training: ValueError: three is too many"
+    ) as e:
         play(FedAvg(), family, make_data(family, (4, 3)), engine=engine)
     assert isinstance(e.value.__cause__, ValueError)
     assert e.value.run.server.round == 0

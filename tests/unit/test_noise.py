@@ -141,3 +141,13 @@ def test_dirichlet_shares_have_the_distribution(alpha):
     torch.testing.assert_close(draws.sum(1), torch.ones(2000, dtype=torch.float64))
     for place in range(3):
         assert kstest(draws[:, place].numpy(), beta(alpha, 2 * alpha).cdf).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_half_precision_draws_the_same_numbers_rounded(dtype):
+    word = torch.tensor(noise.key(5))
+    fine, coarse = noise.uniform(word, (100_000,), torch.float32), noise.uniform(word, (100_000,), dtype)
+    assert coarse.dtype == dtype
+    assert float(coarse.max()) < 1
+    assert (coarse.float() - fine).abs().max() < 2 * torch.finfo(dtype).eps
+    assert noise.normal(word, (100_000,), dtype).isfinite().all()

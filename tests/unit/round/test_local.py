@@ -19,6 +19,7 @@ from fedquilt import noise
 from fedquilt.errors import ConfigError
 from fedquilt.family import Pass
 from fedquilt.methods import FedAvg
+from fedquilt.round.cut import prefix
 from fedquilt.round.local import (
     SGD,
     Adam,
@@ -551,3 +552,36 @@ def test_noise_of_dropout_changes_with_every_step(language):
     one, again, other = (net(state, tokens, mode, torch.tensor(noise.key(k)))[0] for k in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
+
+
+@pytest.mark.parametrize(
+    ("make", "message"),
+    [
+        (lambda: fq.SGD(lr=-1), r"lr = -1 was asked for; it must lie in \(0, inf\)"),
+        (lambda: fq.SGD(lr=float("nan")), "lr = nan"),
+        (lambda: fq.SGD(momentum=2, decay=-1), "momentum = 2.*decay = -1"),
+        (lambda: fq.SGD(momentum=0, nesterov=True), "Nesterov steps without momentum"),
+        (lambda: fq.Adam(beta2=1.5), r"beta2 = 1.5 was asked for; it must lie in \[0, 1\)"),
+        (lambda: fq.Cosine(0), "rounds = 0"),
+        (lambda: fq.Local(epochs=0, batch_size=0), "epochs = 0.*batch_size = 0"),
+        (lambda: fq.Local(norm="foo"), "norm = 'foo' was asked for; it may be 'batch', 'tracked', 'local', 'post'"),
+        (lambda: fq.Local(last_batch="foo"), "last_batch = 'foo'"),
+        (lambda: fq.Local(masked="foo"), "masked = 'foo'"),
+        (lambda: fq.methods.FedRolex(overlap=1.5), "overlap = 1.5"),
+        (lambda: fq.methods.FedProx(mu=-1.0), "mu = -1"),
+        (lambda: fq.methods.FedAvg(weighting="size"), "weighting = 'size' was asked for; it may be 'uniform', 'data'"),
+    ],
+)
+def test_impossible_settings_are_refused_when_they_are_made(make, message):
+    with pytest.raises(ConfigError, match=message):
+        make()
+
+
+def test_a_tied_embedding_sends_the_rows_of_tokens_that_were_only_read():
+    options = {"max_length": 5, "width": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 12}
+    tokens, held = torch.zeros(2, 5, dtype=torch.int64), torch.arange(11) < 3
+    for tied, rows in ((True, 11), (False, 3)):
+        family = fq.trace(lambda tied=tied: fq.models.TransformerLM(11, **options, tied=tied), tokens)
+        learner = Learner((Phase(),), fq.Local(), 0.1, class_rows=True)
+        (upload,) = learner.uploads(family, prefix(family.whole), held)
+        assert len(upload.index.get("class", range(11))) == rows

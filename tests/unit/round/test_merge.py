@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import Tensor
 
-from fedquilt.axes import Index, Positions
+from fedquilt.axes import Index, Positions, size_of
 from fedquilt.round.merge import Mean, Plain, ServerAdam, ServerMomentum, client_weight
 from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
 from tests.unit.round import cuts
@@ -44,7 +44,8 @@ def mean(updates: list[Update], old: Server, weighting="uniform", **options) -> 
 
 
 def kernels(one: Update) -> int:
-    return sum(len(w) for p in one.sent for w in p.weights.values() if w.dim() > 1)
+    sizes = cuts.SIZES | one.job.submodel.arch.sizes
+    return sum(size_of(dims[0], sizes) for dims in cuts.DIMS.values() if len(dims) > 1)
 
 
 def naive_mean(updates: list[Update], old: Server, weighting: str) -> dict[str, Tensor]:
@@ -186,9 +187,23 @@ def test_nobodys_round_leaves_the_server_as_it_was():
 def test_client_weights_of_appendix_a3():
     submodel = Submodel(Arch((("a", 2),)), Index({"a": Positions.prefix(2)}))
     one = update(submodel, 0, size=7, steps=3, names=("square", "cat", "bias"))
-    # kernels: two outputs of "square", 2 + 3 of "cat"; a bias is none
-    weights = [client_weight(one, weighting) for weighting in WEIGHTINGS]
-    assert weights == [1, 7, 2 + 5, 3, (2 + 5) * 3]
+    own = kernels(one)
+    weights = [client_weight(one, weighting, cuts.cutter()) for weighting in WEIGHTINGS]
+    assert weights == [1, 7, own, 3, own * 3]
+    # What of it arrives, or which class rows are sent, does not make a model smaller.
+    less = replace(one, sent=(replace(one.sent[0], weights={}),))
+    assert client_weight(less, "model", cuts.cutter()) == own
+
+
+@pytest.mark.parametrize("options", [{"paced": True}, {"optimiser": ServerMomentum(0.5)}, {"optimiser": ServerAdam()}])
+def test_norm_statistics_are_averaged_whatever_steps_the_server_takes(options):
+    """A momentum step can take a variance below zero; a mean cannot."""
+    old, whole = server(), Submodel(Arch(()))
+    updates = [replace(update(whole, seed, steps=seed), pace=float(seed)) for seed in (1, 9)]
+    name = "square"
+    expected = (updates[0].sent[0].weights[name] + updates[1].sent[0].weights[name]) / 2
+    assert torch.allclose(mean(updates, old, plain=frozenset({name}), **options)[name], expected)
+    assert not torch.allclose(mean(updates, old, **options)[name], expected)
 
 
 def test_a_mean_holds_no_reference_to_updates():
