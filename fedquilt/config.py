@@ -36,6 +36,7 @@ from fedquilt.names import find, is_file, nearest
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, write
+from fedquilt.tracking import TRACKERS, Tracking
 
 Settings = dict[str, Any]
 
@@ -48,6 +49,7 @@ TABLES |= {
     Method: Table("method", METHODS),
     Budgets: Table("fleet", FLEETS),
     Partition: Table("partition", PARTITIONS),
+    Tracking: Table("tracker", TRACKERS),
 }
 
 
@@ -200,6 +202,7 @@ class Experiment:
     seed: int = 0
     init: str = ""  # a safetensors file of weights to start from, instead of the seed's
     checkpoint: Checkpointing = Checkpointing()
+    tracking: tuple[Tracking, ...] = ()  # where its numbers go besides its folder
 
     def __post_init__(self) -> None:
         within(self, rounds="[1, inf)", seed="[0, 9223372036854775807]")
@@ -207,6 +210,8 @@ class Experiment:
     def ground(self) -> Ground:
         """Load and deal the data, trace the model, count the devices."""
         self.engine.check_device()
+        for tracking in self.tracking:
+            tracking.check()
         data = self.data.deal(self.fleet.clients, self.seed)
         fleet = self.fleet.fleet(data.num_clients, self.seed)
         family = self.model.trace(data, self.init)
@@ -252,8 +257,13 @@ class Experiment:
     @property
     def names(self) -> dict[str, str]:
         """What the parts are called, as a summary has it."""
+        kind = type(self.method)
+        try:
+            method = label(kind)
+        except ConfigError:  # no file can ask for it again, but it can be run
+            method = kind.__name__
         return {
-            "method": label(type(self.method)),
+            "method": method,
             "model": self.model.name,
             "data": self.data.name,
             "engine": self.engine.name,

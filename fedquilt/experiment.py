@@ -13,7 +13,7 @@ from torch import nn
 from fedquilt.checkpoint import Checkpointing
 from fedquilt.data import FederatedData
 from fedquilt.engines import ENGINES, Engine
-from fedquilt.errors import ConfigError, FedquiltError
+from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
@@ -21,7 +21,7 @@ from fedquilt.names import known
 from fedquilt.records import Folder, describe, holds_a_run, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.serve import ready
-from fedquilt.terms import Budget, Job, Server, World
+from fedquilt.terms import Budget, Client, Job, Server, World
 
 
 @dataclass
@@ -72,17 +72,24 @@ class Run:
 
     def deploy(self, budget: Budget, client: int | None = None) -> nn.Module:
         """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own."""
-        world, family = self.engine.world, self.engine.world.family
+        world, family, samples = self.engine.world, self.engine.world.family, None
         if client is not None:
-            device = self.fleet.client(client, self.server.round, world.seed, self.engine.data.size(client))
-            submodel = self.method.plan(self.server, device, world)[0]
-            job = Job(device, submodel, self.server.round)
+            if not 0 <= client < self.fleet.num_clients:
+                raise ConfigError(f"client {client} was asked for; the fleet has {self.fleet.num_clients}, from 0 on.")
+            samples = self.engine.data.parts[client]
+            submodel = self.method.plan(self.server, Client(client, budget, len(samples)), world)[0]
+            job = Job(Client(client, budget, len(samples)), submodel, self.server.round)
             weights = self.engine.start(self.server, job, self.method.learner(job, world)).state
+        elif self.method.personal:
+            raise ConfigError(
+                f"{type(self.method).__name__} leaves its result on the clients, each its own. "
+                "Say whose: deploy(budget, client=0)."
+            )
         else:
             submodel = self.method.deploy(self.server, budget, world)
             weights = ready(self.method, self.server, submodel, self.engine, self.evaluation.batch_size)
         if family.statistics and not set(family.statistics) <= set(weights):
-            weights = {**weights, **self.engine.calibrate(submodel, weights, self.evaluation.batch_size)}
+            weights = {**weights, **self.engine.calibrate(submodel, weights, self.evaluation.batch_size, samples)}
         return family.assemble(submodel, weights).eval()
 
 
@@ -130,8 +137,8 @@ def run(
             prepared.train(rounds, after)
             folder.finish(prepared.summary)
         return prepared
-    except FedquiltError as error:
-        error.run = prepared
+    except Exception as error:
+        error.run = prepared  # type: ignore[attr-defined]  # not only ours: what was learnt must not be lost
         raise
 
 
@@ -153,9 +160,22 @@ def prepare(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
             "Deal it to as many as the fleet has."
         )
+    _check_budgets(family, fleet)
     world = World(family, seed, torch.device(device), dtype)
     kind = known(ENGINES, engine, "engine")
     server = method.init(world)
     memory = Memories(memory_limit, world.device)
     memory.update(server.memory)
     return Run(method, fleet, kind(world, data), evaluation or Evaluation(), replace(server, memory=memory))
+
+
+_FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands
+
+
+def _check_budgets(family: Family, fleet: Fleet) -> None:
+    """Say now, and whose it is, if a budget holds no member: its client may be drawn on the third day."""
+    for budget in fleet.kinds[:_FEW]:
+        try:
+            family.fit(budget)
+        except BudgetError as error:
+            raise BudgetError(f"client {fleet.first(budget)}: {error}") from error

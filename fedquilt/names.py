@@ -52,7 +52,10 @@ def is_file(name: str) -> bool:
 
 def name_of(kind: type) -> str:
     """How a class that is in no table can be asked for again: `file.py:Class`."""
-    file = Path(inspect.getfile(kind))
+    try:
+        file = Path(inspect.getfile(kind))
+    except (TypeError, OSError) as error:  # made in an interactive session
+        raise ConfigError(f"{kind.__qualname__} is in no file, so that no name stands for it.") from error
     if "<locals>" in kind.__qualname__:
         raise ConfigError(f"{kind.__qualname__} in {file} is made inside a function, so that no name stands for it.")
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{kind.__qualname__}"

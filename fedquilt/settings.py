@@ -355,7 +355,9 @@ def write(value: Any, kind: Any = None) -> Any:
         )
         return {key: write(one, args[1]) for key, one in value.items()}
     if isinstance(value, (tuple, list)):
-        return [write(one) for one in value]
+        args = get_args(next((one for one in _members(kind) if get_origin(one) in (tuple, Sequence, list)), None))
+        kinds = args if len(args) == len(value) and Ellipsis not in args else (*args[:1], None)[:1] * len(value)
+        return [write(one, hint) for one, hint in zip(value, kinds, strict=True)]
     if isinstance(value, (bool, int, float, str)):
         return value
     raise ConfigError(f"{_a(type(value).__name__)} cannot be written to a file: {value!r}.")
@@ -392,7 +394,7 @@ def parameters(factory: Callable[..., Any]) -> dict[str, Parameter]:
     except (ValueError, TypeError):  # built-in functions have none
         return {}
     function: Any = inspect.unwrap(getattr(factory, "func", factory))  # of a partial
-    known = getattr(function.__init__ if isinstance(function, type) else function, "__globals__", {})
+    known = getattr(function, "__globals__", None) or getattr(function.__init__, "__globals__", {})  # of a class
     return {
         name: Parameter(
             Any if one.annotation is one.empty else _hint(one.annotation, known),

@@ -91,13 +91,17 @@ class Engine(ABC):
     @abstractmethod
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]: ...
 
-    def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
-        """Norm statistics of a network, measured over the pooled training data (the papers' static norms)."""
+    def calibrate(
+        self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Norm statistics of a network, measured over the pooled training data (the papers' static norms), or some."""
         with _failing("the calibration of norms failed"):
-            return self._calibrate(submodel, weights, batch_size)
+            return self._calibrate(submodel, weights, batch_size, self.pooled if samples is None else samples)
 
     @abstractmethod
-    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]: ...
+    def _calibrate(
+        self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor
+    ) -> dict[str, Tensor]: ...
 
     # --- the pieces they share ---------------------------------------------------------------------------------
 
@@ -236,6 +240,11 @@ class Engine(ABC):
         return mixed[:_CALIBRATION].to(self.world.device)
 
     def _check_data(self) -> None:
+        if len(self.world.family.example_inputs) != 1:
+            raise DataError(
+                f"the model was traced with {len(self.world.family.example_inputs)} inputs; {self.data.name} has one a "
+                "sample. Wrap the model in a module that takes one tensor, and trace that."
+            )
         example, inputs = self.world.family.example_inputs[0], self.data.example
         if tuple(example.shape[1:]) != tuple(inputs.shape[1:]):
             raise DataError(

@@ -83,9 +83,8 @@ class Sequential(Engine):
             scores.append(Score(exam.label, *map(int, total)))
         return scores
 
-    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor) -> dict[str, Tensor]:
         net, mode, measured = self.world.family.net(submodel.arch), Pass(statistics="measure"), []
-        samples = self.pooled
         for start, stop in spans(len(samples), batch_size, "keep"):
             with torch.no_grad():
                 measured.append(net(weights, self.data.samples(samples[start:stop]), mode)[1])

@@ -267,9 +267,8 @@ class Vectorised(Engine):
             mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0 if masked else None))
             return mapped(weights, self.data.test_samples(index), self.data.test_targets[index], held)
 
-    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor) -> dict[str, Tensor]:
         net, mode = self.world.family.net(submodel.arch), Pass(statistics="measure")
-        samples = self.pooled
         by_size: dict[int, list[Tensor]] = {}
         for start, stop in spans(len(samples), batch_size, "keep"):
             by_size.setdefault(stop - start, []).append(samples[start:stop])

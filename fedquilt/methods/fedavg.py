@@ -21,6 +21,7 @@ class FedAvg(Method):
     paper = "McMahan et al. 2017"
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         within(self, share="(0, 1]")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:

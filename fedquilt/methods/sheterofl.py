@@ -29,6 +29,7 @@ class SHeteroFL(Method):
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"count_widths": True}}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         within(self, widths="(0, 1]")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:

@@ -78,6 +78,10 @@ class Fleet:
         """How many clients have each budget."""
         return dict(zip(self.kinds, np.bincount(self.which, minlength=len(self.kinds)).tolist(), strict=True))
 
+    def first(self, budget: Budget) -> int:
+        """The first client with a budget."""
+        return int(np.argmax(self.which == self.kinds.index(budget)))
+
     def budget(self, client: int, round: int, seed: int) -> Budget:
         """What a client can hold in a round. Dynamic budgets keep the fleet's proportions."""
         like = noise.key(seed, 21, client, round) % self.num_clients if self.dynamic else client

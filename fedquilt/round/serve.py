@@ -103,7 +103,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     if method.personal:
         scores: list[Score] = []
         for some in _few(_asked(fleet, server, engine, how)):
-            exams = [_own_exam(method, server, client, engine) for client in some]
+            exams = [_own_exam(method, server, client, engine, how.batch_size) for client in some]
             scores += engine.evaluate(method, exams, how.batch_size)
         return Grades(mean_by_label(scores))
     # The whole model counts even where no device holds it: a server's may be larger than any client's.
@@ -163,12 +163,14 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
         yield clients[first : first + count]
 
 
-def _own_exam(method: Method, server: Server, client: Client, engine: Engine) -> Exam:
+def _own_exam(method: Method, server: Server, client: Client, engine: Engine, batch_size: int) -> Exam:
     """What a client holds now, tested on its own part of the test set, or on all of it where there are no parts."""
     world = engine.world
     submodel = method.plan(server, client, world)[0]
     job = Job(client, submodel, server.round)
     state = engine.start(server, job, method.learner(job, world)).state
+    if method.local.norm == "post" and world.family.statistics:
+        state = {**state, **engine.calibrate(submodel, state, batch_size, engine.data.parts[client.id])}
     samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
     return Exam(share_label(client.budget, world), submodel, state, samples, _hidden(method, client, engine))
 

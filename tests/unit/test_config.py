@@ -410,6 +410,7 @@ def test_methods_in_files_are_made_read_and_named(own: Path) -> None:
     assert small(method="mine.py:released").names["method"] == "heterofl"
     with pytest.raises(ConfigError, match="is made inside a function"):
         small(method="mine.py:hidden").to_toml()
+    assert small(method="mine.py:hidden").names["method"] == "Inner"
 
 
 @pytest.mark.parametrize(

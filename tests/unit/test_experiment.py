@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -53,7 +54,7 @@ def test_a_users_own_module_federates_in_under_fifteen_lines():
 @pytest.mark.parametrize("method", [FedAvg(), HeteroFL(), FedRolex(), LocalOnly()], ids=lambda m: type(m).__name__)
 def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
     run = play(method, theirs, make_data(theirs, (6, 6)), (1.0, 0.5))
-    model = run.deploy(fq.Budget(share=0.5))
+    model = run.deploy(fq.Budget(share=0.5), client=1 if method.personal else None)
     assert type(model) is Theirs
     assert not model.training
     kinds = {type(layer).__module__.split(".")[0] for layer in model.modules()}
@@ -65,6 +66,41 @@ def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
     first = model(run.engine.data.test_inputs).sum()
     first.backward()  # trainable as it is
     assert model.conv.weight.grad is not None
+
+
+def test_what_lives_on_clients_is_deployed_by_client(theirs, play, make_data):
+    """Without a client there is nothing that was trained; with one, its norms know its own data alone."""
+    data = make_data(theirs, (6, 9))
+    run = play(with_local(LocalOnly(), norm="post"), theirs, data)
+    with pytest.raises(ConfigError, match=r"LocalOnly leaves its result on the clients.*client=0"):
+        run.deploy(fq.Budget(share=1.0))
+    with pytest.raises(ConfigError, match="client 2 was asked for; the fleet has 2, from 0 on"):
+        run.deploy(fq.Budget(share=1.0), client=2)
+    first, second = (run.deploy(fq.Budget(share=1.0), client=client) for client in (0, 1))
+    first.norm.momentum = None  # a cumulative mean over one batch is that batch's
+    own = theirs.module(theirs.whole)
+    own.load_state_dict(first.state_dict())
+    own.norm.reset_running_stats()
+    own.norm.momentum = None
+    own.train()(run.engine.data.samples(run.engine.data.parts[0]))
+    torch.testing.assert_close(own.norm.running_mean, first.norm.running_mean)
+    assert not torch.allclose(first.norm.running_mean, second.norm.running_mean)
+    assert run.deploy(fq.Budget(share=0.5), client=0).conv.out_channels == 4  # the budget asked for, not the client's
+
+
+def test_a_budget_nobody_can_use_is_refused_before_the_first_round_and_names_its_client(theirs, make_data):
+    fleet = fq.Fleet.of([fq.Budget(share=1.0), fq.Budget(params=3)], 4, 1)
+    with pytest.raises(BudgetError, match="client 1: no member fits the budget params 3"):
+        fq.prepare(FedAvg(), theirs, make_data(theirs, (4, 4, 4, 4)), fleet)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_evaluation_that_fails_leaves_the_run(engine, theirs, play, make_data):
+    data = make_data(theirs, (6, 6))
+    broken = replace(data, test_inputs=data.test_inputs.repeat(1, 2, 1, 1))  # channels it cannot take
+    with pytest.raises(TrainingError, match="the evaluation failed: ") as e:
+        play(FedAvg(), theirs, broken, engine=engine)
+    assert e.value.run.server.round == 1  # two were asked for, and the last is evaluated
 
 
 @pytest.mark.parametrize("norm", ["tracked", "post"])
