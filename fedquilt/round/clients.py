@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedquilt import noise
-from fedquilt.checks import within
+from fedquilt.checks import outside, refuse
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets import FIVE_SHARES, FLEETS, Budgets, Deal, Uniform, Which, in_portions, in_turn
 from fedquilt.names import known
@@ -118,11 +118,14 @@ class Devices:
     available: Trace | Diurnal | str = ""  # a trace's file or a pattern; nothing: everybody, always
 
     def __post_init__(self) -> None:
-        if self.clients is not None:
-            within(self, clients="[1, inf)")
-        within(self, sample="(0, 1]" if isinstance(self.sample, float) else "[1, inf)")
+        bounds = {"sample": "(0, 1]" if isinstance(self.sample, float) else "[1, inf)"}
+        wrong = outside(self, **bounds, **({} if self.clients is None else {"clients": "[1, inf)"}))
         for name in () if isinstance(self.budgets, Budgets) else self.budgets:
-            _share(name)
+            try:
+                _share(name)
+            except ConfigError as error:
+                wrong["budgets"] = str(error)
+        refuse(self, wrong)
 
     def fleet(self, num_clients: int, seed: int = 0) -> Fleet:
         """The fleet for data that is dealt to so many clients."""

@@ -78,7 +78,7 @@ def test_what_lives_on_clients_is_deployed_by_client(theirs, play, make_data):
         run.deploy(fq.Budget(share=1.0), client=2)
     first, second = (run.deploy(fq.Budget(share=1.0), client=client) for client in (0, 1))
     first.norm.momentum = None  # a cumulative mean over one batch is that batch's
-    own = theirs.module(theirs.whole)
+    own = theirs.module(theirs.whole).double()
     own.load_state_dict(first.state_dict())
     own.norm.reset_running_stats()
     own.norm.momentum = None
