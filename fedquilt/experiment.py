@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -18,10 +19,11 @@ from fedquilt.family import Family
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.names import known
-from fedquilt.records import Folder, describe, holds_a_run, summarise, undisturbed
+from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.serve import ready
 from fedquilt.terms import Budget, Client, Job, Server, World
+from fedquilt.tracking import Tracking, tracked
 
 
 @dataclass
@@ -109,37 +111,51 @@ def run(
     resume: bool = False,
     checkpointing: Checkpointing = Checkpointing(),
     memory_limit: int = LIMIT,
+    trackers: Sequence[Tracking] = (),
 ) -> Run:
     """Train a family on a fleet's data and return the finished run. `watch` is called after every round.
 
     With `out` the run is recorded in that folder, and with `resume` it goes on from what is there, if anything is.
+    Its numbers go to `trackers` as well: TensorBoard, Weights & Biases, MLflow (`tracking.py`).
     An error raised by a round carries the run, with the last good state, as `error.run`.
     """
+    for one in trackers:
+        one.check()
     prepared = prepare(method, family, data, fleet, engine, seed, device, dtype, evaluation, memory_limit)
     try:
-        if out is None:
-            return prepared.train(rounds, watch)
-        go_on = resume and holds_a_run(Path(out))
-        with (
-            Folder.resume(out, checkpointing)
-            if go_on
-            else Folder.create(out, describe(prepared, rounds), checkpointing)
-        ) as folder:
-            if go_on:
-                folder.load(prepared)
-            record = folder.watch(prepared)
+        with ExitStack() as stack:
+            folder = None
+            if out is not None:
+                go_on = resume and holds_a_run(Path(out))
+                folder = stack.enter_context(
+                    Folder.resume(out, checkpointing)
+                    if go_on
+                    else Folder.create(out, describe(prepared, rounds), checkpointing)
+                )
+                if go_on:
+                    folder.load(prepared)
+            log = stack.enter_context(
+                tracked(trackers, prepared, _settings(prepared, rounds) if trackers else {}, Path(out) if out else None)
+            )
+            watchers = [log, *([folder.watch(prepared)] if folder else []), *([watch] if watch else [])]
 
             def after(played: Record) -> None:
-                record(played)
-                if watch:
-                    watch(played)
+                for one in watchers:
+                    one(played)
 
             prepared.train(rounds, after)
-            folder.finish(prepared.summary)
+            if folder:
+                folder.finish(prepared.summary)
         return prepared
     except Exception as error:
         error.run = prepared  # type: ignore[attr-defined]  # not only ours: what was learnt must not be lost
         raise
+
+
+def _settings(run: Run, rounds: int) -> dict[str, Any]:
+    """What is known of a run that was put together in Python, its method's settings one by one."""
+    method = {name: value for name, value in identity(run).items() if name.startswith("method.")}
+    return {**portrait(run, rounds), **method}
 
 
 def prepare(
@@ -161,7 +177,7 @@ def prepare(
             "Deal it to as many as the fleet has."
         )
     _check_budgets(family, fleet)
-    world = World(family, seed, torch.device(device), dtype)
+    world = World(family, seed, torch.device(device), dtype, data.public)
     kind = known(ENGINES, engine, "engine")
     server = method.init(world)
     memory = Memories(memory_limit, world.device)

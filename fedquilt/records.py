@@ -398,10 +398,10 @@ def _restore(choices: Mapping[str, Any], run: Run) -> None:
             )
 
 
-def describe(run: Run, rounds: int) -> str:
-    """The text of config.toml for a run that was put together in Python: it says what ran, and cannot repeat it."""
+def portrait(run: Run, rounds: int) -> dict[str, Any]:
+    """A run that was put together in Python, in plain values."""
     world, known = run.engine.world, identity(run)
-    plain = {
+    return {
         "rounds": rounds,
         "seed": world.seed,
         "engine": type(run.engine).__name__.lower(),
@@ -414,7 +414,11 @@ def describe(run: Run, rounds: int) -> str:
         "fingerprint": hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16],
         "fedquilt": __version__,
     }
-    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in plain.items()]
+
+
+def describe(run: Run, rounds: int) -> str:
+    """The text of config.toml for a run that was put together in Python: it says what ran, and cannot repeat it."""
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in portrait(run, rounds).items()]
     return "# A run from Python; its script repeats it.\n[python]\n" + "\n".join(lines) + "\n"
 
 

@@ -355,9 +355,8 @@ def write(value: Any, kind: Any = None) -> Any:
         )
         return {key: write(one, args[1]) for key, one in value.items()}
     if isinstance(value, (tuple, list)):
-        args = get_args(next((one for one in _members(kind) if get_origin(one) in (tuple, Sequence, list)), None))
-        kinds = args if len(args) == len(value) and Ellipsis not in args else (*args[:1], None)[:1] * len(value)
-        return [write(one, hint) for one, hint in zip(value, kinds, strict=True)]
+        listed = next((one for one in _members(kind) if get_origin(one) in (tuple, Sequence, list)), None)
+        return [write(one, next(iter(get_args(listed)), None)) for one in value]
     if isinstance(value, (bool, int, float, str)):
         return value
     raise ConfigError(f"{_a(type(value).__name__)} cannot be written to a file: {value!r}.")

@@ -7,6 +7,7 @@ their curves, which `rounds.jsonl` has anyway.
 
 from __future__ import annotations
 
+import importlib
 import importlib.util
 import json
 import logging
@@ -106,15 +107,13 @@ class TensorBoard(Tracking):
     extra: ClassVar[str] = "tensorboard"
 
     def open(self, about: About) -> Tracker:
-        from torch.utils.tensorboard import SummaryWriter
-        from torch.utils.tensorboard.summary import hparams
-
+        board: Any = importlib.import_module("torch.utils.tensorboard")  # without types
         own = Path(self.dir or "tensorboard") / about.name
         if about.folder and not self.dir:
             own = about.folder / "tensorboard"
         # Readers forget what was told of later rounds before the run went on from here.
-        writer = SummaryWriter(str(own), purge_step=about.done + 1)  # type: ignore[no-untyped-call]
-        for summary in hparams(dict(about.config), dict.fromkeys(about.measures, 0.0)):  # type: ignore[no-untyped-call]
+        writer = board.SummaryWriter(str(own), purge_step=about.done + 1)
+        for summary in board.summary.hparams(dict(about.config), dict.fromkeys(about.measures, 0.0)):
             writer.file_writer.add_summary(summary)
         return _TensorBoard(writer)
 
@@ -151,7 +150,7 @@ class WandB(Tracking):
             project=self.project,
             entity=self.entity or None,
             mode=self.mode,
-            dir=self.dir or about.folder,
+            dir=self.dir or about.folder or Path.cwd(),  # left open, it is where wandb was first used
             id=about.id,
             name=about.name,
             config=dict(about.config),
@@ -172,7 +171,7 @@ class _WandB:
             self.run.log(scalars(record), step=record.round, commit=True)
 
     def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
-        self.run.summary.update(flat(summary))
+        self.run.summary.update({f"total/{name}": summary[name] for name in ("seconds", "bytes_down", "bytes_up")})
         self.run.finish(exit_code=0 if whole else 1)
 
 

@@ -18,6 +18,10 @@ from fedquilt.models import PreResNet, TransformerLM
 torch.set_num_threads(1)
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--update-golden", action="store_true", help="write the records in tests/golden anew")
+
+
 class Perceptron(nn.Module):
     """Two linear layers: 4 inputs, 6 hidden, 3 classes; 45 parameters."""
 

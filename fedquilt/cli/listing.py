@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 Entry = dict[str, Any]
 
-LISTS = ("methods", "models", "data", "partitions", "fleets", "engines")
+LISTS = ("methods", "models", "data", "partitions", "fleets", "engines", "trackers")
 
 
 def entries(what: str, name: str = "") -> dict[str, Entry]:
@@ -43,8 +43,10 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.fleets import FLEETS
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
+    from fedquilt.tracking import TRACKERS
 
-    return known(dict(zip(LISTS, (METHODS, MODELS, DATA, PARTITIONS, FLEETS, ENGINES), strict=True)), what, "list")
+    tables = (METHODS, MODELS, DATA, PARTITIONS, FLEETS, ENGINES, TRACKERS)
+    return known(dict(zip(LISTS, tables, strict=True)), what, "list")
 
 
 def _method(kind: type[Method]) -> Entry:

@@ -27,6 +27,7 @@ Flag = Annotated[bool, tyro.conf.arg(**_quiet)]
 Assignments = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="A.B=V", **_quiet)
 ]
+Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)]
 Config = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", **_quiet)]
 Methods = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD…", **_quiet)]
 What = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[methods|models|data|…]", **_quiet)]
@@ -49,6 +50,7 @@ FLAGS = {
     "lr": "method.local.optimiser.lr",
     "batch_size": "method.local.batch_size",
     "epochs": "method.local.epochs",
+    "track": "tracking",
 }
 
 
@@ -70,7 +72,7 @@ class DataOptions:
         asked: dict[str, str] = {}
         wrong = []
         for flag, value in given.items():
-            if value is None:
+            if value is None or value == ():
                 continue
             if flag in ("method", "model", "data"):
                 choose(base, flag, value)
@@ -106,6 +108,7 @@ class Options(DataOptions):
     epochs: Whole = None  # local epochs a round
     init: File = None  # a safetensors file of weights to start from
     out: Place = None  # write the run's records and checkpoints into this folder
+    track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
     resume: Place = None  # go on with the run in this folder; only --rounds and --json go with it
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 

@@ -45,16 +45,21 @@ class Playing:
 
     def play(self, begin: Callable[[str, int], Watch]) -> None:
         """Train to the end, with the records on disk as soon as a round is over."""
+        from fedquilt.settings import write
+        from fedquilt.tracking import tracked
+
         run, folder = self.run, self.folder
         assert run is not None
-        watchers = [*([folder.watch(run)] if folder else []), begin(self.name, run.server.round)]
-
-        def watch(record: Record) -> None:
-            for one in watchers:
-                one(record)
-
+        settings = write(self.experiment)
         try:
-            run.train(self.experiment.rounds, watch)
+            with tracked(self.experiment.tracking, run, settings, folder.path if folder else None) as log:
+                watchers = [log, *([folder.watch(run)] if folder else []), begin(self.name, run.server.round)]
+
+                def watch(record: Record) -> None:
+                    for one in watchers:
+                        one(record)
+
+                run.train(self.experiment.rounds, watch)
         except KeyboardInterrupt as error:
             raise Interrupted(self._hint()) from error
         if folder:

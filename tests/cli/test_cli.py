@@ -25,6 +25,7 @@ from fedquilt.config import Experiment
 from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
 from fedquilt.records import load
+from fedquilt.tracking import TensorBoard
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1"]
@@ -240,7 +241,7 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     values: dict[str, Any] = {
         "method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised", "device": "cpu",
         "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
-        "lr": 0.7, "batch_size": 3, "epochs": 5,
+        "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",),
     }  # fmt: skip
     assert values.keys() == FLAGS.keys()
     experiment = COMMANDS["run"](**values).experiment("a.toml", "fedavg")
@@ -251,6 +252,7 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     assert (experiment.fleet.clients, experiment.fleet.sample) == (9, 0.25)
     assert experiment.data.partition == fq.data.Labels(labels=4)
     assert (experiment.engine.device, experiment.engine.precision) == ("cpu", "fp64")
+    assert experiment.tracking == (TensorBoard(),)
 
 
 # --- folders ----------------------------------------------------------------------------------------------------
@@ -517,7 +519,7 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
 
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = told(capsys, "list")
-    assert list(listed) == ["methods", "models", "data", "partitions", "fleets", "engines"]
+    assert list(listed) == ["methods", "models", "data", "partitions", "fleets", "engines", "trackers"]
     assert list(listed["models"]) == list(MODELS)
     assert listed["models"]["preresnet18"]["parameters"] == 11_172_170
     assert listed["data"]["digits"]["defaults"]["public"] == 0.0

@@ -57,6 +57,38 @@ def test_commands_run_as_written(
     assert (tmp_path / "runs" / "one" / "summary.json").exists()
 
 
+def test_the_excerpt_is_what_the_demo_prints(capsys: pytest.CaptureFixture[str]) -> None:
+    """Sizes and bytes to the last digit, accuracies nearly: float32 differs between processors."""
+    assert main(["run"]) == 0
+    printed = capsys.readouterr().out.splitlines()
+    excerpt = README.split("$ fedquilt run\n")[1].split("```")[0]
+    assert printed[0] in excerpt
+    rows = {cells[0]: cells[1:] for line in printed if len(cells := line.split()) == 4}
+    shown = {row[0]: row[1:] for row in re.findall(r"│ (\S+) +│ +(\S+) │ +(\S+) │ +(\S+) │", excerpt)}
+    assert len(shown) == 3
+    for share, (accuracy, *sizes) in shown.items():
+        assert sizes == rows[share][1:]
+        assert float(accuracy.rstrip("%")) == pytest.approx(float(rows[share][0].rstrip("%")), abs=4)
+    assert printed[-1].split("; ")[1] in excerpt
+
+
+def test_the_file_of_settings_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With the command below it, as written, but for fewer rounds."""
+    (settings,) = blocks("toml")
+    command = re.search(r"`(fedquilt run fedrolex\.toml [^`]*)`", README)
+    assert command
+    monkeypatch.chdir(tmp_path)
+    Path("fedrolex.toml").write_text(settings)
+    assert main([*shlex.split(command[1])[1:], "--rounds", "1"]) == 0
+    capsys.readouterr()
+    assert main(["run", "runs/two/config.toml", "--json"]) == 0
+    again = json.loads(capsys.readouterr().out)
+    first = json.loads(Path("runs/two/summary.json").read_text())
+    assert {**again, "seconds": 0} == {**first, "seconds": 0}
+
+
 def test_make_has_the_targets() -> None:
     rules = (ROOT / "Makefile").read_text()
     targets = re.findall(r"^make (\S+)", "".join(blocks("sh")), re.MULTILINE)

@@ -1,0 +1,46 @@
+"""docs/runs.md: its commands and its Python run, and its tables list the keys there are."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+from pathlib import Path
+
+import fedquilt as fq
+from fedquilt.cli import main
+
+PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_commands_run_and_leave_what_the_page_lists(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    begin, go_on = (shlex.split(line, comments=True)[1:] for line in blocks("sh")[0].splitlines())
+    short = ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"]
+    assert main([*begin, *short]) == 0
+    assert main([*go_on, "--rounds", "3"]) == 0
+    there = {path.name for path in Path("runs/one").iterdir()}
+    files = PAGE.split("## The folder")[1].split("A line of")[0]
+    listed = {name.rstrip("/") for name in re.findall(r"^\| `([\w./]+)` \|", files, re.MULTILINE)}
+    assert there == listed - {"tracking.json"}  # which tracked runs have
+    record = json.loads(Path("runs/one/rounds.jsonl").read_text().splitlines()[-1])
+    lines = PAGE.split("A line of")[1].split("`summary.json` has")[0]
+    rows = re.findall(r"^\| (`.*?`) \|", lines, re.MULTILINE)
+    assert {key for row in rows for key in re.findall(r"`(\w+)`", row)} == set(record)
+    summary = PAGE.split("`summary.json` has")[1].split("## ")[0]
+    assert set(re.findall(r"`(\w+)`", summary)) == set(json.loads(Path("runs/one/summary.json").read_text()))
+
+
+def test_python_begins_and_resumes(tmp_path, monkeypatch, perceptron, make_data):
+    monkeypatch.chdir(tmp_path)
+    parts = {"method": fq.methods.FedAvg(), "family": perceptron, "data": make_data(perceptron, (4, 4))}
+    names = {**parts, "fleet": fq.Fleet.of((1.0,), 2)}
+    code = blocks("python")[0]
+    exec(code.replace("rounds=500", "rounds=1"), names)
+    exec(code.replace("rounds=500", "rounds=2"), names)
+    assert [record.round for record in names["run"].records] == [1, 2]
+    assert fq.load("runs/one").round == 2
