@@ -6,9 +6,10 @@ has the same size, so that unequal amounts of data are exact: padding a batch wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -16,6 +17,8 @@ from torch.func import vmap
 
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome
+from fedquilt.engines.units import Layout, Shape, Uncapturable, Unit
+from fedquilt.family.laid import Unlayable
 from fedquilt.family.net import Pass
 from fedquilt.round.local import Batch, Learner, OptimiserState, Phase, State, augment, gradient, move, spans
 from fedquilt.round.merge import Fold
@@ -27,7 +30,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class _Stack:
+class Stack:
     """Clients that train as one: every tensor has them in its first dimension."""
 
     server: Server  # what they started from
@@ -60,6 +63,17 @@ class Vectorised(Engine):
     """Trains stacks of clients. `memory` bounds a stack: more clients than fit are trained in several."""
 
     memory: int = 4 << 30  # bytes a stack may take, by the family's own estimate
+    record: bool | None = None  # steps are recorded and replayed; None: on a GPU
+    layout: Literal["auto", "alone", "laid", "stack"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._idle: dict[Shape, list[Unit]] = {}
+        self._refused: dict[Shape, str] = {}
+
+    @contextmanager
+    def precision(self) -> Iterator[None]:
+        yield
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -69,13 +83,33 @@ class Vectorised(Engine):
             learner = method.learner(job, self.world)
             age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
-        for (arch, learner, _), members in alike.items():
-            most = self._most(arch, learner.local.batch_size, len(learner.local.optimiser.slots))
-            for first in range(0, len(members), most):
-                stack = self._stack(server, learner, members[first : first + most], outcome)
-                self._run(stack)
+        for wave in self._waves(alike):
+            stacks = [self._stack(server, learner, members, outcome) for learner, members in wave]
+            self._run(stacks)
+            for stack in stacks:
                 self._fold(stack, fold, outcome)
-                outcome.stacks += 1
+            outcome.stacks += len(stacks)
+
+    def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:
+        """Stacks that are trained at the same time: on a CPU one, on a GPU as many as fit."""
+        wave: list[tuple[Learner, list[Job]]] = []
+        room = 0
+        for (arch, learner, _), members in alike.items():
+            need = self._need(arch, learner.local.batch_size, len(learner.local.optimiser.slots))
+            for some in self._split(arch, learner, members, max(1, self.memory // need)):
+                if wave and (self.world.device.type != "cuda" or len(some) * need > room):
+                    yield wave
+                    wave, room = [], 0
+                room = (room if wave else self.memory) - len(some) * need
+                wave.append((learner, some))
+        if wave:
+            yield wave
+
+    def _split(self, arch: Arch, learner: Learner, jobs: list[Job], most: int) -> Iterator[list[Job]]:
+        """Jobs of one member as the stacks they are trained in."""
+        size = 1 if self._layout(arch, learner, min(len(jobs), most)) == "alone" else most
+        for first in range(0, len(jobs), size):
+            yield jobs[first : first + size]
 
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:
@@ -85,18 +119,21 @@ class Vectorised(Engine):
 
     def _most(self, arch: Arch, batch_size: int, slots: int) -> int:
         """How many clients of a member fit into the bound."""
+        return max(1, self.memory // self._need(arch, batch_size, slots))
+
+    def _need(self, arch: Arch, batch_size: int, slots: int) -> int:
+        """The bytes one client of a member takes in training."""
         cost = self.world.family.cost(arch, batch_size, slots)
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
-        held = cost.memory + cost.bytes * (2 + slots)
-        return max(1, self.memory // max(1, held * self.world.dtype.itemsize // 4))
+        return max(1, (cost.memory + cost.bytes * (2 + slots)) * self.world.dtype.itemsize // 4)
 
-    def _stack(self, server: Server, learner: Learner, jobs: list[Job], outcome: Outcome) -> _Stack:
+    def _stack(self, server: Server, learner: Learner, jobs: list[Job], outcome: Outcome) -> Stack:
         device = self.world.device
         starts = [self.start(server, job, learner) for job in jobs]
         outcome.bytes_down += sum(start.bytes for start in starts)
         state = _stacked([start.state for start in starts])
         batches = [self.batches(job, learner) for job in jobs]
-        return _Stack(
+        return Stack(
             server=server,
             learner=learner,
             jobs=jobs,
@@ -110,23 +147,74 @@ class Vectorised(Engine):
             losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
         )
 
-    def _run(self, stack: _Stack) -> None:
+    def _run(self, stacks: list[Stack]) -> None:
+        """Train stacks: those that can be recorded side by side, the others one after another."""
+        units = [(stack, self._unit(stack)) for stack in stacks]
+        playing = [(stack, unit) for stack, unit in units if unit is not None]
+        for stack, unit in playing:
+            unit.load(stack)
+        for step in range(max((len(stack.losses) for stack, _ in playing), default=0)):
+            for stack, unit in playing:
+                self._tried(stack, step, range(len(stack.jobs)), lambda unit=unit, step=step: unit.play(step))
+        for stack, unit in playing:
+            unit.unload()
+            self._idle.setdefault(unit.shape, []).append(unit)
+        for stack, unit in units:
+            if unit is None:
+                self._run_one(stack)
+
+    def _run_one(self, stack: Stack) -> None:
         for step in range(len(stack.losses)):
             for clients in stack.groups(step):
-                try:
-                    self._step(stack, step, clients)
-                except Exception as error:
-                    self._accuse(stack, step, clients)
-                    with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
-                        raise error
+                self._tried(stack, step, clients, lambda step=step, clients=clients: self.step(stack, step, clients))
 
-    def _accuse(self, stack: _Stack, step: int, clients: list[int]) -> None:
+    def _tried(self, stack: Stack, step: int, clients: Sequence[int], action: Callable[[], None]) -> None:
+        """If a step fails, say whose fault it was."""
+        try:
+            action()
+        except Exception as error:
+            self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
+            with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
+                raise error
+
+    # --- units -------------------------------------------------------------------------------------------------
+
+    def _unit(self, stack: Stack) -> Unit | None:
+        """A unit that can train a stack, recorded; None if its steps cannot be."""
+        if not self._recorded:
+            return None
+        full = stack.learner.local.batch_size
+        if not any(len(batch) == full for own in stack.batches for batch in own):
+            return None
+        count = len(stack.jobs)
+        shape = Shape.of(stack.arch, stack.learner, count, self._layout(stack.arch, stack.learner, count))
+        ragged = any({len(b) for b in own} != {full} or len(own) != len(stack.batches[0]) for own in stack.batches)
+        try:
+            unit = self._idle[shape].pop() if self._idle.get(shape) else Unit(self, shape)
+            unit.record()
+            if ragged and count > 1:
+                unit.record(masked=True)
+        except (Uncapturable, Unlayable) as error:
+            self._refused[shape] = str(error)
+            _log.warning("clients of %s are trained step by step: %s", shape.layout, error)
+            return None
+        return unit
+
+    @property
+    def _recorded(self) -> bool:
+        return self.record if self.record is not None else self.world.device.type == "cuda"
+
+    def _layout(self, arch: Arch, learner: Learner, count: int) -> Layout:
+        """How many clients of a member are trained at once."""
+        return "stack"
+
+    def _accuse(self, stack: Stack, step: int, clients: list[int]) -> None:
         """Once more, one client after another, to say whose batch it was."""
         for client in clients:
             with self.blame(stack.jobs[client], "training"):
-                self._step(stack, step, [client])
+                self.step(stack, step, [client])
 
-    def _step(self, stack: _Stack, step: int, clients: list[int]) -> None:
+    def step(self, stack: Stack, step: int, clients: list[int]) -> None:
         """One batch of the clients that have one of this size; the others are left as they are."""
         learner, device = stack.learner, self.world.device
         everyone = len(clients) == len(stack.jobs)
@@ -139,7 +227,7 @@ class Vectorised(Engine):
         inputs, targets = self.data.inputs[rows], self.data.targets[rows]
         keys, before = noise.fold_in(stack.keys[who], step), state
         for place, phase in enumerate(learner.phases_at(step)):
-            gradients = self._gradients(learner, stack.arch, phase)
+            gradients = self.gradients(learner, stack.arch, phase)
             grads, (loss, seen) = gradients(state, received, before, inputs, targets, stack.held[who], keys)
             masks = learner.masks(self.world.family, stack.arch, phase, device)
             state, slots = move(learner, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
@@ -151,7 +239,7 @@ class Vectorised(Engine):
             stack.state = _put(stack.state, state, who)
             stack.slots = {slot: _put(stack.slots[slot], values, who) for slot, values in slots.items()}
 
-    def _gradients(self, learner: Learner, arch: Arch, phase: Phase) -> Callable[..., Any]:
+    def gradients(self, learner: Learner, arch: Arch, phase: Phase) -> Callable[..., Any]:
         """`gradient` of one client, for all clients of a stack."""
 
         def one(
@@ -162,7 +250,7 @@ class Vectorised(Engine):
 
         return vmap(one)
 
-    def _fold(self, stack: _Stack, fold: Fold, outcome: Outcome) -> None:
+    def _fold(self, stack: Stack, fold: Fold, outcome: Outcome) -> None:
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
         self._check(stack)
@@ -185,7 +273,7 @@ class Vectorised(Engine):
 
     def _send(
         self,
-        stack: _Stack,
+        stack: Stack,
         clients: list[int],
         wanted: tuple[Submodel, ...],
         states: list[State],
@@ -216,7 +304,7 @@ class Vectorised(Engine):
             for update in updates:
                 fold.add(update)
 
-    def _check(self, stack: _Stack) -> None:
+    def _check(self, stack: Stack) -> None:
         """One look at the whole stack; only if something is wrong, at every client."""
         family = self.world.family
         sums = [stack.state[name].sum() for name in family.trainable]

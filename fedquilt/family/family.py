@@ -16,6 +16,7 @@ from fedquilt.axes import Axis, axes_in, size_of, write
 from fedquilt.errors import BudgetError, SubmodelError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
+from fedquilt.family.laid import LaidNet
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net
 from fedquilt.family.trace import trace_layout
@@ -267,6 +268,10 @@ class Family:
     @cached_property
     def _nets(self) -> dict[Arch, Net]:
         return {}
+
+    def laid(self, arch: Arch, count: int) -> LaidNet:
+        """So many nets of a member side by side, where their layers allow; raises Unlayable where they do not."""
+        return LaidNet(build(self._module, self.layout, self._sizes(arch)), count, self._conv_shares(arch))
 
     def _conv_shares(self, arch: Arch) -> dict[str, float]:
         """The kept part of each convolution's outputs, which its bias or, transposed, its second dimension shows."""
