@@ -43,7 +43,7 @@ class TrainingError(FedquiltError):
 
 
 class ConfigError(FedquiltError):
-    """A request that cannot be carried out. Where single fields of a dataclass are to blame, `fields` says of each why."""
+    """A request that cannot be carried out; where single fields of a dataclass are to blame, `fields` says why."""
 
     def __init__(self, message: str, fields: Mapping[str, str] | None = None) -> None:
         super().__init__(message)

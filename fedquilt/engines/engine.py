@@ -134,17 +134,19 @@ class Engine(ABC):
             self._cuts[submodel, names] = known
         return known
 
+    def initial(self) -> dict[str, Tensor]:
+        """The weights everyone starts from, without a scope."""
+        world = self.world
+        return {
+            name: value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
+            for name, value in world.family.init(world.seed).items()
+        }
+
     def _initial(self, server: Server) -> dict[str, Tensor]:
         """The weights everyone started from, under every scope the server has."""
         if self._first is None:
-            world = self.world
-            fresh = world.family.init(world.seed)
             scopes = {name[: name.rfind("/") + 1] for name in server.weights}  # "base3/fc.weight" has scope "base3/"
-            self._first = {
-                f"{scope}{name}": value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
-                for scope in scopes
-                for name, value in fresh.items()
-            }
+            self._first = {f"{scope}{name}": value for scope in scopes for name, value in self.initial().items()}
         return self._first
 
     def remember(

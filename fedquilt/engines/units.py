@@ -19,7 +19,7 @@ from torch.func import vmap
 
 from fedquilt import noise
 from fedquilt.errors import FedquiltError
-from fedquilt.family.laid import Unlayable, agrees
+from fedquilt.family.laid import LayoutError, agrees
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Batch, Learner, Phase, State, augment, gradient, laid_gradient, move, train_pass
 from fedquilt.terms import Arch
@@ -34,7 +34,7 @@ Layout = Literal["alone", "laid", "stack"]
 _CHUNK = 64  # steps whose batches are on the device at once
 
 
-class Uncapturable(FedquiltError):
+class CaptureError(FedquiltError):
     """A step that cannot be recorded."""
 
 
@@ -99,7 +99,7 @@ class Unit:
         assert self._net is not None
         family, mode = self.engine.world.family, train_pass(self.shape.learner.local)
         if mode.statistics != "batch":
-            raise Unlayable("its norms keep statistics")
+            raise LayoutError("its norms keep statistics")
         some = torch.arange(self.rows[0].numel(), device=self.rows.device) % len(self.engine.data.targets)
         inputs, net = self.engine.data.samples(some.view(self.rows.shape[1:])), family.net(self.shape.arch)
         shaken = {
@@ -110,7 +110,7 @@ class Unit:
             laid = self._net(shaken, inputs, family.layout.class_dim, mode.scaler)
             stacked = vmap(lambda weights, x: net(weights, x, mode, self.keys[0])[0])(shaken, inputs)
         if not agrees(laid, stacked):
-            raise Unlayable("side by side its nets give other logits than one by one")
+            raise LayoutError("side by side its nets give other logits than one by one")
 
     # --- a round ---------------------------------------------------------------------------------------------------
 
@@ -204,7 +204,7 @@ class Unit:
             with torch.cuda.graph(graph, stream=self.stream):
                 self._step(masked)
         except RuntimeError as error:
-            raise Uncapturable(str(error).splitlines()[0]) from error
+            raise CaptureError(str(error).splitlines()[0]) from error
         torch.cuda.synchronize()
         self._graphs[masked] = graph
 
@@ -221,7 +221,9 @@ class Unit:
         keys = noise.fold_in(self.keys, self.first + self.at)
         old = masked or len(learner.phases) > 1
         before = {name: value.clone() for name, value in self.state.items()} if old else self.state
-        kept = {slot: {n: v.clone() for n, v in values.items()} for slot, values in self.slots.items()} if masked else {}
+        kept = (
+            {slot: {n: v.clone() for n, v in values.items()} for slot, values in self.slots.items()} if masked else {}
+        )
         losses = self.losses[0]
         for phase, masks in zip(learner.phases, self._masks, strict=True):
             self.age += 1
@@ -253,9 +255,7 @@ class Unit:
             if self._net is not None:
                 seen = vmap(lambda x, key: augment(x, learner.local, key))(inputs, keys)
                 batch = Batch(seen, targets, self.held, keys)
-                return laid_gradient(
-                    learner, family, arch, phase, self._net, self.state, self.received, before, batch
-                )
+                return laid_gradient(learner, family, arch, phase, self._net, self.state, self.received, before, batch)
             return self.engine.gradients(learner, arch, phase)(
                 self.state, self.received, before, inputs, targets, self.held, keys
             )
@@ -278,10 +278,10 @@ class Unit:
 def _check_capturable(learner: Learner, masks: list[Mapping[str, Tensor | bool]]) -> None:
     """Refuse learners whose steps differ from each other in more than their numbers."""
     if type(learner).phases_at is not Learner.phases_at:
-        raise Uncapturable("its phases change from step to step")
+        raise CaptureError("its phases change from step to step")
     partly = any(mask is not True for own in masks for mask in own.values())
     if learner.local.optimiser.ages and partly:
-        raise Uncapturable(f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move")
+        raise CaptureError(f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move")
 
 
 @contextmanager

@@ -17,8 +17,8 @@ from torch.func import vmap
 
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome
-from fedquilt.engines.units import Layout, Shape, Uncapturable, Unit
-from fedquilt.family.laid import Unlayable
+from fedquilt.engines.units import CaptureError, Layout, Shape, Unit
+from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
 from fedquilt.round.local import Batch, Learner, OptimiserState, Phase, State, augment, gradient, move, spans
 from fedquilt.round.merge import Fold
@@ -194,7 +194,7 @@ class Vectorised(Engine):
             unit.record()
             if ragged and count > 1:
                 unit.record(masked=True)
-        except (Uncapturable, Unlayable) as error:
+        except (CaptureError, LayoutError) as error:
             self._refused[shape] = str(error)
             _log.warning("clients of %s are trained step by step: %s", shape.layout, error)
             return None
@@ -206,7 +206,7 @@ class Vectorised(Engine):
 
     def _layout(self, arch: Arch, learner: Learner, count: int) -> Layout:
         """How many clients of a member are trained at once."""
-        return "stack"
+        return "stack" if self.layout == "auto" else self.layout
 
     def _accuse(self, stack: Stack, step: int, clients: list[int]) -> None:
         """Once more, one client after another, to say whose batch it was."""

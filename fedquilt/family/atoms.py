@@ -310,5 +310,6 @@ class Facts:
     views: list[list[Dim]] = field(default_factory=list)  # pieces of one dimension that a view took apart
     slices: list[list[Dim]] = field(default_factory=list)  # ranges of one dimension
     groups: list[tuple[Dim, Dim]] = field(default_factory=list)  # (groups, channels inside each)
+    unlike: list[tuple[Dim, Dim]] = field(default_factory=list)  # what Python compared and found of different size
     contracted: list[tuple[str, Dim]] = field(default_factory=list)  # (layer, dimension summed in a batched product)
     notes: list[str] = field(default_factory=list)

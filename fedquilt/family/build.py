@@ -148,15 +148,10 @@ def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
         items = list(holder)
         items[int(key)] = _assign(items[int(key)], rest, full, size) if rest else _rescale(items[int(key)], full, size)
         return type(holder)(items)
-    inner = vars(holder).get(key)
+    held = holder if isinstance(holder, dict) else vars(holder)
     if isinstance(holder, nn.Module) and key in holder._modules:
-        inner = holder._modules[key]
-    if not rest:
-        vars(holder)[key] = _rescale(inner, full, size)
-    else:
-        changed = _assign(inner, rest, full, size)
-        if changed is not inner:
-            vars(holder)[key] = changed
+        held = holder._modules
+    held[key] = _assign(held[key], rest, full, size) if rest else _rescale(held[key], full, size)
     return holder
 
 

@@ -2,28 +2,31 @@
 
 from __future__ import annotations
 
+import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 
-from fedquilt.axes import Axis, axes_in, size_of, write
-from fedquilt.errors import BudgetError, SubmodelError
+from fedquilt.axes import Axis, axes_in, write
+from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
 from fedquilt.family.laid import LaidNet
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net
-from fedquilt.family.trace import trace_layout
+from fedquilt.family.tracer import trace_layout
 from fedquilt.round.cut import Cutter, prefix
 from fedquilt.terms import Arch, Budget, Submodel, Weights
 
 Rounding = Literal["floor", "ceil"]
+_log = logging.getLogger(__name__)
 
 
 def trace(
@@ -44,6 +47,8 @@ def trace(
     model = factory()
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     layout = trace_layout(model, inputs, fixed=fixed, parts=parts, heads=heads, class_dim=class_dim)
+    for note in layout.notes:
+        _log.info("%s: %s", type(model).__name__, note)
     return Family(model, layout, inputs, factory)
 
 
@@ -69,6 +74,11 @@ class Family:
 
     @property
     def num_classes(self) -> int:
+        if "class" not in self.layout.axes:
+            raise TraceError(
+                f"{type(self._module).__name__} has no class axis: dimension {self.layout.class_dim} of its output is "
+                "not one layer's outputs. Name the dimension that is: class_dim=…"
+            )
         return self.layout.axes["class"].size
 
     @cached_property
@@ -242,7 +252,7 @@ class Family:
         # constants, and statistics nobody measured yet, are as the module brought them
         missing = [name for name in self.layout.dims if name not in weights]
         brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
-        owner = dict(module.named_modules())
+        owner = dict(module.named_modules(remove_duplicate=False))
         aliases: dict[str, list[str]] = {}
         for alias, name in self.layout.ties.items():
             aliases.setdefault(name, []).append(alias)
@@ -262,7 +272,7 @@ class Family:
             module = build(self._module, self.layout, self._sizes(arch))
             moving = {*self.trainable, *self.statistics, *self.carried}
             rest = tuple(name for name in self.layout.dims if name not in moving)
-            known = self._nets[arch] = Net(module, _state(self._module, rest), self._conv_shares(arch))
+            known = self._nets[arch] = Net(module, _state(self._module, rest), self._conv_shares(module))
         return known
 
     @cached_property
@@ -270,17 +280,15 @@ class Family:
         return {}
 
     def laid(self, arch: Arch, count: int) -> LaidNet:
-        """So many nets of a member side by side, where their layers allow; raises Unlayable where they do not."""
-        return LaidNet(build(self._module, self.layout, self._sizes(arch)), count, self._conv_shares(arch))
+        """So many nets of a member side by side, where their layers allow; raises LayoutError where they do not."""
+        module = build(self._module, self.layout, self._sizes(arch))
+        return LaidNet(module, count, self._conv_shares(module))
 
-    def _conv_shares(self, arch: Arch) -> dict[str, float]:
-        """The kept part of each convolution's outputs, which its bias or, transposed, its second dimension shows."""
-        sizes, shares = self._sizes(arch), {}
-        for name, layer in self._module.named_modules():
-            if isinstance(layer, nn.modules.conv._ConvNd):
-                dim = self.layout.dims[self._first(f"{name}.weight")][1 if layer.transposed else 0]
-                shares[name] = size_of(dim, sizes) / size_of(dim, self.layout.sizes)
-        return shares
+    def _conv_shares(self, member: nn.Module) -> dict[str, float]:
+        """The kept part of each convolution's outputs."""
+        kept = {name: layer.out_channels for name, layer in member.named_modules() if isinstance(layer, _ConvNd)}
+        whole = dict(self._module.named_modules())
+        return {name: count / cast(_ConvNd, whole[name]).out_channels for name, count in kept.items()}
 
     def _first(self, name: str) -> str:
         return self.layout.ties.get(name, name)

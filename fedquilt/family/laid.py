@@ -12,7 +12,6 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
-import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -23,7 +22,7 @@ from torch.nn.modules.dropout import _DropoutNd
 from fedquilt.errors import FedquiltError
 
 
-class Unlayable(FedquiltError):
+class LayoutError(FedquiltError):
     """A net whose clients cannot be laid side by side."""
 
 
@@ -46,7 +45,7 @@ class LaidNet:
         flat = inputs.transpose(0, 1).flatten(1, 2)
         outputs = functional_call(self.module, dict(weights), (flat,), strict=False)
         if class_dim != 1 or outputs.shape[0] != inputs.shape[1] or outputs.shape[1] % self.count:
-            raise Unlayable(f"its output of shape {tuple(outputs.shape)} does not hold the classes in dimension 1")
+            raise LayoutError(f"its output of shape {tuple(outputs.shape)} does not hold the classes in dimension 1")
         return outputs.unflatten(1, (self.count, -1)).transpose(0, 1)
 
     def _rescale(self, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
@@ -61,7 +60,7 @@ def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
         case nn.ConvTranspose1d() | nn.ConvTranspose2d() | nn.ConvTranspose3d():
             return partial(_conv_transpose, layer, count)
         case nn.SyncBatchNorm():
-            raise Unlayable("it has a SyncBatchNorm")
+            raise LayoutError("it has a SyncBatchNorm")
         case _BatchNorm():
             return partial(_batch_norm, layer)
         case nn.GroupNorm():
@@ -71,9 +70,9 @@ def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
         case nn.AdaptiveAvgPool2d() if layer.output_size in (1, (1, 1)):
             return _mean
         case _DropoutNd() if layer.p:
-            raise Unlayable(f"it has a {type(layer).__name__}, whose noise is each client's own")
+            raise LayoutError(f"it has a {type(layer).__name__}, whose noise is each client's own")
     if next(layer.parameters(recurse=False), None) is not None or next(layer.buffers(recurse=False), None) is not None:
-        raise Unlayable(f"a {type(layer).__name__} has no grouped kernel")
+        raise LayoutError(f"a {type(layer).__name__} has no grouped kernel")
     return None
 
 
@@ -114,7 +113,7 @@ def _group_norm(layer: nn.GroupNorm, count: int, x: Tensor) -> Tensor:
 
 def _linear(layer: nn.Linear, count: int, x: Tensor) -> Tensor:
     if x.dim() != 2:
-        raise Unlayable("a Linear sees more than (batch, feature)")
+        raise LayoutError("a Linear sees more than (batch, feature)")
     apart = x.unflatten(1, (count, -1)).transpose(0, 1)  # (client, batch, feature)
     product = apart @ layer.weight.transpose(1, 2)
     if layer.bias is not None:
@@ -132,4 +131,4 @@ def agrees(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= 1e-3 * other.abs().max().clamp(min=1e-6))
 
 
-__all__ = ["LaidNet", "Unlayable", "agrees"]
+__all__ = ["LaidNet", "LayoutError", "agrees"]

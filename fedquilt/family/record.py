@@ -1,8 +1,9 @@
-"""One run of a module on tensors without data: the ATen calls its output depends on, in order."""
+"""One run of a module on tensors without data: its ATen calls, in order."""
 
 from __future__ import annotations
 
 import logging
+import random
 import sys
 import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -13,6 +14,7 @@ from pathlib import Path
 from types import FrameType
 from typing import Any, Protocol
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch._decomp import core_aten_decompositions
@@ -38,10 +40,10 @@ class Value:
     dims: tuple[Dim, ...] = ()
     weight: str | None = None
     number: int = 0  # by first appearance
-    storage: int = 0
+    is_mask: bool = False  # true or false: as an index it looks along as many dimensions as it has
     marks: dict[object, Dim] = field(default_factory=dict)  # "groups", or ("start", dim) of a slice
     known: bool = True  # whether a rule described it
-    read: bool = False  # whether the module's output depends on it
+    read: bool = False  # whether an operation or the caller took it
 
     def __post_init__(self) -> None:
         self.dims = self.dims or tuple(plain(n) for n in self.shape)
@@ -57,7 +59,6 @@ class Call:
     outs: tuple[Value, ...]
     layer: str  # the innermost module at work
     where: str  # the user's line
-    live: bool = False  # whether the module's output depends on it
 
     @property
     def inputs(self) -> list[Value]:
@@ -78,6 +79,7 @@ class Run:
     calls: list[Call]
     output: Any  # Values in place of tensors
     reads: list[str]  # where Python read the value of a constant
+    train: bool
 
 
 class Follower(AbstractContextManager[Any], Protocol):
@@ -98,9 +100,10 @@ class RunError(Exception):
 class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Writes down every ATen call that has a rule, and takes the others apart."""
 
-    def __init__(self, known: Callable[[OpOverload], bool]) -> None:
+    def __init__(self, known: Callable[[OpOverload], bool], train: bool) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
+        self.train = train
         self.constants: dict[int, Tensor] = {}  # the values of tensors that no input and no weight goes into
         self.reads: list[str] = []  # where Python read one
         self.calls: list[Call] = []
@@ -116,8 +119,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return self._values[id(tensor)]
 
     def name(self, tensor: Tensor, value: Value) -> None:
-        value.storage = tensor.untyped_storage()._cdata
         value.number = len(self._values) + 1
+        value.is_mask = tensor.dtype is torch.bool
         self._values[id(tensor)] = value
         self._alive.append(tensor)
 
@@ -144,8 +147,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             self._forget(tensors)
         if tensors:
-            swap = self._swap
-            given = tuple(pytree.tree_map(swap, args)), pytree.tree_map(swap, kwargs)
+            given = tuple(self.taken(args)), self.taken(kwargs)
             outs = []
             for tensor in tensors:
                 # An in-place operation returns its argument: the same tensor, still the same dimensions.
@@ -164,8 +166,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.value(tensor)  # kept in a plain attribute
                 with unset_fake_temporarily():
                     self.constants[id(tensor)] = tensor.detach().clone()
-        known = all(id(tensor) in self.constants for tensor in tensors)
-        return known and here and torch.Tag.nondeterministic_seeded not in op.tags
+        if torch.Tag.nondeterministic_seeded in op.tags and not (self.train and _draws_one(args)):
+            return False
+        return here and all(id(tensor) in self.constants for tensor in tensors)
 
     def _compute(self, op: Any, args: Any, kwargs: Any) -> Any:
         def real(leaf: Any) -> Any:
@@ -182,12 +185,25 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 kept = self.constants.items()
                 self.constants = {key: t for key, t in kept if t.untyped_storage()._cdata != lost}
 
-    def _swap(self, leaf: Any) -> Any:
-        return self.value(leaf) if isinstance(leaf, Tensor) else leaf
+    def _taken(self, leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        value = self.value(leaf)
+        value.read = True
+        return value
+
+    def taken(self, tree: Any) -> Any:
+        """What an operation or the caller takes: values in place of tensors."""
+        return pytree.tree_map(self._taken, tree)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
     return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Tensor)]
+
+
+def _draws_one(args: Sequence[Any]) -> bool:
+    """Whether a random operation is asked for a single number: in training, the lot that skips a layer."""
+    return bool(args) and isinstance(args[0], (list, tuple)) and all(n == 1 for n in args[0])
 
 
 @cache
@@ -229,12 +245,27 @@ def _plain_backends() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)
     try:
         # In inference mode operations reach us whole (linear, matmul, layer_norm), whatever the strides.
-        with sdpa_kernel(SDPBackend.MATH), torch.inference_mode(), torch.random.fork_rng(devices=[]):
+        with sdpa_kernel(SDPBackend.MATH), torch.inference_mode():
             yield
     finally:
         log.disabled = quiet
         torch.backends.mha.set_fastpath_enabled(fast)
         torch._C._set_mkldnn_enabled(onednn)
+
+
+@contextmanager
+def _same_dice() -> Iterator[None]:
+    """Python that draws lots (which layers to skip in training) draws the same in every run, and the user's stay."""
+    lots, lots_of_numpy = random.getstate(), np.random.get_state()
+    with torch.random.fork_rng(devices=[]):
+        random.seed(0)
+        np.random.seed(0)
+        torch.default_generator.manual_seed(0)
+        try:
+            yield
+        finally:
+            random.setstate(lots)
+            np.random.set_state(lots_of_numpy)
 
 
 def record(
@@ -244,6 +275,7 @@ def record(
     known: Callable[[OpOverload], bool],
     follower: Follower | None = None,
     constants: Mapping[str, Tensor] | None = None,
+    train: bool = False,
 ) -> Run:
     """Run a copy of a module on tensors without data and write down what it did.
 
@@ -251,7 +283,7 @@ def record(
     """
     constants = constants or {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(known)
+    recorder = Recorder(known, train)
 
     def fake(tensor: Tensor) -> Tensor:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -278,10 +310,11 @@ def record(
     for path, layer in module.named_modules():
         layer.register_forward_pre_hook(enter(path), prepend=True)
         layer.register_forward_hook(leave, always_call=True)
-    module.eval()
+    module.train(train)
     given = pytree.tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     with ExitStack() as stack:
         stack.enter_context(_plain_backends())
+        stack.enter_context(_same_dice())
         stack.enter_context(mode)
         stack.enter_context(recorder)
         if follower is not None:
@@ -291,19 +324,4 @@ def record(
             output = module(*given)
         except Exception as error:
             raise RunError(recorder.calls, recorder.failed or "", _line_of(error)) from error
-    output = pytree.tree_map(lambda leaf: recorder.value(leaf) if isinstance(leaf, Tensor) else leaf, output)
-    _mark_live(recorder.calls, [leaf for leaf in pytree.tree_leaves(output) if isinstance(leaf, Value)])
-    return Run(recorder.calls, output, recorder.reads)
-
-
-def _mark_live(calls: list[Call], outputs: Sequence[Value]) -> None:
-    """By storage and not by tensor, so that what is written through a view counts."""
-    for value in outputs:
-        value.read = True
-    needed = {value.storage for value in outputs}
-    for call in reversed(calls):
-        if any(value.storage in needed for value in call.outs):
-            call.live = True
-            needed.update(value.storage for value in call.inputs)
-            for value in call.inputs:
-                value.read = True
+    return Run(recorder.calls, recorder.taken(output), recorder.reads, train)

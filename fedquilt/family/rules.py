@@ -443,6 +443,26 @@ def _einsum(call: Call, facts: Facts) -> Dims:
     return dims
 
 
+@rule(aten._trilinear)
+def _trilinear(call: Call, facts: Facts) -> Dims:
+    """Three tensors, each stretched along its new dimensions, multiplied and summed: nn.Bilinear."""
+    values, stretched, summed = call.args[:3], call.args[3:6], call.args[6]
+    operands: list[Dims] = []
+    for value, new in zip(values, stretched, strict=True):
+        given = iter(value.dims)
+        operands.append(tuple(() if at in new else next(given) for at in range(len(value.dims) + len(new))))
+    shape = [max(map(size, dims)) for dims in zip(*operands, strict=True)]
+    return tuple(dim for at, dim in enumerate(_broadcast(operands, shape)) if at not in summed)
+
+
+@rule(aten._cdist_forward, aten.cdist)
+def _distances(call: Call, facts: Facts) -> Dims:
+    a, b = (value.dims for value in call.inputs)
+    unify(a[-1], b[-1])
+    couple(a[-1])
+    return (*_broadcast([a[:-2], b[:-2]], call.outs[0].shape[:-2]), a[-2], b[-2])
+
+
 @rule(aten.linear)
 def _linear(call: Call, facts: Facts) -> Dims:
     x, weight, *bias = (value.dims for value in call.inputs)
@@ -553,12 +573,18 @@ def _weight_norm(call: Call, facts: Facts) -> Dims:
 # --- along a dimension -------------------------------------------------------------------------------------------
 
 
-@rule(aten._softmax, aten._safe_softmax, aten.softmax, aten._log_softmax, aten.log_softmax, aten.cumsum, aten.cumprod)
-@rule(aten.logcumsumexp)
+@rule(aten._softmax, aten._safe_softmax, aten.softmax, aten._log_softmax, aten.log_softmax)
 def _along(call: Call, facts: Facts) -> Dims:
     x = call.inputs[0]
     for dim in _dims(call, "dim", len(x.shape)):
         couple(x.dims[dim])
+    return x.dims
+
+
+@rule(aten.cumsum, aten.cumprod, aten.logcumsumexp)
+def _in_order(call: Call, facts: Facts) -> Dims:
+    x = call.inputs[0]
+    _pin_all([x.dims[dim] for dim in _dims(call, "dim", len(x.shape))])  # a cut may reorder what it keeps
     return x.dims
 
 
@@ -638,29 +664,41 @@ for _count, _names in {
 @rule(aten.index, aten._unsafe_index)
 def _index(call: Call, facts: Facts) -> Dims:
     x, indices = call.args[:2]
-    indices = [*indices, *[None] * (len(x.shape) - len(indices))]
-    used = [at for at, index in enumerate(indices) if index is not None]
-    _pin_all([x.dims[at] for at in used])
-    rest = [dim for at, dim in enumerate(x.dims) if at not in used]
-    first = used[0] if used == list(range(used[0], used[-1] + 1)) else 0  # torch moves parted look-ups to the front
+    rest, first = _left_alone(x.dims, indices)
     shape = call.outs[0].shape[first : len(call.outs[0].shape) - len(rest) + first]
-    looked_up = _broadcast([indices[at].dims for at in used], shape)
+    looked_up = _broadcast([index.dims for index in indices if index is not None], shape)
     return (*rest[:first], *looked_up, *rest[first:])
 
 
 @rule(aten.index_put, aten._unsafe_index_put)
 def _index_put(call: Call, facts: Facts) -> Dims:
     x, indices, values = call.args[:3]
-    used = [at for at, index in enumerate(indices) if index is not None]
-    masks = any(indices[at].shape != () and len(indices[at].shape) > 1 for at in used)
-    _pin_all(x.dims if masks else [x.dims[at] for at in used])
-    rest = [dim for at, dim in enumerate(x.dims) if at not in used]
-    for one, other in zip(reversed(rest), reversed(values.dims), strict=False):
-        if size(one) == size(other) and not masks:
-            unify(one, other)
-        else:
-            pin(other)
+    rest, first = _left_alone(x.dims, indices)
+    looked_up = max(1 if index.is_mask else len(index.shape) for index in indices if index is not None)
+    target: list[Dim | None] = [*rest[:first], *[None] * looked_up, *rest[first:]]
+    for dim, written in zip(reversed(target), reversed(values.dims), strict=False):
+        if dim is None:
+            pin(written)
+        elif size(written) > 1:  # a size of one stretches
+            unify(dim, written)
     return x.dims  # type: ignore[no-any-return]
+
+
+def _left_alone(dims: Dims, indices: Sequence[Any]) -> tuple[Dims, int]:
+    """The dimensions that a look-up keeps, and where among them those it makes go; the ones it looks in are pinned."""
+    rest: list[Dim] = []
+    places: set[int] = set()
+    at = 0
+    for index in indices:
+        if index is None:
+            rest.append(dims[at])
+            at += 1
+        else:
+            covered = len(index.shape) if index.is_mask else 1
+            _pin_all(dims[at : at + covered])
+            places.add(len(rest))
+            at += covered
+    return (*rest, *dims[at:]), min(places) if len(places) == 1 else 0  # torch moves parted look-ups to the front
 
 
 @rule(aten.scatter, aten.scatter_add, aten.scatter_reduce)

@@ -9,7 +9,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, is_dataclass
+from dataclasses import dataclass, field
 from fractions import Fraction
 from functools import cache
 from math import isclose, prod
@@ -17,10 +17,25 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.conv import _ConvNd
 from torch.overrides import TorchFunctionMode
 from torch.utils import _pytree as pytree
 
-from fedquilt.family.atoms import Dim, Facts, count, couple, is_free, is_plain, pin, plain, resolve, size, split, unify
+from fedquilt.family.atoms import (
+    Dim,
+    Factor,
+    Facts,
+    count,
+    couple,
+    is_free,
+    is_plain,
+    pin,
+    plain,
+    resolve,
+    size,
+    split,
+    unify,
+)
 from fedquilt.family.record import Value
 
 Leaf = tuple[Value, int] | str  # a dimension of a tensor, or the path of an attribute
@@ -114,11 +129,14 @@ class Size(int):
         self.trail.numbers.append(self.poly)
         return pow(int(self), other, mod)
 
-    # A comparison that came out equal chose a branch; members must come out equal too.
+    # A comparison chose a branch. What came out equal must be equal in members too; what did not, is to be checked.
     def __eq__(self, other: object) -> bool:
         same = int(self) == (int(other) if isinstance(other, Size) else other)
-        if same and isinstance(other, Size) and other.trail is self.trail and self.trail.hashed != _instruction():
-            self.trail.equal.append((self.poly, other.poly))
+        if isinstance(other, int) and other > 1 and self.trail.hashed != _instruction():
+            if not same:
+                self.trail.unequal.append((self.poly, _poly(other)))
+            elif isinstance(other, Size):
+                self.trail.equal.append((self.poly, other.poly))
         return same
 
     def __ne__(self, other: object) -> bool:
@@ -168,6 +186,7 @@ class Trail(TorchFunctionMode):
         super().__init__()
         self.equations: list[Equation] = []
         self.equal: list[tuple[Poly, Poly]] = []
+        self.unequal: list[tuple[Poly, Poly]] = []
         self.numbers: list[Poly] = []
         self.scales: list[Scale] = []
         self.hashed = (0, 0)  # the instruction that last hashed a size
@@ -337,12 +356,16 @@ def _attended(trail: Trail, _: Tensor, query: Tensor, *args: Any, scale: float |
         trail.numbers.append({(((value, query.ndim - 1), 1),): Fraction(1)})
 
 
+_MACHINERY = set(vars(nn.Module()))  # weights, hooks, layers: not the module's own attributes
+
+
 def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
     """Every number a module keeps, as (path, what holds it, its key there, its value)."""
     seen: set[int] = set()
     for path, layer in module.named_modules():
         for name, held in list(vars(layer).items()):
-            yield from _numbers(f"{path}.{name}" if path else name, vars(layer), name, held, seen)
+            if name not in _MACHINERY:
+                yield from _numbers(f"{path}.{name}" if path else name, vars(layer), name, held, seen)
 
 
 def _numbers(path: str, holder: Any, key: Any, held: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
@@ -350,24 +373,34 @@ def _numbers(path: str, holder: Any, key: Any, held: Any, seen: set[int]) -> Ite
     if sizes or type(held) in (int, float):
         yield path, holder, key, held
         return
-    settings = isinstance(held, types.SimpleNamespace) or (is_dataclass(type(held)) and hasattr(held, "__dict__"))
-    if settings and id(held) not in seen:
+    settings = _settings(held)
+    if settings is not None and id(held) not in seen:
         seen.add(id(held))  # shared by many layers, it is still one place: it keeps its first path
-        for name, item in list(vars(held).items()):
-            yield from _numbers(f"{path}.{name}", vars(held), name, item, seen)
+        for name, item in list(settings.items()):
+            yield from _numbers(f"{path}.{name}", settings, name, item, seen)
+
+
+def _settings(held: Any) -> dict[str, Any] | None:
+    """The entries of a configuration: a dictionary of names, or an object that does nothing but hold attributes."""
+    if type(held) is dict:
+        return held if all(isinstance(key, str) and key.isidentifier() for key in held) else None
+    passive = not isinstance(held, (nn.Module, Tensor, type, types.ModuleType)) and not callable(held)
+    return vars(held) if passive and hasattr(held, "__dict__") else None
 
 
 # --- what follows from it ------------------------------------------------------------------------------------------
 
 
-def solve_sizes(module: nn.Module, trail: Trail, facts: Facts) -> dict[str, Dim]:
+def solve_sizes(
+    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], trail: Trail, facts: Facts
+) -> dict[str, Dim]:
     """Unify what Python made depend on each other, and tell which attributes hold the size of which dimension."""
     values: dict[str, int] = {}
     for path, _, _, held in attributes(module):
         values.update(
             {f"{path}.{at}": n for at, n in enumerate(held)} if isinstance(held, (tuple, list)) else {path: held}
         )
-    solver = _Solver(values)
+    solver = _Solver(values, dict(_layer_sizes(module, weights)))
     # An equation may need what a later one finds out; three rounds reach what is written in real modules.
     for _ in range(3):
         for equation in trail.equations:
@@ -383,6 +416,10 @@ def solve_sizes(module: nn.Module, trail: Trail, facts: Facts) -> dict[str, Dim]
     for poly in trail.numbers:
         for leaf, _ in (item for powers in poly for item in powers):
             couple(solver.dim_of(leaf) or ())
+    for one, other in trail.unequal:
+        pair = solver.evaluate(one), solver.evaluate(other)
+        if pair[0] is not None and pair[1] is not None and (is_free(pair[0]) or is_free(pair[1])):
+            facts.unlike.append((pair[0], pair[1]))
     for scale in trail.scales:
         layer = scale.path.rpartition(".")[0]
         for where, dim in facts.contracted:
@@ -392,16 +429,31 @@ def solve_sizes(module: nn.Module, trail: Trail, facts: Facts) -> dict[str, Dim]
     return solver.found
 
 
+def _layer_sizes(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]) -> Iterator[tuple[str, Dim]]:
+    """The sizes that torch's own layers keep of their weights; a member's layers have their own."""
+    for path, layer in module.named_modules():
+        if isinstance(layer, nn.Linear):
+            names = ["out_features", "in_features"]
+        elif isinstance(layer, _ConvNd) and layer.groups == 1:
+            names = ["in_channels", "out_channels"] if layer.transposed else ["out_channels", "in_channels"]
+        else:
+            continue
+        prefix = f"{path}." if path else ""
+        for name, dim in zip(names, weights.get(f"{prefix}weight", ()), strict=False):
+            yield prefix + name, dim
+
+
 @dataclass
 class _Solver:
     """Equations between sizes, solved for one unknown at a time; the check sees what is left out."""
 
     values: Mapping[str, int]
+    given: Mapping[str, Dim]  # attributes whose dimension needs no finding
     found: dict[str, Dim] = field(default_factory=dict)  # attribute → the dimension whose size it holds
 
     def dim_of(self, leaf: Leaf) -> Dim | None:
         if isinstance(leaf, str):
-            return self.found.get(leaf)
+            return self.given.get(leaf) or self.found.get(leaf)
         value, dim = leaf
         return resolve(value.dims[dim]) if value.known else None
 
@@ -410,6 +462,8 @@ class _Solver:
         match [(powers, factor) for powers, factor in poly.items()]:
             case [(((leaf, 1),), factor)] if factor == 1:
                 return self.dim_of(leaf)
+            case [((), factor)]:
+                return plain(int(factor))
         return None
 
     def solve(self, poly: Poly, dim: Dim) -> None:
@@ -443,7 +497,19 @@ class _Solver:
             if isinstance(leaf, str) and size(rest) == self.values[leaf]:
                 self.found[leaf] = rest
         elif count(known) != count(rest):  # being as many as each other is all that a size asks for
-            unify(known, rest)
+            unify(*_cancel(known, rest))
+
+
+def _cancel(one: Dim, other: Dim) -> tuple[Dim, Dim]:
+    """Two products without the factors they share: of (c 2) and (2 d) it is c and d that must be as many."""
+    left: list[Factor] = []
+    right = list(resolve(other))
+    for factor in resolve(one):
+        if factor in right:
+            right.remove(factor)
+        else:
+            left.append(factor)
+    return tuple(left), tuple(right)
 
 
 def _divide(dim: Dim, factor: Dim) -> Dim | None:

@@ -18,7 +18,7 @@ from torch.nn.utils.parametrizations import weight_norm
 from fedquilt.axes import Index, Positions
 from fedquilt.family.build import build
 from fedquilt.family.layout import Layout
-from fedquilt.family.trace import trace_layout
+from fedquilt.family.tracer import trace_layout
 
 # --- the modules ---------------------------------------------------------------------------------------------------
 
@@ -476,6 +476,62 @@ class Bag(nn.Module):
         return self.fc(self.bag(x).tanh())
 
 
+class Pairs(nn.Module):
+    """Products and distances of two branches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a, self.b = nn.Linear(6, 8), nn.Linear(6, 10)
+        self.both = nn.Bilinear(8, 10, 12)
+        self.centres = nn.Parameter(torch.randn(5, 12))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return -torch.cdist(self.both(self.a(x), self.b(x)).tanh(), self.centres)
+
+
+class Maxout(nn.Module):
+    """The larger one of two neighbours, the number of pairs read off the stream."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 24), nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x)
+        return self.fc2(x.view(x.shape[0], x.shape[1] // 2, 2).max(2)[0])
+
+
+class Projected(nn.Module):
+    """torch tells an LSTM's projection by its being smaller than the hidden state, so the hidden state stays."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.lstm, self.fc = nn.LSTM(6, 12, proj_size=7, batch_first=True), nn.Linear(7, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc(self.lstm(x)[0][:, -1])
+
+
+class Settings:
+    """A configuration of the user's own class."""
+
+    def __init__(self) -> None:
+        self.head_dim = 4
+
+
+class Dictionaries(nn.Module):
+    """Sizes kept in a dictionary and in an object of the user's."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cfg, self.settings = {"heads": 2, "width": 8}, Settings()
+        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc1(x).view(-1, self.cfg["heads"], self.settings.head_dim)
+        return self.fc2(x.relu().view(-1, self.cfg["width"]))
+
+
 def images(channels: int = 3, size: int = 8, dims: int = 2) -> tuple[Tensor, ...]:
     return (torch.randn(2, channels, *[size] * dims, dtype=torch.float64),)
 
@@ -517,6 +573,10 @@ MODULES: dict[str, tuple[Callable[[], nn.Module], Callable[[], tuple[Tensor, ...
     "configured": (Configured, lambda: vectors(3, 6)),
     "written": (Written, lambda: vectors(3, 6)),
     "bag": (Bag, lambda: tokens(9)),
+    "pairs": (Pairs, lambda: vectors(3, 6)),
+    "maxout": (Maxout, lambda: vectors(3, 6)),
+    "projected": (Projected, lambda: vectors(2, 4, 6)),
+    "dictionaries": (Dictionaries, lambda: vectors(3, 6)),
 }
 
 

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.errors import BudgetError
+from fedquilt.errors import BudgetError, TraceError
 from fedquilt.round.cut import prefix
 
 WHOLE = 4 * 6 + 6 + 6 * 3 + 3  # the perceptron's parameters
@@ -235,3 +235,44 @@ def test_members_of_groups_divide():
         assert channels % module.norm.num_groups == 0
         assert channels <= max(1, math.floor(12 * share + 1e-9))
         assert module(torch.zeros(2, 1, 5, 5)).shape == (2, 3)
+
+
+class Twice(nn.Module):
+    """One convolution under two names, and a normed one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.utils.parametrizations.weight_norm(nn.Conv2d(1, 8, 3, padding=1))
+        self.first = nn.Conv2d(8, 8, 3, padding=1)
+        self.again = self.first
+        self.out = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.again(self.first(self.stem(x)).relu()).relu().mean((2, 3)))
+
+
+def test_shared_and_normed_layers_make_nets_and_modules():
+    inputs = torch.randn(2, 1, 5, 5)
+    family = fq.trace(Twice, inputs)
+    member = family.fit(fq.Budget(share=0.5))
+    module = family.module(member)
+    assert module.again is module.first
+    state = family.init()
+    weights = family.cutter.gather(state, prefix(member), family.trainable)
+    logits, _ = family.net(member)(weights, inputs)
+    torch.testing.assert_close(logits, module(inputs))
+
+
+class TwoOutputs(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.two = nn.Linear(3, 4), nn.Linear(3, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.cat([self.one(x), self.two(x)], 1)
+
+
+def test_a_model_without_classes_says_so():
+    family = fq.trace(TwoOutputs, torch.zeros(2, 3))
+    with pytest.raises(TraceError, match=r"TwoOutputs has no class axis.*class_dim="):
+        _ = family.num_classes

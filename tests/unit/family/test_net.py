@@ -149,7 +149,7 @@ def test_the_scaler_divides_convolutions_by_their_share_in_training():
 
 
 def test_shares_are_those_of_each_convolutions_outputs(residual):
-    shares = residual._conv_shares(residual.fit(fq.Budget(share=0.25)))
+    shares = residual._conv_shares(residual.module(residual.fit(fq.Budget(share=0.25))))
     assert set(shares.values()) == {0.25}
     assert len(shares) == 6  # stem, four in the blocks, one shortcut
 

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import copy
 import math
+import random
 import warnings
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -15,7 +17,7 @@ from torch import Tensor, nn
 from fedquilt.axes import parse, write
 from fedquilt.errors import TraceError
 from fedquilt.family.layout import Layout
-from fedquilt.family.trace import trace_layout
+from fedquilt.family.tracer import trace_layout
 
 
 def dims_of(layout: Layout) -> dict[str, str]:
@@ -267,9 +269,10 @@ class Spectrum(nn.Module):
 def test_an_unknown_operation_pins_what_it_touches_and_is_noted() -> None:
     layout = trace_layout(Spectrum(), images())
     assert dims_of(layout)["b.weight"] == "b 8 1 1"
-    (note,) = layout.notes
+    note, whole = layout.notes
     assert "_fft_r2c in the module itself" in note
     assert "test_trace.py:" in note
+    assert "the outputs of a: " in whole
 
 
 # --- what cannot be traced -----------------------------------------------------------------------------------------
@@ -427,3 +430,179 @@ def test_channel_groups_agree_with_torch_pruning(kind: type[nn.Module]) -> None:
             if name.endswith(".weight") and axis.name in write((expr,)).replace("(", " ").replace(")", " ").split()
         }
         assert theirs == ours
+
+
+# --- what only training computes, and what the output does not need --------------------------------------------------
+
+
+class TwoHeads(nn.Module):
+    """A second head that is trained along (`aux`), and one whose output nobody takes (`spare`)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Linear(6, 8)
+        self.head, self.aux, self.spare = (nn.Linear(8, 5) for _ in range(3))
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x).relu()
+        self.spare(x).softmax(-1)
+        return self.head(x) + self.aux(x) if self.training else self.head(x)
+
+
+def test_all_that_runs_is_cut_together() -> None:
+    """In evaluation or in training, needed for the output or not: a member has to run it."""
+    layout = trace_layout(TwoHeads(), (torch.zeros(2, 6),))
+    dims = dims_of(layout)
+    assert dims["head.weight"] == dims["aux.weight"] == "class body"
+    assert dims["spare.weight"] == "spare body"
+    assert not layout.notes
+
+
+class Augmented(nn.Module):
+    """Skips layers and masks positions by lot, in training."""
+
+    def __init__(self, draw: Any) -> None:
+        super().__init__()
+        self.draw = draw
+        self.body, self.mask = nn.Linear(6, 8), nn.Parameter(torch.zeros(8))
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+        self.head = nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        if self.training:
+            x[torch.tensor(np.random.rand(*x.shape[:2]) < 0.5)] = self.mask
+        for layer in self.layers:
+            if not self.training or self.draw() < 0.5:
+                x = x + layer(x)
+        return self.head(x)
+
+
+@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1).item(), lambda: torch.rand(())])
+def test_lots_drawn_in_training_are_followed(draw: Any) -> None:
+    module = Augmented(draw)
+    states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
+    layout = trace_layout(module, (torch.zeros(2, 3, 6),), class_dim=2)
+    assert dims_of(layout)["mask"] == "body"
+    assert not layout.notes
+    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+
+
+def test_training_that_cannot_be_followed_is_noted() -> None:
+    layout = trace_layout(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)), (torch.zeros(1, 6),))
+    (note,) = layout.notes
+    assert note.startswith("followed in evaluation only, since in training (layer '1', ")
+    assert "Expected more than 1 value per channel" in note
+
+
+# --- sizes that Python compares --------------------------------------------------------------------------------------
+
+
+class ResidualWhereItFits(nn.Module):
+    """Adds the input where it has as many channels, which a cut may bring about or undo."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList([nn.Linear(4, 8), nn.Linear(8, 8), nn.Linear(8, 12)])
+        self.head = nn.Linear(12, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            y = layer(x)
+            x = x + y if x.shape == y.shape else y
+        return self.head(x)
+
+
+def test_members_that_would_take_another_branch_are_refused_with_a_remedy() -> None:
+    inputs = (torch.zeros(2, 4),)
+    with pytest.raises(TraceError, match="takes another branch") as caught:
+        trace_layout(ResidualWhereItFits(), inputs)
+    assert "take the decision in __init__" in str(caught.value)
+    # As wide as the input only by a cut: no share that the check tries by itself would show it.
+    assert "fixed=['layers.2', 'layers.0']" in str(caught.value)
+    layout = trace_layout(ResidualWhereItFits(), inputs, fixed=["layers.2", "layers.0"])
+    assert all(axis.fixed for axis in layout.axes.values())
+
+
+class ResidualByLayer(ResidualWhereItFits):
+    """Asks the layers instead of the tensors."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers:
+            x = x + layer(x) if layer.in_features == layer.out_features else layer(x)
+        return self.head(x)
+
+
+class ResidualByPlan(ResidualWhereItFits):
+    """The remedy: decided once."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.fits = [layer.in_features == layer.out_features for layer in self.layers]
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer, fits in zip(self.layers, self.fits, strict=True):
+            x = x + layer(x) if fits else layer(x)
+        return self.head(x)
+
+
+def test_sizes_of_layers_are_compared_as_those_of_tensors() -> None:
+    with pytest.raises(TraceError, match="takes another branch"):
+        trace_layout(ResidualByLayer(), (torch.zeros(2, 4),))
+    layout = trace_layout(ResidualByPlan(), (torch.zeros(2, 4),))
+    assert [name for name, axis in layout.axes.items() if not axis.fixed] == ["layers.0", "layers.2"]
+
+
+# --- modules that are no plain networks ------------------------------------------------------------------------------
+
+
+class Pair(TwoHeads):
+    def forward(self, x: Tensor) -> Any:
+        x = self.body(x)
+        return (self.head(x), self.aux(x)) if self.training else self.head(x)
+
+
+def test_several_outputs_in_training_are_refused() -> None:
+    with pytest.raises(TraceError, match="Pair returns a tuple in training, not one tensor"):
+        trace_layout(Pair(), (torch.zeros(2, 6),))
+
+
+def test_wrapped_and_compiled_modules_are_refused_by_name() -> None:
+    net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
+    with pytest.raises(TraceError, match=r"is a DataParallel: trace the network inside it, its `.module`"):
+        trace_layout(nn.DataParallel(net), (torch.zeros(2, 6),))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        scripted = torch.jit.script(net)
+    with pytest.raises(TraceError, match=r"compiled by torch\.jit.* Trace the module it was compiled from"):
+        trace_layout(scripted, (torch.zeros(2, 6),))
+
+
+class ToNumpy(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.from_numpy(np.tanh(self.fc(x).numpy()))
+
+
+def test_data_that_leaves_torch_is_named() -> None:
+    with pytest.raises(TraceError, match=r"ToNumpy reads a tensor's values in Python \(.*test_trace\.py:\d+\)"):
+        trace_layout(ToNumpy(), (torch.zeros(2, 6),))
+
+
+class Accumulated(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc1, self.fc2 = nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.fc2(self.fc1(x).cumsum(1))
+
+
+def test_what_depends_on_the_order_of_channels_stays_whole_and_is_noted() -> None:
+    """A rolling window that wraps keeps channels in another order."""
+    layout = trace_layout(Accumulated(), (torch.zeros(2, 6),))
+    assert dims_of(layout)["fc1.weight"] == "8 6"
+    assert layout.notes == ("no axis reaches the outputs of fc1: every member has all of them",)
