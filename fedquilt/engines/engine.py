@@ -6,7 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -25,6 +25,7 @@ if TYPE_CHECKING:
 
 
 _CUTS_KEPT = 16
+Precision = Literal["fp32", "tf32", "bf16"]
 
 
 @dataclass
@@ -56,6 +57,20 @@ class Engine(ABC):
     world: World
     data: FederatedData
     link: Link = field(default_factory=Perfect)
+    precision: Precision = "fp32"  # of products on a GPU; weights and sums are the world's dtype
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The precision asked for, and no other afterwards: torch keeps these settings globally."""
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+        matmul.allow_tf32 = cudnn.allow_tf32 = self.precision == "tf32"
+        cudnn.benchmark = True
+        try:
+            with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
 
     def __post_init__(self) -> None:
         self.data = self.data.to(self.world.device, self.world.dtype)
@@ -72,7 +87,8 @@ class Engine(ABC):
         for submodel, job in {job.submodel: job for job in jobs}.items():
             self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
         try:
-            self._train(method, server, jobs, fold, outcome)
+            with self.computing():
+                self._train(method, server, jobs, fold, outcome)
         finally:
             self._cuts.clear()  # they are the old server's, and need not outlive it
             self._cut_from = None
@@ -83,7 +99,7 @@ class Engine(ABC):
 
     def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         """Test networks on samples."""
-        with _failing("the evaluation failed"):
+        with _failing("the evaluation failed"), self.computing():
             return self._evaluate(method, exams, batch_size)
 
     @abstractmethod
@@ -91,7 +107,7 @@ class Engine(ABC):
 
     def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
         """Norm statistics of a network, measured over the pooled training data (the papers' static norms)."""
-        with _failing("the calibration of norms failed"):
+        with _failing("the calibration of norms failed"), self.computing():
             return self._calibrate(submodel, weights, batch_size)
 
     @abstractmethod

@@ -6,9 +6,10 @@ has the same size, so that unequal amounts of data are exact: padding a batch wo
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -17,7 +18,8 @@ from torch.func import vmap
 
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome
-from fedquilt.engines.units import CaptureError, Layout, Shape, Unit
+from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
+from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
 from fedquilt.round.local import Batch, Learner, OptimiserState, Phase, State, augment, gradient, move, spans
@@ -27,6 +29,8 @@ from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.methods.method import Method
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -70,10 +74,7 @@ class Vectorised(Engine):
         super().__post_init__()
         self._idle: dict[Shape, list[Unit]] = {}
         self._refused: dict[Shape, str] = {}
-
-    @contextmanager
-    def precision(self) -> Iterator[None]:
-        yield
+        self._chosen: dict[Shape, Layout] = {}
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -155,18 +156,17 @@ class Vectorised(Engine):
             unit.load(stack)
         for step in range(max((len(stack.losses) for stack, _ in playing), default=0)):
             for stack, unit in playing:
-                self._tried(stack, step, range(len(stack.jobs)), lambda unit=unit, step=step: unit.play(step))
-        for stack, unit in playing:
+                self._tried(stack, step, range(len(stack.jobs)), partial(unit.play, step))
+        for _, unit in playing:
             unit.unload()
             self._idle.setdefault(unit.shape, []).append(unit)
-        for stack, unit in units:
-            if unit is None:
-                self._run_one(stack)
+        for stack in (stack for stack, unit in units if unit is None):
+            self._run_one(stack)
 
     def _run_one(self, stack: Stack) -> None:
         for step in range(len(stack.losses)):
             for clients in stack.groups(step):
-                self._tried(stack, step, clients, lambda step=step, clients=clients: self.step(stack, step, clients))
+                self._tried(stack, step, clients, partial(self.step, stack, step, clients))
 
     def _tried(self, stack: Stack, step: int, clients: Sequence[int], action: Callable[[], None]) -> None:
         """If a step fails, say whose fault it was."""
@@ -189,24 +189,68 @@ class Vectorised(Engine):
         count = len(stack.jobs)
         shape = Shape.of(stack.arch, stack.learner, count, self._layout(stack.arch, stack.learner, count))
         ragged = any({len(b) for b in own} != {full} or len(own) != len(stack.batches[0]) for own in stack.batches)
-        try:
-            unit = self._idle[shape].pop() if self._idle.get(shape) else Unit(self, shape)
-            unit.record()
-            if ragged and count > 1:
-                unit.record(masked=True)
-        except (CaptureError, LayoutError) as error:
-            self._refused[shape] = str(error)
-            _log.warning("clients of %s are trained step by step: %s", shape.layout, error)
-            return None
-        return unit
+        for layout in dict.fromkeys((shape.layout, "stack" if count > 1 else "alone")):
+            one = replace(shape, layout=layout)
+            try:
+                unit = self._ready(one)
+                if ragged and count > 1:
+                    unit.record(masked=True)
+                return unit
+            except (CaptureError, LayoutError) as error:
+                self._refuse(one, error)
+        return None
 
     @property
     def _recorded(self) -> bool:
         return self.record if self.record is not None else self.world.device.type == "cuda"
 
     def _layout(self, arch: Arch, learner: Learner, count: int) -> Layout:
-        """How many clients of a member are trained at once."""
-        return "stack" if self.layout == "auto" else self.layout
+        """How clients of a member are trained: as asked, or as is found to be fastest on this machine."""
+        if self.layout != "auto":
+            return self.layout
+        if self.world.device.type != "cuda" or not self._recorded:
+            return "stack"
+        if count == 1:
+            return "alone"
+        count = 1 << count.bit_length() - 1  # what holds for 8 is taken to hold for 9 to 15
+        key = Shape.of(arch, learner, count, "stack")
+        if key not in self._chosen:
+            self._chosen[key] = self._fastest(key)
+        return self._chosen[key]
+
+    def _fastest(self, shape: Shape) -> Layout:
+        """Record every layout and time its replays."""
+        taken: dict[Layout, float] = {}
+        for layout in ("alone", "laid", "stack"):
+            many = shape.count if layout == "alone" else 1
+            one = replace(shape, layout=layout, count=1 if layout == "alone" else shape.count)
+            try:
+                units = [self._ready(one) for _ in range(many)]
+            except (CaptureError, LayoutError) as error:
+                self._refuse(one, error)
+                continue
+            taken[layout] = replay_time(units)
+            self._idle.setdefault(one, []).extend(units)
+        best: Layout = min(taken, key=lambda layout: taken[layout]) if taken else "stack"
+        for layout in taken:
+            if layout != best and layout != "alone":
+                self._idle.pop(replace(shape, layout=layout), None)
+        times = ", ".join(f"{layout} {1e3 * seconds:.2f} ms" for layout, seconds in taken.items())
+        _log.info("%d clients of one member: %s", shape.count, times)
+        return best
+
+    def _ready(self, shape: Shape) -> Unit:
+        """A unit nobody is using, recorded."""
+        if shape in self._refused:
+            raise CaptureError(self._refused[shape])
+        unit = self._idle[shape].pop() if self._idle.get(shape) else Unit(self, shape)
+        unit.record()
+        return unit
+
+    def _refuse(self, shape: Shape, error: FedquiltError) -> None:
+        if shape not in self._refused:
+            self._refused[shape] = str(error)
+            _log.warning("%d clients of one member cannot be trained %s: %s", shape.count, shape.layout, error)
 
     def _accuse(self, stack: Stack, step: int, clients: list[int]) -> None:
         """Once more, one client after another, to say whose batch it was."""

@@ -43,10 +43,10 @@ class LaidNet:
         """Logits (client, batch, class, …) of inputs (client, batch, channel, …), on batch statistics."""
         self._scaler = scaler
         flat = inputs.transpose(0, 1).flatten(1, 2)
-        outputs = functional_call(self.module, dict(weights), (flat,), strict=False)
+        outputs: Tensor = functional_call(self.module, dict(weights), (flat,), strict=False)
         if class_dim != 1 or outputs.shape[0] != inputs.shape[1] or outputs.shape[1] % self.count:
             raise LayoutError(f"its output of shape {tuple(outputs.shape)} does not hold the classes in dimension 1")
-        return outputs.unflatten(1, (self.count, -1)).transpose(0, 1)
+        return outputs.reshape(len(outputs), self.count, -1, *outputs.shape[2:]).transpose(0, 1)
 
     def _rescale(self, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
         return outputs / share if self._scaler else outputs
@@ -80,15 +80,16 @@ def _joined(weight: Tensor | None) -> Tensor | None:
     return None if weight is None else weight.flatten(0, 1)
 
 
-_CONV = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
-_TRANSPOSED = {
+_Kernels = Mapping[type[nn.Module], Callable[..., Tensor]]
+_CONV: _Kernels = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+_TRANSPOSED: _Kernels = {
     nn.ConvTranspose1d: F.conv_transpose1d,
     nn.ConvTranspose2d: F.conv_transpose2d,
     nn.ConvTranspose3d: F.conv_transpose3d,
 }
 
 
-def _of(table: Mapping[type, Callable[..., Tensor]], layer: nn.Module) -> Callable[..., Tensor]:
+def _of(table: _Kernels, layer: nn.Module) -> Callable[..., Tensor]:
     return next(function for kind, function in table.items() if isinstance(layer, kind))
 
 
@@ -114,8 +115,8 @@ def _group_norm(layer: nn.GroupNorm, count: int, x: Tensor) -> Tensor:
 def _linear(layer: nn.Linear, count: int, x: Tensor) -> Tensor:
     if x.dim() != 2:
         raise LayoutError("a Linear sees more than (batch, feature)")
-    apart = x.unflatten(1, (count, -1)).transpose(0, 1)  # (client, batch, feature)
-    product = apart @ layer.weight.transpose(1, 2)
+    apart = x.reshape(len(x), count, -1).transpose(0, 1)  # (client, batch, feature)
+    product: Tensor = apart @ layer.weight.transpose(1, 2)
     if layer.bias is not None:
         product = product + layer.bias.unsqueeze(1)
     return product.transpose(0, 1).flatten(1)

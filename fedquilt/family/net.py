@@ -129,7 +129,19 @@ def _by_batch(inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
     """Batch norm on the batch's statistics. F.batch_norm asks for memory formats, which stacks of clients have none."""
     if inputs.numel() == inputs.shape[1]:
         raise ValueError(f"a norm needs more than one value a channel, got an input of shape {tuple(inputs.shape)}")
+    if inputs.is_cuda and not _is_stacked(inputs):
+        return F.batch_norm(inputs, None, None, weight, bias, True, 0.0, eps)  # cuDNN's is faster
     return torch.native_batch_norm(inputs, weight, bias, None, None, True, 0.0, eps)[0]
+
+
+def _is_stacked(value: Tensor) -> bool:
+    """Whether a tensor is one client's as vmap shows it, that is many at once."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(value):
+        if functorch.is_batchedtensor(value):
+            return True
+        value = functorch.get_unwrapped(value)
+    return False
 
 
 def _rescale(now: _Now, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:

@@ -634,8 +634,12 @@ def laid_gradient(
     moving = {name: state[name] for name in family.trainable}
     rest = {name: value for name, value in state.items() if name not in moving}
 
-    def one(weights: State, received: State, before: State, batch: tuple[Tensor, ...], logits: Tensor) -> Tensor:
-        return phase.objective(View(family, arch, weights, *batch[:3], received, before, mode, batch[3], logits))
+    def one(
+        weights: State, received: State, before: State, own: tuple[Tensor, Tensor, Tensor, Tensor], logits: Tensor
+    ) -> Tensor:
+        inputs, targets, held, key = own
+        view = View(family, arch, weights, inputs, targets, held, received, before, mode, key, given=logits)
+        return phase.objective(view)
 
     def loss_of(weights: State) -> tuple[Tensor, Tensor]:
         logits = net({**weights, **rest}, batch.inputs, family.layout.class_dim, mode.scaler)
