@@ -17,12 +17,12 @@ from collections.abc import Callable, Sequence
 
 import torch
 import torch.nn.functional as F
-from torch import Tensor, nn
+from torch import nn
 
 import fedquilt as fq
 from fedquilt.engines.units import replay_time
 from fedquilt.engines.vectorised import Vectorised
-from fedquilt.methods import FedAvg, HeteroFL, Method
+from fedquilt.methods import HeteroFL, Method
 from fedquilt.round.local import SGD, Local
 from fedquilt.terms import Client, Job, World
 
@@ -92,7 +92,6 @@ def ours(
     server = method.init(engine.world)
     clients = [Client(id, fq.Budget(share=share), IMAGES) for id, share in enumerate(shares)]
     jobs = [Job(client, method.plan(server, client, engine.world)[0], 0) for client in clients]
-    played = []
 
     def round() -> None:
         engine.train(method, server, jobs, method.fold(server, engine.world))

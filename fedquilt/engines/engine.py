@@ -45,7 +45,7 @@ class Start:
     """What a client starts a round from."""
 
     state: State
-    slots: OptimiserState
+    slots: OptimiserState | None  # what it remembers; None: empty
     steps: int  # optimiser steps behind the slots
     bytes: int  # that were sent to it
 
@@ -130,8 +130,9 @@ class Engine(ABC):
                 if memory:
                     state = family.cutter.overlay(state, submodel.index, memory.weights, memory.submodel.index)
                 state = family.cutter.overlay(state, submodel.index, arrived.weights, arrived.submodel.index)
-            slots = learner.start_slots(state, family)
+            slots = None
             if memory and learner.keep_slots:
+                slots = learner.start_slots(state, family)
                 for slot, values in slots.items():
                     remembered = memory.slots.get(slot, {})
                     slots[slot] = family.cutter.overlay(values, submodel.index, remembered, memory.submodel.index)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedquilt import noise
-from fedquilt.engines.engine import Engine, Outcome
+from fedquilt.engines.engine import Engine, Outcome, Start
 from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
@@ -41,7 +41,7 @@ class Stack:
     learner: Learner
     jobs: list[Job]
     state: State
-    slots: OptimiserState
+    slots: OptimiserState | None  # None: empty
     received: State
     held: Tensor  # (client, class)
     keys: Tensor  # (client,)
@@ -87,6 +87,7 @@ class Vectorised(Engine):
         for wave in self._waves(alike):
             stacks = [self._stack(server, learner, members, outcome) for learner, members in wave]
             self._run(stacks)
+            self._check(stacks)
             for stack in stacks:
                 self._fold(stack, fold, outcome)
             outcome.stacks += len(stacks)
@@ -139,7 +140,7 @@ class Vectorised(Engine):
             learner=learner,
             jobs=jobs,
             state=state,
-            slots={slot: _stacked([start.slots[slot] for start in starts]) for slot in starts[0].slots},
+            slots=self._slots(starts, learner),
             received=state,
             held=torch.stack([self.held(job.client.id) for job in jobs]),
             keys=torch.tensor([self.keys(job)[1] for job in jobs], device=device),
@@ -147,6 +148,14 @@ class Vectorised(Engine):
             ages=[start.steps for start in starts],
             losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
         )
+
+    def _slots(self, starts: Sequence[Start], learner: Learner) -> OptimiserState | None:
+        """The optimisers' memory of a whole stack; None if nobody has any."""
+        if all(start.slots is None for start in starts):
+            return None
+        family = self.world.family
+        own = [start.slots or learner.start_slots(start.state, family) for start in starts]
+        return {slot: _stacked([slots[slot] for slots in own]) for slot in own[0]}
 
     def _run(self, stacks: list[Stack]) -> None:
         """Train stacks: those that can be recorded side by side, the others one after another."""
@@ -164,6 +173,8 @@ class Vectorised(Engine):
             self._run_one(stack)
 
     def _run_one(self, stack: Stack) -> None:
+        if stack.slots is None:
+            stack.slots = stack.learner.start_slots(stack.state, self.world.family)
         for step in range(len(stack.losses)):
             for clients in stack.groups(step):
                 self._tried(stack, step, clients, partial(self.step, stack, step, clients))
@@ -264,6 +275,7 @@ class Vectorised(Engine):
         everyone = len(clients) == len(stack.jobs)
         who = torch.tensor(clients, device=device)
         state, slots, received = stack.state, stack.slots, stack.received
+        assert slots is not None
         if not everyone:
             state, received = _of(state, who), _of(received, who)
             slots = {slot: _of(values, who) for slot, values in slots.items()}
@@ -281,6 +293,7 @@ class Vectorised(Engine):
             stack.state, stack.slots = state, slots
         else:
             stack.state = _put(stack.state, state, who)
+            assert stack.slots is not None
             stack.slots = {slot: _put(stack.slots[slot], values, who) for slot, values in slots.items()}
 
     def gradients(self, learner: Learner, arch: Arch, phase: Phase) -> Callable[..., Any]:
@@ -297,7 +310,6 @@ class Vectorised(Engine):
     def _fold(self, stack: Stack, fold: Fold, outcome: Outcome) -> None:
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
-        self._check(stack)
         alike: dict[tuple[Submodel, ...], list[int]] = {}
         losses = stack.losses.cpu()  # once for all of them
         for client, job in enumerate(stack.jobs):
@@ -328,7 +340,7 @@ class Vectorised(Engine):
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
             own = {name: value[client] for name, value in stack.state.items()}
-            kept = stack.slots if learner.keep_slots else {}
+            kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             steps = len(stack.batches[client])
             memory = self.remember(stack.server, job, learner, own, slots, stack.ages[client] + learner.moves(steps))
@@ -348,15 +360,17 @@ class Vectorised(Engine):
             for update in updates:
                 fold.add(update)
 
-    def _check(self, stack: Stack) -> None:
-        """One look at the whole stack; only if something is wrong, at every client."""
+    def _check(self, stacks: list[Stack]) -> None:
+        """One look at all stacks; only if something is wrong, at every client."""
         family = self.world.family
-        sums = [stack.state[name].sum() for name in family.trainable]
-        if bool(torch.stack([stack.losses.sum(), *sums]).isfinite().all()):
+        learnt = [stack.state[name] for stack in stacks for name in family.trainable]
+        norms = torch._foreach_norm([*learnt, *(stack.losses for stack in stacks)])
+        if bool(torch.stack(list(norms)).isfinite().all()):
             return
-        for client, job in enumerate(stack.jobs):
-            losses = stack.losses[: len(stack.batches[client]), client]
-            self.check_finite(job, losses, [stack.state[name][client] for name in family.trainable])
+        for stack in stacks:
+            for client, job in enumerate(stack.jobs):
+                losses = stack.losses[: len(stack.batches[client]), client]
+                self.check_finite(job, losses, [stack.state[name][client] for name in family.trainable])
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
