@@ -25,8 +25,8 @@ class TwoScales(nn.Module):
 
 
 def main() -> None:
-    data = fq.data.digits(num_clients=20)
-    family = fq.trace(TwoScales, data.inputs[:2])
+    data = fq.data.digits().deal(20)
+    family = fq.trace(TwoScales, data.example)
     print("out.weight is", family.axes["out.weight"])
     fleet = fq.Fleet.of([1, 1 / 2, 1 / 4], num_clients=20, sample=10)
     run = fq.run(fq.methods.HeteroFL(), family, data, fleet, rounds=20)

@@ -9,25 +9,31 @@ from fedquilt.errors import FedquiltError
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
-    from fedquilt import data, errors, methods, models
+    from fedquilt import data, errors, fleets, methods, models
+    from fedquilt.checkpoint import Checkpointing
+    from fedquilt.config import Experiment
     from fedquilt.data import FederatedData
     from fedquilt.experiment import Run, prepare, run
     from fedquilt.family.family import Family, trace
+    from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
     from fedquilt.round.local import SGD, Adam, Constant, Cosine, Local, Steps
     from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update, World
 
 # Names are imported when they are asked for: `fedquilt --help` and a typo need not wait for torch.
 _HOMES = {
+    "fedquilt.checkpoint": ("Checkpointing",),
+    "fedquilt.config": ("Experiment",),
     "fedquilt.data": ("FederatedData",),
     "fedquilt.experiment": ("Run", "prepare", "run"),
     "fedquilt.family.family": ("Family", "trace"),
+    "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
     "fedquilt.round.local": ("SGD", "Adam", "Constant", "Cosine", "Local", "Steps"),
     "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update", "World"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("data", "errors", "methods", "models")
+_MODULES = ("data", "errors", "fleets", "methods", "models")
 
 
 def __getattr__(name: str) -> Any:
@@ -48,10 +54,12 @@ __all__ = [
     "Adam",
     "Arch",
     "Budget",
+    "Checkpointing",
     "Client",
     "Constant",
     "Cosine",
     "Evaluation",
+    "Experiment",
     "Family",
     "FederatedData",
     "FedquiltError",
@@ -68,6 +76,8 @@ __all__ = [
     "__version__",
     "data",
     "errors",
+    "fleets",
+    "load",
     "methods",
     "models",
     "prepare",

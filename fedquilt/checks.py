@@ -10,29 +10,34 @@ from fedquilt.errors import ConfigError
 
 def within(owner: object, **intervals: str) -> None:
     """Raise one error that names every field of the owner outside of its interval. NaN and None lie in none."""
-    wrong = {
-        name: f"{value} was asked for; it must lie in {interval}"
+    refuse(owner, outside(owner, **intervals))
+
+
+def outside(owner: object, **intervals: str) -> dict[str, str]:
+    """What is wrong with each field outside of its interval."""
+    return {
+        name: f"{value} was asked for; it must lie in {interval}."
         for name, interval in intervals.items()
         for value in _values(getattr(owner, name))
         if not _lies_in(value, interval)
     }
-    _refuse(owner, wrong)
 
 
 def one_of(owner: object, **words: object) -> None:
     """Raise one error that names every field of the owner that is none of a Literal's words."""
     wrong = {
-        name: f"{getattr(owner, name)!r} was asked for; it may be {', '.join(map(repr, get_args(literal)))}"
+        name: f"{getattr(owner, name)!r} was asked for; it may be {', '.join(map(repr, get_args(literal)))}."
         for name, literal in words.items()
         if getattr(owner, name) not in get_args(literal)
     }
-    _refuse(owner, wrong)
+    refuse(owner, wrong)
 
 
-def _refuse(owner: object, wrong: Mapping[str, str]) -> None:
+def refuse(owner: object, wrong: Mapping[str, str]) -> None:
+    """Raise one error for all fields with which something is wrong."""
     if wrong:
-        told = "; ".join(f"{name} = {text}" for name, text in wrong.items())
-        raise ConfigError(f"{type(owner).__name__}: {told}.", {name: f"{text}." for name, text in wrong.items()})
+        told = " ".join(f"{name} = {text}" for name, text in wrong.items())
+        raise ConfigError(f"{type(owner).__name__}: {told}", wrong)
 
 
 def _values(value: object) -> Iterable[object]:

@@ -1,108 +1,400 @@
-"""From names and files to the parts of a run: `heterofl`, `tiny_resnet`, `mine.py:factory`.
+"""A whole federation as values: what `config.toml` holds and the flags of the command line change.
 
-The dataclasses are the configuration; there is no second schema. TOML and `--set` will be read here, by their fields.
+Settings are nested plain tables. They are laid over one another (a file or the demo, then flags, then `--set a.b=v`),
+read once into the dataclasses they name, and written back, resolved, beside the results: that file alone repeats the
+run. Paths in them are relative to where the command is given.
 """
 
 from __future__ import annotations
 
-import importlib.util
-import inspect
-import sys
-from collections.abc import Callable, Mapping
-from dataclasses import MISSING, fields, is_dataclass
-from functools import cache
+import copy
+import math
+import os
+import re
+import tomllib
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from types import ModuleType
-from typing import Any, TypeVar
+from typing import Any, ClassVar, Literal
 
-from fedquilt.errors import ConfigError, FedquiltError
-from fedquilt.names import known
+import torch
+from torch import nn
 
-T = TypeVar("T")
+import fedquilt as fq
+from fedquilt.checkpoint import Checkpointing
+from fedquilt.checks import outside, refuse, within
+from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
+from fedquilt.engines import ENGINES, Vectorised
+from fedquilt.errors import ConfigError
+from fedquilt.experiment import Run
+from fedquilt.family import Family
+from fedquilt.fleets import FLEETS, Budgets
+from fedquilt.memory import LIMIT
+from fedquilt.methods import METHODS, Method
+from fedquilt.models import MODELS, ModelSpec
+from fedquilt.names import find, is_file, nearest
+from fedquilt.round import Evaluation, Fleet
+from fedquilt.round.clients import Devices
+from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, write
+from fedquilt.tracking import TRACKERS, Tracking
+
+Settings = dict[str, Any]
+
+# Below so many multiply-adds a sample threads gain nothing, and waiting for each other on a busy machine they lose all.
+SMALL = 1_000_000
+CLIENTS = 20  # where neither the settings nor the data say how many
+PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
+
+TABLES |= {
+    Method: Table("method", METHODS),
+    Budgets: Table("fleet", FLEETS),
+    Partition: Table("partition", PARTITIONS),
+    Tracking: Table("tracker", TRACKERS),
+}
 
 
-def is_file(name: str) -> bool:
-    """Whether a name means `file.py:factory`."""
-    return ".py:" in name or name.endswith(".py")
+# --- the parts --------------------------------------------------------------------------------------------------
 
 
-def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
-    """What a name stands for: an entry of the table, or the factory in a file of the user's own."""
-    return _from_file(name, what) if is_file(name) else known(table, name, what)
+@dataclass(frozen=True)
+class Model(Choice):
+    """A model by its name, and the options it is made with."""
+
+    what: ClassVar[str] = "model"
+    offers: ClassVar[frozenset[str]] = frozenset({"num_classes", "in_channels", "image_size", "max_length"})
+
+    @classmethod
+    def find(cls, name: str) -> Callable[..., Any]:
+        found = find(MODELS, name, cls.what)
+        return found.factory if isinstance(found, ModelSpec) else found
+
+    @property
+    def fixed(self) -> tuple[str, ...]:
+        """The layers its paper leaves whole."""
+        return MODELS[self.name].fixed if self.name in MODELS else ()
+
+    def trace(self, data: Pool, init: str = "") -> Family:
+        """The family of the model that fits the data: classes and sizes nobody set are the data's."""
+        offers = offered(data)
+
+        def module() -> nn.Module:
+            made = self.make(nn.Module, offers)
+            if init:
+                load_weights(made, init)
+            return made
+
+        return fq.trace(module, data.example, fixed=self.fixed)
 
 
-def make(name: str, factory: Callable[..., Any], kind: type[T], offers: Mapping[str, Any]) -> T:
-    """Call a factory with those of the offered options that it takes; what it makes must be of a kind."""
-    try:
-        takes = inspect.signature(factory).parameters
-        made = factory(**{option: value for option, value in offers.items() if option in takes})
-    except FedquiltError:
-        raise
-    except Exception as error:
-        raise ConfigError(f"{name} was called and failed: {_said(error)}") from error
-    if not isinstance(made, kind):
-        raise ConfigError(f"{name} was called for a {kind.__name__}; it returned {_a(type(made).__name__)}.")
-    return made
+@dataclass(frozen=True)
+class Source(Choice):
+    """Data by its name (or a file's or folder's), the options it is loaded with, and how it is dealt to clients."""
 
+    partition: Partition | None = None  # None: to the clients the data itself names, else evenly
 
-def _from_file(name: str, what: str) -> Any:
-    path, _, factory = name.rpartition(":") if ".py:" in name else (name, ":", "")
-    if not factory:
-        raise ConfigError(f"the {what} {name!r} names a file and nothing in it. Write {path}:factory.")
-    file = Path(path)
-    if not file.is_file():
-        raise ConfigError(f"the {what} {name!r} was asked for; there is no file {path} in {Path.cwd()}.")
-    module = _read(file)
-    if callable(found := getattr(module, factory, None)):
+    what: ClassVar[str] = "data set"
+
+    @classmethod
+    def find(cls, name: str) -> Callable[..., Any]:
+        found: Callable[..., Any] = find({}, name, cls.what) if is_file(name) else source(name)
         return found
-    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-    return known(own, factory, f"factory in {path}")
+
+    def deal(self, num_clients: int | None, seed: int) -> FederatedData:
+        """Load the data and deal it to clients, unless a file of the user's own has dealt it already."""
+        found = self.make(Pool)
+        if isinstance(found, FederatedData):
+            if self.partition is not None:
+                raise ConfigError(
+                    f"data.partition = {label(type(self.partition))!r} was asked for; {self.name} returned data that "
+                    "is dealt already. Return a Pool to have it dealt."
+                )
+            return found
+        partition = self.partition or (Iid() if found.clients is None else Natural())
+        own = isinstance(partition, (Natural, Domains))  # these know how many clients there are
+        return found.deal(num_clients or (None if own else CLIENTS), partition, seed)
 
 
-@cache  # two parts of a run may be in one file
-def _read(file: Path) -> ModuleType:
-    spec = importlib.util.spec_from_file_location(f"fedquilt_own_{file.stem}", file)
-    assert spec is not None
-    assert spec.loader is not None
-    module = importlib.util.module_from_spec(spec)
-    sys.modules[spec.name] = module  # dataclasses look their module up
-    sys.path.insert(0, str(file.parent.resolve()))  # the file may import its neighbours, as a script may
+def offered(data: Pool) -> dict[str, int]:
+    """What a model can know of the data it is for."""
+    shape = data.example.shape[1:]
+    if not data.example.is_floating_point():  # tokens: (length,)
+        return {"num_classes": data.num_classes, "max_length": shape[0]} if shape else {"num_classes": data.num_classes}
+    images = {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) > 1 else {}
+    return {"num_classes": data.num_classes, **images}
+
+
+def load_weights(module: nn.Module, file: str) -> None:
+    """Put the weights of a safetensors file into a module; norm statistics may be missing, nothing else."""
+    from safetensors import SafetensorError
+    from safetensors.torch import load_file
+
     try:
-        spec.loader.exec_module(module)
-    except Exception as error:
-        raise ConfigError(f"{file} could not be read: {_said(error)}") from error
-    finally:
-        sys.path.pop(0)
-    return module
+        found = load_file(file)
+    except (OSError, SafetensorError) as error:
+        raise ConfigError(f"init = {file!r} was asked for; it cannot be read as safetensors: {error}.") from error
+    needed, buffers = dict(module.named_parameters()), dict(module.named_buffers())
+    held = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
+    wrong = [f"{name} is not in the file" for name in needed if name not in found]
+    for name, value in found.items():
+        if name not in held:
+            wrong.append(f"{name} is not in the model.{nearest(name, held)}")
+        elif held[name].shape != value.shape:
+            wrong.append(f"{name} is {tuple(value.shape)} in the file and {tuple(held[name].shape)} in the model")
+    if wrong:
+        told = "\n  ".join([*wrong[:5], *([f"… and {len(wrong) - 5} more"] if len(wrong) > 5 else [])])
+        raise ConfigError(f"init = {file!r} was asked for; it does not fit {type(module).__name__}:\n  {told}")
+    module.load_state_dict(found, strict=False)
 
 
-def _said(error: Exception) -> str:
-    return f"{type(error).__name__}: {error}"
+@dataclass(frozen=True)
+class Machine:
+    """Where and how clients are trained."""
+
+    name: str = "vectorised"  # of an engine
+    device: str = "cpu"  # as torch names it
+    precision: Literal["fp32", "fp64"] = "fp32"
+    memory: int = 4 << 30  # bytes that clients trained as one may take
+    memories: int = LIMIT  # bytes of what clients remember that are held; what is more lies on disk
+    deterministic: bool = False  # on CUDA: bit-identical repetitions, slower
+    threads: int = 0  # 0: one for small models, else what torch takes
+
+    def __post_init__(self) -> None:
+        wrong = outside(self, memory="[1, inf)", memories="[0, inf)", threads="[0, 1024]")
+        if self.name not in ENGINES:
+            wrong["name"] = f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, ENGINES)}"
+        refuse(self, wrong)
+
+    def check_device(self) -> None:
+        """Whether this machine has the device; asked only of a run that is to be made."""
+        try:
+            torch.empty(0, device=self.device)
+        except (RuntimeError, AssertionError) as error:
+            here = "cpu and cuda" if torch.cuda.is_available() else "cpu"
+            told = str(error).split("\n")[0]
+            raise ConfigError(
+                f"device {self.device!r} was asked for; this machine has {here}. torch says: {told}"
+            ) from error
 
 
-def _a(noun: str) -> str:
-    return f"an {noun}" if noun[0] in "AEIOUaeiou" else f"a {noun}"
+@dataclass(frozen=True)
+class Ground:
+    """What methods are compared on: the data as it is dealt, the model, and the devices."""
+
+    data: FederatedData
+    family: Family
+    fleet: Fleet
 
 
-# --- what can be set --------------------------------------------------------------------------------------------
+# --- the whole --------------------------------------------------------------------------------------------------
 
 
-def options(kind: Callable[..., Any]) -> dict[str, dict[str, Any]]:
-    """What a dataclass or a factory takes, as `list --json` shows it: `options` (types) and `defaults` by name."""
-    if is_dataclass(kind):
-        described = {field.name: (field.type, field.default) for field in fields(kind)}
-    else:
-        parameters = inspect.signature(kind).parameters.values()
-        described = {p.name: (p.annotation, MISSING if p.default is p.empty else p.default) for p in parameters}
-    return {
-        "options": {name: str(kind) for name, (kind, _) in described.items()},
-        "defaults": {name: plain(value, kind) for name, (kind, value) in described.items() if value is not MISSING},
-    }
+@dataclass(frozen=True)
+class Experiment:
+    """A whole federation as values."""
+
+    method: Method
+    model: Model
+    data: Source
+    fleet: Devices = Devices()
+    engine: Machine = Machine()
+    evaluation: Evaluation | None = None  # None: about ten times a run
+    rounds: int = 20
+    seed: int = 0
+    init: str = ""  # a safetensors file of weights to start from, instead of the seed's
+    checkpoint: Checkpointing = Checkpointing()
+    tracking: tuple[Tracking, ...] = ()  # where its numbers go besides its folder
+
+    def __post_init__(self) -> None:
+        within(self, rounds="[1, inf)", seed="[0, 9223372036854775807]")
+
+    def ground(self) -> Ground:
+        """Load and deal the data, trace the model, count the devices."""
+        self.engine.check_device()
+        for tracking in self.tracking:
+            tracking.check()
+        data = self.data.deal(self.fleet.clients, self.seed)
+        fleet = self.fleet.fleet(data.num_clients, self.seed)
+        family = self.model.trace(data, self.init)
+        # Moved once: the engines of all methods that are compared share it.
+        here = data.to(torch.device(self.engine.device), PRECISIONS[self.engine.precision])
+        return Ground(here, family, fleet)
+
+    def prepare(self, ground: Ground | None = None) -> Run:
+        """A run that has not begun; with `ground`, on what another experiment has laid."""
+        ground = ground or self.ground()
+        small = ground.family.cost(ground.family.whole).macs < SMALL
+        torch.set_num_threads(self.engine.threads or (1 if small else torch.get_num_threads()))
+        if self.engine.deterministic:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be
+            torch.use_deterministic_algorithms(True)
+        # About ten looks on the way: norms are calibrated anew for each, which costs as much as a round.
+        looks = self.evaluation or Evaluation(every=math.ceil(self.rounds / 10))
+        run = fq.prepare(
+            self.method,
+            ground.family,
+            ground.data,
+            ground.fleet,
+            self.engine.name,
+            self.seed,
+            self.engine.device,
+            PRECISIONS[self.engine.precision],
+            looks,
+            self.engine.memories,
+        )
+        if isinstance(run.engine, Vectorised):
+            run.engine.memory = self.engine.memory
+        return run
+
+    def settled(self, run: Run) -> Experiment:
+        """The experiment with what it left open as a prepared run has it, so that it is the same on another machine."""
+        return replace(
+            self,
+            fleet=replace(self.fleet, clients=run.fleet.num_clients),
+            engine=replace(self.engine, threads=torch.get_num_threads()),
+            evaluation=run.evaluation,
+        )
+
+    @property
+    def names(self) -> dict[str, str]:
+        """What the parts are called, as a summary has it."""
+        kind = type(self.method)
+        try:
+            method = label(kind)
+        except ConfigError:  # no file can ask for it again, but it can be run
+            method = kind.__name__
+        return {
+            "method": method,
+            "model": self.model.name,
+            "data": self.data.name,
+            "engine": self.engine.name,
+        }
+
+    def to_toml(self) -> str:
+        """The experiment as a file's text; `Experiment.of(tomllib.loads(text))` is equal to it."""
+        import tomli_w
+
+        return tomli_w.dumps(write(self))
+
+    @staticmethod
+    def of(settings: Settings, asked: Mapping[str, str] | None = None, file: str = "") -> Experiment:
+        """Read settings, or raise one error with all that is wrong. `asked` says which flag set a path."""
+        problems: list[Problem] = []
+        found: Experiment = read(Experiment, settings, "", problems)
+        if problems:
+            told = [f"{path or 'settings'}{_asker(path, asked or {})}: {text}" for path, text in problems]
+            where = f" in {file}" if file else ""
+            count = "a problem" if len(told) == 1 else f"{len(told)} problems"
+            raise ConfigError("\n  ".join([f"{count}{where}:", *told]))
+        return found
 
 
-def plain(value: Any, kind: Any = None) -> Any:
-    """A setting as JSON has it; a value whose field takes several kinds says which it is."""
-    if is_dataclass(value):
-        name = {"name": type(value).__name__.lower()} if "|" in str(kind) else {}
-        return name | {field.name: plain(getattr(value, field.name), field.type) for field in fields(value)}
-    return list(value) if isinstance(value, tuple) else value
+def _asker(path: str, asked: Mapping[str, str]) -> str:
+    """The flag that set a path, a table above it, or something in it."""
+    for one, flag in asked.items():
+        if f"{path}.".startswith(f"{one}.") or f"{one}.".startswith(f"{path}."):
+            return f" ({flag})"
+    return ""
+
+
+# --- settings as plain tables -----------------------------------------------------------------------------------
+
+# The run without arguments: a third of the clients can hold all of the model, a third a half and a third a quarter.
+DEMO: Settings = {
+    "method": {"name": "heterofl"},
+    "model": {"name": "tiny_resnet"},
+    "data": {"name": "digits"},
+    "fleet": {"sample": 0.5, "budgets": {"name": "uniform", "shares": [1.0, 0.5, 0.25]}},
+    "rounds": 20,
+}
+# What makes it learn in twenty rounds, whatever the method; one from a file keeps its own.
+LEARNING: Settings = {"optimiser": {"lr": 0.1}, "batch_size": 16, "epochs": 2}
+
+
+def demo(method: str = "heterofl") -> Settings:
+    """The demo's settings for a method."""
+    settings = copy.deepcopy(DEMO)
+    return assign(settings, ["method"], {"name": method} | ({} if is_file(method) else {"local": LEARNING}))
+
+
+def choose(settings: Settings, part: str, name: str) -> Settings:
+    """Name another method, model or data, in place: what all of them have stays, another's own options do not."""
+    held = settings.get(part, {})
+    held = {"name": held} if isinstance(held, str) else held
+    if isinstance(held, Mapping) and held.get("name") != name:
+        held = {key: value for key, value in held.items() if key in _COMMON[part]}
+    settings[part] = held
+    return assign(settings, [part, "name"], name)
+
+
+_COMMON: dict[str, set[str]] = {
+    "method": {one.name for one in fields(Method)},
+    "model": set(),
+    "data": {"partition"},
+}
+
+
+def read_toml(file: str | Path) -> Settings:
+    """The settings in a file."""
+    try:
+        return parse_toml(Path(file).read_bytes(), str(file))
+    except OSError as error:
+        raise ConfigError(f"{file} was asked for; it cannot be read: {error.strerror or error}.") from error
+
+
+def parse_toml(text: bytes, file: str) -> Settings:
+    """The settings in a file's text, or an error with the line and column that are wrong."""
+    try:
+        return tomllib.loads(text.decode())
+    except UnicodeDecodeError as error:
+        raise ConfigError(
+            f"{file} is not text in UTF-8: byte {error.start} is {error.object[error.start]:#x}."
+        ) from error
+    except RecursionError as error:
+        raise ConfigError(f"{file} nests too deeply to be read.") from error
+    except ValueError as error:  # TOMLDecodeError, or a number of more than 4,300 digits
+        told, _, place = str(error).partition(" (at ")
+        lines = text.decode().split("\n")
+        end = [len(lines), len(lines[-1]) + 1]  # tomllib gives the end of the document no numbers
+        line, column = map(int, re.findall(r"\d+", place)) if "line" in place else end
+        where = f"{file}:{line}:{column}" if place else file
+        raise ConfigError(f"{where}: this is not TOML: {told.removesuffix('.')}.") from error
+
+
+def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
+    """Set a value at a path, in place; a name that stands for a table becomes one when a key of it is set."""
+    *above, last = path
+    table = settings
+    for key in above:
+        held = table.get(key, {})
+        table[key] = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
+        table = table[key]
+    table[last] = copy.deepcopy(value)
+    return settings
+
+
+def parse_assignment(text: str) -> tuple[list[str], Any]:
+    """`a.b=v` as a path and a value: v is a TOML value, and bare words are text."""
+    key, equals, value = text.partition("=")
+    path = _path(key) if equals else []
+    if not path:
+        raise ConfigError(f"--set {text} was asked for; write it as --set method.shift=2.")
+    try:
+        found = tomllib.loads(f"value = {value}")
+    except (ValueError, RecursionError):
+        return path, value.strip()
+    return path, found["value"] if list(found) == ["value"] else value.strip()
+
+
+def _path(key: str) -> list[str]:
+    """The keys of a dotted key, which may be quoted: fleet.budgets."0.5"."""
+    try:
+        table: Any = tomllib.loads(f"{key} = 0")
+    except (ValueError, RecursionError):
+        return []
+    path = []
+    while isinstance(table, dict):
+        if len(table) != 1:
+            return []
+        ((name, table),) = table.items()
+        path.append(name)
+    return path

@@ -6,6 +6,7 @@ FedquiltError
 ├── BudgetError       a budget no member fits
 ├── DataError         data of the wrong shape, or a client without any
 ├── TrainingError     local training failed: names client, round and stage
+├── RecordError       what a run leaves on disk could not be written, or not be read back
 └── ConfigError       a request that cannot be carried out: unknown names, impossible values
 """
 
@@ -42,8 +43,12 @@ class TrainingError(FedquiltError):
     """Local training failed; the message names client, round and stage."""
 
 
+class RecordError(FedquiltError):
+    """What a run leaves on disk could not be written, or not be read back; what was saved before is intact."""
+
+
 class ConfigError(FedquiltError):
-    """A request that cannot be carried out; where single fields of a dataclass are to blame, `fields` says why."""
+    """A request that cannot be carried out. Where fields of a dataclass are to blame, `fields` says of each why."""
 
     def __init__(self, message: str, fields: Mapping[str, str] | None = None) -> None:
         super().__init__(message)

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 from typing import Any
 
 import torch
 from torch import nn
 
+from fedquilt.checkpoint import Checkpointing
 from fedquilt.data import FederatedData
 from fedquilt.engines import ENGINES, Engine
-from fedquilt.errors import ConfigError, FedquiltError
+from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
+from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.names import known
-from fedquilt.round import Evaluation, Fleet, Record, federate
+from fedquilt.records import Folder, describe, holds_a_run, summarise, undisturbed
+from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.serve import ready
-from fedquilt.terms import Budget, Job, Server, World
+from fedquilt.terms import Budget, Client, Job, Server, World
 
 
 @dataclass
@@ -41,28 +45,51 @@ class Run:
         """The last evaluation, by share."""
         return next((r.grades.accuracy for r in reversed(self.records) if r.grades.accuracy), {})
 
+    @property
+    def summary(self) -> dict[str, Any]:
+        """How the run stands, in one object, as `summary.json` has it."""
+        return summarise(self)
+
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
-        """Play until `rounds` are behind it. If a round fails, the state is that of the round before."""
-        play = federate(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
-        for self.server, record in play:
-            self.records.append(record)
-            if watch:
-                watch(record)
+        """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
+        self.fleet.check(rounds)
+        while self.server.round < rounds:
+            played = play(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
+            with undisturbed():
+                # Memories move on in place, once the round has succeeded: a copy would cost with the population.
+                self.server.memory.update(played.memory)
+                self.server = played.server
+                self.records.append(played.record)
+                if watch:
+                    watch(played.record)
         return self
+
+    def save(self, path: str | Path) -> None:
+        """Write the run into a folder of its own; `fedquilt.load` has its weights, and `fedquilt.run` can go on."""
+        with Folder.create(path, describe(self, self.server.round)) as folder:
+            folder.watch(self)
+            folder.finish(self.summary)
 
     def deploy(self, budget: Budget, client: int | None = None) -> nn.Module:
         """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own."""
-        world, family = self.engine.world, self.engine.world.family
+        world, family, samples = self.engine.world, self.engine.world.family, None
         if client is not None:
-            device = self.fleet.client(client, self.server.round, world.seed, self.engine.data.size(client))
-            submodel = self.method.plan(self.server, device, world)[0]
-            job = Job(device, submodel, self.server.round)
+            if not 0 <= client < self.fleet.num_clients:
+                raise ConfigError(f"client {client} was asked for; the fleet has {self.fleet.num_clients}, from 0 on.")
+            samples = self.engine.data.parts[client]
+            submodel = self.method.plan(self.server, Client(client, budget, len(samples)), world)[0]
+            job = Job(Client(client, budget, len(samples)), submodel, self.server.round)
             weights = self.engine.start(self.server, job, self.method.learner(job, world)).state
+        elif self.method.personal:
+            raise ConfigError(
+                f"{type(self.method).__name__} leaves its result on the clients, each its own. "
+                "Say whose: deploy(budget, client=0)."
+            )
         else:
             submodel = self.method.deploy(self.server, budget, world)
             weights = ready(self.method, self.server, submodel, self.engine, self.evaluation.batch_size)
         if family.statistics and not set(family.statistics) <= set(weights):
-            weights = {**weights, **self.engine.calibrate(submodel, weights, self.evaluation.batch_size)}
+            weights = {**weights, **self.engine.calibrate(submodel, weights, self.evaluation.batch_size, samples)}
         return family.assemble(submodel, weights).eval()
 
 
@@ -78,16 +105,40 @@ def run(
     dtype: torch.dtype = torch.float32,
     evaluation: Evaluation | None = None,
     watch: Callable[[Record], None] | None = None,
+    out: str | Path | None = None,
+    resume: bool = False,
+    checkpointing: Checkpointing = Checkpointing(),
+    memory_limit: int = LIMIT,
 ) -> Run:
     """Train a family on a fleet's data and return the finished run. `watch` is called after every round.
 
+    With `out` the run is recorded in that folder, and with `resume` it goes on from what is there, if anything is.
     An error raised by a round carries the run, with the last good state, as `error.run`.
     """
-    prepared = prepare(method, family, data, fleet, engine, seed, device, dtype, evaluation)
+    prepared = prepare(method, family, data, fleet, engine, seed, device, dtype, evaluation, memory_limit)
     try:
-        return prepared.train(rounds, watch)
-    except FedquiltError as error:
-        error.run = prepared
+        if out is None:
+            return prepared.train(rounds, watch)
+        go_on = resume and holds_a_run(Path(out))
+        with (
+            Folder.resume(out, checkpointing)
+            if go_on
+            else Folder.create(out, describe(prepared, rounds), checkpointing)
+        ) as folder:
+            if go_on:
+                folder.load(prepared)
+            record = folder.watch(prepared)
+
+            def after(played: Record) -> None:
+                record(played)
+                if watch:
+                    watch(played)
+
+            prepared.train(rounds, after)
+            folder.finish(prepared.summary)
+        return prepared
+    except Exception as error:
+        error.run = prepared  # type: ignore[attr-defined]  # not only ours: what was learnt must not be lost
         raise
 
 
@@ -101,13 +152,30 @@ def prepare(
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     evaluation: Evaluation | None = None,
+    memory_limit: int = LIMIT,
 ) -> Run:
-    """A run that has not begun."""
+    """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk."""
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
             "Deal it to as many as the fleet has."
         )
+    _check_budgets(family, fleet)
     world = World(family, seed, torch.device(device), dtype)
     kind = known(ENGINES, engine, "engine")
-    return Run(method, fleet, kind(world, data), evaluation or Evaluation(), method.init(world))
+    server = method.init(world)
+    memory = Memories(memory_limit, world.device)
+    memory.update(server.memory)
+    return Run(method, fleet, kind(world, data), evaluation or Evaluation(), replace(server, memory=memory))
+
+
+_FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands
+
+
+def _check_budgets(family: Family, fleet: Fleet) -> None:
+    """Say now, and whose it is, if a budget holds no member: its client may be drawn on the third day."""
+    for budget in fleet.kinds[:_FEW]:
+        try:
+            family.fit(budget)
+        except BudgetError as error:
+            raise BudgetError(f"client {fleet.first(budget)}: {error}") from error

@@ -1,20 +1,96 @@
-"""Looking things up by name, with the nearest known name when there is none."""
+"""Looking things up: by name in a table, with the nearest known name when there is none, or as `file.py:factory`."""
 
 from __future__ import annotations
 
 import difflib
-from collections.abc import Mapping
-from typing import TypeVar
+import importlib.util
+import inspect
+import sys
+import zlib
+from collections.abc import Iterable, Mapping
+from functools import cache
+from pathlib import Path
+from types import ModuleType
+from typing import Any, TypeVar
 
 from fedquilt.errors import ConfigError
 
 T = TypeVar("T")
 
 
+def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
+    """What a name stands for: an entry of the table, or the factory in a file of the user's own."""
+    return _from_file(name, what) if is_file(name) else known(table, name, what)
+
+
 def known(table: Mapping[str, T], name: str, what: str) -> T:
     """The entry of a table, or an error that says what would fit."""
     if name in table:
         return table[name]
-    close = difflib.get_close_matches(name, table, n=1)
-    hint = f" Did you mean {close[0]!r}?" if close else ""
-    raise ConfigError(f"there is no {what} named {name!r}.{hint} Known: {', '.join(table)}.")
+    raise ConfigError(f"there is no {what} named {name!r}.{nearest(name, table)}")
+
+
+def nearest(name: str, names: Iterable[str]) -> str:
+    """What to say behind a name nobody knows: the one that was meant, and all there are."""
+    names = list(names)
+    close = difflib.get_close_matches(name, names, n=1)
+    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(names) or 'none'}."
+
+
+def said(error: BaseException) -> str:
+    """What somebody else's error says, with its kind: `ValueError: on purpose`."""
+    return f"{type(error).__name__}: {error}"
+
+
+# --- files of the user's own ------------------------------------------------------------------------------------
+
+
+def is_file(name: str) -> bool:
+    """Whether a name means `file.py:factory`."""
+    return ".py:" in name or name.endswith(".py")
+
+
+def name_of(kind: type) -> str:
+    """How a class that is in no table can be asked for again: `file.py:Class`."""
+    try:
+        file = Path(inspect.getfile(kind))
+    except (TypeError, OSError) as error:  # made in an interactive session
+        raise ConfigError(f"{kind.__qualname__} is in no file, so that no name stands for it.") from error
+    if "<locals>" in kind.__qualname__:
+        raise ConfigError(f"{kind.__qualname__} in {file} is made inside a function, so that no name stands for it.")
+    return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{kind.__qualname__}"
+
+
+def _from_file(name: str, what: str) -> Any:
+    path, _, factory = name.rpartition(":") if ".py:" in name else (name, ":", "")
+    if not factory:
+        raise ConfigError(f"the {what} {name!r} names a file and nothing in it. Write {path}:factory.")
+    try:
+        there = Path(path).is_file()
+    except (OSError, ValueError):  # a name too long for a file, or with a NUL in it
+        there = False
+    if not there:
+        raise ConfigError(f"the {what} {name!r} was asked for; there is no file {path!r} in {Path.cwd()}.")
+    module = _read(Path(path).resolve())
+    if callable(found := getattr(module, factory, None)):
+        return found
+    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    return known(own, factory, f"factory in {path}")
+
+
+@cache  # two parts of a run may be in one file
+def _read(file: Path) -> ModuleType:
+    # Files of one name in two folders are two modules: dataclasses and type hints look their module up by name.
+    spec = importlib.util.spec_from_file_location(f"{file.stem}_{zlib.crc32(bytes(file)):08x}", file)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    sys.path.insert(0, str(file.parent))  # the file may import its neighbours, as a script may
+    try:
+        spec.loader.exec_module(module)
+    except Exception as error:
+        raise ConfigError(f"{file} could not be read: {said(error)}") from error
+    finally:
+        sys.path.pop(0)
+    return module

@@ -5,6 +5,8 @@ Nothing here keeps state, so clients can be trained in any order, in any stack, 
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -78,3 +80,34 @@ def normal(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dtyp
 def order(word: int, count: int) -> Tensor:
     """A permutation of `count` for one key."""
     return torch.argsort(bits(torch.tensor(word), count), stable=True)
+
+
+def choose(word: int, count: int, among: int) -> list[int]:
+    """`count` different numbers below `among` for one key, ascending, at a cost of `count` (Floyd's sampling)."""
+    chosen: set[int] = set()
+    for last in range(among - count, among):
+        drawn = key(word, last) % (last + 1)
+        chosen.add(last if drawn in chosen else drawn)
+    return sorted(chosen)
+
+
+def dirichlet(words: Tensor, count: int, alpha: float) -> Tensor:
+    """One draw of shares from the symmetric Dirichlet distribution, in logarithms, since a small alpha underflows.
+
+    Gamma variates by Marsaglia and Tsang (2000), all at once, those refused drawn again under the next key; below 1
+    alpha is raised by one and the variate scaled back by u^(1/alpha).
+    """
+    shift = alpha + 1 if alpha < 1 else alpha
+    d = shift - 1 / 3
+    logs = torch.full((count,), torch.nan, dtype=torch.float64)
+    attempt = 0
+    while bool((open_ := logs.isnan()).any()):
+        site = fold_in(words, attempt)
+        x, u = normal(site, (count,), torch.float64), uniform(fold_in(site, 3), (count,), torch.float64) + 2.0**-25
+        v = (1 + x / math.sqrt(9 * d)) ** 3
+        good = open_ & (v > 0) & (torch.log(u) < 0.5 * x**2 + d - d * v + d * torch.log(v.clamp(min=1e-300)))
+        logs = torch.where(good, torch.log(d * v.clamp(min=1e-300)), logs)
+        attempt += 1
+    if alpha < 1:
+        logs = logs + torch.log(uniform(fold_in(words, -1), (count,), torch.float64) + 2.0**-25) / alpha
+    return torch.softmax(logs, 0)

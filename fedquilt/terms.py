@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -120,7 +120,7 @@ class Server:
 
     round: int
     weights: Weights
-    memory: dict[tuple[int, str], Memory] = field(default_factory=dict)  # by client and scope
+    memory: MutableMapping[tuple[int, str], Memory] = field(default_factory=dict)  # by client and scope
     slots: Slots = field(default_factory=dict)
 
 

@@ -1,9 +1,42 @@
-"""Federated data sets and partitions."""
+"""Federated data: where samples come from, how they are dealt to clients, and who holds what."""
 
-from fedquilt.data.federated import FederatedData
-from fedquilt.data.partition import iid, shards
-from fedquilt.data.sources import digits
+from fedquilt.data.federated import FederatedData, Pool, Scale
+from fedquilt.data.huggingface import hub
+from fedquilt.data.partition import (
+    PARTITIONS,
+    Dirichlet,
+    Domains,
+    Flwr,
+    Iid,
+    Labels,
+    Natural,
+    Partition,
+    Quantity,
+)
+from fedquilt.data.parts import Parts
+from fedquilt.data.pictures import images
+from fedquilt.data.sources import DATA, digits, npz, source
+from fedquilt.data.words import text
 
-DATA = {"digits": digits}
-
-__all__ = ["DATA", "FederatedData", "digits", "iid", "shards"]
+__all__ = [
+    "DATA",
+    "PARTITIONS",
+    "Dirichlet",
+    "Domains",
+    "FederatedData",
+    "Flwr",
+    "Iid",
+    "Labels",
+    "Natural",
+    "Partition",
+    "Parts",
+    "Pool",
+    "Quantity",
+    "Scale",
+    "digits",
+    "hub",
+    "images",
+    "npz",
+    "source",
+    "text",
+]

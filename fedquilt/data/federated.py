@@ -1,66 +1,257 @@
-"""A federated data set: one pool of samples, and who holds which."""
+"""Samples and who holds them: a `Pool` is data nobody has been dealt yet, `FederatedData` a pool and its parts."""
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from fedquilt.errors import DataError
+from fedquilt import noise
+from fedquilt.data.partition import Iid
+from fedquilt.data.parts import Array, Parts
+from fedquilt.errors import ConfigError, DataError
 
-Array = Tensor | np.ndarray
+if TYPE_CHECKING:
+    from fedquilt.data.partition import Partition
+
+IGNORED = -100  # a target that counts neither in the loss nor in the accuracy: padding
+Normalise = Literal["auto", "channel", "none"]
+
+_CHUNK = 1024  # samples that are real numbers at once while statistics are measured
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
-class FederatedData:
-    """Training samples held by clients, and test samples for everyone."""
+class Scale:
+    """How a stored sample becomes what a model sees: (x − mean) / std, channel by channel.
 
-    inputs: Tensor
+    It is applied to batches, so that images stay bytes in memory: a quarter of what real numbers take.
+    """
+
+    mean: Tensor  # in stored units, shaped to a sample: (channel, 1, 1)
+    std: Tensor
+
+    @staticmethod
+    def of(
+        inputs: Tensor, normalise: Normalise = "auto", mean: Sequence[float] = (), std: Sequence[float] = ()
+    ) -> Scale | None:
+        """By the numbers given (bytes count as 0 to 1), or by those of the inputs; None: seen as they are stored."""
+        unit = 255.0 if inputs.dtype == torch.uint8 else 1.0
+        if bool(mean) != bool(std):
+            raise ConfigError("mean and std go together; only one of them was given.")
+        if not mean and (normalise == "none" or (normalise == "auto" and unit == 1)):
+            return None if unit == 1 else Scale(torch.zeros(1), torch.full((1,), unit))
+        if unit == 1 and not inputs.is_floating_point():
+            raise ConfigError(f"normalise was asked for inputs of {inputs.dtype}; only bytes and real numbers have it.")
+        channels = inputs.shape[1] if inputs.dim() > 1 else 1
+        if mean and not ({len(mean), len(std)} <= {1, channels}):
+            raise ConfigError(f"{len(mean)} means and {len(std)} stds were given; a sample has {channels} channels.")
+        if mean:
+            centre, spread = unit * torch.tensor(mean), unit * torch.tensor(std)
+        else:
+            centre, spread = _moments(inputs)
+        if not bool((spread > 0).all()):
+            raise ConfigError(f"std = {tuple(std)} was asked for; every one must be above 0.")
+        shape = (-1, *[1] * (inputs.dim() - 2)) if inputs.dim() > 1 else (1,)
+        return Scale(centre.float().reshape(shape), spread.float().reshape(shape))
+
+    def __call__(self, stored: Tensor) -> Tensor:
+        return (stored.to(self.mean.dtype) - self.mean) / self.std
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Scale:
+        return Scale(self.mean.to(device, dtype), self.std.to(device, dtype))
+
+
+def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of every channel; a channel that never changes keeps its unit."""
+    total, square = torch.zeros(2, inputs.shape[1] if inputs.dim() > 1 else 1, dtype=torch.float64)
+    for start in range(0, len(inputs), _CHUNK):
+        chunk = inputs[start : start + _CHUNK]
+        values = chunk.double().reshape(len(chunk), len(total), -1)
+        total += values.sum((0, 2))
+        square += values.square().sum((0, 2))
+    count = inputs.numel() / len(total)
+    mean = total / count
+    std = (square / count - mean.square()).clamp(min=0).sqrt()
+    return mean, torch.where(std > 0, std, 1.0)
+
+
+@dataclass(frozen=True, eq=False)
+class Pool:
+    """Training and test samples that nobody has been dealt yet, and what is known of each."""
+
+    inputs: Tensor  # bytes (images), real numbers, or int64 (tokens)
     targets: Tensor
-    parts: Sequence[Tensor]  # the positions of each client's samples
     test_inputs: Tensor
     test_targets: Tensor
-    test_parts: Sequence[Tensor] | None = None  # each client's own part of the test set
-    num_classes: int = 0
+    clients: Tensor | None = None  # whose each sample is, where the data has users of its own
+    test_clients: Tensor | None = None
+    domains: Tensor | None = None  # where each sample comes from
+    test_domains: Tensor | None = None
+    public: Tensor | None = None  # samples everyone has, without targets
     name: str = "data"
+    num_classes: int = 0
+    class_names: tuple[str, ...] = ()  # of a text, its words
+    domain_names: tuple[str, ...] = ()
+    scale: Scale | None = None
 
     @staticmethod
     def of(
         train: tuple[Array, Array],
+        test: tuple[Array, Array] | None = None,
+        *,
+        clients: Array | None = None,
+        test_clients: Array | None = None,
+        domains: Array | None = None,
+        test_domains: Array | None = None,
+        public: Array | None = None,
+        name: str = "data",
+        num_classes: int = 0,
+        class_names: tuple[str, ...] = (),
+        domain_names: tuple[str, ...] = (),
+        scale: Scale | None = None,
+    ) -> Pool:
+        """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), the rest goes along with them.
+
+        Without `test` a fifth is held out: of every client where there are clients, else of every domain, else of all.
+        """
+        x, y = _inputs(train[0], name), _numbers(train[1], f"{name}: the training targets")
+        own, home = _codes(clients, f"{name}: clients"), _codes(domains, f"{name}: domains")
+        _check(name, "training", x, y, {"clients": own, "domains": home})
+        if test is None:
+            rest, held = held_out(len(x), own if own is not None else home, name)
+            tx, ty, x, y = x[held], y[held], x[rest], y[rest]
+            test_own, own = (None, None) if own is None else (own[held], own[rest])
+            test_home, home = (None, None) if home is None else (home[held], home[rest])
+        else:
+            tx, ty = _inputs(test[0], name), _numbers(test[1], f"{name}: the test targets")
+            test_own, test_home = _codes(test_clients, f"{name}: clients"), _codes(test_domains, f"{name}: domains")
+            _check(name, "test", tx, ty, {"clients": test_own, "domains": test_home})
+        if x.shape[1:] != tx.shape[1:] or y.shape[1:] != ty.shape[1:]:
+            one, other = ((tuple(i.shape[1:]), tuple(t.shape[1:])) for i, t in ((x, y), (tx, ty)))
+            raise DataError(
+                f"{name}: training samples have shape {one[0]} (targets {one[1]}) and test samples {other[0]} "
+                f"({other[1]}); they must be alike."
+            )
+        if x.dtype != tx.dtype:
+            raise DataError(f"{name}: training inputs are {x.dtype} and test inputs {tx.dtype}; they must be alike.")
+        top = int(max(y.max(), ty.max()))
+        if 0 < num_classes <= top:
+            raise DataError(f"{name}: there is a target {top}; {num_classes} classes were announced.")
+        return Pool(
+            x,
+            y,
+            tx,
+            ty,
+            own,
+            test_own,
+            home,
+            test_home,
+            None if public is None else _inputs(public, name),
+            name,
+            num_classes or top + 1,
+            class_names,
+            domain_names,
+            scale or (Scale.of(x, "none") if x.dtype == torch.uint8 else None),
+        )
+
+    def deal(self, num_clients: int | None = None, partition: Partition = Iid(), seed: int = 0) -> FederatedData:
+        """Give the samples to clients. Without a number, to as many as the data has of its own."""
+        return self.dealt(*partition.deal(self, num_clients, seed))
+
+    def dealt(
+        self, parts: Sequence[Sequence[int] | Array], test_parts: Sequence[Sequence[int] | Array] | None = None
+    ) -> FederatedData:
+        """The pool with each client's positions in it, checked."""
+        own = Parts.of(parts)
+        if not len(own):
+            raise DataError("no client was given any data: `parts` is empty.")
+        _check_parts(own, len(self.targets), "training")
+        if len(empty := (own.sizes == 0).nonzero()):
+            raise DataError(f"client {int(empty[0])} has no data. Leave it out, or give it at least one sample.")
+        tests = None if test_parts is None else Parts.of(test_parts)
+        if tests is not None:
+            if len(tests) != len(own):
+                raise DataError(f"there are {len(own)} clients but test parts for {len(tests)}.")
+            _check_parts(tests, len(self.test_targets), "test")
+        known = {field.name: getattr(self, field.name) for field in fields(Pool)}
+        return FederatedData(**known, parts=own, test_parts=tests)
+
+    def with_public(self, share: float) -> Self:
+        """Take a share of the training samples away from clients and make them public, without their targets."""
+        if share == 0:
+            return self
+        if not 0 < share < 1:
+            raise ConfigError(f"public = {share} was asked for; it is a share of the training samples, in [0, 1).")
+        order = noise.order(noise.key(0, 15), len(self.targets))
+        count = round(share * len(order))
+        public, kept = order[:count], order[count:]
+        return replace(
+            self,
+            inputs=self.inputs[kept],
+            targets=self.targets[kept],
+            clients=None if self.clients is None else self.clients[kept],
+            domains=None if self.domains is None else self.domains[kept],
+            public=self.inputs[public],
+        )
+
+    # --- what models see -----------------------------------------------------------------------------------------
+
+    @property
+    def example(self) -> Tensor:
+        """Two samples as a model sees them: what to trace with."""
+        return self.samples(torch.arange(min(2, len(self.inputs))))
+
+    def samples(self, rows: Tensor) -> Tensor:
+        """Training samples at positions, as a model sees them."""
+        return self._seen(self.inputs[rows])
+
+    def test_samples(self, rows: Tensor) -> Tensor:
+        """Test samples at positions, as a model sees them."""
+        return self._seen(self.test_inputs[rows])
+
+    def _seen(self, stored: Tensor) -> Tensor:
+        return stored if self.scale is None else self.scale(stored)
+
+    def to(self, device: torch.device, dtype: torch.dtype) -> Self:
+        """On another device; samples that are real numbers take the dtype, bytes and tokens stay what they are."""
+
+        def moved(inputs: Tensor) -> Tensor:
+            return inputs.to(device, dtype if inputs.is_floating_point() else inputs.dtype)
+
+        return replace(
+            self,
+            inputs=moved(self.inputs),
+            targets=self.targets.to(device),
+            test_inputs=moved(self.test_inputs),
+            test_targets=self.test_targets.to(device),
+            public=None if self.public is None else moved(self.public),
+            scale=None if self.scale is None else self.scale.to(device, dtype),
+        )
+
+
+@dataclass(frozen=True, eq=False, kw_only=True)
+class FederatedData(Pool):
+    """Training samples held by clients, and test samples for everyone."""
+
+    parts: Parts  # the positions of each client's samples
+    test_parts: Parts | None = None  # each client's own part of the test set; some may have none
+
+    @staticmethod
+    def of(  # type: ignore[override]  # a pool needs no parts
+        train: tuple[Array, Array],
         test: tuple[Array, Array],
-        parts: Sequence[Array],
-        test_parts: Sequence[Array] | None = None,
+        parts: Sequence[Sequence[int] | Array],
+        test_parts: Sequence[Sequence[int] | Array] | None = None,
         name: str = "data",
     ) -> FederatedData:
         """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), `parts` positions a client."""
-        (x, y), (tx, ty) = (tuple(map(torch.as_tensor, pair)) for pair in (train, test))
-        for what, inputs, targets in (("training", x, y), ("test", tx, ty)):
-            if len(inputs) != len(targets):
-                raise DataError(
-                    f"the {what} set has {len(inputs)} inputs and {len(targets)} targets; they must pair up."
-                )
-            if not len(inputs):
-                raise DataError(f"the {what} set is empty; it needs at least one sample.")
-            if targets.is_floating_point():
-                raise DataError(f"the {what} targets are {targets.dtype}; classes are whole numbers (int64).")
-        if x.shape[1:] != tx.shape[1:]:
-            raise DataError(f"training inputs have shape {tuple(x.shape[1:])} and test inputs {tuple(tx.shape[1:])}.")
-        clients = [torch.as_tensor(part, dtype=torch.int64) for part in parts]
-        if not clients:
-            raise DataError("no client was given any data: `parts` is empty.")
-        for client, part in enumerate(clients):
-            if not len(part):
-                raise DataError(f"client {client} has no data. Leave it out, or give it at least one sample.")
-            if (outside := part[(part < 0) | (part >= len(x))]).numel():
-                raise DataError(f"client {client} holds sample {int(outside[0])}; the training set has {len(x)}.")
-        own = None if test_parts is None else [torch.as_tensor(part, dtype=torch.int64) for part in test_parts]
-        if own is not None and len(own) != len(clients):
-            raise DataError(f"there are {len(clients)} clients but test parts for {len(own)}.")
-        classes = int(max(y.max(), ty.max())) + 1
-        return FederatedData(x, y.long(), clients, tx, ty.long(), own, classes, name)
+        return Pool.of(train, test, name=name).dealt(parts, test_parts)
 
     @property
     def num_clients(self) -> int:
@@ -81,16 +272,72 @@ class FederatedData:
         mask = torch.zeros(num_classes, dtype=torch.bool, device=targets.device)
         return mask.index_fill_(0, targets[targets >= 0].flatten(), True)
 
-    def to(self, device: torch.device, dtype: torch.dtype) -> FederatedData:
-        """The pool on another device; samples that are numbers take the dtype, tokens stay whole."""
 
-        def moved(inputs: Tensor) -> Tensor:
-            return inputs.to(device, dtype if inputs.is_floating_point() else inputs.dtype)
+# --- checks -----------------------------------------------------------------------------------------------------
 
-        return replace(
-            self,
-            inputs=moved(self.inputs),
-            targets=self.targets.to(device),
-            test_inputs=moved(self.test_inputs),
-            test_targets=self.test_targets.to(device),
+
+def _inputs(given: Array, name: str) -> Tensor:
+    if isinstance(given, np.ndarray) and given.dtype.kind not in "buif":
+        raise DataError(f"{name}: inputs are {given.dtype}; bytes, real numbers or whole numbers fit.")
+    if isinstance(given, np.ndarray) and given.dtype.kind == "u" and given.dtype != np.uint8:
+        given = given.astype(np.int64)  # torch can hardly compute with other unsigned numbers
+    inputs = torch.as_tensor(given)
+    whole = not inputs.is_floating_point() and inputs.dtype != torch.uint8
+    return inputs.long() if whole else inputs
+
+
+def _numbers(given: Array, what: str) -> Tensor:
+    given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
+    if given.dtype.kind not in "bui":
+        raise DataError(f"{what} are {given.dtype}; classes are whole numbers (int64).")
+    return torch.as_tensor(given.astype(np.int64))
+
+
+def _codes(given: Array | None, what: str) -> Tensor | None:
+    return None if given is None else _numbers(given, what)
+
+
+def _check(name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[str, Tensor | None]) -> None:
+    if len(inputs) != len(targets):
+        raise DataError(
+            f"{name}: the {what} set has {len(inputs)} inputs and {len(targets)} targets; they must pair up."
         )
+    if not len(inputs):
+        raise DataError(f"{name}: the {what} set is empty; it needs at least one sample.")
+    if int(low := targets.min()) < 0 and bool((targets[targets < 0] != IGNORED).any()):
+        raise DataError(f"{name}: a {what} target is {int(low)}; classes count from 0, and {IGNORED} is for padding.")
+    for noun, codes in along.items():
+        if codes is not None and (codes.dim() != 1 or len(codes) != len(inputs)):
+            raise DataError(f"{name}: the {what} set has {len(inputs)} samples and {tuple(codes.shape)} {noun}.")
+        if codes is not None and int(codes.min()) < 0:
+            raise DataError(f"{name}: one of the {noun} is {int(codes.min())}; they count from 0.")
+
+
+def _check_parts(parts: Parts, count: int, what: str) -> None:
+    wrong = ((parts.order < 0) | (parts.order >= count)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        client = int(torch.searchsorted(parts.offsets, place, right=True)) - 1
+        raise DataError(f"client {client} holds sample {int(parts.order[place])}; the {what} set has {count}.")
+
+
+def held_out(count: int, groups: Tensor | None, name: str, what: str = "samples") -> tuple[Tensor, Tensor]:
+    """(kept, held out) of data that came without a test part, and say so."""
+    kept, held = fifth(count, groups)
+    if not len(held):
+        whose = "" if groups is None else " of every client or domain"
+        raise DataError(f"{name} has no test part, and {count} {what} are too few to hold out a fifth{whose}.")
+    _log.warning("%s has no test part: %d of its %d %s are held out for testing.", name, len(held), count, what)
+    return kept, held
+
+
+def fifth(count: int, groups: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """(four fifths, one fifth) at random, of all or of every group, so that a client keeps samples of its own."""
+    order = noise.order(noise.key(0, 14), count)
+    if groups is None:
+        return order[count // 5 :], order[: count // 5]
+    order = order[torch.argsort(groups[order], stable=True)]
+    sizes = torch.bincount(groups)
+    first = (sizes.cumsum(0) - sizes).repeat_interleave(sizes)
+    chosen = torch.arange(count) - first < (sizes // 5).repeat_interleave(sizes)
+    return order[~chosen], order[chosen]

@@ -1,25 +1,139 @@
-"""Data that ships inside a dependency, so that the first run needs no network."""
+"""Where data comes from: arrays in a file, scikit-learn's digits, and the others by their names."""
 
 from __future__ import annotations
 
+import zipfile
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
 import torch
 
-from fedquilt import noise
-from fedquilt.data.federated import FederatedData
-from fedquilt.data.partition import iid, shards
+from fedquilt.data.federated import Normalise, Pool, Scale, fifth
+from fedquilt.data.huggingface import hub
+from fedquilt.data.pictures import images
+from fedquilt.data.words import text
+from fedquilt.errors import DataError
+from fedquilt.names import known
 
 
-def digits(num_clients: int = 20, labels: int = 0, seed: int = 0) -> FederatedData:
-    """scikit-learn's 1,797 handwritten digits, 8×8: a fifth for testing; `labels` classes a client, 0 for iid."""
+def digits(public: float = 0.0) -> Pool:
+    """scikit-learn's 1,797 handwritten digits, 8×8 and from 0 to 1: a fifth for testing. They need no network."""
     from sklearn.datasets import load_digits
 
     raw = load_digits()
     x = torch.tensor(raw.images, dtype=torch.float32).unsqueeze(1) / 16
     y = torch.tensor(raw.target)
-    order = noise.order(noise.key(seed, 14), len(x))
-    test, train = order[: len(x) // 5], order[len(x) // 5 :]
-    if labels:
-        parts, test_parts = shards(y[train], y[test], num_clients, labels, seed)
-    else:
-        parts, test_parts = iid(y[train], num_clients, seed), iid(y[test], num_clients, seed)
-    return FederatedData.of((x[train], y[train]), (x[test], y[test]), parts, test_parts, name="digits")
+    train, test = fifth(len(x))
+    return Pool.of((x[train], y[train]), (x[test], y[test]), name="digits").with_public(public)
+
+
+def npz(
+    path: str,
+    normalise: Normalise = "auto",
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
+    channels: Literal["auto", "first", "last"] = "auto",
+    public: float = 0.0,
+) -> Pool:
+    """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …"""
+    arrays = _arrays(path)
+    if missing := [key for key in ("x_train", "y_train") if key not in arrays]:
+        raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
+    if ("x_test" in arrays) != ("y_test" in arrays):
+        raise DataError(f"{path} has one of x_test and y_test; both are needed, or none.")
+    tested = "x_test" in arrays
+    x, tx = (_images(arrays[key], channels) if key in arrays else None for key in ("x_train", "x_test"))
+    assert x is not None
+    y, ty, classes = _named(arrays, "y_train", "y_test")
+    own, test_own, _ = _named(arrays, "client_train", "client_test", renumber=True)
+    home, test_home, places = _named(arrays, "domain_train", "domain_test")
+    assert y is not None
+    return Pool.of(
+        (x, y),
+        (tx, ty) if tx is not None and ty is not None else None,
+        clients=own,
+        test_clients=test_own if tested else None,
+        domains=home,
+        test_domains=test_home if tested else None,
+        public=_images(arrays["public"], channels) if "public" in arrays else None,
+        name=Path(path).stem,
+        class_names=_strings(arrays, "classes") or classes,
+        domain_names=_strings(arrays, "domains") or places,
+        scale=Scale.of(torch.as_tensor(x), normalise, mean, std),
+    ).with_public(public)
+
+
+DATA: dict[str, Callable[..., Pool]] = {"digits": digits, "npz": npz, "images": images, "text": text, "hub": hub}
+
+
+def source(spec: str) -> Callable[..., Pool]:
+    """What a name stands for: one of `DATA`, a file or folder, or hub:owner/name. Call it with options for the pool."""
+    if spec.startswith("hub:"):
+        return partial(hub, spec.removeprefix("hub:"))
+    path = Path(spec)
+    if spec in DATA or not (path.suffix or "/" in spec or path.exists()):
+        return known(DATA, spec, "data set")
+    if not path.exists():
+        raise DataError(f"the data {spec!r} was asked for; there is no such file or folder in {Path.cwd()}.")
+    if path.is_dir():
+        return partial(images, spec)
+    if path.suffix == ".npz":
+        return partial(text if "text" in _keys(spec) else npz, spec)
+    if path.suffix in (".txt", ".json"):
+        return partial(text, spec)
+    raise DataError(f"the data {spec!r} was asked for; .npz, .txt, .json, a folder of images and hub:owner/name fit.")
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------
+
+
+def _keys(path: str) -> list[str]:
+    """The names of a file's arrays, without reading them."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            return [name.removesuffix(".npy") for name in archive.namelist()]
+    except (OSError, zipfile.BadZipFile) as error:
+        raise DataError(f"{path} cannot be read as an .npz file: {error}.") from error
+
+
+def _arrays(path: str) -> dict[str, np.ndarray]:
+    try:
+        with np.load(path, allow_pickle=False) as file:
+            return {key: file[key] for key in file}
+    except (OSError, ValueError, AttributeError, TypeError, zipfile.BadZipFile, EOFError) as error:
+        raise DataError(f"{path} cannot be read as an .npz file: {error}.") from error
+
+
+def _images(array: np.ndarray, channels: Literal["auto", "first", "last"]) -> np.ndarray:
+    """(sample, channel, …) from what files have: bytes without channels, or with the channels last."""
+    if array.dtype == np.uint8 and array.ndim == 3:
+        return array[:, None]
+    last = array.ndim >= 4 and array.shape[-1] in (1, 3, 4) and array.shape[1] not in (1, 3, 4)
+    if channels == "last" or (channels == "auto" and last):
+        return np.ascontiguousarray(np.moveaxis(array, -1, 1))
+    return array
+
+
+def _named(
+    arrays: Mapping[str, np.ndarray], train: str, test: str, renumber: bool = False
+) -> tuple[np.ndarray | None, np.ndarray | None, tuple[str, ...]]:
+    """Numbers for what two arrays call by names; ids that are numbers may have gaps and are renumbered on request."""
+    if train not in arrays:
+        if test in arrays:
+            raise DataError(f"there is {test} but no {train}; the names of test samples alone say nothing.")
+        return None, None, ()
+    one, other = arrays[train], arrays.get(test)
+    if one.dtype.kind != "U" and not renumber:
+        return one, other, ()
+    both = one if other is None else np.concatenate([one.reshape(-1), other.reshape(-1)])
+    names, codes = np.unique(both.reshape(-1), return_inverse=True)
+    called = tuple(map(str, names)) if one.dtype.kind == "U" and not renumber else ()
+    first = codes[: one.size].reshape(one.shape)
+    return first, None if other is None else codes[one.size :].reshape(other.shape), called
+
+
+def _strings(arrays: Mapping[str, np.ndarray], key: str) -> tuple[str, ...]:
+    return tuple(map(str, arrays[key])) if key in arrays else ()

@@ -6,6 +6,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal
 
 import torch
@@ -26,6 +27,7 @@ if TYPE_CHECKING:
 
 _CUTS_KEPT = 16
 Precision = Literal["fp32", "tf32", "bf16"]
+_CALIBRATION = 1 << 16  # samples that norm statistics are measured over, at most: all of CIFAR or MNIST
 
 
 @dataclass
@@ -105,13 +107,17 @@ class Engine(ABC):
     @abstractmethod
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]: ...
 
-    def calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
-        """Norm statistics of a network, measured over the pooled training data (the papers' static norms)."""
+    def calibrate(
+        self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor | None = None
+    ) -> dict[str, Tensor]:
+        """Norm statistics of a network, measured over the pooled training data (the papers' static norms), or some."""
         with _failing("the calibration of norms failed"), self.computing():
-            return self._calibrate(submodel, weights, batch_size)
+            return self._calibrate(submodel, weights, batch_size, self.pooled if samples is None else samples)
 
     @abstractmethod
-    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]: ...
+    def _calibrate(
+        self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor
+    ) -> dict[str, Tensor]: ...
 
     # --- the pieces they share ---------------------------------------------------------------------------------
 
@@ -242,13 +248,23 @@ class Engine(ABC):
         samples = torch.arange(count) if exam.samples is None else exam.samples
         return samples.to(self.world.device)
 
+    @cached_property
     def pooled(self) -> Tensor:
-        """All training samples that some client holds, mixed, so that a batch is like the whole."""
-        samples = torch.cat([part.cpu() for part in self.data.parts])
-        return samples[noise.order(noise.key(3, self.world.seed), len(samples))].to(self.world.device)
+        """The training samples that clients hold, mixed, so that a batch is like the whole; of very many, a fixed draw.
+
+        Found once: going through all clients at every evaluation would cost with the population.
+        """
+        samples = self.data.parts.order
+        mixed = samples[noise.order(noise.key(3, self.world.seed), len(samples))]
+        return mixed[:_CALIBRATION].to(self.world.device)
 
     def _check_data(self) -> None:
-        example, inputs = self.world.family.example_inputs[0], self.data.inputs
+        if len(self.world.family.example_inputs) != 1:
+            raise DataError(
+                f"the model was traced with {len(self.world.family.example_inputs)} inputs; {self.data.name} has one a "
+                "sample. Wrap the model in a module that takes one tensor, and trace that."
+            )
+        example, inputs = self.world.family.example_inputs[0], self.data.example
         if tuple(example.shape[1:]) != tuple(inputs.shape[1:]):
             raise DataError(
                 f"the model was traced with inputs of shape {tuple(example.shape[1:])} a sample; "

@@ -67,7 +67,7 @@ class Sequential(Engine):
     def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
         rows = rows.to(self.world.device)
         key = noise.fold_in(torch.tensor(self.keys(job)[1], device=self.world.device), step)
-        return Batch(augment(self.data.inputs[rows], learner.local, key), self.data.targets[rows], held, key)
+        return Batch(augment(self.data.samples(rows), learner.local, key), self.data.targets[rows], held, key)
 
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         mode, scores = exam_pass(method.local.norm), []
@@ -78,16 +78,15 @@ class Sequential(Engine):
                 rows = samples[start:stop]
                 with torch.no_grad():
                     net = self.world.family.net(exam.submodel.arch)
-                    logits, _ = net(exam.weights, self.data.test_inputs[rows], mode)
+                    logits, _ = net(exam.weights, self.data.test_samples(rows), mode)
                     logits = logits.movedim(self.world.family.layout.class_dim, 1)
                     total += right(logits, self.data.test_targets[rows], exam.held)
             scores.append(Score(exam.label, *map(int, total)))
         return scores
 
-    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor) -> dict[str, Tensor]:
         net, mode, measured = self.world.family.net(submodel.arch), Pass(statistics="measure"), []
-        samples = self.pooled()
         for start, stop in spans(len(samples), batch_size, "keep"):
             with torch.no_grad():
-                measured.append(net(weights, self.data.inputs[samples[start:stop]], mode)[1])
+                measured.append(net(weights, self.data.samples(samples[start:stop]), mode)[1])
         return mean_statistics(measured)

@@ -280,7 +280,7 @@ class Vectorised(Engine):
             state, received = _of(state, who), _of(received, who)
             slots = {slot: _of(values, who) for slot, values in slots.items()}
         rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
-        inputs, targets = self.data.inputs[rows], self.data.targets[rows]
+        inputs, targets = self.data.samples(rows), self.data.targets[rows]
         keys, before = noise.fold_in(stack.keys[who], step), state
         for place, phase in enumerate(learner.phases_at(step)):
             gradients = self.gradients(learner, stack.arch, phase)
@@ -411,11 +411,10 @@ class Vectorised(Engine):
         held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
         with torch.no_grad():
             mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0 if masked else None))
-            return mapped(weights, self.data.test_inputs[index], self.data.test_targets[index], held)
+            return mapped(weights, self.data.test_samples(index), self.data.test_targets[index], held)
 
-    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int) -> dict[str, Tensor]:
+    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor) -> dict[str, Tensor]:
         net, mode = self.world.family.net(submodel.arch), Pass(statistics="measure")
-        samples = self.pooled()
         by_size: dict[int, list[Tensor]] = {}
         for start, stop in spans(len(samples), batch_size, "keep"):
             by_size.setdefault(stop - start, []).append(samples[start:stop])
@@ -428,7 +427,7 @@ class Vectorised(Engine):
             most = self._most(submodel.arch, size, 0)
             for first in range(0, len(batches), most):
                 with torch.no_grad():
-                    some = vmap(one)(self.data.inputs[torch.stack(batches[first : first + most])])
+                    some = vmap(one)(self.data.samples(torch.stack(batches[first : first + most])))
                 measured += [
                     {name: value[i] for name, value in some.items()} for i in range(len(next(iter(some.values()))))
                 ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from fedquilt.checks import within
 from fedquilt.methods.method import Method, narrower
 from fedquilt.round.cut import prefix
 from fedquilt.terms import Budget, Client, Server, Submodel, World
@@ -16,8 +17,12 @@ class FedAvg(Method):
     `share` 1 is the papers' "homogeneous (largest)"; the smallest budget of a fleet gives "homogeneous (smallest)".
     """
 
-    share: float = 1.0
+    share: float = 1.0  # of every axis, for all clients
     paper = "McMahan et al. 2017"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, share="(0, 1]")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(Budget(share=self.share)))]

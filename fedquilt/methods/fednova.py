@@ -19,7 +19,7 @@ class FedNova(FedAvg):
     momentum it is FedAvg.
     """
 
-    mu: float = 0.0
+    mu: float = 0.0  # weight of the proximal term; 0: none
     paper = "Wang et al. 2020"
     copies = 2  # RaFL, Table 1: the normalised gradient travels beside the weights
 

@@ -14,7 +14,7 @@ from fedquilt.terms import Job, World
 class FedProx(FedAvg):
     """FedAvg with mu/2 · ‖w − w_received‖² added to the local objective; mu 0 gives FedAvg."""
 
-    mu: float = 0.01
+    mu: float = 0.01  # weight of the proximal term; 0: none
     paper = "Li et al. 2020"
 
     def __post_init__(self) -> None:

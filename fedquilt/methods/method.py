@@ -45,7 +45,7 @@ class Method:
     def init(self, world: World) -> Server:
         """The state before the first round."""
         family = world.family
-        tracked = family.statistics if self.local.norm in ("tracked", "local") else ()
+        tracked = family.statistics if self.local.norm == "tracked" else ()  # local ones never come here
         fresh = family.init(world.seed)
         names = (*family.trainable, *tracked, *family.carried)
         dtypes = {name: world.dtype if fresh[name].is_floating_point() else fresh[name].dtype for name in names}

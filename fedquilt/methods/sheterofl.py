@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
+from fedquilt.checks import within
 from fedquilt.methods.method import Method
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import CrossEntropy, Learner, Local, MaskedCrossEntropy, Objective, Phase, Summed
@@ -22,10 +23,14 @@ class SHeteroFL(Method):
 
     local: Local = Local()
     weighting: Weighting = "uniform"
-    widths: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)
-    count_widths: bool = False
+    widths: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)  # the shares a client trains, as far as it can hold them
+    count_widths: bool = False  # in the merge a client counts once for every width, as in the released code
     paper = "Hong et al. 2022"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"count_widths": True}}
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, widths="(0, 1]")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(client.budget))]

@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections import ChainMap
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fedquilt.files import settled
 from fedquilt.round.clients import Fleet
 from fedquilt.round.serve import Evaluation, Grades, grade
-from fedquilt.terms import Job, Server
+from fedquilt.terms import Job, Memory, Server
 
 if TYPE_CHECKING:
     from fedquilt.engines import Engine
@@ -26,8 +28,8 @@ class Record:
     bytes_down: int
     bytes_up: int
     macs: int
-    loss: float
-    stacks: int
+    loss: float | None  # None: nobody was there to take part
+    stacks: int = 0  # how many groups of clients were trained as one; not written down
     grades: Grades = field(default_factory=Grades)
 
     def to_dict(self) -> dict[str, Any]:
@@ -37,42 +39,55 @@ class Record:
             record |= {"accuracy": self.grades.accuracy, "metrics": self.grades.metrics}
         return record
 
-
-def federate(
-    method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: int, evaluation: Evaluation
-) -> Iterator[tuple[Server, Record]]:
-    """Play rounds until the server has `rounds` behind it; yields the state after each."""
-    world = engine.world
-    while server.round < rounds:
-        began = time.perf_counter()
-        cohort = [
-            fleet.client(id, server.round, world.seed, engine.data.size(id))
-            for id in fleet.cohort(server.round, world.seed)
-        ]
-        jobs = [Job(c, submodel, server.round) for c in cohort for submodel in method.plan(server, c, world)]
-        fold = method.fold(server, world)
-        outcome = engine.train(method, server, jobs, fold)
-        weights, slots = fold.finish(server)
-        # Memories move on in place, once the round has succeeded: a copy would cost with the population.
-        memory = server.memory
-        memory.update(outcome.memory)
-        server = replace(server, round=server.round + 1, weights=weights, slots=slots, memory=memory)
-        due = evaluation.due(server.round, rounds)
-        grades = grade(method, server, fleet, engine, evaluation) if due else Grades()
-        yield (
-            server,
-            Record(
-                round=server.round,
-                seconds=time.perf_counter() - began,
-                clients=len(cohort),
-                bytes_down=outcome.bytes_down * method.copies,
-                bytes_up=outcome.bytes_up * method.copies,
-                macs=outcome.macs,
-                loss=sum(outcome.losses) / max(1, len(outcome.losses)),
-                stacks=outcome.stacks,
-                grades=grades,
-            ),
-        )
+    @staticmethod
+    def from_dict(plain: Mapping[str, Any]) -> Record:
+        """What `to_dict` wrote."""
+        rest = {name: value for name, value in plain.items() if name not in ("accuracy", "metrics")}
+        return Record(**rest, grades=Grades(plain.get("accuracy", {}), plain.get("metrics", {})))
 
 
-__all__ = ["Evaluation", "Fleet", "Grades", "Record", "federate"]
+@dataclass(frozen=True)
+class Played:
+    """A round that succeeded and does not count yet."""
+
+    server: Server  # its memories are those of the round before
+    memory: Mapping[tuple[int, str], Memory]  # those that changed
+    record: Record
+
+
+def play(method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: int, evaluation: Evaluation) -> Played:
+    """The next of `rounds` rounds; nothing that was handed in changes."""
+    began, world = time.perf_counter(), engine.world
+    cohort = [
+        fleet.client(id, server.round, world.seed, engine.data.size(id))
+        for id in fleet.cohort(server.round, world.seed)
+    ]
+    jobs = [Job(c, submodel, server.round) for c in cohort for submodel in method.plan(server, c, world)]
+    fold = method.fold(server, world)
+    outcome = engine.train(method, server, jobs, fold)
+    weights, slots = fold.finish(server)
+    after = replace(
+        server,
+        round=server.round + 1,
+        weights={name: settled(value) for name, value in weights.items()},
+        slots={slot: {name: settled(value) for name, value in values.items()} for slot, values in slots.items()},
+    )
+    grades = Grades()
+    if evaluation.due(after.round, rounds):
+        remembered = replace(after, memory=ChainMap(outcome.memory, server.memory))
+        grades = grade(method, remembered, fleet, engine, evaluation)
+    record = Record(
+        round=after.round,
+        seconds=time.perf_counter() - began,
+        clients=len(cohort),
+        bytes_down=outcome.bytes_down * method.copies,
+        bytes_up=outcome.bytes_up * method.copies,
+        macs=outcome.macs,
+        loss=sum(outcome.losses) / len(outcome.losses) if outcome.losses else None,
+        stacks=outcome.stacks,
+        grades=grades,
+    )
+    return Played(after, outcome.memory, record)
+
+
+__all__ = ["Evaluation", "Fleet", "Grades", "Played", "Record", "play"]

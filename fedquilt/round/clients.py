@@ -2,70 +2,176 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
+
 from fedquilt import noise
-from fedquilt.errors import ConfigError
+from fedquilt.checks import outside, refuse
+from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.fleets import FIVE_SHARES, FLEETS, Budgets, Deal, Uniform, Which, in_portions, in_turn
+from fedquilt.names import known
+from fedquilt.round.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.terms import Budget, Client
 
-FIVE_SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 
-
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Fleet:
-    """All devices, by the budget of each, and how many take part in a round."""
+    """All devices, by the budget of each, and how many take part in a round.
 
-    budgets: tuple[Budget, ...]
+    It is two arrays however many there are, and nothing a round asks of it costs more than the cohort.
+    """
+
+    kinds: tuple[Budget, ...]  # the different budgets; those nobody has are left out, in order of first appearance
+    which: Which  # of each client, the place of its budget among the kinds
     sample: int
-    dynamic: tuple[Budget, ...] = ()  # if given, budgets are redrawn from these every round
+    dynamic: bool = False  # every round, every client has the budget of one drawn from all of them
+    presence: Presence | None = None  # None: everybody can always be reached
 
     def __post_init__(self) -> None:
-        if not 1 <= self.sample <= len(self.budgets):
-            raise ConfigError(f"a cohort of {self.sample} was asked for; the fleet has {len(self.budgets)} clients.")
+        if not 1 <= self.sample <= self.num_clients:
+            raise ConfigError(f"a cohort of {self.sample} was asked for; the fleet has {self.num_clients} clients.")
+        places, first = np.unique(self.which, return_index=True)
+        met: dict[Budget, int] = {}
+        renamed = np.zeros(len(self.kinds), dtype=np.int32)
+        for place in places[np.argsort(first)].tolist():
+            renamed[place] = met.setdefault(self.kinds[place], len(met))
+        object.__setattr__(self, "kinds", tuple(met))
+        object.__setattr__(self, "which", renamed[self.which])
 
     @staticmethod
-    def of(shares: Sequence[float], num_clients: int, sample: int | None = None, dynamic: bool = False) -> Fleet:
-        """Equal numbers of clients of each share, dealt in turn; the cohort is a tenth unless `sample` says."""
-        kinds = tuple(Budget(share=share) for share in shares)
-        dealt = tuple(kinds[client % len(kinds)] for client in range(num_clients))
-        return Fleet(dealt, _cohort(sample, num_clients), kinds if dynamic else ())
+    def of(
+        shares: Budgets | Sequence[float | Budget],
+        num_clients: int,
+        sample: int | float = 0.1,
+        dynamic: bool = False,
+        available: Availability | None = None,
+        seed: int = 0,
+    ) -> Fleet:
+        """Clients of some shares or budgets, dealt in turn, or of a preset such as `fleets.Income()`.
+
+        `sample` is the size of a cohort: a number of clients, or, as a float up to 1.0, a part of all.
+        """
+        dealt = shares.deal(num_clients, seed) if isinstance(shares, Budgets) else in_turn(shares, num_clients)
+        return _fleet(dealt, sample, dynamic, available, seed)
 
     @staticmethod
-    def mixed(portions: Mapping[float, float], num_clients: int, sample: int | None = None) -> Fleet:
-        """Clients in given proportions: `{1.0: 0.2, 0.5: 0.4, 0.25: 0.4}`."""
-        bounds, total = [], 0.0
-        for share, portion in portions.items():
-            total += portion
-            bounds.append((total, Budget(share=share)))
-        dealt = tuple(
-            next((budget for bound, budget in bounds if (client + 0.5) / num_clients * total <= bound), bounds[-1][1])
-            for client in range(num_clients)
-        )
-        return Fleet(dealt, _cohort(sample, num_clients))
+    def mixed(
+        portions: Mapping[float | Budget, float],
+        num_clients: int,
+        sample: int | float = 0.1,
+        dynamic: bool = False,
+        available: Availability | None = None,
+        seed: int = 0,
+    ) -> Fleet:
+        """Clients in given proportions, neighbours alike: `{1.0: 0.2, 0.5: 0.4, 0.25: 0.4}`."""
+        dealt = in_portions(list(portions), list(portions.values()), num_clients)
+        return _fleet(dealt, sample, dynamic, available, seed)
 
     @property
     def num_clients(self) -> int:
-        return len(self.budgets)
+        return len(self.which)
 
     @property
-    def kinds(self) -> tuple[Budget, ...]:
-        """The different budgets, in order of first appearance."""
-        return tuple(dict.fromkeys(self.dynamic or self.budgets))
+    def counts(self) -> dict[Budget, int]:
+        """How many clients have each budget."""
+        return dict(zip(self.kinds, np.bincount(self.which, minlength=len(self.kinds)).tolist(), strict=True))
+
+    def first(self, budget: Budget) -> int:
+        """The first client with a budget."""
+        return int(np.argmax(self.which == self.kinds.index(budget)))
 
     def budget(self, client: int, round: int, seed: int) -> Budget:
-        if not self.dynamic:
-            return self.budgets[client]
-        return self.dynamic[noise.key(seed, 21, client, round) % len(self.dynamic)]
+        """What a client can hold in a round. Dynamic budgets keep the fleet's proportions."""
+        like = noise.key(seed, 21, client, round) % self.num_clients if self.dynamic else client
+        return self.kinds[int(self.which[like])]
+
+    def check(self, rounds: int) -> None:
+        """Refuse to play so many rounds if from one of them on nobody would ever be there again."""
+        last = self.presence.last if self.presence else None
+        if self.presence and last is not None and rounds > last:
+            raise ConfigError(
+                f"{rounds} rounds were asked for; in {self.presence.name} nobody is there after {last} of them. "
+                f"Play {last}, leave an end empty, or set a period."
+            )
 
     def cohort(self, round: int, seed: int) -> list[int]:
-        """The clients of one round; the cost of drawing them grows with the cohort, not with the fleet."""
-        return sorted(random.Random(noise.key(seed, 22, round)).sample(range(self.num_clients), self.sample))
+        """The clients of one round, ascending: `sample` of those that are there, or all if they are fewer, or none."""
+        word = noise.key(seed, 22, round)
+        if self.presence is None:
+            return noise.choose(word, self.sample, self.num_clients)
+        return self.presence.draw(round, self.sample, word)
 
     def client(self, id: int, round: int, seed: int, size: int) -> Client:
         return Client(id, self.budget(id, round, seed), size)
 
 
-def _cohort(sample: int | None, num_clients: int) -> int:
-    return max(1, num_clients // 10) if sample is None else sample
+@dataclass(frozen=True)
+class Devices:
+    """A fleet as settings: how many clients, how many of them a round, what they can hold, when they are there."""
+
+    clients: int | None = None  # None: as many as the data has
+    sample: int | float = 0.1  # a cohort: a number of clients, or, as a float up to 1.0, a part of all
+    budgets: Budgets | dict[str, float] = Uniform()  # a preset, or portions by share
+    dynamic: bool = False  # budgets are redrawn every round, in the same proportions
+    available: Trace | Diurnal | str = ""  # a trace's file or a pattern; nothing: everybody, always
+
+    def __post_init__(self) -> None:
+        bounds = {"sample": "(0, 1]" if isinstance(self.sample, float) else "[1, inf)"}
+        wrong = outside(self, **bounds, **({} if self.clients is None else {"clients": "[1, inf)"}))
+        for name in () if isinstance(self.budgets, Budgets) else self.budgets:
+            try:
+                _share(name)
+            except ConfigError as error:
+                wrong["budgets"] = str(error)
+        refuse(self, wrong)
+
+    def fleet(self, num_clients: int, seed: int = 0) -> Fleet:
+        """The fleet for data that is dealt to so many clients."""
+        count = num_clients if self.clients is None else self.clients
+        if count > num_clients:
+            raise ConfigError(f"{count} clients were asked for; the data is dealt to {num_clients}.")
+        budgets, available = self.budgets, self._availability()
+        if isinstance(budgets, Budgets):
+            return Fleet.of(budgets, count, self.sample, self.dynamic, available, seed)
+        portions: dict[float | Budget, float] = {_share(name): portion for name, portion in budgets.items()}
+        return Fleet.mixed(portions, count, self.sample, self.dynamic, available, seed)
+
+    def _availability(self) -> Availability | None:
+        if not isinstance(self.available, str):
+            return self.available
+        if not self.available:
+            return None
+        if self.available.endswith(".csv"):
+            return Trace(self.available)
+        return known({"diurnal": Diurnal}, self.available, "pattern of availability or .csv file")()
+
+
+def _share(name: str) -> float:
+    try:
+        return Budget(share=float(name)).share or 0.0
+    except (ValueError, BudgetError) as error:
+        raise ConfigError(
+            f"budgets of a share of {name!r} were asked for; shares lie in (0, 1], as in {{ '1' = 0.2, '0.5' = 0.8 }}."
+        ) from error
+
+
+def _fleet(dealt: Deal, sample: int | float, dynamic: bool, available: Availability | None, seed: int) -> Fleet:
+    kinds, which = dealt
+    presence = available.presence(len(which), seed) if available else None
+    return Fleet(kinds, which, cohort_size(sample, len(which)), dynamic, presence)
+
+
+def cohort_size(sample: int | float, num_clients: int) -> int:
+    """How many clients a cohort has: 10 is ten of them, 0.1 a tenth (at least one), 1 one of them, 1.0 all."""
+    if isinstance(sample, int | np.integer):
+        return int(sample)
+    if not 0 < sample <= 1:
+        raise ConfigError(
+            f"a cohort of {sample} was asked for; write a number of clients, or a part of all in (0, 1], such as 0.1."
+        )
+    return max(1, round(sample * num_clients))
+
+
+__all__ = ["AVAILABILITY", "FIVE_SHARES", "FLEETS", "Budgets", "Devices", "Diurnal", "Fleet", "Trace", "cohort_size"]

@@ -703,6 +703,11 @@ def itinerary(size: int, local: Local, key: int) -> list[Tensor]:
 
 def augment(inputs: Tensor, local: Local, key: Tensor) -> Tensor:
     """Random crops and flips of a batch of images, drawn from the key. Pure: may be vmapped."""
+    if (local.crop or local.flip) and inputs.dim() != 4:
+        raise ConfigError(
+            f"crop = {local.crop} and flip = {local.flip} were asked for; they are for images (channel, height, "
+            f"width), and a sample has shape {tuple(inputs.shape[1:])}."
+        )
     if local.crop:
         pad = local.crop
         height, width = inputs.shape[-2:]

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from fedquilt.checks import within
 from fedquilt.round.cut import Cutter, Rows, add_at, blocks, is_blocky, is_whole
 from fedquilt.terms import Server, Slots, Submodel, Update, Weights
 
@@ -65,6 +66,9 @@ class ServerMomentum:
     lr: float = 1.0
     momentum: float = 0.9
 
+    def __post_init__(self) -> None:
+        within(self, lr="(0, inf)", momentum="[0, 1)")
+
     @property
     def slots(self) -> tuple[str, ...]:
         return ("momentum",)
@@ -82,6 +86,9 @@ class ServerAdam:
     beta1: float = 0.9
     beta2: float = 0.99
     tau: float = 1e-3
+
+    def __post_init__(self) -> None:
+        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", tau="(0, inf)")
 
     @property
     def slots(self) -> tuple[str, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
@@ -11,6 +10,7 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
+from fedquilt.checks import within
 from fedquilt.family.net import Pass
 from fedquilt.round.clients import Fleet
 from fedquilt.round.local import NormPolicy
@@ -82,6 +82,9 @@ class Evaluation:
     clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
 
+    def __post_init__(self) -> None:
+        within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)")
+
     def due(self, round: int, rounds: int) -> bool:
         return round == rounds or bool(self.every and round % self.every == 0)
 
@@ -100,7 +103,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     if method.personal:
         scores: list[Score] = []
         for some in _few(_asked(fleet, server, engine, how)):
-            exams = [_own_exam(method, server, client, engine) for client in some]
+            exams = [_own_exam(method, server, client, engine, how.batch_size) for client in some]
             scores += engine.evaluate(method, exams, how.batch_size)
         return Grades(mean_by_label(scores))
     # The whole model counts even where no device holds it: a server's may be larger than any client's.
@@ -150,7 +153,7 @@ def _asked(fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> lis
     seed, count = engine.world.seed, min(how.clients, fleet.num_clients)
     trained = sorted({client for client, _ in server.memory}) if count < fleet.num_clients else []
     pool: Sequence[int] = trained if len(trained) >= count else range(fleet.num_clients)
-    drawn = sorted(random.Random(noise.key(seed, 23)).sample(pool, count))
+    drawn = [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))]
     return [fleet.client(client, server.round, seed, engine.data.size(client)) for client in drawn]
 
 
@@ -160,12 +163,14 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
         yield clients[first : first + count]
 
 
-def _own_exam(method: Method, server: Server, client: Client, engine: Engine) -> Exam:
+def _own_exam(method: Method, server: Server, client: Client, engine: Engine, batch_size: int) -> Exam:
     """What a client holds now, tested on its own part of the test set, or on all of it where there are no parts."""
     world = engine.world
     submodel = method.plan(server, client, world)[0]
     job = Job(client, submodel, server.round)
     state = engine.start(server, job, method.learner(job, world)).state
+    if method.local.norm == "post" and world.family.statistics:
+        state = {**state, **engine.calibrate(submodel, state, batch_size, engine.data.parts[client.id])}
     samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
     return Exam(share_label(client.budget, world), submodel, state, samples, _hidden(method, client, engine))
 

@@ -5,17 +5,26 @@ from __future__ import annotations
 import json
 import os
 import pty
+import signal
 import subprocess
 import sys
+import time
+import tomllib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
-from fedquilt.cli import main
+import fedquilt as fq
+from fedquilt.cli import COMMANDS, main
+from fedquilt.cli.options import FLAGS
+from fedquilt.config import Experiment
 from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
+from fedquilt.records import load
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1"]
@@ -53,9 +62,13 @@ def method():
 def net(num_classes):
     return nn.Sequential(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, num_classes))
 
+def pool():
+    generator = torch.Generator().manual_seed(0)
+    x, y = torch.randn(60, 1, 8, 8, generator=generator), torch.arange(60) % 3
+    return fq.data.Pool.of((x, y), (x, y))
+
 def data():
-    x, y = torch.randn(60, 1, 8, 8), torch.arange(60) % 3
-    return fq.FederatedData.of((x, y), (x, y), [range(10 * i, 10 * i + 10) for i in range(6)])
+    return pool().deal(6)
 
 def nothing():
     return 3
@@ -65,27 +78,35 @@ def broken():
 """
 
 
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+
+
 def command(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "fedquilt.cli", *args]
-    return subprocess.run(line, capture_output=True, text=True, env=environment, check=False, **options)
+    return subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, check=False, **options)
 
 
 @pytest.fixture
-def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     (tmp_path / "mine.py").write_text(OWN)
     monkeypatch.chdir(tmp_path)
-    from fedquilt import config
+    return tmp_path
 
-    config._read.cache_clear()
+
+TINY = ["--model", "mine.py:net", "--data", "mine.py:data", "--method", "fedavg", "--cohort", "3"]
+
+
+def told(capsys: pytest.CaptureFixture[str], *args: str, status: int = 0) -> Any:
+    """What a command with --json says on standard output."""
+    assert main([*args, "--json"]) == status
+    return json.loads(capsys.readouterr().out)
 
 
 # --- run --------------------------------------------------------------------------------------------------------
 
 
 def test_the_demo_learns(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--rounds", "8", "--json"]) == 0
-    accuracy = json.loads(capsys.readouterr().out)["accuracy"]
+    accuracy = told(capsys, "run", "--rounds", "8")["accuracy"]
     assert accuracy["1.0"] > 0.9
     assert accuracy["0.5"] > 0.7
     assert accuracy["0.25"] > 0.4
@@ -106,11 +127,11 @@ def test_output_that_is_no_terminal_is_plain_text() -> None:
     assert lines[6].startswith("1 round in ")
 
 
-def test_a_terminal_gets_a_bar_and_a_frame() -> None:
+def on_a_terminal(*args: str, cwd: Path | None = None) -> str:
     parent, child = pty.openpty()
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "TERM": "xterm", "COLUMNS": "100"}
-    line = [sys.executable, "-m", "fedquilt.cli", "run", *QUICK]
-    with subprocess.Popen(line, stdout=child, stderr=child, env=environment) as process:
+    environment = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "100"}
+    line = [sys.executable, "-m", "fedquilt.cli", *args]
+    with subprocess.Popen(line, stdout=child, stderr=child, env=environment, cwd=cwd) as process:
         os.close(child)
         shown = b""
         try:
@@ -119,13 +140,17 @@ def test_a_terminal_gets_a_bar_and_a_frame() -> None:
         except OSError:  # how Linux says that the other end is closed
             pass
     os.close(parent)
-    assert process.returncode == 0
-    text = shown.decode()
+    assert process.returncode == 0, shown.decode()
+    return shown.decode()
+
+
+def test_a_terminal_gets_a_bar_and_a_frame() -> None:
+    text = on_a_terminal("run", *QUICK)
     assert "rounds/s" in text
     assert "╭" in text
 
 
-def test_json_is_all_there_is_on_standard_output(own: None, capfd: pytest.CaptureFixture[str]) -> None:
+def test_json_is_all_there_is_on_standard_output(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
     parts = ["--model", "mine.py:net", "--method", "mine.py:method", "--data", "mine.py:data"]
     assert main(["run", *parts, "--rounds", "2", "--json"]) == 0
     said = capfd.readouterr()
@@ -133,48 +158,214 @@ def test_json_is_all_there_is_on_standard_output(own: None, capfd: pytest.Captur
     assert set(summary) == SUMMARY
     assert set(summary["accuracy"]) == {"1.0", "0.5", "0.25"}
     assert summary["rounds"] == 2
-    assert summary["method"] == "mine.py:method"
+    assert summary["method"] == "mine.py:Mine"
+    assert summary["model"] == "mine.py:net"
     assert summary["bytes_down"] > 0
     assert said.err.count("a module may talk") == 1
 
 
-def test_a_run_leaves_a_folder(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    out = tmp_path / "deep" / "run"
-    assert main(["run", *QUICK, "--rounds", "2", "--out", str(out)]) == 0
-    summary = json.loads((out / "summary.json").read_text())
-    rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    assert set(summary) == SUMMARY
-    assert [record["round"] for record in rounds] == [1, 2]
-    assert ROUND <= set(rounds[0]) <= ROUND | {"accuracy", "metrics"}
-    assert rounds[-1]["accuracy"] == summary["accuracy"]
-    assert sum(record["bytes_up"] for record in rounds) == summary["bytes_up"]
-    capsys.readouterr()
-    assert main(["run", *QUICK, "--out", str(out)]) == 2
-    assert "a run is there already" in capsys.readouterr().err
-
-
-def test_a_seed_repeats_a_run(capsys: pytest.CaptureFixture[str]) -> None:
-    found = []
-    for seed in ("3", "3", "4"):
-        assert main(["run", *QUICK, "--seed", seed, "--json"]) == 0
-        found.append(json.loads(capsys.readouterr().out)["accuracy"])
+def test_a_seed_repeats_a_run(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = [told(capsys, "run", *TINY, "--rounds", "1", "--seed", seed)["accuracy"] for seed in ("3", "3", "4")]
     assert found[0] == found[1]
     assert found[0] != found[2]
 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_by_its_name_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "--method", name, *QUICK, "--labels", "3", "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["method"] == name
+    assert told(capsys, "run", "--method", name, *QUICK, "--labels", "3")["method"] == name
 
 
-def test_settings_reach_the_method(own: None) -> None:
-    from fedquilt.cli import RunRequest
+def test_a_run_may_start_from_given_weights(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    family = fq.trace(MODELS["tiny_resnet"].factory, torch.zeros(2, 1, 8, 8))
+    save_file({name: weight + 1 for name, weight in family.init(0).items()}, "start.safetensors")
+    first = told(capsys, "run", *QUICK)["accuracy"]
+    assert told(capsys, "run", *QUICK, "--init", "start.safetensors")["accuracy"] != first
+    assert main(["run", *QUICK, "--init", "mine.py"]) == 2
+    assert "cannot be read as safetensors" in capsys.readouterr().err
 
-    assert RunRequest().make_method().local.optimiser.lr == 0.1
-    assert RunRequest(lr=0.5, epochs=3).make_method().local.optimiser.lr == 0.5
-    kept = RunRequest(method="mine.py:method", epochs=4).make_method().local
-    assert (kept.optimiser.lr, kept.batch_size, kept.epochs) == (0.03, 5, 4)
+
+# --- settings ---------------------------------------------------------------------------------------------------
+
+SETTINGS = """
+rounds = 2
+method = { name = "fedrolex", shift = 1 }
+model = "mine.py:net"
+data = "mine.py:data"
+fleet = { sample = 3, budgets = { "1.0" = 0.5, "0.5" = 0.5 } }
+engine = "sequential"
+"""
+
+
+def test_a_file_holds_an_experiment_and_flags_change_it(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.toml").write_text(SETTINGS)
+    asked = ["--rounds", "1", "--set", "method.shift=2", "--set", "method.local.norm=tracked", "--lr", "0.3"]
+    summary = told(capsys, "run", "a.toml", *asked, "--out", "d")
+    assert (summary["method"], summary["engine"], summary["rounds"]) == ("fedrolex", "sequential", 1)
+    written = tomllib.loads(Path("d/config.toml").read_text())
+    assert written["method"]["shift"] == 2
+    assert written["method"]["local"]["norm"] == "tracked"
+    assert written["method"]["local"]["optimiser"]["lr"] == 0.3
+    assert written["fleet"]["clients"] == 6
+
+
+def test_the_resolved_file_alone_repeats_the_run_bit_for_bit(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*TINY, "--rounds", "3", "--seed", "5", "--set", "method.local.optimiser.momentum=0", "--labels", "2"]
+    first = told(capsys, "run", *asked, "--data", "mine.py:pool", "--clients", "5", "--out", "one")
+    again = told(capsys, "run", "one/config.toml", "--out", "two")
+    assert first | {"seconds": 0} == again | {"seconds": 0}
+    assert Path("one/config.toml").read_text() == Path("two/config.toml").read_text()
+    ours, theirs = load("one").weights, load("two").weights
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name])
+
+
+def test_all_problems_are_told_at_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("a.toml").write_text(SETTINGS.replace("shift", "shfit").replace("sample", "smaple") + "seed = true\n")
+    assert main(["run", "a.toml", "--engine", "vectorized", "--lr", "0", "--set", "a.b=1"]) == 2
+    first, *lines = capsys.readouterr().err.splitlines()
+    assert first == "ConfigError: 6 problems in a.toml:"
+    assert [line.split(": ")[0].strip() for line in lines] == [
+        "method.shfit",
+        "method.local.optimiser.lr (--lr)",
+        "fleet.smaple",
+        "engine.name (--engine)",
+        "seed",
+        "a (--set)",
+    ]
+
+
+def test_every_flag_is_a_setting(own: Path) -> None:
+    """The table of shortcuts names fields that exist."""
+    Path("a.toml").write_text(SETTINGS)
+    values: dict[str, Any] = {
+        "method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised", "device": "cpu",
+        "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
+        "lr": 0.7, "batch_size": 3, "epochs": 5,
+    }  # fmt: skip
+    assert values.keys() == FLAGS.keys()
+    experiment = COMMANDS["run"](**values).experiment("a.toml", "fedavg")
+    assert experiment.names == {"method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised"}
+    local = experiment.method.local
+    assert (local.optimiser.lr, local.batch_size, local.epochs) == (0.7, 3, 5)
+    assert (experiment.rounds, experiment.seed, experiment.init) == (7, 8, "x")
+    assert (experiment.fleet.clients, experiment.fleet.sample) == (9, 0.25)
+    assert experiment.data.partition == fq.data.Labels(labels=4)
+    assert (experiment.engine.device, experiment.engine.precision) == ("cpu", "fp64")
+
+
+# --- folders ----------------------------------------------------------------------------------------------------
+
+
+def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = own / "deep" / "run"
+    summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", str(out))
+    rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    assert json.loads((out / "summary.json").read_text()) == summary
+    assert [record["round"] for record in rounds] == [1, 2]
+    assert ROUND <= set(rounds[0]) <= ROUND | {"accuracy", "metrics", "stacks"}
+    assert rounds[-1]["accuracy"] == summary["accuracy"]
+    assert sum(record["bytes_up"] for record in rounds) == summary["bytes_up"]
+    assert main(["run", *TINY, "--out", str(out)]) == 2
+    assert "a run is there already" in capsys.readouterr().err
+
+
+def test_a_finished_run_tells_its_summary_or_trains_longer(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", "d")
+    assert told(capsys, "run", "--resume", "d") == summary
+    assert told(capsys, "run", "--resume", "d", "--rounds", "1") == summary
+    assert main(["run", "--resume", "d"]) == 0
+    assert capsys.readouterr().out.splitlines()[-1].startswith("2 rounds in ")
+    longer = told(capsys, "run", "--resume", "d", "--rounds", "4")
+    assert longer["rounds"] == 4
+    assert tomllib.loads(Path("d/config.toml").read_text())["rounds"] == 4
+    told(capsys, "run", *TINY, "--rounds", "4", "--out", "whole")
+    ours, theirs = load("d").weights, load("whole").weights
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name])
+
+
+def test_a_run_goes_on_with_its_own_settings(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
+    assert main(["run", "--resume", "d", "--seed", "3", "--set", "rounds=3"]) == 2
+    assert "--resume d was asked for together with --seed, --set" in capsys.readouterr().err
+    assert main(["run", "--resume", "absent"]) == 2
+    assert "absent/config.toml was asked for; it cannot be read: No such file" in capsys.readouterr().err
+    Experiment.of(tomllib.loads(Path("d/config.toml").read_text())).prepare().save("scripted")
+    assert main(["run", "--resume", "scripted"]) == 2
+    assert "that run was begun by a script" in capsys.readouterr().err
+
+
+def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
+    line = [sys.executable, "-m", "fedquilt.cli", *args]
+    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=cwd)
+
+
+@pytest.mark.parametrize("by", [signal.SIGINT, signal.SIGTERM])
+def test_an_interrupted_run_says_how_to_go_on(
+    own: Path, by: signal.Signals, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It ends with status 130 and a checkpoint, and resumed it comes to what it would have come to."""
+    rounds = own / "d" / "rounds.jsonl"
+    with started("run", *TINY, "--rounds", "3000", "--out", "d", "--json", cwd=own) as process:
+        until = time.monotonic() + 60
+        while not (rounds.is_file() and rounds.read_text().count("\n") > 2):
+            assert time.monotonic() < until
+            assert process.poll() is None
+            time.sleep(0.05)
+        process.send_signal(by)
+        out, err = process.communicate(timeout=60)
+    assert process.returncode == 130
+    assert out == ""
+    assert "Traceback" not in err
+    done = rounds.read_text().count("\n")
+    assert f"The run was stopped after round {done} of 3000. Go on with: fedquilt run --resume d" in err
+    assert load("d").round == done
+    assert told(capsys, "run", "--resume", "d", "--rounds", str(done + 2))["rounds"] == done + 2
+    told(capsys, "run", *TINY, "--rounds", str(done + 2), "--out", "whole")
+    ours, theirs = load("d").weights, load("whole").weights
+    for name, weight in ours.items():
+        assert torch.equal(weight, theirs[name])
+
+
+def test_without_a_folder_nothing_is_kept(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def interrupted(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("fedquilt.experiment.Run.train", interrupted)
+    assert main(["run", *TINY]) == 130
+    assert capsys.readouterr().err == (
+        "Interrupted. The run was stopped after round 0 of 20. "
+        "Nothing of it is kept; with --out DIR it could be resumed.\n"
+    )
+
+
+def test_a_folder_is_written_by_one_run_at_a_time(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    from fedquilt.records import Folder
+
+    told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
+    with Folder.resume("d"):
+        assert main(["run", "--resume", "d", "--rounds", "2"]) == 2
+    assert f"the run of process {os.getpid()} is writing there" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
+def test_a_folder_that_cannot_be_written_to_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    Path("closed").mkdir(mode=0o500)
+    assert main(["run", *TINY, "--out", "closed/d"]) == 2
+    assert "cannot be written to: Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
+def test_a_full_disk_fails_the_run_and_says_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
+    Path("d/summary.json").unlink()
+    Path("d/summary.json.tmp").symlink_to("/dev/full")  # where it is written before it is named
+    assert main(["run", "--resume", "d", "--json"]) == 1
+    said = capsys.readouterr()
+    assert said.out == ""
+    assert said.err.startswith("RecordError: d/summary.json could not be written: No space left on device")
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------
@@ -187,25 +378,35 @@ def test_settings_reach_the_method(own: None) -> None:
         (["--model", "tiny_resnt"], "Did you mean 'tiny_resnet'?"),
         (["--data", "digit"], "Did you mean 'digits'?"),
         (["--engine", "vectorized"], "Did you mean 'vectorised'?"),
-        (["--rounds", "0", "--lr", "-1"], "--rounds 0 was asked for; it must be at least 1.\n  --lr -1.0 was asked"),
+        (["--rounds", "0"], "rounds (--rounds): 0 was asked for; it must lie in [1, inf)."),
+        (["--lr", "nan"], "method.local.optimiser.lr (--lr): nan was found; a finite number"),
         (["--cohort", "50"], "a cohort of 50 was asked for; the fleet has 20 clients"),
         (["--clients", "5000"], "5000 clients were asked for"),
-        (["--labels", "11"], "11 labels a client were asked for; there are 10 classes"),
-        (["--device", "nonsense"], "--device nonsense was asked for"),
+        (["--labels", "11"], "11 labels a client were asked for; digits has 10 classes"),
+        (["--device", "nonsense"], "device 'nonsense' was asked for; this machine has"),
         (["--out", "/dev/null/x", *QUICK], "cannot be written to"),
         (["--model", "vgg16"], "VGG does not run on"),
-        (["--model", "absent.py:net"], "there is no file absent.py"),
+        (["--model", "absent.py:net"], "there is no file 'absent.py'"),
         (["--model", "mine.py"], "Write mine.py:factory"),
         (["--model", "mine.py:nt"], "Did you mean 'net'?"),
         (["--model", "mine.py:nothing"], "mine.py:nothing was called for a Module; it returned an int"),
         (["--data", "mine.py:broken"], "mine.py:broken was called and failed: ValueError: on purpose"),
+        (["--data", "mine.py:data", "--labels", "2"], "mine.py:data returned data that is dealt already"),
+        (["absent.toml"], "absent.toml was asked for; it cannot be read: No such file or directory."),
+        (["mine.py"], "mine.py:2:6: this is not TOML"),
+        (["--set", "rounds"], "--set rounds was asked for; write it as --set method.shift=2."),
+        (["--model", "vit", "--set", "model={depth=2}"], "model.name (--set): nothing was found; the name of a model"),
+        (["--set", "rounds=ten"], "rounds (--set): 'ten' was found; a whole number would fit."),
+        (["--set", "method.local={epochs=0}"], "method.local.epochs (--set): 0 was asked for"),
     ],
 )
 def test_a_wrong_request_exits_with_2(
-    own: None, args: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
+    own: Path, args: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["run", *args]) == 2
-    assert said in capsys.readouterr().err
+    told = capsys.readouterr()
+    assert said in told.err
+    assert "Traceback" not in told.err
 
 
 @pytest.mark.parametrize("args", [[], ["rn"], ["run", "--ronds", "3"], ["run", "--precision", "fp16"]])
@@ -216,36 +417,97 @@ def test_arguments_nobody_knows_exit_with_2(args: Sequence[str], capsys: pytest.
     assert capsys.readouterr().out == ""
 
 
-def test_a_run_that_fails_exits_with_1(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    wild = ["run", *QUICK, "--rounds", "3", "--lr", "1e30", "--json", "--out", str(tmp_path)]
+def test_a_run_that_fails_exits_with_1(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    wild = ["run", *TINY, "--rounds", "3", "--lr", "1e30", "--json", "--out", "d"]
     assert main(wild) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("TrainingError: client ")
-    assert main(wild) == 1  # nothing was learnt, so the folder is free
+    assert "\nTrainingError: client " in said.err
 
 
-def test_an_interrupt_exits_with_130(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+# --- compare ----------------------------------------------------------------------------------------------------
+
+
+def test_methods_are_compared_on_the_same_ground(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = [*TINY[:4], "--cohort", "3", "--rounds", "2"]
+    found = told(capsys, "compare", "fedavg", "heterofl", "mine.py:method", *quick, "--out", "c")
+    assert list(found) == ["fedavg", "heterofl", "mine.py:method"]
+    assert all(set(summary) == SUMMARY for summary in found.values())
+    assert [summary["method"] for summary in found.values()] == ["fedavg", "heterofl", "mine.py:Mine"]
+    assert json.loads(Path("c/compare.json").read_text()) == found
+    for name, folder in zip(found, ("fedavg", "heterofl", "mine.py_method"), strict=True):
+        assert json.loads(Path("c", folder, "summary.json").read_text()) == found[name]
+        assert len(Path("c", folder, "rounds.jsonl").read_text().splitlines()) == 2
+    alone = told(capsys, "run", "--method", "heterofl", *quick)
+    assert found["heterofl"]["accuracy"] == alone["accuracy"]
+    Path("c/fedavg/summary.json").unlink()  # one of them was stopped before its end
+    again = told(capsys, "compare", "--resume", "c")
+    assert {name: summary["accuracy"] for name, summary in again.items()} == {
+        folder: found[name]["accuracy"]
+        for name, folder in zip(found, ("fedavg", "heterofl", "mine.py_method"), strict=True)
+    }
+    assert main(["compare", "fedavg", *quick, "--out", "c"]) == 2
+    assert "a run is there already" in capsys.readouterr().err
+
+
+def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "1"]) == 0
+    _, first, *_, head, one, other = capsys.readouterr().out.splitlines()
+    assert first.startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
+    assert head.split() == ["method", "1", "0.5", "0.25", "to", "clients", "back", "seconds"]
+    assert (one.split()[0], other.split()[0]) == ("fedavg", "local")
+
+
+def test_a_terminal_gets_a_bar_for_every_method(own: Path) -> None:
+    text = on_a_terminal("compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "2", cwd=own)
+    assert "rounds/s" in text
+    assert "╭" in text
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        ([], "compare nothing was asked for; name each method once"),
+        (["fedavg", "fedavg"], "compare fedavg fedavg was asked for; name each method once"),
+        (["fedavg", "fedrolx", "fedbm"], "fedbm: a problem:"),
+        (["fedavg", "fedrolex", "--set", "method.shift=2"], "fedavg has no such key"),
+        (["--resume", "absent"], "--resume absent was asked for; there are no runs in it."),
+        (["--resume", "absent", "--seed", "2"], "together with --seed"),
+    ],
+)
+def test_a_wrong_comparison_exits_with_2(
+    own: Path, args: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["compare", *args]) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_an_interrupted_comparison_says_how_to_go_on(
+    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     def interrupted(*_: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("fedquilt.experiment.Run.train", interrupted)
-    assert main(["run", *QUICK]) == 130
-    assert capsys.readouterr().err == "Interrupted.\n"
+    quick = [*TINY[:4], "--cohort", "3", "--rounds", "2"]
+    with monkeypatch.context() as patched:
+        patched.setattr("fedquilt.experiment.Run.train", interrupted)
+        assert main(["compare", "fedavg", "heterofl", *quick, "--out", "c"]) == 130
+    assert "fedavg was stopped after round 0 of 2. Go on with: fedquilt compare --resume c" in capsys.readouterr().err
+    assert list(told(capsys, "compare", "--resume", "c")) == ["fedavg", "heterofl"]
 
 
-# --- list -------------------------------------------------------------------------------------------------------
+# --- list and probe ---------------------------------------------------------------------------------------------
 
 
 def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "methods", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
+    listed = told(capsys, "list", "methods")
     assert list(listed) == list(METHODS)
     rolex = listed["fedrolex"]
     assert rolex["paper"] == "Alam et al. 2022"
     assert rolex["options"]["shift"] == "int"
     assert rolex["defaults"]["shift"] == 1
     assert rolex["defaults"]["local"]["optimiser"]["name"] == "sgd"
+    assert rolex["help"]["shift"].startswith("channels the window moves each round; 0 gives HeteroFL")
     assert rolex["presets"] == ["paper", "released"]
     for name, entry in listed.items():
         assert entry["paper"], name
@@ -254,16 +516,71 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
 
 
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["list", "--json"]) == 0
-    listed = json.loads(capsys.readouterr().out)
-    assert list(listed) == ["methods", "models", "data", "engines"]
+    listed = told(capsys, "list")
+    assert list(listed) == ["methods", "models", "data", "partitions", "fleets", "engines"]
     assert list(listed["models"]) == list(MODELS)
     assert listed["models"]["preresnet18"]["parameters"] == 11_172_170
-    assert listed["data"]["digits"]["defaults"]["num_clients"] == 20
+    assert listed["data"]["digits"]["defaults"]["public"] == 0.0
+    assert listed["partitions"]["labels"]["defaults"]["labels"] == 2
+    assert listed["fleets"]["two_level"]["defaults"]["rho"] == 0.5
     assert main(["list", "engines"]) == 0
     assert capsys.readouterr().out.splitlines()[1].split()[0] == "sequential"
     assert main(["list", "method"]) == 2
     assert "Did you mean 'methods'?" in capsys.readouterr().err
+
+
+def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "methods", "fedrolex"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert rows["local.optimiser"].split()[1:5] == ["sgd", "|", "adam", "sgd"]
+    assert "channels the window moves each round" in rows["shift"]
+    assert main(["list", "methods", "fedrolx"]) == 2
+    assert "there is no method named 'fedrolx'. Did you mean 'fedrolex'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_listed_can_be_set(name: str) -> None:
+    """Setting every path that is listed to the default that is listed changes nothing."""
+    from fedquilt.cli.listing import options
+    from fedquilt.config import assign
+
+    parts = {"model": "tiny_resnet", "data": "digits"}
+    settings = {"method": {"name": name}, **parts}
+    for path, row in options("methods", name).items():
+        chosen = row["type"].startswith(("sgd", "constant", "plain"))  # by its name
+        if row["default"] != "null":
+            keys = ["method", *path.split("."), *(["name"] if chosen else [])]
+            assign(settings, keys, row["default"] if chosen else json.loads(row["default"]))
+    assert Experiment.of(settings) == Experiment.of({"method": name, **parts})
+
+
+def test_who_holds_what_is_drawn(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "data", "--plot", "--clients", "4", "--labels", "2"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("digits: 4 clients")
+    assert len(lines) == 5
+    counts = told(capsys, "list", "data", "--plot", "--clients", "4", "--labels", "2")["counts"]
+    assert [sum(count > 0 for count in client) for client in counts] == [2, 2, 2, 2]
+    assert main(["list", "data", "--plot", "--data", "mine.py:data", "--out", "x.png"]) == 0
+    assert Path("x.png").read_bytes().startswith(b"\x89PNG")
+    capsys.readouterr()
+    assert main(["list", "models", "--plot"]) == 2
+    assert "list data --plot draws who holds what" in capsys.readouterr().err
+    assert main(["list", "data", "--labels", "2"]) == 2
+    assert "add --plot" in capsys.readouterr().err
+
+
+def test_a_machine_is_probed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = told(capsys, "probe")
+    assert found["memory"] > 0
+    assert found["samples_per_second"] > 0
+    assert found["budget"]["macs"] > 0
+    assert main(["probe", "--model", "mine.py:net"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert [line.split()[0] for line in lines[-4:-2]] == ["measured", "proposed"]
+    assert lines[-1].startswith("proposed: macs ")
+    assert main(["probe", "--model", "tiny_resnt"]) == 2
+    assert "Did you mean 'tiny_resnet'?" in capsys.readouterr().err
 
 
 def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
@@ -275,12 +592,17 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_importing_the_library_needs_nothing_of_the_command_line() -> None:
-    code = "import sys, fedquilt; print([m for m in ('rich', 'tyro', 'sklearn', 'torchvision') if m in sys.modules])"
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        capture_output=True,
-        text=True,
-        check=True,
-        env=os.environ | {"PYTHONPATH": str(ROOT)},
-    )
+    others = "('rich', 'tyro', 'tomli_w', 'sklearn', 'torchvision', 'datasets', 'matplotlib')"
+    code = f"import sys, fedquilt; print([m for m in {others} if m in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout.strip() == "[]"
+
+
+def test_help_does_not_wait_for_torch() -> None:
+    code = (
+        "import sys\nfrom fedquilt.cli import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit:\n    pass\n"
+    )
+    code += "print('torch' in sys.modules)"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    assert done.stdout.splitlines()[-1] == "False"
+    assert "any setting by its path" in done.stdout

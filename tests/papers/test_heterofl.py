@@ -93,7 +93,7 @@ def test_static_norms_are_measured_after_training_for_each_width(engine, residua
     run = play(with_local(HeteroFL(), batch_size=4), residual, make_data(residual, (6, 6)), (1.0, 0.5), engine=engine)
     assert not set(residual.statistics) & set(run.server.weights)
     whole, half = (run.deploy(fq.Budget(share=share)) for share in (1.0, 0.5))
-    samples = run.engine.data.inputs[run.engine.pooled()]
+    samples = run.engine.data.inputs[run.engine.pooled]
     for model in (whole, half):
         stem = model.get_submodule("stages.0.0")(samples)
         norm = model.get_submodule("stages.0.1.open.0")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
 import torch
@@ -40,7 +41,7 @@ def theirs() -> fq.Family:
 
 def test_a_users_own_module_federates_in_under_fifteen_lines():
     family = fq.trace(Theirs, torch.zeros(2, 1, 8, 8))
-    data = fq.data.digits(num_clients=10)
+    data = fq.data.digits().deal(10)
     fleet = fq.Fleet.of(shares=(1.0, 0.5, 0.25), num_clients=10, sample=5)
     method = fq.methods.FedRolex(local=fq.Local(epochs=2, optimiser=fq.SGD(lr=0.1)))
     run = fq.run(method, family, data, fleet, rounds=8, evaluation=fq.Evaluation(every=0))
@@ -53,7 +54,7 @@ def test_a_users_own_module_federates_in_under_fifteen_lines():
 @pytest.mark.parametrize("method", [FedAvg(), HeteroFL(), FedRolex(), LocalOnly()], ids=lambda m: type(m).__name__)
 def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
     run = play(method, theirs, make_data(theirs, (6, 6)), (1.0, 0.5))
-    model = run.deploy(fq.Budget(share=0.5))
+    model = run.deploy(fq.Budget(share=0.5), client=1 if method.personal else None)
     assert type(model) is Theirs
     assert not model.training
     kinds = {type(layer).__module__.split(".")[0] for layer in model.modules()}
@@ -65,6 +66,41 @@ def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
     first = model(run.engine.data.test_inputs).sum()
     first.backward()  # trainable as it is
     assert model.conv.weight.grad is not None
+
+
+def test_what_lives_on_clients_is_deployed_by_client(theirs, play, make_data):
+    """Without a client there is nothing that was trained; with one, its norms know its own data alone."""
+    data = make_data(theirs, (6, 9))
+    run = play(with_local(LocalOnly(), norm="post"), theirs, data)
+    with pytest.raises(ConfigError, match=r"LocalOnly leaves its result on the clients.*client=0"):
+        run.deploy(fq.Budget(share=1.0))
+    with pytest.raises(ConfigError, match="client 2 was asked for; the fleet has 2, from 0 on"):
+        run.deploy(fq.Budget(share=1.0), client=2)
+    first, second = (run.deploy(fq.Budget(share=1.0), client=client) for client in (0, 1))
+    first.norm.momentum = None  # a cumulative mean over one batch is that batch's
+    own = theirs.module(theirs.whole).double()
+    own.load_state_dict(first.state_dict())
+    own.norm.reset_running_stats()
+    own.norm.momentum = None
+    own.train()(run.engine.data.samples(run.engine.data.parts[0]))
+    torch.testing.assert_close(own.norm.running_mean, first.norm.running_mean)
+    assert not torch.allclose(first.norm.running_mean, second.norm.running_mean)
+    assert run.deploy(fq.Budget(share=0.5), client=0).conv.out_channels == 4  # the budget asked for, not the client's
+
+
+def test_a_budget_nobody_can_use_is_refused_before_the_first_round_and_names_its_client(theirs, make_data):
+    fleet = fq.Fleet.of([fq.Budget(share=1.0), fq.Budget(params=3)], 4, 1)
+    with pytest.raises(BudgetError, match="client 1: no member fits the budget params 3"):
+        fq.prepare(FedAvg(), theirs, make_data(theirs, (4, 4, 4, 4)), fleet)
+
+
+@pytest.mark.parametrize("engine", ENGINES)
+def test_an_evaluation_that_fails_leaves_the_run(engine, theirs, play, make_data):
+    data = make_data(theirs, (6, 6))
+    broken = replace(data, test_inputs=data.test_inputs.repeat(1, 2, 1, 1))  # channels it cannot take
+    with pytest.raises(TrainingError, match="the evaluation failed: ") as e:
+        play(FedAvg(), theirs, broken, engine=engine)
+    assert e.value.run.server.round == 1  # two were asked for, and the last is evaluated
 
 
 @pytest.mark.parametrize("norm", ["tracked", "post"])
@@ -108,7 +144,7 @@ def test_impossible_shares_are_refused(share):
 
 
 def test_a_budget_no_member_fits_is_refused_before_training(theirs, make_data):
-    fleet = fq.Fleet((fq.Budget(params=3),) * 2, 2)
+    fleet = fq.Fleet.of([fq.Budget(params=3)], 2, 2)
     with pytest.raises(BudgetError, match="no member fits the budget params 3"):
         fq.run(HeteroFL(), theirs, make_data(theirs, (4, 4)), fleet, rounds=1)
 
@@ -142,7 +178,7 @@ def deal(inputs: Tensor, targets: Tensor) -> fq.FederatedData:
     [
         (torch.zeros(4, 1, 9, 8), torch.zeros(4, dtype=torch.int64), r"traced with inputs of shape \(1, 8, 8\)"),
         (torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), r"data has \(8,\)"),
-        (torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64), r"data has torch\.uint8"),
+        (torch.zeros(4, 1, 8, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), r"data has torch\.int64"),
         (torch.zeros(4, 1, 8, 8), torch.full((4,), 10), "data has 11 classes; the model's output has 10"),
     ],
 )
@@ -173,6 +209,13 @@ class Exploding:
         return 1.0 if round == 0 else 1e200
 
 
+class Infinite:
+    """A learning rate nobody survives."""
+
+    def __call__(self, round: int) -> float:
+        return float("inf")
+
+
 @pytest.mark.parametrize("engine", ENGINES)
 def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_good_state(
     engine, theirs, play, make_data
@@ -195,7 +238,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
 @pytest.mark.parametrize("engine", ENGINES)
 def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, theirs, play, make_data):
     """One step: the loss is measured before it, and only the weights show what it did."""
-    method = with_local(FedAvg(), optimiser=fq.SGD(lr=1e308, momentum=0.0, decay=1e308))
+    method = with_local(FedAvg(), optimiser=fq.SGD(momentum=0.0), schedule=Infinite())
     with pytest.raises(TrainingError, match=r"client \d .* weights that are not finite in round 0; they were refused"):
         play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
 

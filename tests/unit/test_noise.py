@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections import Counter
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -113,6 +115,32 @@ def test_orders_differ_by_key_and_every_place_is_as_likely():
     firsts = torch.tensor([int(noise.order(noise.key(seed), 5)[0]) for seed in range(2000)])
     counts = torch.bincount(firsts, minlength=5)
     assert float(((counts - 400) ** 2 / 400).sum()) < 20  # chi² of 4 degrees
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.integers(0, 1000), st.integers(0, 40), st.integers(0, 40))
+def test_chosen_numbers_are_different_ascending_and_below(seed, count, more):
+    chosen = noise.choose(noise.key(seed), count, count + more)
+    assert chosen == sorted(set(chosen))
+    assert len(chosen) == count
+    assert all(0 <= number < count + more for number in chosen)
+
+
+def test_every_choice_is_as_likely():
+    drawn = Counter(tuple(noise.choose(noise.key(seed), 2, 4)) for seed in range(3000))
+    assert len(drawn) == 6
+    assert sum((count - 500) ** 2 / 500 for count in drawn.values()) < 22  # chi² of 5 degrees
+
+
+@pytest.mark.parametrize("alpha", [0.05, 0.5, 1.0, 7.0])
+def test_dirichlet_shares_have_the_distribution(alpha):
+    """The share of one of three is Beta(α, 2α), by the test of Kolmogorov and Smirnov."""
+    from scipy.stats import beta, kstest
+
+    draws = torch.stack([noise.dirichlet(torch.tensor(noise.key(5, draw)), 3, alpha) for draw in range(2000)])
+    torch.testing.assert_close(draws.sum(1), torch.ones(2000, dtype=torch.float64))
+    for place in range(3):
+        assert kstest(draws[:, place].numpy(), beta(alpha, 2 * alpha).cdf).pvalue > 1e-3
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

@@ -8,11 +8,13 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError
-from fedquilt.round.clients import FIVE_SHARES
+from fedquilt.fleets import FIVE_SHARES, Income
+from fedquilt.round.availability import Diurnal, Trace
+from fedquilt.round.clients import Devices
 
 
 def shares(fleet: fq.Fleet) -> list[float]:
-    return [budget.share for budget in fleet.budgets]
+    return [fleet.budget(client, 0, 0).share for client in range(fleet.num_clients)]
 
 
 def test_shares_are_dealt_in_turn():
@@ -23,21 +25,62 @@ def test_shares_are_dealt_in_turn():
     assert FIVE_SHARES == (1, 0.5, 0.25, 0.125, 0.0625)
 
 
+def test_budgets_of_any_kind_are_dealt_as_shares_are():
+    small, large = fq.Budget(params=1e6), fq.Budget(memory=2e9, share=0.5)
+    fleet = fq.Fleet.of([large, small, 1.0], 4, 1)
+    assert fleet.kinds == (large, small, fq.Budget(share=1.0))
+    assert fleet.counts == {large: 2, small: 1, fq.Budget(share=1.0): 1}
+
+
+def test_kinds_are_those_somebody_has_in_order_of_appearance_each_once():
+    assert [b.share for b in fq.Fleet.mixed({1.0: 0, 0.5: 0.3, 0.25: 0.7}, 10).kinds] == [0.5, 0.25]
+    twice = fq.Fleet.of([0.5, 1.0, 0.5], 6, 1)
+    assert [b.share for b in twice.kinds] == [0.5, 1.0]
+    assert shares(twice) == [0.5, 1, 0.5] * 2
+    assert [b.share for b in fq.Fleet.of(FIVE_SHARES, 2, 1).kinds] == [1, 0.5]
+
+
+def test_a_fleet_is_compact():
+    """A byte count, not a guess: four bytes a client, whatever its budget."""
+    fleet = fq.Fleet.of(FIVE_SHARES, 342_477, 200)
+    assert fleet.which.nbytes == 4 * 342_477
+    assert len(fleet.kinds) == 5
+    assert not any(isinstance(value, (list, tuple)) and len(value) > 5 for value in vars(fleet).values())
+
+
 def test_the_cohort_is_a_tenth_unless_told():
     assert fq.Fleet.of((1.0,), 100).sample == 10
     assert fq.Fleet.of((1.0,), 3).sample == 1
     assert fq.Fleet.of((1.0,), 100, 7).sample == 7
 
 
-def test_proportions_of_figure_7():
-    fleet = fq.Fleet.mixed({1.0: 0.06, 0.5: 0.10, 0.25: 0.11, 0.125: 0.18, 0.0625: 0.55}, 100)
-    assert Counter(shares(fleet)) == {1.0: 6, 0.5: 10, 0.25: 11, 0.125: 18, 0.0625: 55}
+@pytest.mark.parametrize(("sample", "size"), [(0.05, 5), (0.2, 20), (0.001, 1), (1.0, 100), (1, 1), (100, 100)])
+def test_a_cohort_is_a_number_or_a_part(sample, size):
+    assert fq.Fleet.of((1.0,), 100, sample).sample == size
+    assert fq.Fleet.mixed({1.0: 1}, 100, sample).sample == size
+
+
+@pytest.mark.parametrize("sample", [0.0, -0.1, 1.5, 10.0, float("nan")])
+def test_a_part_that_is_none_is_refused(sample):
+    with pytest.raises(ConfigError, match=r"a cohort of .* was asked for; write a number of clients, or a part"):
+        fq.Fleet.of((1.0,), 100, sample)
 
 
 def test_proportions_need_not_sum_to_one_and_serve_every_client():
     fleet = fq.Fleet.mixed({1.0: 1, 0.5: 2}, 9)
-    assert Counter(shares(fleet)) == {1.0: 3, 0.5: 6}
-    assert len(fq.Fleet.mixed({1.0: 1 / 3, 0.5: 1 / 3, 0.25: 1 / 3}, 10).budgets) == 10
+    assert shares(fleet) == [1.0] * 3 + [0.5] * 6
+    assert fq.Fleet.mixed({1.0: 1 / 3, 0.5: 1 / 3, 0.25: 1 / 3}, 10).num_clients == 10
+
+
+@pytest.mark.parametrize("portions", [{}, {1.0: 0.0}, {1.0: 1e308, 0.5: 1e308}, {1.0: -1, 0.5: 2}, {1.0: float("nan")}])
+def test_proportions_of_nothing_are_refused(portions):
+    with pytest.raises(ConfigError, match="portion"):
+        fq.Fleet.mixed(portions, 10)
+
+
+def test_no_shares_are_refused():
+    with pytest.raises(ConfigError, match="at least one share or budget"):
+        fq.Fleet.of((), 10)
 
 
 @pytest.mark.parametrize("sample", [0, -1, 4])
@@ -75,9 +118,187 @@ def test_dynamic_budgets_are_redrawn_every_round_and_fixed_ones_are_not():
     assert {fixed.budget(1, round, 0).share for round in range(20)} == {0.5}
 
 
+def test_dynamic_budgets_keep_the_fleets_proportions():
+    """HeteroFL's dynamic setting draws rates by their proportions, each client anew each round."""
+    fleet = fq.Fleet.mixed({1.0: 0.1, 0.5: 0.9}, 100, 10, dynamic=True)
+    drawn = Counter(fleet.budget(client, round, 0).share for client in range(100) for round in range(10))
+    assert abs(drawn[1.0] - 100) < 40  # four standard deviations of 9.5
+    assert fleet.budget(0, 0, 0) == fleet.budget(0, 0, 0)
+    assert {fleet.budget(0, round, 0).share for round in range(60)} == {1.0, 0.5}
+
+
 def test_a_client_knows_its_budget_and_how_much_data_it_has():
     client = fq.Fleet.of((1.0, 0.5), 4, 2).client(3, round=0, seed=0, size=17)
     assert client == fq.Client(3, fq.Budget(share=0.5), 17)
+
+
+# --- who is there -----------------------------------------------------------------------------------------------
+
+
+def trace(folder, text: str, period: int = 0) -> Trace:
+    file = folder / "trace.csv"
+    file.write_text(text)
+    return Trace(str(file), period)
+
+
+def test_only_those_who_are_there_take_part_all_of_them_if_they_are_few(tmp_path):
+    stays = trace(tmp_path, "client,start,end\n3,0,2\n5,1,4\n7,1,4\n")
+    fleet = fq.Fleet.of((1.0,), 10, 2, available=stays)
+    assert fleet.cohort(0, 0) == [3]
+    assert set(fleet.cohort(1, 0)) < {3, 5, 7}
+    assert fleet.cohort(2, 0) == fleet.cohort(3, 0) == [5, 7]
+    assert {tuple(fleet.cohort(1, seed)) for seed in range(40)} == {(3, 5), (3, 7), (5, 7)}
+
+
+def test_a_round_without_anybody_has_an_empty_cohort_and_a_trace_that_is_over_is_an_error(tmp_path):
+    fleet = fq.Fleet.of((1.0,), 10, 2, available=trace(tmp_path, "client,start,end\n3,1,2\n4,5,6\n"))
+    assert [fleet.cohort(round, 0) for round in range(6)] == [[], [3], [], [], [], [4]]
+    fleet.check(6)
+    with pytest.raises(ConfigError, match=r"7 rounds were asked for; in .*trace.csv nobody is there after 6 of them"):
+        fleet.check(7)
+    fq.Fleet.of((1.0,), 10, 2).check(10**9)
+
+
+def test_a_stay_without_an_end_lasts_and_a_period_repeats(tmp_path):
+    lasting = fq.Fleet.of((1.0,), 10, 2, available=trace(tmp_path, "client,start,end\n3,1,\n4,0,2\n"))
+    assert [lasting.cohort(round, 0) for round in (0, 1, 2, 10**9)] == [[4], [3, 4], [3], [3]]
+    lasting.check(10**9)
+    daily = fq.Fleet.of((1.0,), 10, 2, available=trace(tmp_path, "client,start\n3,1\n", period=3))
+    assert [daily.cohort(round, 0) for round in range(6)] == [[], [3], [3], [], [3], [3]]
+    daily.check(10**9)
+
+
+def test_stays_that_overlap_count_a_client_once(tmp_path):
+    fleet = fq.Fleet.of(
+        (1.0,), 10, 5, available=trace(tmp_path, "client,start,end\n2,0,5\n2,3,8\n2,8,9\n2,1,2\n1,4,5\n")
+    )
+    assert [fleet.cohort(round, 0) for round in (0, 3, 4, 7, 8)] == [[2], [2], [1, 2], [2], [2]]
+    assert fleet.presence.count(4) == 2
+
+
+def test_drawing_from_a_trace_is_what_listing_everybody_would_give(tmp_path):
+    """The index against the plain way: who is there in each round, by going through all stays."""
+    fleet = fq.Fleet.of((1.0,), 40, 40, available=trace(tmp_path, stays := _random_stays()))
+    rows = [tuple(map(int, row.split(","))) for row in stays.splitlines()[1:]]
+    for round in range(max(end for _, _, end in rows)):
+        there = sorted({client for client, start, end in rows if start <= round < end})
+        assert fleet.cohort(round, 0) == there
+        assert fleet.presence.count(round) == len(there)
+
+
+def _random_stays() -> str:
+    from fedquilt import noise
+
+    rows = ["client,start,end"]
+    for row in range(150):
+        client, start, length = (noise.key(5, row, site) % size for site, size in enumerate((40, 60, 9)))
+        rows.append(f"{client},{start},{start + length + 1}")
+    return "\n".join(rows)
+
+
+def test_everybody_who_is_there_is_as_likely_to_take_part(tmp_path):
+    rows = "".join(f"{client},{client % 3},9\n" for client in range(10))
+    fleet = fq.Fleet.of((1.0,), 10, 3, available=trace(tmp_path, "client,start,end\n" + rows))
+    met = Counter(id for seed in range(1000) for id in fleet.cohort(8, seed))
+    assert len(met) == 10
+    assert all(abs(count - 300) < 60 for count in met.values())
+
+
+def test_a_daily_pattern_has_everybody_awake_for_as_long_from_hours_of_their_own():
+    fleet = fq.Fleet.of((1.0,), 300, 300, available=Diurnal(period=24, awake=8), seed=1)
+    awake = Counter()
+    for round in range(24):
+        cohort = fleet.cohort(round, 0)
+        assert cohort == fleet.cohort(round + 24, 0)
+        assert abs(len(cohort) - 100) < 40  # all around the world: always about a third
+        awake.update(cohort)
+    assert set(awake.values()) == {8}
+    assert len(awake) == 300
+
+
+def test_days_that_begin_together_leave_rounds_without_anybody():
+    fleet = fq.Fleet.of((1.0,), 10, 3, available=Diurnal(period=4, awake=2, spread=0))
+    assert [len(fleet.cohort(round, 0)) for round in range(8)] == [3, 3, 0, 0, 3, 3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("text", "found"),
+    [
+        ("client,start,end\n12,0,1\n", r"line 2: there is no client 12; the fleet has 10"),
+        ("client,start,end\n1,5,5\n", r"line 2: a stay from 5 to 5 was found; it ends after it starts"),
+        ("client,start,end\n1,x,5\n", r"line 2: start = 'x' was found; it is a whole number"),
+        ("client,start,end\n1,-1,5\n", "start = '-1' was found"),
+        ("client,start,end\n1,0,99999999999999999999\n", "end = '9+' was found"),
+        ("client,end\n1,5\n", "column 'start' is missing"),
+        ("client,start,end,weight\n1,0,5,2\n", "column 'weight' is not known"),
+        ("client,start,end\n1,0\n", "line 2: it does not have 3 values"),
+        ("client,start,end\n1,0,1,1\n", "line 2: it does not have 3 values"),
+        ("client,start,end\n", "a header and no rows"),
+        ("", "column 'client' is missing"),
+    ],
+)
+def test_a_broken_trace_is_refused_with_its_line(tmp_path, text, found):
+    with pytest.raises(ConfigError, match=found):
+        fq.Fleet.of((1.0,), 10, 2, available=trace(tmp_path, text))
+
+
+def test_a_trace_that_is_not_there_or_not_text_is_refused(tmp_path):
+    with pytest.raises(ConfigError, match=r"from 'nowhere.csv'; it could not be read"):
+        fq.Fleet.of((1.0,), 10, 2, available=Trace("nowhere.csv"))
+    (tmp_path / "binary.csv").write_bytes(b"\xff\xfe\x00\x81")
+    with pytest.raises(ConfigError, match="could not be read"):
+        fq.Fleet.of((1.0,), 10, 2, available=Trace(str(tmp_path / "binary.csv")))
+
+
+def test_stays_beyond_the_period_and_patterns_without_anybody_are_refused(tmp_path):
+    with pytest.raises(ConfigError, match="lies within the period of 3"):
+        fq.Fleet.of((1.0,), 10, 2, available=trace(tmp_path, "client,start,end\n1,2,4\n", period=3))
+    for wrong in ({"awake": 0}, {"awake": 25}, {"spread": 1.5}, {"period": 0}):
+        with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = "):
+            Diurnal(**wrong)
+
+
+# --- settings ---------------------------------------------------------------------------------------------------
+
+
+def test_devices_are_a_fleet_as_settings():
+    fleet = Devices(clients=100, sample=10, budgets={"1.0": 0.2, "0.5": 0.4, "0.25": 0.4}).fleet(500)
+    assert Counter(shares(fleet)) == {1.0: 20, 0.5: 40, 0.25: 40}
+    assert fleet.sample == 10
+    assert not fleet.dynamic
+    by_preset = Devices(budgets=Income(), dynamic=True).fleet(200)
+    assert (by_preset.num_clients, by_preset.sample, by_preset.dynamic) == (200, 20, True)
+    assert Devices().fleet(5).counts == {fq.Budget(share=share): 1 for share in FIVE_SHARES}
+
+
+def test_more_devices_than_the_data_is_dealt_to_are_refused():
+    with pytest.raises(ConfigError, match="10 clients were asked for; the data is dealt to 5"):
+        Devices(clients=10).fleet(5)
+
+
+def test_devices_may_be_there_by_a_trace_or_a_pattern(tmp_path):
+    file = trace(tmp_path, "client,start,end\n3,0,\n").file
+    assert Devices(sample=2, available=file).fleet(10).cohort(0, 0) == [3]
+    assert Devices(sample=2, available=Trace(file)).fleet(10).cohort(0, 0) == [3]
+    named, given = Devices(sample=50, available="diurnal"), Devices(sample=50, available=Diurnal(24, 8))
+    assert named.fleet(50, seed=3).cohort(7, 0) == given.fleet(50, seed=3).cohort(7, 0)
+    with pytest.raises(ConfigError, match="named 'diurnall'"):
+        Devices(available="diurnall").fleet(10)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "found"),
+    [
+        ({"clients": 0}, r"clients = 0 was asked for; it must lie in \[1, inf\)"),
+        ({"sample": 0}, r"sample = 0 .* \[1, inf\)"),
+        ({"sample": 1.5}, r"sample = 1.5 .* \(0, 1\]"),
+        ({"budgets": {"1.5": 1.0}}, r"a share of '1.5' were asked for; shares lie in \(0, 1\]"),
+        ({"budgets": {"half": 1.0}}, "a share of 'half' were asked for"),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_as_they_are_made(wrong, found):
+    with pytest.raises(ConfigError, match=found):
+        Devices(**wrong)
 
 
 # --- budgets ----------------------------------------------------------------------------------------------------

@@ -253,6 +253,13 @@ def test_augmentation_is_that_of_one_image_after_the_other(crop, flip):
         assert torch.equal(expected[0], inputs)
 
 
+@pytest.mark.parametrize("local", [Local(crop=1), Local(flip=True)])
+def test_only_images_are_augmented(local):
+    """A flipped sentence would be trained on without a word."""
+    with pytest.raises(ConfigError, match=r"they are for images .* a sample has shape \(5,\)"):
+        augment(torch.zeros(2, 5, dtype=torch.int64), local, torch.tensor(noise.key(0)))
+
+
 def test_every_shift_of_a_crop_is_drawn():
     marked = torch.zeros(400, 1, 5, 5)
     marked[:, 0, 2, 2] = 1

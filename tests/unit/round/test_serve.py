@@ -82,7 +82,7 @@ def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
             layer.momentum = None
             layer.reset_running_stats()
     with torch.no_grad():
-        for rows in ours.pooled().split(5):  # 22 samples: four batches of five and a tail of two
+        for rows in ours.pooled.split(5):  # 22 samples: four batches of five and a tail of two
             theirs(ours.data.inputs[rows])
     expected = dict(theirs.named_buffers())
     assert found.keys() == set(residual.statistics)

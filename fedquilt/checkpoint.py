@@ -1,0 +1,175 @@
+"""Checkpoints: the server's whole state on disk, from which a run goes on as if it had not been interrupted.
+
+    checkpoint/
+    ├── 00000012.json                 the manifest, written last: what belongs to round 12, with a checksum of each
+    ├── 00000012.safetensors          the server's weights and its optimiser's slots
+    └── memory-00000012.safetensors   the client memories that changed since the checkpoint before; manifests list
+                                      the packs that together hold all of them
+
+A checkpoint is its manifest: files nobody lists are leftovers of a kill. Randomness has no state to save: every draw is
+a hash of the seed and the round, which the manifest has.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedquilt.checks import within
+from fedquilt.errors import RecordError
+from fedquilt.files import TEMPORARY, Blob, Written, parse_state, why, write
+from fedquilt.memory import Memories
+from fedquilt.terms import Server
+
+FORMAT = 1
+
+_log = logging.getLogger("fedquilt")
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """When a run's state is saved; it always is at the end, on ctrl-C and when a round fails."""
+
+    rounds: int = 0  # every so many rounds; 0: by time alone
+    seconds: float = (
+        60.0  # and when the last one is so long ago, less often if that took over 5 % of the time; 0: never
+    )
+    keep: int = 2  # how many are kept, at least; the others are there in case the newest is damaged
+
+    def __post_init__(self) -> None:
+        within(self, rounds="[0, inf)", seconds="[0, inf)", keep="[2, inf)")
+
+    def due(self, rounds: int, seconds: float, cost: float) -> bool:
+        """Whether to save, so many rounds and seconds after the last time, which took `cost` seconds."""
+        by_time = self.seconds > 0 and seconds >= max(self.seconds, 20 * cost)
+        return by_time or (self.rounds > 0 and rounds >= self.rounds)
+
+
+@dataclass(frozen=True)
+class Manifest:
+    """What a checkpoint consists of."""
+
+    round: int
+    server: Written
+    memory: tuple[Written, ...]  # the oldest first: later packs overrule earlier ones
+    about: Mapping[str, Any]  # what else its writer wants back
+
+    @property
+    def name(self) -> str:
+        return f"{self.round:08}.json"
+
+    @property
+    def files(self) -> set[str]:
+        return {self.name, self.server.name, *(pack.name for pack in self.memory)}
+
+    def to_json(self) -> str:
+        plain = {"format": FORMAT, **asdict(self)}
+        return json.dumps({**plain, "sha256": _digest(plain)}, indent=1) + "\n"
+
+    @staticmethod
+    def from_json(text: str) -> Manifest:
+        """Raises ValueError with what is wrong."""
+        plain = json.loads(text)
+        if not isinstance(plain, dict) or plain.pop("sha256", None) != _digest(plain):
+            raise ValueError("its checksum differs")
+        if plain.pop("format") != FORMAT:
+            raise ValueError(f"it has another format than {FORMAT}; another version of fedquilt wrote it")
+        server, memory = Written(**plain["server"]), tuple(Written(**pack) for pack in plain["memory"])
+        return Manifest(plain["round"], server, memory, plain["about"])
+
+
+def _digest(plain: Mapping[str, Any]) -> str:
+    return hashlib.sha256(json.dumps(plain, sort_keys=True).encode()).hexdigest()
+
+
+class Checkpoints:
+    """The checkpoints of one run, in a folder that is theirs alone."""
+
+    def __init__(self, folder: Path, keep: int = 2) -> None:
+        self.folder = folder
+        self.keep = keep
+        self._intact: list[Manifest] = []  # those known to be good, the newest last
+
+    @property
+    def exist(self) -> bool:
+        return any(self.folder.glob("*.json"))
+
+    @property
+    def newest(self) -> int | None:
+        """The round of the newest one that is known to be good."""
+        return self._intact[-1].round if self._intact else None
+
+    def save(self, server: Server, about: Mapping[str, Any]) -> None:
+        """Save a state; costs with the model and with the memories that changed, not with all there are."""
+        assert isinstance(server.memory, Memories)
+        name = f"{server.round:08}"
+        try:
+            self.folder.mkdir(exist_ok=True)
+            draft = server.memory.save(self.folder / f"memory-{name}.safetensors")
+            written = write(
+                self.folder / f"{name}.safetensors",
+                Blob.of_state(server.weights, server.slots, round=server.round).chunks(),
+            )
+            manifest = Manifest(server.round, written, tuple(pack.written for pack in draft.packs), about)
+            write(self.folder / manifest.name, [manifest.to_json().encode()])
+        except OSError as error:
+            if self._intact:
+                self._prune()  # what was written of it is in the way of those who make room
+            left = f"the one of round {self.newest} is intact" if self._intact else "there is none from before"
+            raise RecordError(
+                f"the checkpoint of round {server.round} could not be written to {self.folder}: {why(error)}; {left}."
+            ) from error
+        server.memory.saved(draft)
+        self._intact.append(manifest)
+        self._prune()
+
+    def _prune(self) -> None:
+        """Remove what no checkpoint that is kept refers to: old ones, damaged ones, leftovers of a kill."""
+        del self._intact[: -self.keep]
+        listed = set().union(*(manifest.files for manifest in self._intact))
+        for path in self.folder.iterdir():
+            if path.name not in listed and path.suffix in (".json", ".safetensors", TEMPORARY):
+                with suppress(OSError):  # it is only in the way
+                    path.unlink()
+
+    def load(
+        self, memory: Memories, device: torch.device, check: Callable[[Manifest], str] = lambda manifest: ""
+    ) -> tuple[Server, Manifest] | None:
+        """The newest state that is intact, with its memories opened in `memory`; None if none was ever saved.
+
+        `check` may find further damage: it says which, or nothing.
+        """
+        damaged: list[str] = []
+        for path in sorted(self.folder.glob("*.json"), reverse=True):
+            manifest, damage = self._examine(path)
+            damage = damage or (check(manifest) if manifest else "")
+            if damage or manifest is None:
+                damaged.append(f"{path.stem}: {damage}")
+                continue
+            for line in damaged:
+                _log.warning("Checkpoint %s. Going on from round %d instead.", line, manifest.round)
+            self._intact = [manifest]
+            weights, slots, _ = parse_state(bytearray((self.folder / manifest.server.name).read_bytes()), device)
+            memory.open(self.folder, manifest.memory)
+            return Server(manifest.round, weights, memory, slots), manifest
+        if damaged:
+            raise RecordError(f"no checkpoint in {self.folder} is intact:\n  " + "\n  ".join(damaged))
+        return None
+
+    def _examine(self, path: Path) -> tuple[Manifest | None, str]:
+        try:
+            manifest = Manifest.from_json(path.read_text())
+        except OSError as error:
+            return None, f"{path.name} cannot be read: {why(error)}"
+        except (ValueError, KeyError, TypeError) as error:
+            return None, f"{path.name} is not what was written: {error}"
+        found = (written.damage(self.folder) for written in (manifest.server, *manifest.memory))
+        return manifest, next(filter(None, found), "")

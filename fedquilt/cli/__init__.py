@@ -1,0 +1,287 @@
+"""The command line: `fedquilt run`, `compare`, `list` and `probe`.
+
+Exit status: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Nothing here imports torch before a
+request has been understood.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager, redirect_stdout
+from dataclasses import dataclass, replace
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
+
+import tyro
+
+from fedquilt.cli.options import By, Config, DataOptions, File, Flag, Methods, Name, Options, Text, What
+from fedquilt.cli.playing import Playing, begun, refuse_taken, resumed, write_text
+from fedquilt.errors import ConfigError, FedquiltError, RecordError, SubmodelError, TrainingError
+from fedquilt.version import __version__
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedquilt.probe import Probe
+
+
+@dataclass(frozen=True)
+class RunRequest(Options):
+    """Train one model on clients that cannot all hold it.
+
+    Without a file and options: HeteroFL on scikit-learn's digits, 20 rounds with 20 clients, of which a third can hold
+    all of the model, a third a half and a third a quarter.
+    """
+
+    config: Config = None  # settings; the demo's if not given
+    method: Text = None  # a name of `fedquilt list methods`, or file.py:factory
+
+    def __call__(self) -> None:
+        from fedquilt.cli.show import print_json, progress, say, show_result, show_summary
+
+        with _output(self.json) as (console, stdout), ExitStack() as stack:
+            if self.resume:
+                self.check_resume()
+                playing = resumed(self.resume, self.rounds, stack)
+            else:
+                playing = begun(self.experiment(self.config, self.method), self.out, stack)
+            if playing.run is None:
+                show = partial(show_summary, console)
+            else:
+                say(console, playing.title)
+                with progress(console, [""], playing.experiment.rounds) as begin:
+                    playing.play(begin)
+                show = partial(show_result, console, playing.run)
+            if self.json:
+                print_json(playing.summary, stdout)
+            else:
+                show(playing.summary)
+
+
+@dataclass(frozen=True)
+class CompareRequest(Options):
+    """Train several methods on the same data, model and devices, and show them in one table.
+
+    With --out, each has a run's folder of its own inside, and compare.json has all summaries; with --resume, those
+    that are not finished go on.
+    """
+
+    methods: Methods = ()  # names of `fedquilt list methods`, or file.py:factory
+    config: File = None  # settings; the demo's if not given
+
+    def __call__(self) -> None:
+        from fedquilt.cli.show import print_json, progress, say, show_comparison
+
+        with _output(self.json) as (console, stdout), ExitStack() as stack:
+            if self.resume:
+                self.check_resume()
+                all_of_them = self._resumed(self.resume, stack)
+            else:
+                all_of_them = self._begun(stack)
+            if left := [one for one in all_of_them if one.run]:
+                say(console, f"{', '.join(one.name for one in all_of_them)} {left[0].title.partition(' ')[2]}")
+                with progress(console, [one.name for one in left], left[0].experiment.rounds) as begin:
+                    for one in left:
+                        one.play(begin)
+            summaries = {one.name: one.summary for one in all_of_them}
+            if folder := self.out or self.resume:
+                write_text(folder / "compare.json", json.dumps(summaries, indent=2) + "\n")
+            if self.json:
+                print_json(summaries, stdout)
+            else:
+                show_comparison(console, summaries)
+
+    def _begun(self, stack: ExitStack) -> list[Playing]:
+        """A run a method, on the same ground; the settings of all are checked before the first begins."""
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            told = " ".join(self.methods) or "nothing"
+            raise ConfigError(f"compare {told} was asked for; name each method once, as in compare fedavg heterofl.")
+        experiments, wrong = [], []
+        for method in self.methods:
+            try:
+                experiments.append(self.experiment(self.config, method))
+            except ConfigError as error:
+                wrong.append(f"{method}: {error}")
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+        folders = [self.out / _folder_name(method) if self.out else None for method in self.methods]
+        for folder in folders:
+            refuse_taken(folder)
+        ground = experiments[0].ground()
+        return [
+            replace(begun(experiment, folder, stack, ground), name=method, command="compare")
+            for method, experiment, folder in zip(self.methods, experiments, folders, strict=True)
+        ]
+
+    def _resumed(self, out: Path, stack: ExitStack) -> list[Playing]:
+        names = self.methods or sorted(path.parent.name for path in out.glob("*/config.toml"))
+        if not names:
+            raise ConfigError(f"--resume {out} was asked for; there are no runs in it.")
+        runs = [resumed(out / _folder_name(name), self.rounds, stack) for name in names]
+        return [replace(run, name=name, command="compare") for name, run in zip(names, runs, strict=True)]
+
+
+def _folder_name(method: str) -> str:
+    return re.sub(r"[^\w.-]+", "_", method)
+
+
+@dataclass(frozen=True)
+class ListRequest(DataOptions):
+    """Show what one can ask for by name; with NAME, the options of one of them and what they mean.
+
+    `list data --plot` draws who holds what, for the data and partition asked for.
+    """
+
+    what: What = "all"  # methods, models, data, partitions, fleets or engines; all of them if not given
+    name: Name = ""  # one of them
+    config: File = None  # for --plot: settings; the demo's if not given
+    plot: Flag = False  # draw who holds what
+    by: By = "class"  # for --plot: what is counted
+    out: File = None  # for --plot: a file such as clients.png or clients.svg, instead of text
+    json: Flag = False  # print an object keyed by name
+
+    def __call__(self) -> None:
+        from fedquilt.cli import listing
+        from fedquilt.cli.show import console_for, print_json, say, show_table
+
+        if self.plot:
+            self._plot()
+            return
+        if self != replace(ListRequest(), what=self.what, name=self.name, json=self.json):
+            raise ConfigError("list was asked for with options for a plot of the data; add --plot to have one.")
+        kinds = listing.LISTS if self.what == "all" else [self.what]
+        found = {what: listing.entries(what, self.name) for what in kinds}
+        if self.json:
+            print_json(found if self.what == "all" else found[self.what])
+            return
+        console = console_for()
+        for place, (what, all_of_it) in enumerate(found.items()):
+            if place:
+                say(console, "")
+            show_table(console, what, all_of_it)
+            if self.name:
+                say(console, "")
+                show_table(console, "option", listing.options(what, self.name))
+
+    def _plot(self) -> None:
+        from fedquilt.cli.show import console_for, print_json, say
+        from fedquilt.config import Experiment, demo, read_toml
+        from fedquilt.data.plot import blocks, counts, figure
+
+        if self.what != "data":
+            raise ConfigError(f"list {self.what} --plot was asked for; list data --plot draws who holds what.")
+        settings, asked = self.layers(read_toml(self.config) if self.config else demo())
+        experiment = Experiment.of(settings, asked, self.config or "")
+        data = experiment.data.deal(experiment.fleet.clients, experiment.seed)
+        if self.out:
+            figure(data, self.out, self.by)
+        if self.json:
+            print_json({"data": data.name, "by": self.by, "counts": counts(data, self.by).tolist()})
+        else:
+            say(console_for(), f"{self.out} shows who holds what" if self.out else blocks(data, self.by))
+
+
+@dataclass(frozen=True)
+class ProbeRequest:
+    """Measure what this device can hold and how fast it trains, and propose a budget for it."""
+
+    model: Text = None  # a name of `fedquilt list models`, or file.py:factory; the demo's if not given
+    data: Text = None  # whose samples it is fed, as for `run`; if not given, those its paper has, or the demo's
+    device: Text = None  # such as cpu or cuda
+    json: Flag = False  # print the measurements as JSON on standard output, and nothing else there
+
+    def __call__(self) -> None:
+        from fedquilt.cli.show import print_json, show_probe
+
+        with _output(self.json) as (console, stdout):
+            found = self.measure()
+            if self.json:
+                print_json(found.to_dict(), stdout)
+            else:
+                show_probe(console, found)
+
+    def measure(self) -> Probe:
+        """Trace the model as a run would have it, and train it."""
+        import fedquilt as fq
+        from fedquilt.config import DEMO, Machine, Model, Source
+        from fedquilt.data import Pool
+        from fedquilt.models import MODELS
+        from fedquilt.probe import probe
+
+        machine = Machine(device=self.device or "cpu")
+        machine.check_device()
+        model = Model(self.model or DEMO["model"]["name"])
+        if model.name in MODELS and self.data is None:
+            spec = MODELS[model.name]
+            family = fq.trace(spec.factory, spec.example(), fixed=spec.fixed)
+        else:
+            family = model.trace(Source(self.data or DEMO["data"]["name"]).make(Pool))
+        return probe(family, machine.device)
+
+
+@contextmanager
+def _output(for_json: bool) -> Iterator[tuple[Console, TextIO]]:
+    """Where words go, and where JSON goes. A user's module may print; with --json that is not for standard output."""
+    from fedquilt.cli.show import console_for
+
+    stdout = sys.stdout
+    with redirect_stdout(sys.stderr if for_json else stdout):
+        yield console_for(for_json), stdout
+
+
+# --- the script -------------------------------------------------------------------------------------------------
+
+COMMANDS: dict[str, Callable[..., Any]] = {
+    "run": RunRequest,
+    "compare": CompareRequest,
+    "list": ListRequest,
+    "probe": ProbeRequest,
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """The entry point of the `fedquilt` script."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if args == ["--version"]:
+        print(f"fedquilt {__version__}")
+        return 0
+    request: Callable[[], None] = tyro.extras.subcommand_cli_from_dict(
+        COMMANDS,
+        prog="fedquilt",
+        description="Federated learning on unequal devices: each trains the piece of one model that fits it.",
+        args=args,
+        config=(tyro.conf.FlagCreatePairsOff,),
+    )
+    try:
+        with _terminated_like_interrupted():
+            request()
+    except FedquiltError as error:
+        print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return 1 if isinstance(error, (TrainingError, SubmodelError, RecordError)) else 2
+    except KeyboardInterrupt as error:
+        print("\n".join([f"Interrupted. {error}".strip(), *getattr(error, "__notes__", ())]), file=sys.stderr)
+        return 130
+    except BrokenPipeError:  # whoever read our output has seen enough; leave nothing for the last flush to trip over
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 1
+    return 0
+
+
+@contextmanager
+def _terminated_like_interrupted() -> Iterator[None]:
+    """SIGTERM, by which schedulers end jobs, is ctrl-C: it is held back where that is, and leaves a checkpoint too."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)

@@ -1,0 +1,7 @@
+"""`python -m fedquilt.cli` is the `fedquilt` script."""
+
+import sys
+
+from fedquilt.cli import main
+
+sys.exit(main())

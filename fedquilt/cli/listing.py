@@ -1,0 +1,77 @@
+"""What there is to ask for by name, as `fedquilt list` shows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from fedquilt.names import known
+from fedquilt.settings import described, leaves
+
+if TYPE_CHECKING:
+    from fedquilt.methods import Method
+    from fedquilt.models import ModelSpec
+
+Entry = dict[str, Any]
+
+LISTS = ("methods", "models", "data", "partitions", "fleets", "engines")
+
+
+def entries(what: str, name: str = "") -> dict[str, Entry]:
+    """All of one kind by name, or one of them."""
+    about: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
+    found = {name: _known(what, name)} if name else _table(what)
+    return {one: about(kind) for one, kind in found.items()}
+
+
+def options(what: str, name: str) -> dict[str, Entry]:
+    """The single values one can set of one of them, a row each."""
+    from fedquilt.config import Machine
+
+    kind = _known(what, name)
+    return leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
+
+
+def _known(what: str, name: str) -> Any:
+    return known(_table(what), name, "data set" if what == "data" else what.removesuffix("s"))
+
+
+def _table(what: str) -> Mapping[str, Any]:
+    import fedquilt.config  # noqa: F401  # which says what settings are chosen by name
+    from fedquilt.data import DATA, PARTITIONS
+    from fedquilt.engines import ENGINES
+    from fedquilt.fleets import FLEETS
+    from fedquilt.methods import METHODS
+    from fedquilt.models import MODELS
+
+    return known(dict(zip(LISTS, (METHODS, MODELS, DATA, PARTITIONS, FLEETS, ENGINES), strict=True)), what, "list")
+
+
+def _method(kind: type[Method]) -> Entry:
+    return {"paper": kind.paper, **_plain(kind), "presets": list(kind.presets)}
+
+
+def _model(spec: ModelSpec) -> Entry:
+    import torch
+
+    with torch.device("meta"):  # counted, not allocated
+        parameters = sum(weight.numel() for weight in spec.factory().parameters())
+    shape = list(spec.input_shape)
+    return {"paper": spec.paper, "input_shape": shape, "parameters": parameters, **described(spec.factory)}
+
+
+def _engine(kind: type) -> Entry:
+    from fedquilt.config import Machine
+
+    return {"summary": _first_line(kind), **described(Machine)}
+
+
+def _plain(kind: Callable[..., Any]) -> Entry:
+    return {"summary": _first_line(kind), **described(kind)}
+
+
+def _first_line(thing: object) -> str:
+    return (thing.__doc__ or "").strip().split("\n")[0]
+
+
+_ABOUT: dict[str, Callable[[Any], Entry]] = {"methods": _method, "models": _model, "engines": _engine}

@@ -1,0 +1,131 @@
+"""What commands take: flags, which are shortcuts for settings, and `--set` for all others."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, fields
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import tyro
+
+from fedquilt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedquilt.config import Experiment, Settings
+
+# The comment behind a field is its help; these show no "default: None" where the comment says more.
+_quiet = {"help_behavior_hint": ""}
+Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", **_quiet)]
+Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", **_quiet)]
+Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", **_quiet)]
+Number = Annotated[int | float | None, tyro.conf.arg(metavar="INT|FLOAT", **_quiet)]
+Place = Annotated[Path | None, tyro.conf.arg(metavar="DIR", **_quiet)]
+File = Annotated[str | None, tyro.conf.arg(metavar="FILE", **_quiet)]
+Precision = Annotated[Literal["fp32", "fp64"] | None, tyro.conf.arg(metavar="fp32|fp64", **_quiet)]
+By = Annotated[Literal["class", "domain"], tyro.conf.arg(metavar="class|domain", **_quiet)]
+Flag = Annotated[bool, tyro.conf.arg(**_quiet)]
+Assignments = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="A.B=V", **_quiet)
+]
+Config = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", **_quiet)]
+Methods = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD…", **_quiet)]
+What = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[methods|models|data|…]", **_quiet)]
+Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", **_quiet)]
+
+# Flags are shortcuts for settings: `--lr 0.3` is `--set method.local.optimiser.lr=0.3`.
+FLAGS = {
+    "method": "method.name",
+    "model": "model.name",
+    "data": "data.name",
+    "engine": "engine.name",
+    "device": "engine.device",
+    "precision": "engine.precision",
+    "rounds": "rounds",
+    "seed": "seed",
+    "init": "init",
+    "clients": "fleet.clients",
+    "cohort": "fleet.sample",
+    "labels": "data.partition",
+    "lr": "method.local.optimiser.lr",
+    "batch_size": "method.local.batch_size",
+    "epochs": "method.local.epochs",
+}
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataOptions:
+    """What decides who holds what."""
+
+    data: Text = None  # a name of `fedquilt list data`, a file or folder, hub:owner/name, or file.py:factory
+    clients: Whole = None  # how many; as many as the data has of its own, else 20, if not given
+    labels: Whole = None  # classes a client holds
+    seed: Whole = None
+    assign: Assignments = ()  # any setting by its path, such as method.shift=2; may be given again
+
+    def layers(self, base: Settings, method: str | None = None) -> tuple[Settings, dict[str, str]]:
+        """The settings with the flags on top, and which flag set what."""
+        from fedquilt.config import assign, choose, parse_assignment
+
+        given = {flag: getattr(self, flag, None) for flag in FLAGS} | {"method": method}
+        asked: dict[str, str] = {}
+        wrong = []
+        for flag, value in given.items():
+            if value is None:
+                continue
+            if flag in ("method", "model", "data"):
+                choose(base, flag, value)
+            else:
+                assign(base, FLAGS[flag].split("."), {"name": flag, flag: value} if flag == "labels" else value)
+            asked[FLAGS[flag]] = f"--{flag.replace('_', '-')}"
+        for text in self.assign:
+            try:
+                keys, value = parse_assignment(text)
+            except ConfigError as error:
+                wrong.append(str(error))
+                continue
+            assign(base, keys, value)
+            path = ".".join(keys)
+            asked = {one: flag for one, flag in asked.items() if not one.startswith(f"{path}.")} | {path: "--set"}
+        if wrong:
+            raise ConfigError("\n  ".join(wrong))
+        return base, asked
+
+
+@dataclass(frozen=True, kw_only=True)
+class Options(DataOptions):
+    """What `run` and `compare` have in common."""
+
+    model: Text = None  # a name of `fedquilt list models`, or file.py:factory
+    engine: Text = None  # a name of `fedquilt list engines`
+    rounds: Whole = None  # how many are played
+    cohort: Number = None  # clients that take part in a round: a number, or below 1 a part of all
+    device: Text = None  # such as cpu, cuda or cuda:1
+    precision: Precision = None
+    lr: Real = None  # local learning rate
+    batch_size: Whole = None  # local batch size
+    epochs: Whole = None  # local epochs a round
+    init: File = None  # a safetensors file of weights to start from
+    out: Place = None  # write the run's records and checkpoints into this folder
+    resume: Place = None  # go on with the run in this folder; only --rounds and --json go with it
+    json: Flag = False  # print the result as JSON on standard output, and nothing else there
+
+    def experiment(self, config: str | None, method: str | None) -> Experiment:
+        """The experiment a file and the flags ask for; without a file, the demo."""
+        from fedquilt.config import Experiment, demo, read_toml
+
+        base = read_toml(config) if config else demo(method or "heterofl")
+        settings, asked = self.layers(base, method)
+        return Experiment.of(settings, asked, config or "")
+
+    def check_resume(self) -> None:
+        """A resumed run has its own settings."""
+        beside = [
+            f"--{'set' if one.name == 'assign' else one.name.replace('_', '-')}"
+            for one in fields(self)
+            if one.name not in ("resume", "rounds", "json", "methods") and getattr(self, one.name) != one.default
+        ]
+        if beside:
+            raise ConfigError(
+                f"--resume {self.resume} was asked for together with {', '.join(beside)}; a run goes on with its own "
+                "settings, and only --rounds (to train longer) and --json go with it."
+            )

@@ -1,0 +1,143 @@
+"""A run between the request and its end: with a folder or without, begun or gone on with, finished or interrupted."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from contextlib import ExitStack
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedquilt.errors import ConfigError, RecordError
+
+if TYPE_CHECKING:
+    from fedquilt.cli.show import Watch
+    from fedquilt.config import Experiment, Ground
+    from fedquilt.experiment import Run
+    from fedquilt.records import Folder
+    from fedquilt.round import Record
+
+
+class Interrupted(KeyboardInterrupt):
+    """A run was stopped; says how far it came, and how to go on."""
+
+
+@dataclass(frozen=True)
+class Playing:
+    """A run that is ready to go on, or the summary of one that is finished."""
+
+    experiment: Experiment
+    run: Run | None = None
+    folder: Folder | None = None
+    finished: dict[str, Any] | None = None
+    name: str = ""
+    command: str = "run"
+
+    @property
+    def title(self) -> str:
+        assert self.run is not None
+        names, fleet = self.experiment.names, self.run.fleet
+        return (
+            f"{names['method']} on {names['data']}: {names['model']} for {fleet.num_clients} clients, {fleet.sample} a "
+            f"round, {names['engine']} on {self.experiment.engine.device}"
+        )
+
+    def play(self, begin: Callable[[str, int], Watch]) -> None:
+        """Train to the end, with the records on disk as soon as a round is over."""
+        run, folder = self.run, self.folder
+        assert run is not None
+        watchers = [*([folder.watch(run)] if folder else []), begin(self.name, run.server.round)]
+
+        def watch(record: Record) -> None:
+            for one in watchers:
+                one(record)
+
+        try:
+            run.train(self.experiment.rounds, watch)
+        except KeyboardInterrupt as error:
+            raise Interrupted(self._hint()) from error
+        if folder:
+            folder.finish(self.summary)
+
+    def _hint(self) -> str:
+        assert self.run is not None
+        far = f"{self.name or 'The run'} was stopped after round {self.run.server.round} of {self.experiment.rounds}."
+        if self.folder is None:
+            return f"{far} Nothing of it is kept; with --out DIR it could be resumed."
+        path = self.folder.path.parent if self.command == "compare" else self.folder.path
+        return f"{far} Go on with: fedquilt {self.command} --resume {path}"
+
+    @property
+    def summary(self) -> dict[str, Any]:
+        """The run in one object, as summary.json has it."""
+        if self.run is None:
+            assert self.finished is not None
+            return self.finished
+        return self.run.summary | self.experiment.names
+
+
+def begun(experiment: Experiment, out: Path | None, stack: ExitStack, ground: Ground | None = None) -> Playing:
+    """A new run, with a folder if one was asked for."""
+    from fedquilt.records import Folder
+
+    refuse_taken(out)
+    run = experiment.prepare(ground)
+    if out is None:
+        return Playing(experiment, run)
+    settled = experiment.settled(run)
+    folder = stack.enter_context(Folder.create(out, settled.to_toml(), settled.checkpoint))
+    return Playing(settled, run, folder)
+
+
+def refuse_taken(out: Path | None) -> None:
+    """Before anything heavy: a folder that holds a run is not written over."""
+    from fedquilt.records import holds_a_run
+
+    if out and holds_a_run(out):
+        raise ConfigError(f"--out {out} was asked for; a run is there already. --resume it, or name another folder.")
+
+
+def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
+    """A run that goes on from its folder, to more rounds if so many are asked for."""
+    from fedquilt.config import Experiment, read_toml
+    from fedquilt.records import Folder
+
+    config = path / "config.toml"
+    settings = read_toml(config)
+    if "python" in settings:
+        raise ConfigError(
+            f"--resume {path} was asked for; that run was begun by a script, which alone can go on with it: "
+            f"fedquilt.run(…, out={str(path)!r}, resume=True)."
+        )
+    experiment = Experiment.of(settings, file=str(config))
+    if rounds is not None:
+        experiment = replace(experiment, rounds=rounds)
+    finished = _summary_of(path)
+    if finished and experiment.rounds <= finished["rounds"]:
+        return Playing(experiment, finished=finished)
+    folder = stack.enter_context(Folder.resume(path, experiment.checkpoint))
+    run = experiment.prepare()
+    if (done := folder.load(run)) > experiment.rounds:
+        raise ConfigError(f"--rounds {rounds} was asked for; the run in {path} has {done} behind it.")
+    if rounds is not None:
+        write_text(config, experiment.to_toml())
+    return Playing(experiment, run, folder)
+
+
+def _summary_of(path: Path) -> dict[str, Any] | None:
+    """How the run in a folder ended, if it has."""
+    try:
+        found = json.loads((path / "summary.json").read_text())
+    except (OSError, ValueError):
+        return None  # the run is played to its end once more, which makes it anew
+    return found if isinstance(found, dict) and "rounds" in found else None
+
+
+def write_text(path: Path, text: str) -> None:
+    from fedquilt.files import write
+
+    try:
+        write(path, [text.encode()])
+    except OSError as error:
+        raise RecordError(f"{path} could not be written: {error.strerror or error}.") from error

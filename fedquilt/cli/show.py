@@ -1,0 +1,231 @@
+"""What the commands print: bars and frames on a terminal, plain text elsewhere."""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from functools import partial
+from typing import TYPE_CHECKING, Any, TextIO
+
+from rich.console import Console
+
+if TYPE_CHECKING:
+    from rich.progress import Progress
+
+    from fedquilt.experiment import Run
+    from fedquilt.probe import Probe
+    from fedquilt.round import Record
+    from fedquilt.terms import Arch
+
+Watch = Callable[["Record"], None]
+
+
+def console_for(for_json: bool = False) -> Console:
+    """Standard output, or, when that is for JSON alone, standard error if someone is looking."""
+    return Console(stderr=for_json, quiet=for_json and not sys.stderr.isatty(), highlight=False)
+
+
+def say(console: Console, text: str) -> None:
+    """A line as it is: no markup, and no breaks where a terminal ends."""
+    console.print(text, markup=False, soft_wrap=True)
+
+
+def print_json(value: object, file: TextIO | None = None) -> None:
+    """NaN is no JSON: where there is no number, it says null."""
+    print(json.dumps(_numbers(value), indent=2, allow_nan=False), file=file or sys.stdout)
+
+
+def _numbers(value: Any) -> Any:
+    if isinstance(value, dict):
+        return {key: _numbers(one) for key, one in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_numbers(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+# --- while it runs ----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def progress(console: Console, names: Sequence[str], rounds: int) -> Iterator[Callable[[str, int], Watch]]:
+    """A bar a name with rate and time left on a terminal, else a line for every evaluated round.
+
+    What it yields starts the bar of a name, whose run stands at a round, and gives what to call after each.
+    """
+    wide = max(map(len, names)) if len(names) > 1 else 0
+    if not console.is_terminal:
+        yield lambda name, _: partial(_say_round, console, f"{name:<{wide}}  " if wide else "", rounds)
+        return
+    with _bars(console) as bars:
+        tasks = {name: bars.add_task(name if wide else "round", False, rounds, rate="", accuracy="") for name in names}
+
+        def begin(name: str, done: int) -> Watch:
+            task, began = tasks[name], time.perf_counter()
+            bars.start_task(task)
+            bars.update(task, completed=done)
+
+            def watch(record: Record) -> None:
+                rate = (record.round - done) / (time.perf_counter() - began)
+                bars.update(task, completed=record.round, rate=f"{rate:.1f} rounds/s")
+                if record.grades.accuracy:
+                    bars.update(task, accuracy=_accuracies(record))
+
+            return watch
+
+        yield begin
+
+
+def _bars(console: Console) -> Progress:
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    return Progress(
+        TextColumn("{task.description}"),
+        MofNCompleteColumn(),
+        BarColumn(),
+        TextColumn("{task.fields[rate]}"),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[accuracy]}"),
+        console=console,
+        transient=True,
+    )
+
+
+def _say_round(console: Console, lead: str, rounds: int, record: Record) -> None:
+    if record.grades.accuracy:
+        count = f"{record.round:>{len(str(rounds))}}/{rounds}"
+        loss = "–" if record.loss is None else f"{record.loss:.3f}"  # nobody was there
+        say(console, f"{lead}round {count}  loss {loss}  {_accuracies(record)}")
+
+
+def _accuracies(record: Record) -> str:
+    return "  ".join(f"{float(share):g}: {accuracy:.1%}" for share, accuracy in record.grades.accuracy.items())
+
+
+# --- when it is over --------------------------------------------------------------------------------------------
+
+
+def show_result(console: Console, run: Run, summary: Mapping[str, Any]) -> None:
+    """A table of the shares, and a line of bytes and seconds."""
+    rows = {}
+    for label, arch in _members(run).items():
+        cost = run.engine.world.family.cost(arch)
+        accuracy = f"{summary['accuracy'].get(label, math.nan):.1%}"
+        rows[f"{float(label):g}"] = {"accuracy": accuracy, "parameters": cost.params, "MACs a sample": cost.macs}
+    show_table(console, "share", rows)
+    say(console, _totals(summary))
+
+
+def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
+    """How a run ended, of which only the summary is left."""
+    rows = {f"{float(label):g}": {"accuracy": f"{value:.1%}"} for label, value in summary["accuracy"].items()}
+    show_table(console, "share", rows)
+    say(console, _totals(summary))
+
+
+def _totals(summary: Mapping[str, Any]) -> str:
+    down, up, seconds, rounds = (summary[key] for key in ("bytes_down", "bytes_up", "seconds", "rounds"))
+    return f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s; {size(down)} to the clients, {size(up)} back"
+
+
+def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
+    """A row a method: accuracy at every share, bytes both ways, seconds."""
+    shares = dict.fromkeys(share for summary in summaries.values() for share in summary["accuracy"])
+    rows = {
+        name: {
+            **{f"{float(share):g}": f"{summary['accuracy'].get(share, math.nan):.1%}" for share in shares},
+            "to clients": size(summary["bytes_down"]),
+            "back": size(summary["bytes_up"]),
+            "seconds": f"{summary['seconds']:.1f}",
+        }
+        for name, summary in summaries.items()
+    }
+    show_table(console, "method", rows)
+
+
+def _members(run: Run) -> dict[str, Arch]:
+    """The network a device of each budget ends up with, by the label of its accuracy."""
+    from fedquilt.round.serve import share_label
+    from fedquilt.terms import Client
+
+    method, server, world = run.method, run.server, run.engine.world
+    members = {}
+    for budget in run.fleet.kinds:
+        if method.personal:
+            submodel = method.plan(server, Client(0, budget), world)[0]
+        else:
+            submodel = method.deploy(server, budget, world)
+        members[share_label(budget, world)] = submodel.arch
+    return members
+
+
+def show_probe(console: Console, found: Probe) -> None:
+    """What a device was measured to do, and what it is proposed to hold."""
+    members = {"measured": found.measured, "proposed": found.member}
+    rows = {
+        name: {
+            "share": f"{member.share:.3g}",
+            "parameters": member.params,
+            "MACs a sample": member.macs,
+            "memory to train": size(member.memory),
+        }
+        for name, member in members.items()
+    }
+    show_table(console, "member", rows)
+    target = found.target
+    say(
+        console,
+        f"{found.device}: {found.cores} cores, {size(found.memory)} free; it trains {found.samples_per_second:,.0f} "
+        f"samples a second of what was measured, {found.macs_per_second:.3g} multiply-adds a second",
+    )
+    say(
+        console,
+        f"proposed: {found.budget}, with which {target.samples} samples take at most {target.epoch_seconds:g} s an "
+        f"epoch and {target.memory:.0%} of the memory",
+    )
+
+
+# --- tables -----------------------------------------------------------------------------------------------------
+
+
+def show_table(console: Console, name: str, entries: Mapping[str, Mapping[str, Any]]) -> None:
+    """Rows keyed by name, framed on a terminal, else aligned by spaces. Tables and lists are left to JSON."""
+    if not entries:
+        say(console, f"{name}: none")
+        return
+    columns = [key for key, value in next(iter(entries.values())).items() if not isinstance(value, (dict, list))]
+    rows = [[key, *(_cell(entry[column]) for column in columns)] for key, entry in entries.items()]
+    right = [False, *(all(_cell(entry[c])[:1].isdecimal() for entry in entries.values()) for c in columns)]
+    if console.is_terminal:
+        from rich import box
+        from rich.table import Table
+        from rich.text import Text
+
+        table = Table(box=box.ROUNDED)
+        for title, number in zip((name, *columns), right, strict=True):
+            table.add_column(title, justify="right" if number else "left")
+        for row in rows:
+            table.add_row(*map(Text, row))  # brackets in it are no markup
+        console.print(table)
+        return
+    rows.insert(0, [name, *columns])
+    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    for row in rows:
+        cells = zip(row, widths, right, strict=True)
+        say(console, "  ".join(c.rjust(w) if number else c.ljust(w) for c, w, number in cells).rstrip())
+
+
+def _cell(value: object) -> str:
+    return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
+
+
+def size(count: float) -> str:
+    """Bytes in words: 4.02 MB."""
+    units = ["B", "kB", "MB", "GB", "TB"]
+    while count >= 1000 and len(units) > 1:
+        count /= 1000
+        units.pop(0)
+    return f"{count:.3g} {units[0]}"

@@ -1,0 +1,87 @@
+"""Who holds which samples, for any number of clients: one order of positions, and where each client's begin."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from typing import overload
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+
+Array = Tensor | np.ndarray
+
+
+@dataclass(frozen=True, eq=False)
+class Parts(Sequence[Tensor]):
+    """The positions of each client's samples. Two tensors, not one a client: there may be 342,477 of them."""
+
+    order: Tensor  # positions in the pool, client after client
+    offsets: Tensor  # (clients + 1,) where each client's begin in it
+
+    @staticmethod
+    def of(parts: Sequence[Sequence[int] | Array]) -> Parts:
+        """From positions a client."""
+        if isinstance(parts, Parts):
+            return parts
+        on_host = (part.cpu() if isinstance(part, Tensor) else part for part in parts)
+        pieces = [np.asarray(part, dtype=np.int64).reshape(-1) for part in on_host]
+        order = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
+        return Parts.split(torch.from_numpy(order), torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
+
+    @staticmethod
+    def split(order: Tensor, sizes: Tensor) -> Parts:
+        """An order of positions, dealt from the front: the first client gets the first `sizes[0]`, and so on."""
+        return Parts(order, torch.cat([sizes.new_zeros(1), sizes.cumsum(0)]))
+
+    @staticmethod
+    def owned(owner: Tensor, num_clients: int, order: Tensor | None = None) -> Parts:
+        """From the client that owns each sample (−1: nobody does); with `order`, that of the samples it lists."""
+        ranked = torch.argsort(owner, stable=True)[int((owner < 0).sum()) :]
+        sizes = torch.bincount(owner[owner >= 0], minlength=num_clients)
+        return Parts.split(ranked if order is None else order[ranked], sizes)
+
+    @property
+    def sizes(self) -> Tensor:
+        """(client,) how many samples each has."""
+        return self.offsets.diff()
+
+    @property
+    def owners(self) -> Tensor:
+        """The client of every entry of `order`."""
+        return torch.repeat_interleave(torch.arange(len(self)), self.sizes)
+
+    def thinned(self, fraction: float, key: int) -> Parts:
+        """A fraction of each client's samples, drawn at random, at least one of those that have any."""
+        if fraction == 1:
+            return self
+        owners, sizes = self.owners, self.sizes
+        drawn = torch.argsort(noise.bits(torch.tensor(key), len(self.order)), stable=True)
+        drawn = drawn[torch.argsort(owners[drawn], stable=True)]  # client after client, mixed within each
+        kept = (sizes * fraction).round().long().clamp(min=1).minimum(sizes)
+        rank = torch.arange(len(drawn)) - self.offsets[:-1].repeat_interleave(sizes)
+        chosen = drawn[rank < kept.repeat_interleave(sizes)].sort().values  # in the order they had
+        return Parts.split(self.order[chosen], kept)
+
+    def __len__(self) -> int:
+        return len(self.offsets) - 1
+
+    @overload
+    def __getitem__(self, client: int) -> Tensor: ...
+    @overload
+    def __getitem__(self, client: slice) -> list[Tensor]: ...
+    def __getitem__(self, client: int | slice) -> Tensor | list[Tensor]:
+        if isinstance(client, slice):
+            return [self[one] for one in range(*client.indices(len(self)))]
+        if not -len(self) <= client < len(self):
+            raise IndexError(f"client {client} of {len(self)}")
+        client %= len(self)
+        first, last = self.offsets[client : client + 2].tolist()
+        return self.order[first:last]
+
+    def __iter__(self) -> Iterator[Tensor]:
+        return (self.order[first:last] for first, last in pairwise(self.offsets.tolist()))

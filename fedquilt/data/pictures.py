@@ -1,0 +1,99 @@
+"""Images in folders, read by Pillow (extra: fedquilt[images])."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+import torch
+
+from fedquilt.data.federated import Normalise, Pool, Scale
+from fedquilt.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+
+SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
+
+
+def images(
+    path: str,
+    size: int = 0,
+    grey: bool = False,
+    domains: bool = False,
+    normalise: Normalise = "auto",
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
+    public: float = 0.0,
+) -> Pool:
+    """A folder of images: train/CLASS/… and test/CLASS/…, or CLASS/… alone, of which a fifth is held out.
+
+    `size` resizes to so many pixels a side; 0 takes images that are all alike as they are. With `domains` a level of
+    folders named after domains lies above the classes: train/DOMAIN/CLASS/….
+    """
+    root = Path(path)
+    folders = [root / "train", root / "test"] if (root / "train").is_dir() else [root]
+    sets = [_files(folder, domains) for folder in folders if folder.is_dir()]
+    classes = sorted({file.parent.name for files in sets for file in files})
+    homes = sorted({file.parent.parent.name for files in sets for file in files}) if domains else []
+    with _open(sets[0][0]) as first:
+        shape = (size, size) if size else (first.height, first.width)
+    inputs = [stacked(map(_open, files), list(map(str, files)), shape, grey, bool(size)) for files in sets]
+    targets = [np.array([classes.index(file.parent.name) for file in files]) for files in sets]
+    places = [np.array([homes.index(file.parent.parent.name) for file in files]) for files in sets] if domains else []
+    return Pool.of(
+        (inputs[0], targets[0]),
+        (inputs[1], targets[1]) if len(sets) > 1 else None,
+        domains=places[0] if places else None,
+        test_domains=places[1] if len(places) > 1 else None,
+        name=root.name,
+        num_classes=len(classes),
+        class_names=tuple(classes),
+        domain_names=tuple(homes),
+        scale=Scale.of(torch.as_tensor(inputs[0]), normalise, mean, std),
+    ).with_public(public)
+
+
+def stacked(images: Iterable[Image], names: list[str], shape: tuple[int, int], grey: bool, resize: bool) -> np.ndarray:
+    """(sample, channel, height, width) bytes of images that are, or are made, all alike."""
+    from PIL.Image import Resampling
+
+    stack = np.empty((len(names), *shape, 1 if grey else 3), np.uint8)
+    for place, image in enumerate(images):
+        with image:
+            picture = image.convert("L" if grey else "RGB")
+        if resize:
+            picture = picture.resize(shape[::-1], Resampling.BILINEAR)
+        if (picture.height, picture.width) != shape:
+            raise DataError(
+                f"{names[place]} has {picture.height}×{picture.width} pixels and {names[0]} {shape[0]}×{shape[1]}; "
+                f"size={min(shape)} makes all of them alike."
+            )
+        stack[place] = np.asarray(picture).reshape(*shape, -1)
+    return np.ascontiguousarray(stack.transpose(0, 3, 1, 2))
+
+
+def _files(folder: Path, domains: bool) -> list[Path]:
+    files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
+    levels = "DOMAIN/CLASS" if domains else "CLASS"
+    if not files:
+        raise DataError(f"{folder} has no images ({', '.join(SUFFIXES)}) in it; {folder}/{levels}/one.png would fit.")
+    for file in files:
+        if len(file.relative_to(folder).parts) < 2 + domains:
+            raise DataError(f"{file} lies in no folder that says what it is; {folder}/{levels}/{file.name} would fit.")
+    return files
+
+
+def _open(file: Path) -> Image:
+    try:
+        from PIL import Image, UnidentifiedImageError
+    except ImportError as error:
+        raise ConfigError("images need Pillow, which is not installed: pip install 'fedquilt[images]'.") from error
+    try:
+        image = Image.open(file)
+        image.load()  # a file that breaks off says so only now
+    except (UnidentifiedImageError, OSError) as error:
+        raise DataError(f"{file} cannot be read as an image: {error}.") from error
+    return image

@@ -1,0 +1,197 @@
+"""Files that survive a kill: written whole or not at all; tensors in the safetensors format, bit for bit.
+
+The format is written here and not by the safetensors package because a file is streamed (what it holds need not fit
+into memory twice), keeps the order of its tensors, and may hold tensors that share memory. Any reader of the format
+reads it.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedquilt.errors import RecordError
+from fedquilt.terms import Slots, Weights
+
+Bytes = bytes | bytearray | memoryview
+
+TEMPORARY = ".tmp"  # how the name of a file ends that is not yet whole
+
+_NAMES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+
+
+@dataclass(frozen=True)
+class Written:
+    """A file as it should be found again."""
+
+    name: str
+    size: int
+    sha256: str
+
+    def damage(self, folder: Path) -> str:
+        """What is wrong with the file now; nothing, if it is as it was written."""
+        path = folder / self.name
+        try:
+            if (size := path.stat().st_size) != self.size:
+                return f"{self.name} has {size:,} bytes instead of {self.size:,}"
+            with path.open("rb") as file:
+                found = hashlib.file_digest(file, "sha256").hexdigest()
+        except OSError as error:
+            return f"{self.name} cannot be read: {why(error)}"
+        return "" if found == self.sha256 else f"{self.name} is not what was written: its checksum differs"
+
+
+def write(path: Path, chunks: Iterable[Bytes]) -> Written:
+    """Write a file that is there whole or not at all, whenever the power goes; until then the old one stays."""
+    temporary = path.with_name(path.name + TEMPORARY)
+    size, digest = 0, hashlib.sha256()
+    try:
+        with temporary.open("wb") as file:
+            for chunk in chunks:
+                file.write(chunk)
+                digest.update(chunk)
+                size += len(chunk)
+            file.flush()
+            os.fsync(file.fileno())
+        temporary.replace(path)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink(missing_ok=True)
+        raise
+    sync_folder(path.parent)
+    return Written(path.name, size, digest.hexdigest())
+
+
+def why(error: OSError) -> str:
+    """What the system says went wrong."""
+    return error.strerror or str(error)
+
+
+def sync_folder(folder: Path) -> None:
+    """A rename is on disk when the folder is."""
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)
+
+
+# --- tensors ----------------------------------------------------------------------------------------------------
+
+
+def settled(tensor: Tensor) -> Tensor:
+    """The tensor as it would be read back: contiguous, in memory of its own.
+
+    What is kept between rounds is kept like this, because the last bits of a product depend on strides and alignment:
+    else a resumed run would drift from one that was not interrupted. It also holds on to no larger tensor.
+    """
+    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
+        return tensor.detach()
+    return tensor.detach().clone(memory_format=torch.contiguous_format)
+
+
+@dataclass(frozen=True)
+class Blob:
+    """Tensors on their way into a file."""
+
+    head: bytes
+    tensors: tuple[Tensor, ...]
+
+    @staticmethod
+    def of(tensors: Mapping[str, Tensor], note: Any) -> Blob:
+        """`note` is whatever else JSON can say."""
+        for name, tensor in tensors.items():
+            if tensor.dtype not in _NAMES:
+                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
+                raise RecordError(f"{name} is {tensor.dtype}, which safetensors cannot hold; it can hold {known}.")
+        shapes = {name: (_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+        return Blob(header(shapes, note), tuple(tensors.values()))
+
+    @staticmethod
+    def of_state(weights: Weights, slots: Slots, **note: Any) -> Blob:
+        """Weights and an optimiser's slots, of a server or of a client."""
+        tensors = {f"weights/{name}": value for name, value in weights.items()}
+        for slot, values in slots.items():
+            tensors |= {f"slots/{slot}/{name}": value for name, value in values.items()}
+        return Blob.of(tensors, {**note, "slots": list(slots)})
+
+    @property
+    def size(self) -> int:
+        return len(self.head) + sum(tensor.nbytes for tensor in self.tensors)
+
+    def chunks(self) -> Iterator[Bytes]:
+        yield self.head
+        for tensor in self.tensors:
+            yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+
+
+def header(entries: Mapping[str, tuple[str, tuple[int, ...], int]], note: Any) -> bytes:
+    """How a safetensors file begins; entries are (dtype, shape, bytes) and follow in their order."""
+    described: dict[str, Any] = {"__metadata__": {"fedquilt": json.dumps(note)}}
+    at = 0
+    for name, (dtype, shape, size) in entries.items():
+        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size)}
+        at += size
+    text = json.dumps(described).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
+
+
+def read_header(begin: Bytes) -> tuple[dict[str, Any], Any, int]:
+    """A file's entries, its note, and where its data begins; `begin` may be the whole file or all of its header."""
+    stop = 8 + int.from_bytes(begin[:8], "little")
+    described = json.loads(bytes(begin[8:stop]))
+    return described, json.loads(described.pop("__metadata__")["fedquilt"]), stop
+
+
+def parse(data: bytearray, device: torch.device) -> tuple[dict[str, Tensor], Any]:
+    """The tensors of a file, settled, and its note."""
+    described, note, begin = read_header(data)
+    tensors = {}
+    for name, entry in described.items():
+        first, last = entry["data_offsets"]
+        tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
+        if last > first:
+            raw = torch.frombuffer(data, dtype=torch.uint8, count=last - first, offset=begin + first)
+            tensor.reshape(-1).view(torch.uint8).copy_(raw)
+        tensors[name] = tensor.to(device)
+    return tensors, note
+
+
+def parse_state(data: bytearray, device: torch.device) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], Any]:
+    """The weights, slots and note of `Blob.of_state`."""
+    tensors, note = parse(data, device)
+    weights: dict[str, Tensor] = {}
+    slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in note["slots"]}
+    for path, value in tensors.items():
+        kind, _, name = path.partition("/")
+        if kind == "weights":
+            weights[name] = value
+        else:
+            slot, _, name = name.partition("/")
+            slots[slot][name] = value
+    return weights, slots, note

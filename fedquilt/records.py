@@ -1,0 +1,445 @@
+"""A run's folder: what it was, what happened in each round, how it ended, and the state it can go on from.
+
+DIR/
+├── config.toml     what was asked for
+├── rounds.jsonl    one object a round, written as soon as it is over
+├── summary.json    how it ended; there once it has
+├── checkpoint/     the state of the server (`checkpoint.py`)
+└── lock            who writes here
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import signal
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import fields, is_dataclass
+from pathlib import Path
+from types import TracebackType
+from typing import TYPE_CHECKING, Any, Self
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from fedquilt.checkpoint import Checkpointing, Checkpoints, Manifest
+from fedquilt.errors import ConfigError, RecordError
+from fedquilt.files import why, write
+from fedquilt.memory import Memories
+from fedquilt.round import Grades, Record
+from fedquilt.terms import Server
+from fedquilt.version import __version__
+
+if TYPE_CHECKING:
+    from fedquilt.experiment import Run
+
+_log = logging.getLogger("fedquilt")
+
+
+class Folder:
+    """A run's folder and the right to write there. Leaving it saves the state, however the run went."""
+
+    def __init__(self, path: Path, checkpointing: Checkpointing) -> None:
+        """Use `create` or `resume`."""
+        self.path = path
+        self.checkpointing = checkpointing
+        self._file = path / "rounds.jsonl"
+        self._checkpoints = Checkpoints(path / "checkpoint", checkpointing.keep)
+        self._run: Run | None = None
+        self._identity: dict[str, Any] = {}  # of the run, once there is one
+        self._rounds = 0  # in rounds.jsonl
+        self._length = 0  # of it, in bytes
+        self._saved, self._cost = time.monotonic(), 0.0  # when the last checkpoint was made, and how long it took
+        self._lock = _lock(path)
+
+    @classmethod
+    def create(cls, path: str | Path, config: str, checkpointing: Checkpointing = Checkpointing()) -> Self:
+        """A folder for a new run; `config` is the text of config.toml. One that holds a run is refused."""
+        path = Path(path)
+        with _writable(f"the folder {path} was asked for"):
+            path.mkdir(parents=True, exist_ok=True)
+            folder = cls(path, checkpointing)
+            try:
+                if holds_a_run(path):
+                    raise ConfigError(
+                        f"the folder {path} was asked for; a run is there already. Resume it, or name another."
+                    )
+                write(path / "config.toml", [config.encode()])
+                folder._file.write_bytes(b"")
+            except BaseException:
+                folder.close()
+                raise
+        return folder
+
+    @classmethod
+    def resume(cls, path: str | Path, checkpointing: Checkpointing = Checkpointing()) -> Self:
+        """The folder of a run that is to go on; `config` has what it was asked for."""
+        path = Path(path)
+        if not (path / "config.toml").is_file():
+            found = "there is no run in it" if path.is_dir() else "there is no such folder"
+            raise ConfigError(f"the run in {path} was to go on; {found}.")
+        with _writable(f"the run in {path} was to go on"):
+            return cls(path, checkpointing)
+
+    @property
+    def config(self) -> str:
+        """The text of config.toml."""
+        return (self.path / "config.toml").read_text()
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        try:
+            self._save()
+        except RecordError as second:
+            if error is None:
+                raise
+            if str(second) != str(error):
+                error.add_note(f"And then {second}")
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Let others write here."""
+        os.close(self._lock)
+
+    # --- while it runs -----------------------------------------------------------------------------------------
+
+    def load(self, run: Run) -> int:
+        """Put the newest intact checkpoint into a run that was prepared alike; returns the rounds behind it."""
+
+        def check(manifest: Manifest) -> str:
+            damage = self._damage(manifest)
+            if not damage:
+                _compare(manifest.about["run"], identity(run), self.path)
+            return damage
+
+        found = self._checkpoints.load(_memories(run), run.engine.world.device, check)
+        records: list[Record] = []
+        length = 0
+        if found is None:
+            if self._file.exists() and self._file.stat().st_size:
+                raise RecordError(f"{self._file} has rounds, but there is no checkpoint to go on from.")
+        else:
+            server, manifest = found
+            _restore(manifest.about, run)
+            run.server, length = server, manifest.about["records"]
+            records = self._read(length)
+        run.records[:] = records
+        self._rounds, self._length = len(records), length
+        try:
+            with self._file.open("ab") as file:
+                file.truncate(length)
+        except OSError as error:
+            raise RecordError(f"{self._file} cannot be written to: {why(error)}.") from error
+        return run.server.round
+
+    def _read(self, length: int) -> list[Record]:
+        with self._file.open("rb") as file:
+            return [Record.from_dict(json.loads(line)) for line in file.read(length).splitlines()]
+
+    def _damage(self, manifest: Manifest) -> str:
+        """A checkpoint is of use only with the records of its rounds."""
+        try:
+            rounds = [record.round for record in self._read(manifest.about["records"])]
+        except OSError as error:
+            return f"{self._file.name} cannot be read: {why(error)}"
+        except (ValueError, TypeError) as error:
+            return f"{self._file.name} is not what was written: {error}"
+        last = rounds[-1] if rounds else 0
+        return "" if last == manifest.round else f"{self._file.name} ends with round {last}"
+
+    def watch(self, run: Run) -> Callable[[Record], None]:
+        """What to call after every round of a run: it writes the record, and the state when that is due."""
+        self._run, self._identity = run, identity(run)
+        _memories(run).spill_in = self.path
+        if self._checkpoints.newest is None:
+            self._save()  # an unwritable disk shows now, and from here on it is known what the run is
+
+        def after(record: Record) -> None:
+            self._append()
+            rounds = run.server.round - (self._checkpoints.newest or 0)
+            if self.checkpointing.due(rounds, time.monotonic() - self._saved, self._cost):
+                self._save()
+
+        return after
+
+    def finish(self, summary: Mapping[str, Any]) -> None:
+        """Save the last state, and how the run ended."""
+        self._save()
+        try:
+            write(self.path / "summary.json", [(json.dumps(summary, indent=2) + "\n").encode()])
+        except OSError as error:
+            raise RecordError(f"{self.path}/summary.json could not be written: {why(error)}.") from error
+
+    def _append(self) -> None:
+        """Write the records that are not yet in rounds.jsonl."""
+        assert self._run is not None
+        for record in self._run.records[self._rounds :]:
+            line = json.dumps(record.to_dict()).encode() + b"\n"
+            try:
+                (self.path / "summary.json").unlink(missing_ok=True)  # of a run that goes on beyond its end
+                with self._file.open("r+b") as file:
+                    file.truncate(self._length)  # half a line, if a disk was full
+                    file.seek(self._length)
+                    file.write(line)
+            except OSError as error:
+                raise RecordError(
+                    f"round {record.round} could not be written to {self._file}: {why(error)}."
+                ) from error
+            self._rounds += 1
+            self._length += len(line)
+
+    def _save(self) -> None:
+        run = self._run
+        if run is None or run.server.round == self._checkpoints.newest:
+            return
+        with undisturbed():
+            began = time.monotonic()
+            self._append()
+            _sync(self._file)
+            about = {"fedquilt": __version__, "records": self._length, "run": self._identity, **_choices(run)}
+            self._checkpoints.save(run.server, about)
+            self._saved = time.monotonic()
+            self._cost = self._saved - began
+
+
+def holds_a_run(path: Path) -> bool:
+    """Whether a folder has something in it that a new run would destroy."""
+    rounds = path / "rounds.jsonl"
+    begun = rounds.is_file() and rounds.stat().st_size > 0
+    return begun or (path / "summary.json").exists() or Checkpoints(path / "checkpoint").exist
+
+
+def load(path: str | Path, device: str = "cpu") -> Server:
+    """The newest intact state in a run's folder: weights, slots and memories by name, without the run."""
+    memory = Memories(device=torch.device(device))
+    found = Checkpoints(Path(path) / "checkpoint").load(memory, torch.device(device))
+    if found is None:
+        raise RecordError(f"the weights in {path} were asked for; there is no checkpoint there.")
+    return found[0]
+
+
+@contextmanager
+def undisturbed() -> Iterator[None]:
+    """Hold ctrl-C and a request to terminate back until the block is over: a round counts as a whole or not at all."""
+    came: list[int] = []
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
+    if threading.current_thread() is not threading.main_thread() or None in before.values():  # not ours to hold
+        yield
+        return
+    for number in before:
+        signal.signal(number, lambda number, frame: came.append(number))
+    try:
+        yield
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)
+        if came:
+            signal.raise_signal(came[0])
+
+
+@contextmanager
+def _writable(asked: str) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise ConfigError(f"{asked}; it cannot be written to: {why(error)}.") from error
+
+
+def _lock(path: Path) -> int:
+    """A lock that the system releases however the process ends; holds its pid for those who come second."""
+    import fcntl
+
+    handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        owner = os.pread(handle, 32, 0).decode(errors="replace").strip()
+        os.close(handle)
+        raise ConfigError(
+            f"the folder {path} was asked for; the run of process {owner or 'unknown'} is writing there. "
+            "Wait for it to end, or name another."
+        ) from error
+    except OSError:
+        os.close(handle)
+        raise
+    os.ftruncate(handle, 0)
+    os.pwrite(handle, str(os.getpid()).encode(), 0)
+    return handle
+
+
+def _sync(path: Path) -> None:
+    try:
+        with path.open("rb") as file:
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RecordError(f"{path} could not be written: {why(error)}.") from error
+
+
+def _memories(run: Run) -> Memories:
+    assert isinstance(run.server.memory, Memories)
+    return run.server.memory
+
+
+# --- what a run is ----------------------------------------------------------------------------------------------
+
+_ENOUGH = 64 << 20  # bytes of a tensor that are looked at: all of a small one, evenly spaced rows of a large one
+_FEW = 16  # values of a sequence that are worth a line each
+
+
+def identity(run: Run) -> dict[str, Any]:
+    """What must not change when a run goes on, as dotted names and plain values."""
+    world = run.engine.world
+    parts = {
+        "method": run.method,
+        "model": world.family.layout,
+        "initial": [*world.family.init(world.seed).values()],
+        "data": run.engine.data,
+        "fleet": run.fleet,
+        "engine": type(run.engine).__name__,
+        "link": run.engine.link,
+        "seed": world.seed,
+        "device": world.device.type,
+        "dtype": str(world.dtype),
+    }
+    return dict(leaf for name, value in parts.items() for leaf in _leaves(name, value))
+
+
+def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """A value as names and plain values that are the same in another process; arrays and the like by a digest."""
+    if value is None or isinstance(value, (bool, int, float, str)):
+        yield name, value
+    elif isinstance(value, (Tensor, np.ndarray)):
+        yield name, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {_digest(value)}"
+    elif isinstance(found := getattr(value, "fingerprint", None), str):
+        yield name, found
+    elif is_dataclass(value) and not isinstance(value, type):
+        yield name, type(value).__name__
+        for field in fields(value):
+            yield from _leaves(f"{name}.{field.name}", getattr(value, field.name))
+    elif isinstance(value, Mapping):
+        for key, inner in value.items():
+            yield from _leaves(f"{name}.{key}", inner)
+    elif isinstance(value, (tuple, list)):
+        leaves = [leaf for place, inner in enumerate(value) for leaf in _leaves(f"{name}[{place}]", inner)]
+        if len(value) > _FEW:
+            leaves = [(name, f"{len(value)} values {hashlib.sha256(json.dumps(leaves).encode()).hexdigest()[:16]}")]
+        yield from leaves
+    elif isinstance(value, (torch.dtype, torch.device, np.generic)):
+        yield name, str(value)
+    else:  # of a function or an object nothing is known that would last
+        yield name, getattr(value, "__qualname__", type(value).__qualname__)
+
+
+def _digest(array: Tensor | np.ndarray) -> str:
+    rows = array[:: -(-array.nbytes // _ENOUGH)] if array.ndim and array.nbytes else array
+    if isinstance(rows, Tensor):
+        rows = rows.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy()
+    return hashlib.sha256(rows.tobytes()).hexdigest()[:16]
+
+
+def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> None:
+    """Refuse to go on with something else, and say what."""
+    # what was compared is what JSON made of it: compare likewise
+    names = [name for name in {**saved, **own} if saved.get(name) != json.loads(json.dumps(own.get(name)))]
+    if names:
+        missing = "nothing of the kind"
+        lines = [f"{name}: {saved.get(name, missing)} there, {own.get(name, missing)} here" for name in names]
+        raise ConfigError(
+            f"the run in {path} was to go on, but it is another one. These differ:\n  "
+            + "\n  ".join(lines)
+            + "\n  Ask for what it was, or name another folder."
+        )
+
+
+def _choices(run: Run) -> dict[str, Any]:
+    """What the last bits of a result depend on besides; threads and the engine's own settings are restored."""
+    engine = run.engine
+    own = {field.name: getattr(engine, field.name) for field in fields(engine)}
+    cuda = engine.world.device.type == "cuda"
+    return {
+        "threads": torch.get_num_threads(),
+        "engine": {name: value for name, value in own.items() if isinstance(value, (bool, int, float, str))},
+        "here": {
+            "torch": torch.__version__,
+            "processor": torch.cuda.get_device_name(engine.world.device)
+            if cuda
+            else torch.backends.cpu.get_cpu_capability(),
+            "machine": platform.machine(),
+            "matmul precision": torch.get_float32_matmul_precision(),
+            "deterministic": torch.are_deterministic_algorithms_enabled(),
+        },
+    }
+
+
+def _restore(choices: Mapping[str, Any], run: Run) -> None:
+    torch.set_num_threads(choices["threads"])
+    for name, value in choices["engine"].items():
+        setattr(run.engine, name, value)
+    here = _choices(run)["here"]
+    for name, value in choices["here"].items():
+        if here.get(name) != value:
+            _log.warning(
+                "The run was begun with %s %s and goes on with %s: last digits may differ from an uninterrupted one.",
+                name,
+                value,
+                here.get(name),
+            )
+
+
+def describe(run: Run, rounds: int) -> str:
+    """The text of config.toml for a run that was put together in Python: it says what ran, and cannot repeat it."""
+    world, known = run.engine.world, identity(run)
+    plain = {
+        "rounds": rounds,
+        "seed": world.seed,
+        "engine": type(run.engine).__name__.lower(),
+        "device": str(world.device),
+        "dtype": str(world.dtype).removeprefix("torch."),
+        "method": repr(run.method),
+        "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
+        "data": run.engine.data.name,
+        "model": type(world.family._module).__name__,
+        "fingerprint": hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16],
+        "fedquilt": __version__,
+    }
+    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in plain.items()]
+    return "# A run from Python; its script repeats it.\n[python]\n" + "\n".join(lines) + "\n"
+
+
+def summarise(run: Run) -> dict[str, Any]:
+    """A run in one object, as summary.json has it."""
+    from fedquilt.engines import ENGINES
+    from fedquilt.methods import METHODS
+
+    last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
+    return {
+        "method": _registered(METHODS, run.method),
+        "model": type(run.engine.world.family._module).__name__,
+        "data": run.engine.data.name,
+        "engine": _registered(ENGINES, run.engine),
+        "seed": run.engine.world.seed,
+        "rounds": run.server.round,
+        "seconds": sum(record.seconds for record in run.records),
+        "bytes_down": sum(record.bytes_down for record in run.records),
+        "bytes_up": sum(record.bytes_up for record in run.records),
+        "accuracy": last.accuracy,
+        "metrics": last.metrics,
+        "fedquilt": __version__,
+    }
+
+
+def _registered(table: Mapping[str, type], value: object) -> str:
+    """The name that asks for such a value, or its class."""
+    return next((name for name, kind in table.items() if kind is type(value)), type(value).__name__)

@@ -1,0 +1,66 @@
+"""docs/data.md: its blocks run as written where they need no file of the reader's; its tables name what there is."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from dataclasses import fields
+from inspect import signature
+from pathlib import Path
+
+import pytest
+
+from fedquilt.cli import main
+from fedquilt.data import DATA, PARTITIONS, text
+from fedquilt.data.sources import npz
+
+PAGE = (Path(__file__).parents[2] / "docs" / "data.md").read_text()
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_the_first_lines_deal_the_digits():
+    names: dict[str, object] = {}
+    exec(compile(blocks("python")[0], "data.md", "exec"), names)
+    assert names["data"].num_clients == 20
+
+
+def test_commands_on_bundled_data_run_as_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")]
+    ready = [line for line in lines if not re.search(r"hub:|\.npz", line)]
+    assert len(ready) >= 4
+    for line in ready:
+        words = shlex.split(line, comments=True)[1:]
+        short = ["--rounds", "1", "--cohort", "1", "--epochs", "1"] if words[0] == "run" else []
+        assert main([*words, *short]) == 0, line
+    assert (tmp_path / "deal.svg").exists()
+    assert "▅" in capsys.readouterr().out
+
+
+def test_the_drawing_is_the_one_the_command_gives(capsys):
+    command = next(line for block in blocks("sh") for line in block.splitlines() if "--plot" in line)
+    assert main(shlex.split(command, comments=True)[1:]) == 0
+    drawn = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
+    assert "\n".join(drawn) in PAGE
+
+
+def test_the_tables_name_what_there_is():
+    for name, kind in PARTITIONS.items():
+        row = re.search(rf"^\| `{name}` \| `{kind.__name__}\((.*?)\)` \|", PAGE, re.MULTILINE)
+        assert row, name
+        for option in re.findall(r"(\w+)=", row[1]):
+            assert option in {field.name for field in fields(kind)}
+    for name in DATA:
+        assert re.search(rf"`{name}\(", PAGE), name
+    section = PAGE.split("### Text")[1].split("### ")[0]
+    options = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
+    assert options == [name for name in signature(text).parameters if name != "path"]
+    assert {"normalise", "mean", "std", "channels", "public"} <= set(signature(npz).parameters)
+
+
+@pytest.mark.parametrize("name", ["cifar10", "digits5", "mnist_writers", "shakespeare"])
+def test_the_real_sets_have_a_command_each(name):
+    assert re.search(rf"^fedquilt run --data {name}\.npz ", PAGE, re.MULTILINE)

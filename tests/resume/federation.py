@@ -1,0 +1,55 @@
+"""A small federation that may be killed at any moment: `python -m tests.resume.federation METHOD DIR ROUNDS`."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import torch
+
+import fedquilt as fq
+from fedquilt.methods import FedBN
+from fedquilt.models import PreResNet
+from fedquilt.round.merge import ServerMomentum
+
+
+@dataclass(frozen=True)
+class Keeping(FedBN):
+    """FedBN whose clients also keep their momentum."""
+
+    def learner(self, job, world):
+        return replace(super().learner(job, world), keep_slots=True)
+
+
+LOCAL = fq.Local(batch_size=8)
+METHODS = {
+    "fedavg": fq.methods.FedAvg(local=LOCAL, server=ServerMomentum()),
+    "heterofl": fq.methods.HeteroFL(local=LOCAL),
+    "fedbn": fq.methods.FedBN(local=replace(LOCAL, norm="local")),
+    "keeping": Keeping(local=replace(LOCAL, norm="local")),
+}
+
+
+def federate(method: str, out: Path, rounds: int) -> None:
+    """Twelve clients of three sizes, four a round; a checkpoint every round; memories that do not all fit."""
+    torch.set_num_threads(1)
+    draw = torch.Generator().manual_seed(1)
+    x, y = torch.randn(144, 1, 6, 6, generator=draw), torch.randint(4, (144,), generator=draw)
+    data = fq.FederatedData.of((x, y), (x[:40], y[:40]), list(torch.arange(144).split(12)))
+    fq.run(
+        METHODS[method],
+        fq.trace(lambda: PreResNet((1, 1), 4, 1, widths=(8, 16)), x[:2]),
+        data,
+        fq.Fleet.of((1.0, 0.5, 0.25), 12, 4),
+        rounds=rounds,
+        evaluation=fq.Evaluation(every=3),
+        out=out,
+        resume=True,
+        checkpointing=fq.Checkpointing(rounds=1),
+        memory_limit=50_000,
+    )
+
+
+if __name__ == "__main__":
+    federate(sys.argv[1], Path(sys.argv[2]), int(sys.argv[3]))

@@ -1,0 +1,126 @@
+"""Runs that are killed at random moments, also while a checkpoint is written, end like one that never was."""
+
+from __future__ import annotations
+
+import json
+import random
+import subprocess
+import sys
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.files import TEMPORARY
+from tests.resume.federation import METHODS
+
+ROOT = Path(__file__).parents[2]
+
+
+@dataclass(frozen=True)
+class Script:
+    """A run from Python."""
+
+    method: str
+    rounds: int
+
+    def command(self, out: Path) -> list[str]:
+        return [sys.executable, "-m", "tests.resume.federation", self.method, str(out), str(self.rounds)]
+
+
+@dataclass(frozen=True)
+class Terminal:
+    """A run from the command line, of clients that keep their norms."""
+
+    rounds: int
+
+    def command(self, out: Path) -> list[str]:
+        asked = ["--method", "fedbn", "--rounds", str(self.rounds), "--set", "checkpoint.rounds=1", "--out", str(out)]
+        resumed = ["--resume", str(out)]
+        return [sys.executable, "-m", "fedquilt.cli", "run", "--json", *(resumed if out.exists() else asked)]
+
+
+def rounds(out: Path) -> int:
+    file = out / "rounds.jsonl"
+    return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def writing(out: Path) -> bool:
+    return any((out / "checkpoint").glob(f"*{TEMPORARY}"))
+
+
+def kill(command: list[str], out: Path, draw: random.Random, in_a_checkpoint: bool) -> None:
+    """Start or resume a run, and kill it some rounds later, or just when it writes a checkpoint."""
+    begun = None if out.exists() else 0
+    wanted, delay = draw.randrange(1, 4), draw.random() * 0.05
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+        while process.poll() is None:
+            if begun is None and (out / "lock").read_text() == str(process.pid):
+                begun = rounds(out)
+            if begun is not None and rounds(out) >= begun + wanted:
+                if not in_a_checkpoint:
+                    time.sleep(delay)
+                if not in_a_checkpoint or writing(out):
+                    process.kill()
+                    break
+            time.sleep(0.0002)
+    assert process.returncode == -9  # not done before
+
+
+def survive(run: Script | Terminal, folder: Path, kills: int, seed: int) -> None:
+    draw, out, half_written = random.Random(seed), folder / "killed", 0
+    for turn in range(kills):
+        kill(run.command(out), out, draw, in_a_checkpoint=turn % 2 == 0)
+        half_written += writing(out)
+    subprocess.run(run.command(out), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(run.command(folder / "whole"), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert half_written  # the point of it
+    assert not writing(out)  # leftovers are cleared away
+    assert_same(out, folder / "whole", run.rounds)
+
+
+def assert_same(killed: Path, whole: Path, total: int) -> None:
+    """Bit for bit: weights, slots, memories; and the records but for the time they took."""
+    mine, theirs = fq.load(killed), fq.load(whole)
+    assert mine.round == theirs.round == total
+    assert_equal(mine.weights, theirs.weights)
+    assert_equal(mine.slots, theirs.slots)
+    assert list(mine.memory) == list(theirs.memory)
+    for one, other in zip(mine.memory.values(), theirs.memory.values(), strict=True):
+        assert (one.submodel, one.steps) == (other.submodel, other.steps)
+        assert_equal(one.weights, other.weights)
+        assert_equal(one.slots, other.slots)
+    written, expected = (
+        [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()] for out in (killed, whole)
+    )
+    assert [record | {"seconds": 0} for record in written] == [record | {"seconds": 0} for record in expected]
+    ended, summary = (json.loads((out / "summary.json").read_text()) for out in (killed, whole))
+    assert ended | {"seconds": 0} == summary | {"seconds": 0}
+
+
+def assert_equal(mine, theirs) -> None:
+    assert list(mine) == list(theirs)
+    for name, value in theirs.items():
+        if isinstance(value, torch.Tensor):
+            assert torch.equal(mine[name], value)
+        else:
+            assert_equal(mine[name], value)
+
+
+# Five kills; the twenty others are slow.
+@pytest.mark.parametrize(
+    ("run", "kills"),
+    [(Script("keeping", 12), 3), (Script("heterofl", 5), 1), (Terminal(5), 1)],
+    ids=["memories", "heterofl", "terminal"],
+)
+def test_killed_runs_end_like_one_that_was_not(run, kills, tmp_path):
+    survive(run, tmp_path, kills, seed=1)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+def test_twenty_killed_runs_end_like_one_that_was_not(method, tmp_path):
+    survive(Script(method, 25), tmp_path, 5, seed=2)

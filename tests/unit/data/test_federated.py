@@ -1,0 +1,273 @@
+"""Pools and federated data: what is refused, what models see, and who holds which samples."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+import fedquilt as fq
+from fedquilt.data import Labels, Natural, Parts, Pool, Scale
+from fedquilt.errors import ConfigError, DataError
+
+X, Y = torch.zeros(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
+PARTS = [[0, 1, 2], [3, 4, 5]]
+CPU = torch.device("cpu")
+
+
+def of(train=(X, Y), test=(X, Y), parts=PARTS, test_parts=None) -> fq.FederatedData:
+    return fq.FederatedData.of(train, test, parts, test_parts)
+
+
+# --- parts ------------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 99), max_size=6), max_size=8))
+def test_parts_are_the_lists_they_were_made_of(lists):
+    parts = Parts.of(lists)
+    assert len(parts) == len(lists)
+    assert [part.tolist() for part in parts] == lists
+    assert [parts[client].tolist() for client in range(len(lists))] == lists
+    assert [part.tolist() for part in parts[1:3]] == lists[1:3]
+    assert parts.sizes.tolist() == list(map(len, lists))
+    assert parts.owners.tolist() == [client for client, part in enumerate(lists) for _ in part]
+    if lists:
+        assert parts[-1].tolist() == lists[-1]
+    for outside in (len(lists), -len(lists) - 1):
+        with pytest.raises(IndexError):
+            parts[outside]
+
+
+def test_parts_from_owners_keep_the_order_of_samples_and_leave_out_what_nobody_owns():
+    parts = Parts.owned(torch.tensor([1, -1, 0, 1, 3]), 4)
+    assert [part.tolist() for part in parts] == [[2], [0, 3], [], [4]]
+    listed = Parts.owned(torch.tensor([1, 0]), 2, order=torch.tensor([7, 9]))
+    assert [part.tolist() for part in listed] == [[9], [7]]
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.floats(0.01, 1), st.integers(0, 9))
+def test_thinning_keeps_a_fraction_of_each_client_and_at_least_one(sizes, fraction, key):
+    parts = Parts.split(torch.arange(sum(sizes)) * 2, torch.tensor(sizes))
+    thin = parts.thinned(fraction, key)
+    for before, after in zip(parts, thin, strict=True):
+        assert set(after.tolist()) <= set(before.tolist())
+        assert after.tolist() == sorted(set(after.tolist()))  # in the order they had, none twice
+        assert len(after) == max(1, round(float(len(before) * torch.tensor(fraction))))
+
+
+def test_thinning_draws_at_random():
+    parts = Parts.split(torch.arange(100), torch.tensor([50, 50]))
+    draws = [[part.tolist() for part in parts.thinned(0.2, key)] for key in (0, 0, 1)]
+    assert draws[0] == draws[1] != draws[2]
+    assert draws[0][0] != list(range(10))
+
+
+# --- what is taken, what is refused -----------------------------------------------------------------------------
+
+
+def test_arrays_and_lists_become_tensors():
+    data = of((X.numpy(), Y.numpy().astype(np.int32)), (X, Y), [np.array([0, 1]), [2, 3, 4, 5]], [[0], [1, 2]])
+    assert data.targets.dtype == torch.int64
+    assert (data.num_clients, data.num_classes) == (2, 3)
+    assert [data.size(client) for client in range(2)] == [2, 4]
+    assert [part.tolist() for part in data.test_parts] == [[0], [1, 2]]
+
+
+def test_held_classes_ignore_padding():
+    data = of((X, torch.tensor([0, 2, -100, 1, 1, 1])))
+    assert data.held(0, 3).tolist() == [True, False, True]
+    assert data.held(1, 4).tolist() == [False, True, False, False]
+
+
+def test_held_classes_of_sequences_are_all_their_tokens():
+    tokens = torch.tensor([[0, 1], [1, 1], [3, -100]])
+    data = of((tokens, tokens), (tokens, tokens), [[0, 1], [2]])
+    assert data.held(0, 4).tolist() == [True, True, False, False]
+    assert data.held(1, 4).tolist() == [False, False, False, True]
+
+
+def test_samples_take_the_dtype_and_tokens_stay_whole():
+    assert of().to(CPU, torch.float64).inputs.dtype == torch.float64
+    tokens = torch.zeros(6, 4, dtype=torch.int32)
+    moved = of((tokens, Y), (tokens, Y)).to(CPU, torch.float64)
+    assert moved.inputs.dtype == moved.test_inputs.dtype == torch.int64
+
+
+def test_ids_may_be_of_any_whole_kind():
+    pool = Pool.of((X.numpy(), Y.numpy().astype(np.uint8)), (X, Y), clients=np.arange(6, dtype=np.uint16))
+    assert pool.clients.tolist() == [0, 1, 2, 3, 4, 5]
+    assert Pool.of((np.ones((6, 4), np.uint16), Y), (np.ones((6, 4), np.uint16), Y)).inputs.dtype == torch.int64
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"train": (X, Y[:5])}, "the training set has 6 inputs and 5 targets"),
+        ({"test": (X[:5], Y)}, "the test set has 5 inputs and 6 targets"),
+        ({"train": (X, Y.double())}, "training targets are float64; classes are whole numbers"),
+        ({"test": (X, Y.float())}, "test targets are float32"),
+        ({"train": (np.array([["a"] * 4] * 6), Y)}, "inputs are <U1; bytes, real numbers or whole numbers fit"),
+        ({"test": (torch.zeros(6, 5), Y)}, r"training samples have shape \(4,\).* and test samples \(5,\)"),
+        ({"test": (X.to(torch.uint8), Y)}, r"training inputs are torch\.float32 and test inputs torch\.uint8"),
+        ({"train": (X, Y - 1)}, "a training target is -1; classes count from 0, and -100 is for padding"),
+        ({"parts": [[0, 1], []]}, "client 1 has no data"),
+        ({"parts": [[0, 6]]}, "client 0 holds sample 6; the training set has 6"),
+        ({"parts": [[0], [2, -1]]}, "client 1 holds sample -1; the training set has 6"),
+        ({"test_parts": [[0], [1, 9]]}, "client 1 holds sample 9; the test set has 6"),
+        ({"test_parts": [[0]]}, "there are 2 clients but test parts for 1"),
+        ({"train": (X[:0], Y[:0])}, "the training set is empty"),
+        ({"test": (X[:0], Y[:0])}, "the test set is empty"),
+        ({"parts": []}, "no client"),
+    ],
+)
+def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
+    with pytest.raises(DataError, match=message):
+        of(**wrong)
+
+
+@pytest.mark.parametrize(
+    ("wrong", "message"),
+    [
+        ({"clients": torch.zeros(5, dtype=torch.int64)}, r"the training set has 6 samples and \(5,\) clients"),
+        ({"domains": torch.zeros(6)}, "domains are float32"),
+        ({"domains": torch.full((6,), -1)}, "one of the domains is -1; they count from 0"),
+        ({"num_classes": 2}, "there is a target 2; 2 classes were announced"),
+    ],
+)
+def test_what_goes_along_is_checked_too(wrong, message):
+    with pytest.raises(DataError, match=message):
+        Pool.of((X, Y), (X, Y), **wrong)
+
+
+# --- without a test part ----------------------------------------------------------------------------------------
+
+
+def test_without_a_test_part_a_fifth_is_held_out_and_it_is_said(caplog):
+    with caplog.at_level(logging.WARNING):
+        pool = Pool.of((torch.arange(20.0)[:, None], torch.arange(20)), name="mine", num_classes=20)
+    assert "mine has no test part: 4 of its 20 samples are held out for testing." in caplog.text
+    assert len(pool.test_targets) == 4
+    assert sorted(torch.cat([pool.targets, pool.test_targets]).tolist()) == list(range(20))
+    assert torch.equal(pool.test_inputs[:, 0].long(), pool.test_targets)  # pairs stay together
+
+
+def test_every_client_gives_a_fifth():
+    clients = torch.tensor([0] * 10 + [2] * 5 + [1] * 4)
+    pool = Pool.of((torch.arange(19.0)[:, None], torch.arange(19)), clients=clients)
+    assert torch.bincount(pool.test_clients).tolist() == [2, 0, 1]
+    assert torch.bincount(pool.clients).tolist() == [8, 4, 4]
+    assert torch.equal(clients[pool.targets], pool.clients)  # targets are the positions they had
+    data = pool.deal(partition=Natural())
+    assert [len(part) for part in data.test_parts] == [2, 0, 1]
+
+
+def test_too_little_to_hold_out_is_refused():
+    with pytest.raises(DataError, match="4 samples are too few to hold out a fifth"):
+        Pool.of((X[:4], Y[:4]))
+
+
+# --- what models see --------------------------------------------------------------------------------------------
+
+
+def bytes_pool(**options) -> Pool:
+    pictures = torch.arange(2 * 3 * 4, dtype=torch.uint8).reshape(4, 3, 1, 2) * 10
+    return Pool.of((pictures, Y[:4]), (pictures, Y[:4]), scale=Scale.of(pictures, **options))
+
+
+def test_bytes_stay_bytes_and_are_seen_as_numbers_of_the_dtype_asked_for():
+    pool = bytes_pool(normalise="none")
+    moved = pool.to(CPU, torch.float64)
+    assert moved.inputs.dtype == torch.uint8
+    rows = torch.tensor([[1, 2], [3, 0]])
+    assert torch.equal(moved.samples(rows), pool.inputs[rows].double() / 255)
+    assert torch.equal(moved.test_samples(rows[0]), pool.inputs[rows[0]].double() / 255)
+    assert pool.example.dtype == torch.float32
+    assert pool.example.shape == (2, 3, 1, 2)
+
+
+def test_bytes_without_a_scale_are_seen_from_0_to_1():
+    pictures = torch.full((6, 1, 2, 2), 255, dtype=torch.uint8)
+    assert of((pictures, Y), (pictures, Y)).example.unique().tolist() == [1.0]
+
+
+def test_channels_are_normalised_by_their_mean_and_deviation():
+    pool = bytes_pool().to(CPU, torch.float64)
+    seen = pool.samples(torch.arange(4))
+    torch.testing.assert_close(seen.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-6)
+    torch.testing.assert_close(seen.std((0, 2, 3), correction=0), torch.ones(3, dtype=torch.float64), rtol=1e-6, atol=0)
+
+
+def test_channels_are_normalised_by_given_numbers_in_units_of_white():
+    seen = bytes_pool(mean=(0.5, 0.0, 0.1), std=(0.5,)).example
+    raw = bytes_pool(normalise="none").example
+    torch.testing.assert_close(seen, (raw - torch.tensor([0.5, 0, 0.1]).reshape(3, 1, 1)) / 0.5)
+
+
+def test_real_numbers_are_normalised_on_request_only():
+    numbers = torch.tensor([[1.0, 5.0], [3.0, 5.0]])
+    assert Scale.of(numbers) is None
+    seen = Scale.of(numbers, "channel")(numbers)
+    assert seen.tolist() == [[-1, 0], [1, 0]]  # a feature that never changes is not divided by zero
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"mean": (0.5,)}, "mean and std go together"),
+        ({"mean": (0.5, 0.5), "std": (1.0,)}, "2 means and 1 stds were given; a sample has 3 channels"),
+        ({"mean": (0.5,), "std": (0.0,)}, "every one must be above 0"),
+    ],
+)
+def test_impossible_normalisations_are_refused(options, message):
+    with pytest.raises(ConfigError, match=message):
+        bytes_pool(**options)
+
+
+def test_tokens_are_not_normalised():
+    with pytest.raises(ConfigError, match=r"normalise was asked for inputs of torch\.int64"):
+        Scale.of(torch.zeros(2, 3, dtype=torch.int64), "channel")
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_engines_train_on_bytes_as_on_the_numbers_they_stand_for(residual, play, engine):
+    generator = torch.Generator().manual_seed(3)
+    pictures = torch.randint(256, (40, 1, 6, 6), generator=generator, dtype=torch.uint8)
+    targets = torch.randint(4, (40,), generator=generator)
+    # "post" norms run calibration, crops and flips the augmentation
+    local = fq.Local(norm="post", crop=1, flip=True, batch_size=4)
+    scale = Scale.of(pictures)
+    bytes_ = Pool.of((pictures, targets), (pictures, targets), scale=scale).deal(3)
+    seen = scale.to(CPU, torch.float64)(pictures)
+    numbers = Pool.of((seen, targets), (seen, targets)).deal(3)
+    runs = [play(fq.methods.HeteroFL(local=local), residual, data, (1.0, 0.5), engine) for data in (bytes_, numbers)]
+    torch.testing.assert_close(dict(runs[0].server.weights), dict(runs[1].server.weights), rtol=0, atol=1e-12)
+    assert runs[0].accuracy == runs[1].accuracy
+
+
+# --- public data ------------------------------------------------------------------------------------------------
+
+
+def test_public_samples_are_taken_from_the_clients():
+    pool = Pool.of((torch.arange(20.0)[:, None], torch.arange(20)), (X[:, :1], Y), clients=torch.arange(20))
+    shared = pool.with_public(0.2)
+    assert shared.public.shape == (4, 1)
+    assert sorted(shared.public[:, 0].tolist() + shared.inputs[:, 0].tolist()) == list(range(20))
+    assert torch.equal(shared.inputs[:, 0].long(), shared.targets)
+    assert torch.equal(shared.clients, shared.targets)
+    assert shared.deal(4).to(CPU, torch.float64).public.dtype == torch.float64
+    assert pool.with_public(0.0) is pool
+    with pytest.raises(ConfigError, match=r"public = 1\.0 was asked for"):
+        pool.with_public(1.0)
+
+
+def test_dealt_data_can_be_dealt_again():
+    data = Pool.of((X, Y), (X, Y)).deal(2)
+    again = data.deal(3, Labels(1))
+    assert (data.num_clients, again.num_clients) == (2, 3)
+    assert torch.equal(again.inputs, data.inputs)

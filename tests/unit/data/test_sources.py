@@ -1,0 +1,187 @@
+"""Sources: digits, .npz files, and the names a user may give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from fedquilt.data import DATA, Domains, Labels, Natural, digits, npz, source
+from fedquilt.errors import ConfigError, DataError
+
+RNG = np.random.default_rng(0)
+
+
+def save(path: Path, **arrays) -> str:
+    np.savez(path, **arrays)
+    return str(path)
+
+
+def pictures(count: int = 20, shape: tuple[int, ...] = (5, 5, 3)) -> np.ndarray:
+    return RNG.integers(0, 256, (count, *shape), dtype=np.uint8)
+
+
+@pytest.mark.parametrize("labels", [0, 2])
+def test_digits(labels):
+    data = digits().deal(20, Labels(labels)) if labels else digits().deal(20)
+    assert DATA["digits"] is source("digits") is digits
+    assert len(data.test_targets) == 1797 // 5
+    assert len(data.targets) + len(data.test_targets) == 1797
+    assert data.inputs.shape[1:] == (1, 8, 8)
+    assert 0 <= float(data.inputs.min()) <= float(data.inputs.max()) <= 1
+    assert data.num_clients == len(data.test_parts) == 20
+    held = [int(data.held(client, 10).sum()) for client in range(20)]
+    assert set(held) == {2} if labels else min(held) >= 8
+
+
+def test_a_fifth_of_the_digits_may_be_public():
+    pool = digits(public=0.2)
+    assert pool.public.shape == (288, 1, 8, 8)
+    assert len(pool.targets) == 1438 - 288
+    assert digits().public is None
+
+
+# --- arrays -----------------------------------------------------------------------------------------------------
+
+
+def test_arrays_with_users_and_domains(tmp_path):
+    x, tx = pictures(), pictures(6)
+    path = save(
+        tmp_path / "mine.npz",
+        x_train=x,
+        y_train=np.arange(20, dtype=np.uint8) % 3,
+        x_test=tx,
+        y_test=np.arange(6) % 3,
+        client_train=np.repeat(np.array([7, 3, 900, 5], np.uint16), 5),
+        client_test=np.array([3, 3, 5, 1, 1, 1], np.uint16),
+        domain_train=np.arange(20) % 2,
+        domain_test=np.arange(6) % 2,
+        domains=np.array(["day", "night"]),
+        classes=np.array(["ant", "bee", "cat"]),
+    )
+    pool = source(path)()
+    assert pool.name == "mine"
+    assert pool.inputs.dtype == torch.uint8
+    assert torch.equal(pool.inputs, torch.tensor(x).permute(0, 3, 1, 2))  # channels were last
+    assert torch.equal(pool.test_inputs, torch.tensor(tx).permute(0, 3, 1, 2))
+    assert (pool.class_names, pool.domain_names) == (("ant", "bee", "cat"), ("day", "night"))
+    natural = pool.deal(partition=Natural())
+    assert [part.tolist() for part in natural.parts] == [
+        [5, 6, 7, 8, 9],
+        [15, 16, 17, 18, 19],
+        [0, 1, 2, 3, 4],
+        [10, 11, 12, 13, 14],
+    ]
+    assert [part.tolist() for part in natural.test_parts] == [[0, 1], [2], [], []]
+    assert pool.deal(4, Domains()).parts.sizes.tolist() == [5, 5, 5, 5]
+
+
+def test_ids_and_classes_may_be_names(tmp_path):
+    path = save(
+        tmp_path / "named.npz",
+        x_train=RNG.normal(size=(10, 4)),
+        y_train=np.array(["no", "yes"] * 5),
+        client_train=np.array(["ann"] * 5 + ["bob"] * 5),
+    )
+    pool = npz(path)
+    assert (pool.class_names, pool.num_classes) == (("no", "yes"), 2)
+    assert len(pool.test_targets) == 2
+    assert pool.deal(partition=Natural()).parts.sizes.tolist() == [4, 4]
+
+
+@pytest.mark.parametrize(
+    ("shape", "dtype", "channels", "seen"),
+    [
+        ((28, 28), np.uint8, "auto", (1, 28, 28)),
+        ((32, 32, 3), np.uint8, "auto", (3, 32, 32)),
+        ((3, 32, 32), np.uint8, "auto", (3, 32, 32)),
+        ((32, 32, 2), np.float32, "auto", (32, 32, 2)),
+        ((32, 32, 2), np.float32, "last", (2, 32, 32)),
+        ((3, 8, 3), np.float32, "auto", (3, 8, 3)),
+        ((8, 8, 3), np.float32, "first", (8, 8, 3)),
+        ((7,), np.float32, "auto", (7,)),
+        ((9, 4), np.float32, "auto", (9, 4)),
+    ],
+)
+def test_channels_come_first(tmp_path, shape, dtype, channels, seen):
+    path = save(tmp_path / "x.npz", x_train=np.zeros((10, *shape), dtype), y_train=np.arange(10) % 2)
+    assert npz(path, channels=channels).inputs.shape[1:] == seen
+
+
+def test_images_are_normalised_by_their_training_part(tmp_path):
+    path = save(tmp_path / "x.npz", x_train=pictures(), y_train=np.arange(20), x_test=pictures(), y_test=np.arange(20))
+    pool = npz(path)
+    seen = pool.samples(torch.arange(20))
+    torch.testing.assert_close(seen.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-5)
+    raw = npz(path, normalise="none").samples(torch.arange(20))
+    assert torch.equal(raw, pool.inputs.float() / 255)
+    given = npz(path, mean=(0.5,), std=(0.25,)).samples(torch.arange(20))
+    torch.testing.assert_close(given, (raw - 0.5) / 0.25)
+
+
+def test_public_arrays_in_the_file_are_handed_over(tmp_path):
+    path = save(tmp_path / "x.npz", x_train=pictures(), y_train=np.arange(20) % 2, public=pictures(7))
+    assert npz(path).public.shape == (7, 3, 5, 5)
+
+
+@pytest.mark.parametrize(
+    ("arrays", "message"),
+    [
+        ({"x": np.zeros(3)}, "has no x_train and no y_train. Found: x"),
+        ({"x_train": np.zeros((3, 2))}, "has no y_train"),
+        (
+            {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "x_test": np.zeros((1, 2))},
+            "one of x_test and y_t",
+        ),
+        ({"x_train": np.zeros((9, 2)), "y_train": np.zeros(9)}, "training targets are float64"),
+        (
+            {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "client_test": np.zeros(9)},
+            "client_test but no cl",
+        ),
+        ({"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "client_train": np.zeros(8, int)}, "9 samples and"),
+    ],
+)
+def test_files_that_lack_something_are_refused(tmp_path, arrays, message):
+    with pytest.raises(DataError, match=message):
+        npz(save(tmp_path / "x.npz", **arrays))
+
+
+def test_files_are_never_unpickled(tmp_path):
+    path = save(tmp_path / "x.npz", x_train=np.array([{}]), y_train=np.zeros(1, int))
+    with pytest.raises(DataError, match=r"x\.npz cannot be read as an \.npz file"):
+        npz(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"not a zip", b"PK\x03\x04 broken"])
+def test_broken_files_are_refused(tmp_path, content):
+    path = tmp_path / "x.npz"
+    path.write_bytes(content)
+    with pytest.raises(DataError, match=r"x\.npz cannot be read as an \.npz file"):
+        source(str(path))()
+
+
+# --- names ------------------------------------------------------------------------------------------------------
+
+
+def test_names_that_stand_for_nothing_are_refused(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(ConfigError, match=r"no data set named 'digit'\. Did you mean 'digits'"):
+        source("digit")
+    with pytest.raises(DataError, match=r"'nowhere\.npz' was asked for; there is no such file or folder in"):
+        source("nowhere.npz")
+    (tmp_path / "table.xlsx").touch()
+    with pytest.raises(DataError, match=r"'table\.xlsx' was asked for; \.npz, \.txt, \.json, a folder"):
+        source("table.xlsx")
+
+
+def test_names_find_their_source(tmp_path):
+    (tmp_path / "a.txt").touch()
+    (tmp_path / "a.json").touch()
+    save(tmp_path / "a.npz", x_train=np.zeros(1))
+    save(tmp_path / "words.npz", text=np.zeros(1), start=np.zeros(1))
+    found = {name: source(str(tmp_path / name)).func.__name__ for name in ("a.txt", "a.json", "a.npz", "words.npz", "")}
+    assert found == {"a.txt": "text", "a.json": "text", "a.npz": "npz", "words.npz": "text", "": "images"}
+    hub = source("hub:owner/name")
+    assert (hub.func.__name__, hub.args) == ("hub", ("owner/name",))

@@ -1,0 +1,444 @@
+"""From settings to a run: layers, files, names, and the resolved configuration."""
+
+from __future__ import annotations
+
+import tomllib
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import fedquilt as fq
+from fedquilt.config import (
+    DEMO,
+    Experiment,
+    Machine,
+    Model,
+    Source,
+    assign,
+    choose,
+    demo,
+    load_weights,
+    offered,
+    parse_assignment,
+    parse_toml,
+    read_toml,
+)
+from fedquilt.data import Iid, Labels, Natural, Pool
+from fedquilt.errors import ConfigError
+from fedquilt.fleets import Uniform
+from fedquilt.methods import METHODS, FedAvg, FedBN, FedRolex, HeteroFL
+from fedquilt.models import MODELS
+from fedquilt.round import Evaluation
+from fedquilt.round.clients import Devices
+from fedquilt.round.local import SGD, Adam
+
+OWN = """
+from __future__ import annotations
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+import torch
+from torch import nn
+import fedquilt as fq
+from fedquilt.data import Pool
+
+if TYPE_CHECKING:
+    from somewhere import Unseen
+
+@dataclass(frozen=True)
+class Mine(fq.methods.Method):
+    pace: int = 1  # of the walk
+    seen: Unseen | None = None
+
+def method(lr: float = 0.03):
+    return Mine(local=fq.Local(optimiser=fq.SGD(lr=lr), batch_size=5), pace=7)
+
+def released():
+    return fq.methods.HeteroFL.preset("released")
+
+def hidden():
+    @dataclass(frozen=True)
+    class Inner(fq.methods.Method):
+        pass
+    return Inner()
+
+def net(num_classes, width: int = 8, seen: Unseen | None = None):
+    return nn.Sequential(nn.Linear(4, width), nn.ReLU(), nn.Linear(width, num_classes))
+
+def pool(samples: int = 60):
+    x, y = torch.randn(samples, 4, generator=torch.Generator().manual_seed(0)), torch.arange(samples) % 3
+    return Pool.of((x, y), (x, y))
+
+def dealt():
+    return pool().deal(6)
+
+def nothing():
+    return 3
+
+def broken():
+    raise ValueError("on purpose")
+"""
+
+
+@pytest.fixture
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    (tmp_path / "mine.py").write_text(OWN)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def small(**settings: Any) -> Experiment:
+    """An experiment on the user's own tiny model and data."""
+    plain = {"method": "fedavg", "model": "mine.py:net", "data": "mine.py:pool", "fleet": {"clients": 6}, **settings}
+    return Experiment.of(plain)
+
+
+def refused(**settings: Any) -> str:
+    with pytest.raises(ConfigError) as caught:
+        small(**settings)
+    return str(caught.value)
+
+
+# --- layers -----------------------------------------------------------------------------------------------------
+
+
+def test_the_demo_is_what_the_readme_says() -> None:
+    experiment = Experiment.of(demo())
+    assert isinstance(experiment.method, HeteroFL)
+    local = experiment.method.local
+    assert (local.optimiser, local.batch_size, local.epochs) == (SGD(lr=0.1), 16, 2)
+    assert local.norm == "post"  # the method's own way of training is kept
+    assert experiment.names == {
+        "method": "heterofl",
+        "model": "tiny_resnet",
+        "data": "digits",
+        "engine": "vectorised",
+    }
+    assert experiment.fleet == Devices(sample=0.5, budgets=Uniform((1.0, 0.5, 0.25)))
+    assert experiment.rounds == 20
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_the_demo_runs_any_method_its_own_way(name: str) -> None:
+    method, usual = Experiment.of(demo(name)).method, METHODS[name]()
+    assert method.local == replace(usual.local, optimiser=SGD(lr=0.1), batch_size=16, epochs=2)
+    assert replace(method, local=usual.local) == usual
+
+
+def test_a_method_from_a_file_keeps_its_own_local_training(own: Path) -> None:
+    local = Experiment.of(demo("mine.py:method")).method.local
+    assert (local.optimiser.lr, local.batch_size, local.epochs) == (0.03, 5, 1)
+
+
+def test_reading_leaves_the_demo_as_it_was() -> None:
+    settings = demo()
+    assign(settings, ["fleet", "budgets", "shares"], [1.0])
+    assert DEMO["fleet"]["budgets"]["shares"] == [1.0, 0.5, 0.25]
+
+
+@pytest.mark.parametrize(
+    ("text", "path", "value"),
+    [
+        ("method.shift=2", ["method", "shift"], 2),
+        ("method.shift = -1", ["method", "shift"], -1),
+        ("lr=1e-3", ["lr"], 1e-3),
+        ("a.b=true", ["a", "b"], True),
+        ("method=fedavg", ["method"], "fedavg"),
+        ("data=x.npz", ["data"], "x.npz"),
+        ('a="quoted"', ["a"], "quoted"),
+        ("a=[1, 2]", ["a"], [1, 2]),
+        ("a={ name = 'income' }", ["a"], {"name": "income"}),
+        ('fleet.budgets."0.5"=0.3', ["fleet", "budgets", "0.5"], 0.3),
+        ("a=", ["a"], ""),
+        ("a=b=c", ["a"], "b=c"),
+        ("a=1\nb=2", ["a"], "1\nb=2"),
+    ],
+)
+def test_assignments_take_toml_values_and_bare_words(text: str, path: list[str], value: object) -> None:
+    assert parse_assignment(text) == (path, value)
+
+
+@pytest.mark.parametrize("text", ["", "method.shift", "=3", "a..b=1", "a b=1"])
+def test_assignments_that_are_none_are_refused(text: str) -> None:
+    with pytest.raises(ConfigError, match="write it as --set method"):
+        parse_assignment(text)
+
+
+def test_a_name_becomes_a_table_when_a_key_of_it_is_set() -> None:
+    assert assign({"method": "fedrolex"}, ["method", "shift"], 2) == {"method": {"name": "fedrolex", "shift": 2}}
+    assert assign({}, ["a", "b", "c"], 1) == {"a": {"b": {"c": 1}}}
+    assert assign({"a": {"x": 1, "y": 2}}, ["a"], {"z": 3}) == {"a": {"z": 3}}
+    assert assign({"rounds": 3}, ["rounds", "x"], 1) == {"rounds": {"x": 1}}
+
+
+def test_another_name_takes_over_what_all_of_them_have() -> None:
+    own = {"name": "fedrolex", "shift": 2, "preset": "paper", "local": {"epochs": 3}}
+    assert choose({"method": own, "rounds": 2}, "method", "fedavg") == {
+        "method": {"local": {"epochs": 3}, "name": "fedavg"},
+        "rounds": 2,
+    }
+    assert choose({"method": own}, "method", "fedrolex") == {"method": own}
+    assert choose({"method": "fedrolex"}, "method", "fedavg") == {"method": {"name": "fedavg"}}
+    assert choose({}, "method", "fedavg") == {"method": {"name": "fedavg"}}
+    assert choose({"model": {"name": "vit", "depth": 2}}, "model", "vgg11") == {"model": {"name": "vgg11"}}
+    data = {"name": "digits", "public": 0.1, "partition": "labels"}
+    assert choose({"data": data}, "data", "x.npz") == {"data": {"name": "x.npz", "partition": "labels"}}
+
+
+# --- files ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("text", "said"),
+    [
+        (b"a = 1\nb = = 2", r"x\.toml:2:5: this is not TOML: Invalid value\."),
+        (b"a = 1\na = 2", r"x\.toml:2:6: this is not TOML: Cannot overwrite a value\."),
+        (b"a = \xff", r"x\.toml is not text in UTF-8: byte 4 is 0xff\."),
+        (b"a = " + b"[" * 5000, r"x\.toml nests too deeply|x\.toml:1:\d+: this is not TOML"),
+        (b"a = " + b"9" * 5000, r"x\.toml: this is not TOML: Exceeds the limit"),
+        (b"a = [1", r"x\.toml:1:7: this is not TOML: Unclosed array\."),
+    ],
+)
+def test_what_is_not_toml_is_placed(text: bytes, said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        parse_toml(text, "x.toml")
+
+
+def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=r"absent\.toml was asked for; it cannot be read: No such file"):
+        read_toml(tmp_path / "absent.toml")
+    with pytest.raises(ConfigError, match="it cannot be read: Is a directory"):
+        read_toml(tmp_path)
+
+
+def test_all_problems_of_a_file_are_told_with_who_asked() -> None:
+    settings = {"method": "fedrolx", "model": "tiny_resnet", "data": "digits", "rounds": 0, "engine": "vectorized"}
+    with pytest.raises(ConfigError) as caught:
+        Experiment.of(settings, {"method": "--method"}, "a.toml")
+    first, *told = str(caught.value).split("\n  ")
+    assert first == "3 problems in a.toml:"
+    assert told[0].startswith("method.name (--method): there is no method named 'fedrolx'. Did you mean 'fedrolex'?")
+    assert told[1].startswith("engine.name: 'vectorized' was asked for; there is no such engine. Did you mean 'vect")
+    assert told[2] == "rounds: 0 was asked for; it must lie in [1, inf)."
+
+
+# --- the whole --------------------------------------------------------------------------------------------------
+
+
+def everything() -> Experiment:
+    return Experiment(
+        method=FedRolex.preset("paper", shift=3, overlap=0.5),
+        model=Model("resnet18", {"norm": "group", "widths": (8, 16, 32, 64)}),
+        data=Source("digits", {"public": 0.2}, partition=Labels(labels=3)),
+        fleet=Devices(clients=30, sample=5, budgets={"1.0": 0.5, "0.5": 0.5}, dynamic=True),
+        engine=Machine("sequential", precision="fp64", threads=2),
+        evaluation=Evaluation(every=3),
+        rounds=7,
+        seed=11,
+        init="start.safetensors",
+    )
+
+
+@pytest.mark.parametrize(
+    "experiment",
+    [
+        Experiment.of(demo()),
+        everything(),
+        replace(everything(), method=FedAvg(local=fq.Local(optimiser=Adam())), evaluation=None),
+        *(Experiment.of(demo(name)) for name in METHODS),
+    ],
+)
+def test_the_resolved_file_is_the_same_experiment(experiment: Experiment) -> None:
+    assert Experiment.of(tomllib.loads(experiment.to_toml())) == experiment
+
+
+def test_every_preset_can_be_asked_for_by_name() -> None:
+    for name, kind in METHODS.items():
+        for preset in kind.presets:
+            assert small_method(name, preset=preset) == kind.preset(preset)
+    assert small_method("fedrolex", preset="released", shift=5) == FedRolex.preset("released", shift=5)
+
+
+def small_method(name: str, **settings: Any) -> Any:
+    plain = {"method": {"name": name, **settings}, "model": "tiny_resnet", "data": "digits"}
+    return Experiment.of(plain).method
+
+
+def test_tables_change_single_values_of_nested_settings() -> None:
+    method = small_method("fedbn", local={"optimiser": {"lr": 0.3}, "schedule": {"name": "cosine", "rounds": 9}})
+    assert method == FedBN(local=replace(FedBN().local, optimiser=SGD(lr=0.3), schedule=fq.Cosine(9)))
+
+
+def test_what_was_left_open_is_settled_by_a_run(own: Path) -> None:
+    experiment = small(rounds=25, fleet={})
+    run = experiment.prepare()
+    settled = experiment.settled(run)
+    assert settled.fleet.clients == run.fleet.num_clients == 20
+    assert settled.engine.threads == 1  # a small model
+    assert settled.evaluation == Evaluation(every=3)
+    assert settled.settled(settled.prepare()) == settled
+
+
+def test_an_experiment_repeats_its_run_bit_for_bit(own: Path) -> None:
+    one = small(rounds=3, method={"name": "fedprox", "local": {"batch_size": 4}})
+    run = one.prepare().train(3)
+    again = Experiment.of(tomllib.loads(one.settled(run).to_toml())).prepare().train(3)
+    for name, weight in run.server.weights.items():
+        assert torch.equal(weight, again.server.weights[name])
+
+
+def test_settings_reach_the_run(own: Path) -> None:
+    run = small(engine={"name": "vectorised", "memory": 1000, "precision": "fp64"}, seed=5).prepare()
+    assert run.engine.memory == 1000
+    assert run.engine.world.dtype == torch.float64
+    assert run.engine.world.seed == 5
+
+
+@pytest.mark.parametrize("device", ["nonsense", "cuda:99", "mps:x", ""])
+def test_a_device_this_machine_has_not_is_refused(own: Path, device: str) -> None:
+    with pytest.raises(ConfigError, match=f"device '{device}' was asked for; this machine has cpu"):
+        small(engine={"device": device}).prepare()
+
+
+# --- models -----------------------------------------------------------------------------------------------------
+
+
+def test_models_are_offered_what_the_data_is(own: Path) -> None:
+    images = Pool.of((torch.zeros(4, 3, 16, 16), torch.arange(4)), (torch.zeros(1, 3, 16, 16), torch.tensor([6])))
+    assert offered(images) == {"num_classes": 7, "in_channels": 3, "image_size": 16}
+    rows = Pool.of((torch.zeros(4, 5), torch.arange(4)), (torch.zeros(1, 5), torch.tensor([0])))
+    assert offered(rows) == {"num_classes": 4}
+    tokens = torch.zeros(4, 9, dtype=torch.int64)
+    text = Pool.of((tokens, tokens), (tokens, tokens), num_classes=50)
+    assert offered(text) == {"num_classes": 50, "max_length": 9}
+
+
+def test_what_the_user_sets_wins_over_what_the_data_offers() -> None:
+    pool = fq.data.digits()
+    assert Model("tiny_resnet").trace(pool).num_classes == 10
+    assert Model("tiny_resnet", {"num_classes": 12}).trace(pool).num_classes == 12
+
+
+def test_layers_that_a_paper_leaves_whole_stay_whole() -> None:
+    tokens = torch.zeros(4, 6, dtype=torch.int64)
+    pool = Pool.of((tokens, tokens), (tokens, tokens), num_classes=50)
+    options = {"width": 8, "heads": 2, "head_dim": 4, "hidden": 16}
+    family = Model("transformer_lm", options).trace(pool)
+    assert Model("transformer_lm").fixed == MODELS["transformer_lm"].fixed
+    assert {name for name, axis in family.layout.axes.items() if axis.fixed}
+
+
+def test_model_options_are_read_by_the_signature(own: Path) -> None:
+    assert small(model={"name": "mine.py:net", "width": 12}).model.options == {"width": 12}
+    assert "model.width: 'x' was found; a whole number would fit." in refused(
+        model={"name": "mine.py:net", "width": "x"}
+    )
+    assert "mine.py:net has no such option. Did you mean 'width'?" in refused(model={"name": "mine.py:net", "widht": 1})
+
+
+def test_runs_may_start_from_a_file_of_weights(own: Path) -> None:
+    family = small().ground().family
+    start = {name: torch.randn(weight.shape) for name, weight in family.init(3).items()}
+    save_file(start, "start.safetensors")
+    run = small(init="start.safetensors").prepare()
+    for name, weight in start.items():
+        assert torch.equal(run.server.weights[name], weight)
+    broken = {"0.weight": torch.zeros(2, 2), "0.bais": torch.zeros(8), "2.weight": start["2.weight"]}
+    save_file(broken, "broken.safetensors")
+    with pytest.raises(ConfigError) as caught:
+        small(init="broken.safetensors").prepare()
+    told = str(caught.value)
+    assert "0.bias is not in the file" in told
+    assert "0.bais is not in the model. Did you mean '0.bias'?" in told
+    assert "0.weight is (2, 2) in the file and (8, 4) in the model" in told
+    with pytest.raises(ConfigError, match="it cannot be read as safetensors"):
+        small(init="mine.py").prepare()
+    with pytest.raises(ConfigError, match="No such file"):
+        small(init="absent.safetensors").prepare()
+
+
+def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -> None:
+    module = MODELS["tiny_resnet"].factory()
+    save_file({name: value.detach() for name, value in module.named_parameters()}, tmp_path / "x.safetensors")
+    load_weights(module, str(tmp_path / "x.safetensors"))
+
+
+# --- data -------------------------------------------------------------------------------------------------------
+
+
+def test_data_is_dealt_as_asked(own: Path) -> None:
+    assert small().data.deal(6, 0).num_clients == 6
+    assert Source("mine.py:pool").deal(None, 0).num_clients == 20
+    assert Source("mine.py:dealt").deal(None, 0).num_clients == 6
+    asked = small(data={"name": "mine.py:pool", "samples": 30, "partition": "labels"}).data
+    assert asked == Source("mine.py:pool", {"samples": 30}, Labels())
+    with pytest.raises(ConfigError, match=r"mine\.py:dealt returned data that is dealt already"):
+        Source("mine.py:dealt", partition=Iid()).deal(None, 0)
+
+
+def test_data_with_clients_of_its_own_goes_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "ours.py").write_text(
+        "import torch\nfrom fedquilt.data import Pool\n"
+        "def pool():\n    x, y = torch.zeros(12, 4), torch.arange(12) % 2\n"
+        "    return Pool.of((x, y), (x, y), clients=torch.arange(12) // 4, domains=y)\n"
+    )
+    monkeypatch.chdir(tmp_path)
+    assert Source("ours.py:pool").deal(None, 0).num_clients == 3
+    assert Source("ours.py:pool", partition=Natural()).deal(2, 0).num_clients == 2
+    assert (
+        Experiment.of({**demo(), "data": {"name": "ours.py:pool", "partition": "domains"}})
+        .data.deal(None, 0)
+        .num_clients
+        == 2
+    )
+
+
+# --- methods in files -------------------------------------------------------------------------------------------
+
+
+def test_methods_in_files_are_made_read_and_named(own: Path) -> None:
+    made = small(method={"name": "mine.py:method", "lr": 0.5, "pace": 3, "local": {"epochs": 4}})
+    assert type(made.method).__name__ == "Mine"
+    assert (made.method.pace, made.method.local.epochs, made.method.local.optimiser.lr) == (3, 4, 0.5)
+    assert made.names["method"] == "mine.py:Mine"
+    assert Experiment.of(tomllib.loads(made.to_toml())) == made
+    assert small(method={"name": "mine.py:Mine", "pace": 2}).method.pace == 2
+    assert small(method={"name": "mine.py:Mine", "seen": 2}).method.seen == 2  # its hint is for type checkers alone
+    assert small(method="mine.py:released").names["method"] == "heterofl"
+    with pytest.raises(ConfigError, match="is made inside a function"):
+        small(method="mine.py:hidden").to_toml()
+    assert small(method="mine.py:hidden").names["method"] == "Inner"
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"method": "mine.py:nothing"}, "method: mine.py:nothing was called for a Method; it returned an int."),
+        ({"method": "mine.py:broken"}, "method: mine.py:broken was called and failed: ValueError: on purpose"),
+        ({"method": "mine.py:Pool"}, "method.name: mine.py:Pool was asked for as a method; it is another kind"),
+        (
+            {"method": "mine.py:metod"},
+            "method.name: there is no factory in mine.py named 'metod'. Did you mean 'method'?",
+        ),
+        ({"method": "mine.py"}, "Write mine.py:factory."),
+        ({"method": "absent.py:x"}, "there is no file 'absent.py' in "),
+        ({"method": {"name": "mine.py:method", "lr": "x"}}, "method.lr: 'x' was found; a finite number would fit."),
+        ({"method": {"name": "mine.py:method", "pcae": 1}}, "method.pcae: mine.py:Mine has no such key. Did you mean"),
+    ],
+)
+def test_mistakes_with_files_are_told(own: Path, settings: dict[str, Any], said: str) -> None:
+    assert said in refused(**settings)
+
+
+def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = []
+    for place, pace in (("a", 1), ("b", 2)):
+        (tmp_path / place).mkdir()
+        (tmp_path / place / "mine.py").write_text(OWN.replace("pace=7", f"pace={pace}"))
+        monkeypatch.chdir(tmp_path / place)
+        found.append(small(method="mine.py:method").method)
+    assert [method.pace for method in found] == [1, 2]
+    assert type(found[0]) is not type(found[1])

@@ -1,0 +1,518 @@
+"""A run's folder: what is in it, who may write there, and how a run goes on from it."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+import time
+import tomllib
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt import files, records
+from fedquilt.checkpoint import Checkpointing
+from fedquilt.errors import ConfigError, RecordError, TrainingError
+from fedquilt.memory import Memories
+from fedquilt.methods import FedAvg, FedBN, FedProx, LocalOnly
+from fedquilt.records import Folder, undisturbed
+from fedquilt.round import Grades, Record
+from fedquilt.round.merge import ServerAdam
+from tests.conftest import assert_same, with_local
+
+EVERY = Checkpointing(rounds=1)
+
+
+@dataclass(frozen=True)
+class Keeping(FedBN):
+    """FedBN whose clients also keep their momentum."""
+
+    def learner(self, job, world):
+        return replace(super().learner(job, world), keep_slots=True)
+
+
+@pytest.fixture
+def data(residual, make_data):
+    return make_data(residual, (5, 6, 4, 7))
+
+
+@pytest.fixture
+def start(residual, data, play):
+    """Two of four clients a round, so that memories of some are older than of others."""
+
+    def start(method=Keeping(local=fq.Local(batch_size=4, norm="local")), rounds=4, **options):
+        fleet = options.pop("fleet", None) or fq.Fleet.of((1.0, 0.5), 4, 2)
+        options = {"evaluation": fq.Evaluation(every=2), "checkpointing": EVERY, **options}
+        return play(
+            method, options.pop("family", residual), options.pop("data", data), fleet=fleet, rounds=rounds, **options
+        )
+
+    return start
+
+
+def lines(out: Path) -> list[dict]:
+    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+
+
+def timeless(record: dict) -> dict:
+    return {key: value for key, value in record.items() if key != "seconds"}
+
+
+class Stop(Exception):  # noqa: N818
+    """Something that has nothing to do with fedquilt."""
+
+
+def stop_after(round: int, kind: type[BaseException] = Stop):
+    def watch(record):
+        if record.round == round:
+            raise kind
+
+    return watch
+
+
+# --- what is in it ----------------------------------------------------------------------------------------------
+
+
+def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
+    run = start(out=tmp_path / "a" / "b")
+    out = tmp_path / "a" / "b"
+    assert {path.name for path in out.iterdir()} == {
+        "config.toml",
+        "rounds.jsonl",
+        "summary.json",
+        "checkpoint",
+        "lock",
+    }
+    assert lines(out) == run.history
+    assert [record["round"] for record in lines(out)] == [1, 2, 3, 4]
+    assert ["accuracy" in record for record in lines(out)] == [False, True, False, True]
+    summary = json.loads((out / "summary.json").read_text())
+    assert summary == run.summary
+    assert list(summary) == [
+        *("method", "model", "data", "engine", "seed", "rounds", "seconds", "bytes_down", "bytes_up"),
+        *("accuracy", "metrics", "fedquilt"),
+    ]
+    assert (summary["method"], summary["model"], summary["engine"]) == ("Keeping", "PreResNet", "sequential")
+    assert summary["bytes_up"] == sum(record["bytes_up"] for record in lines(out))
+    assert summary["accuracy"] == run.accuracy
+    config = tomllib.loads((out / "config.toml").read_text())["python"]
+    assert (config["rounds"], config["seed"], config["engine"], config["dtype"]) == (4, 0, "sequential", "float64")
+    assert "batch_size=4" in config["method"]
+    assert start(FedAvg(), rounds=1).summary["method"] == "fedavg"
+
+
+def test_a_record_is_read_back():
+    record = Record(3, 0.1 + 0.2, 4, 5, 6, 7, 1 / 3, grades=Grades({"1.0": 0.5}, {"local_accuracy": {"1.0": 0.25}}))
+    for one in (record, replace(record, grades=Grades())):
+        assert Record.from_dict(json.loads(json.dumps(one.to_dict()))) == one
+
+
+def test_weights_can_be_had_without_the_run(start, tmp_path):
+    run = start(out=tmp_path / "run")
+    found = fq.load(tmp_path / "run")
+    assert found.round == 4
+    assert all(torch.equal(found.weights[name], weight) for name, weight in run.server.weights.items())
+    assert found.memory.keys() == run.server.memory.keys()
+    with pytest.raises(RecordError, match=r"the weights in .* there is no checkpoint there"):
+        fq.load(tmp_path / "elsewhere")
+
+
+def test_a_run_can_be_saved_afterwards_and_go_on(start, tmp_path):
+    whole = start(rounds=4)
+    start(rounds=2).save(tmp_path / "run")
+    again = start(rounds=4, out=tmp_path / "run", resume=True)
+    assert_same(whole, again, atol=0)
+
+
+# --- going on ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(
+    "method",
+    [
+        FedAvg(server=ServerAdam()),
+        Keeping(local=fq.Local(batch_size=4, norm="local")),
+        LocalOnly(),
+        fq.methods.FedRolex(local=fq.Local(batch_size=4, norm="local")),
+    ],
+    ids=lambda method: type(method).__name__,
+)
+@pytest.mark.parametrize("limit", [0, 1 << 30], ids=["spilling", "held"])
+def test_a_run_that_was_interrupted_goes_on_to_the_same_result(limit, engine, method, start, tmp_path):
+    whole = start(method, rounds=5, engine=engine)
+    out, options = tmp_path / "run", {"engine": engine, "memory_limit": limit, "rounds": 5}
+    for round in (1, 3):
+        with pytest.raises(Stop):
+            start(method, out=out, resume=True, watch=stop_after(round), **options)
+    again = start(method, out=out, resume=True, **options)
+    assert_same(whole, again, atol=0)
+    assert [timeless(record) for record in lines(out)] == [timeless(record) for record in whole.history]
+
+
+def test_records_behind_the_checkpoint_are_played_again(start, tmp_path):
+    """As a kill leaves it: two rounds were written down after the last checkpoint, and half of a third."""
+    whole, out = start(rounds=5), tmp_path / "run"
+    start(rounds=2, out=out)
+    (out / "summary.json").unlink()
+    with (out / "rounds.jsonl").open("a") as file:
+        file.write(json.dumps({"round": 3}) + "\n" + json.dumps({"round": 4}) + '\n{"rou')
+    again = start(rounds=5, out=out, resume=True)
+    assert [timeless(record) for record in lines(out)][2:] == [timeless(record) for record in whole.history][2:]
+    assert_same(whole, replace(again, records=whole.records), atol=0)
+
+
+def test_a_finished_run_returns_at_once_with_its_state(start, tmp_path):
+    out = tmp_path / "run"
+    run = start(out=out)
+    before = {path: path.read_bytes() for path in out.rglob("*") if path.is_file()}
+    again = start(out=out, resume=True, watch=stop_after(1))
+    assert_same(run, again, atol=0)
+    assert again.history == run.history
+    assert {path: path.read_bytes() for path in out.rglob("*") if path.is_file()} == before
+
+
+def test_half_a_line_is_cut_off_even_if_nothing_is_left_to_play(start, tmp_path):
+    start(out=tmp_path / "run")
+    with (tmp_path / "run" / "rounds.jsonl").open("a") as file:
+        file.write('{"round": 5, "sec')
+    start(out=tmp_path / "run", resume=True)
+    assert len(lines(tmp_path / "run")) == 4
+
+
+def test_a_finished_run_can_go_further(start, tmp_path):
+    out = tmp_path / "run"
+    start(rounds=2, out=out)
+    with pytest.raises(Stop):
+        start(rounds=4, out=out, resume=True, watch=stop_after(3))
+    assert not (out / "summary.json").exists()  # it has not ended
+    again = start(rounds=4, out=out, resume=True)
+    assert json.loads((out / "summary.json").read_text())["rounds"] == 4
+    assert_same(start(rounds=4), again, atol=0)
+
+
+def test_resume_begins_where_there_is_nothing(start, tmp_path):
+    assert_same(start(), start(out=tmp_path / "new", resume=True), atol=0)
+
+
+def test_threads_and_the_engines_choices_are_restored(start, tmp_path, monkeypatch):
+    out, asked = tmp_path / "run", []
+    start(rounds=1, out=out, engine="vectorised")
+    manifest = json.loads((out / "checkpoint" / "00000001.json").read_text())["about"]
+    assert manifest["threads"] == torch.get_num_threads() == 1
+    assert manifest["engine"]["memory"] == 4 << 30
+    assert manifest["here"]["torch"] == torch.__version__
+    monkeypatch.setattr(torch, "set_num_threads", asked.append)
+    run = fq.prepare(*_parts(start(rounds=1, engine="vectorised")), engine="vectorised", dtype=torch.float64)
+    run.engine.memory = 1
+    with Folder.resume(out) as folder:
+        assert folder.load(run) == 1
+        assert folder.config.startswith("#")
+    assert asked == [1]
+    assert run.engine.memory == 4 << 30
+
+
+def _parts(run: fq.Run):
+    return run.method, run.engine.world.family, run.engine.data, run.fleet
+
+
+def test_another_torch_is_said(start, tmp_path, monkeypatch, caplog):
+    start(rounds=1, out=tmp_path / "run")
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    start(rounds=2, out=tmp_path / "run", resume=True)
+    assert "goes on with 9.9: last digits may differ" in caplog.text
+
+
+# --- refusals ---------------------------------------------------------------------------------------------------
+
+
+def test_another_run_is_refused_with_what_differs(start, tmp_path, data, perceptron, make_data):
+    out = tmp_path / "run"
+    start(FedProx(mu=0.5), rounds=1, out=out)
+    before = {path: path.read_bytes() for path in (out / "checkpoint").iterdir()}
+    others = {
+        r"method\.mu: 0\.5 there, 0\.25 here": {"method": FedProx(mu=0.25)},
+        r"method: FedProx there, FedAvg here": {"method": FedAvg()},
+        r"seed: 0 there, 1 here": {"seed": 1},
+        r"data\.targets: int64\[22\] \w+ there, int64\[22\] \w+ here": {
+            "data": replace(data, targets=data.targets.flip(0))
+        },
+        r"fleet\.sample: 2 there, 3 here": {"fleet": fq.Fleet.of((1.0, 0.5), 4, 3)},
+        r"engine: Sequential there, Vectorised here": {"engine": "vectorised"},
+        r"model: \w+ there, \w+ here": {"family": perceptron, "data": make_data(perceptron, (5, 6, 4, 7))},
+    }
+    for message, change in others.items():
+        options = {"method": FedProx(mu=0.5), **change}
+        with pytest.raises(ConfigError, match=rf"the run in {out} was to go on, but it is another one[^@]*{message}"):
+            start(rounds=2, out=out, resume=True, **options)
+    assert {path: path.read_bytes() for path in (out / "checkpoint").iterdir()} == before
+    assert start(FedProx(mu=0.5), rounds=2, out=out, resume=True).server.round == 2
+
+
+def test_other_initial_weights_are_noticed(start, tmp_path, residual):
+    """A module that brings its own weights has the same axes with others."""
+    out = tmp_path / "run"
+    start(rounds=1, out=out)
+    other = fq.trace(lambda: torch.manual_seed(9) and residual._factory(), residual.example_inputs)
+    with pytest.raises(ConfigError, match=r"initial"):
+        start(rounds=2, out=out, resume=True, family=other)
+
+
+def test_a_folder_that_holds_a_run_is_not_written_over(start, tmp_path):
+    start(rounds=1, out=tmp_path / "run")
+    with pytest.raises(ConfigError, match=r"a run is there already\. Resume it, or name another"):
+        start(rounds=1, out=tmp_path / "run")
+
+
+def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):
+    with pytest.raises(ConfigError, match="there is no run in it"):
+        Folder.resume(tmp_path)
+    with pytest.raises(ConfigError, match="there is no such folder"):
+        Folder.resume(tmp_path / "nowhere")
+
+
+def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match=r"file/run was asked for; it cannot be written to: Not a directory"):
+        Folder.create(tmp_path / "file" / "run", "")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_a_folder_without_permission_is_refused(tmp_path):
+    tmp_path.chmod(0o500)
+    with pytest.raises(ConfigError, match=r"it cannot be written to: Permission denied"):
+        Folder.create(tmp_path / "run", "")
+
+
+_HOLD = """
+import sys
+from fedquilt.records import Folder
+with Folder.create(sys.argv[1], ""):
+    print("ready", flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_a_second_run_on_one_folder_is_refused_by_the_pid_of_the_first(tmp_path):
+    command = [sys.executable, "-c", _HOLD, str(tmp_path / "run")]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+        assert first.stdout.readline() == "ready\n"
+        for way in (lambda: Folder.create(tmp_path / "run", ""), lambda: Folder.resume(tmp_path / "run")):
+            with pytest.raises(ConfigError, match=rf"the run of process {first.pid} is writing there"):
+                way()
+        first.kill()  # the system releases it
+    Folder.resume(tmp_path / "run").close()
+
+
+def test_lost_checkpoints_do_not_cost_the_records(start, tmp_path):
+    out = tmp_path / "run"
+    start(rounds=2, out=out)
+    written = (out / "rounds.jsonl").read_bytes()
+    for path in (out / "checkpoint").iterdir():
+        path.unlink()
+    with pytest.raises(RecordError, match="has rounds, but there is no checkpoint to go on from"):
+        start(rounds=3, out=out, resume=True)
+    assert (out / "rounds.jsonl").read_bytes() == written
+
+
+def test_a_checkpoint_without_its_records_is_passed_over(start, tmp_path, caplog):
+    out = tmp_path / "run"
+    whole = start(rounds=3, out=out)
+    text = (out / "rounds.jsonl").read_bytes().splitlines(keepends=True)
+    (out / "rounds.jsonl").write_bytes(b"".join(text[:2]))
+    again = start(rounds=3, out=out, resume=True)
+    assert "00000003: rounds.jsonl ends with round 2. Going on from round 2 instead" in caplog.text
+    assert_same(whole, again, atol=0)
+
+
+# --- trouble on the way -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", [KeyboardInterrupt, Stop])
+def test_however_a_run_stops_its_state_is_saved(kind, start, tmp_path):
+    out = tmp_path / "run"
+    with pytest.raises(kind):
+        start(out=out, checkpointing=Checkpointing(), watch=stop_after(3, kind))
+    assert fq.load(out).round == 3
+    assert len(lines(out)) == 3
+    assert_same(start(), start(out=out, resume=True), atol=0)
+
+
+def test_a_round_that_fails_leaves_the_state_before_it(start, tmp_path):
+    class Exploding:
+        def __call__(self, round):
+            return 1.0 if round < 2 else 1e200
+
+    out, method = tmp_path / "run", with_local(FedAvg(), batch_size=2, norm="tracked", schedule=Exploding())
+    with pytest.raises(TrainingError) as e:
+        start(method, out=out, checkpointing=Checkpointing())
+    assert e.value.run.server.round == fq.load(out).round == len(lines(out)) == 2
+
+
+def test_an_evaluation_that_fails_leaves_the_memories_before_it(start, monkeypatch):
+    from fedquilt.engines import Sequential
+
+    def broken(self, method, exams, batch_size):
+        raise Stop
+
+    run = start(rounds=1, evaluation=fq.Evaluation(every=2))
+    before = dict(run.server.memory)
+    monkeypatch.setattr(Sequential, "evaluate", broken)
+    with pytest.raises(Stop):
+        run.train(3)
+    assert dict(run.server.memory) == before
+    assert run.server.round == 1
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_waits_for_a_round_to_count(number):
+    seen = []
+    before = signal.signal(number, signal.default_int_handler)
+
+    def work():
+        with undisturbed():
+            os.kill(os.getpid(), number)
+            time.sleep(0.01)
+            seen.append("whole")
+
+    with pytest.raises(KeyboardInterrupt):
+        work()
+    assert seen == ["whole"]
+    with pytest.raises(KeyboardInterrupt):  # and afterwards it is as before
+        signal.raise_signal(number)
+    signal.signal(number, before)
+
+
+def test_ctrl_c_while_a_round_is_written_down_stops_after_it(start, tmp_path):
+    seen = []
+
+    def watch(record):
+        os.kill(os.getpid(), signal.SIGINT)
+        time.sleep(0.01)
+        seen.append(record.round)
+
+    with pytest.raises(KeyboardInterrupt):
+        start(out=tmp_path / "run", watch=watch)
+    assert seen == [1]
+    assert fq.load(tmp_path / "run").round == len(lines(tmp_path / "run")) == 1
+
+
+def test_runs_in_another_thread_are_left_alone(start, tmp_path):
+    done = []
+    thread = threading.Thread(target=lambda: done.append(start(rounds=1, out=tmp_path / "run")))
+    thread.start()
+    thread.join()
+    assert done[0].server.round == 1
+
+
+_FULL = """
+import resource, sys, torch
+import fedquilt as fq
+from torch import nn
+family = fq.trace(lambda: nn.Sequential(nn.Linear(4, 600), nn.ReLU(), nn.Linear(600, 3)), torch.zeros(2, 4))
+x, y = torch.randn(12, 4), torch.arange(12) % 3
+data = fq.FederatedData.of((x, y), (x, y), [range(6), range(6, 12)])
+def watch(record):
+    if record.round == 2:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (int(sys.argv[2]), -1))
+try:
+    fq.run(fq.methods.FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), rounds=4, out=sys.argv[1],
+           checkpointing=fq.Checkpointing(rounds=1), watch=watch)
+except fq.FedquiltError as error:
+    print(type(error).__name__, error)
+"""
+
+
+@pytest.mark.parametrize(("bound", "what"), [(4000, "checkpoint of round 3"), (200, "round 3 could not be written")])
+def test_files_that_may_not_grow_end_the_run_and_leave_the_last_checkpoint(bound, what, tmp_path):
+    """A real refusal of the system to write on: EFBIG where a full disk says ENOSPC."""
+    script = [
+        sys.executable,
+        "-W",
+        "ignore",
+        "-c",
+        "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)" + _FULL,
+    ]
+    out = tmp_path / "run"
+    found = subprocess.run([*script, str(out), str(bound)], capture_output=True, text=True, check=True)
+    assert found.stdout.startswith("RecordError")
+    assert what in found.stdout
+    assert "File too large" in found.stdout
+    assert fq.load(out).round == 2
+    assert [record["round"] for record in lines(out)][:2] == [1, 2]
+    assert not list((out / "checkpoint").glob("*.tmp"))
+
+
+@pytest.fixture
+def tiny_disk(tmp_path):
+    """A file system of 256 kB, where the machine lets us mount one."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)]
+    if subprocess.run(mount, capture_output=True, check=False).returncode:
+        pytest.skip("mounting needs root")
+    yield disk
+    subprocess.run(["umount", str(disk)], check=True)
+
+
+def test_a_full_disk_ends_the_run_and_leaves_the_last_checkpoint(tiny_disk, start):
+    out, whole = tiny_disk / "run", start()
+
+    def fill(record):
+        if record.round == 2:
+            with suppress(OSError), (tiny_disk / "ballast").open("wb", buffering=0) as file:
+                while file.write(bytes(4096)):
+                    pass
+
+    with pytest.raises(RecordError, match="No space left on device") as e:
+        start(out=out, watch=fill)
+    assert e.value.run.server.round == 3  # what was learnt is not lost
+    assert fq.load(out).round == 2
+    (tiny_disk / "ballast").unlink()
+    assert_same(whole, start(out=out, resume=True), atol=0)
+
+
+def test_a_second_failure_does_not_hide_the_first(start, tmp_path, monkeypatch):
+    def full(path, chunks):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    def watch(record):
+        monkeypatch.setattr("fedquilt.checkpoint.write", full)
+        raise Stop
+
+    with pytest.raises(Stop) as e:
+        start(out=tmp_path / "run", checkpointing=Checkpointing(), watch=watch)
+    assert "the checkpoint of round 1 could not be written" in e.value.__notes__[0]
+
+
+# --- cost -------------------------------------------------------------------------------------------------------
+
+
+def test_state_is_kept_as_it_is_read_back(start):
+    """Contiguous and alone in its memory: strides and alignment change the last bits of a product."""
+    run = start(engine="vectorised")
+    kept = [*run.server.weights.values()]
+    for one in run.server.memory.values():
+        kept += [*one.weights.values(), *(value for values in one.slots.values() for value in values.values())]
+    assert len(kept) > 50
+    assert all(files.settled(value).data_ptr() == value.data_ptr() for value in kept)
+    assert isinstance(run.server.memory, Memories)
+
+
+def test_large_arrays_are_compared_by_some_of_their_rows(monkeypatch):
+    monkeypatch.setattr(records, "_ENOUGH", 64)
+    one = torch.arange(1000)
+    other = one.clone()
+    other[1] = 7
+    first = one.clone()
+    first[0] = 7
+    assert records._digest(one) == records._digest(other) != records._digest(first)
