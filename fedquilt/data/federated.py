@@ -257,12 +257,6 @@ class FederatedData(Pool):
     def num_clients(self) -> int:
         return len(self.parts)
 
-    def samples(self, rows: Tensor) -> Tensor:
-        return self.inputs[rows]
-
-    def test_samples(self, rows: Tensor) -> Tensor:
-        return self.test_inputs[rows]
-
     def size(self, client: int) -> int:
         return len(self.parts[client])
 
