@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 
     from fedquilt.engines.vectorised import Stack, Vectorised
 
-# So many streams are fed at once. Torch starts CUDA with 8, which makes unequal units wait for each other (4.8 ms a step
-# instead of 3.6 for ten clients of five sizes on an H200); it is read when CUDA starts.
+# So many streams are fed at once. CUDA starts with 8, which makes unequal units wait for each other: 4.8 ms a step
+# instead of 3.6 for ten clients of five sizes on an H200. It is read when CUDA starts.
 os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # One net on a stream of its own, nets side by side in the channels, or stacked by vmap.
@@ -84,8 +84,10 @@ class Unit:
         self.first = torch.zeros(1, dtype=torch.int64, device=device)  # the chunk's first step
         self.age = torch.zeros((), dtype=torch.float32, device=device)  # optimiser steps taken
         on_gpu = device.type == "cuda"
-        # torch's kernels read a rate in float32 on a GPU, in float64 on a CPU.
-        self.lr = torch.zeros((), dtype=torch.float32 if on_gpu else torch.float64, device=device)
+        # The fused kernels read a rate in float32 on a GPU, too coarse for float64.
+        fine = world.dtype == torch.float64 or not on_gpu
+        self._fused = not (on_gpu and fine) or learner.local.optimiser.ages
+        self.lr = torch.zeros((), dtype=torch.float32 if on_gpu and self._fused else torch.float64, device=device)
         self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         if self._net is not None:
@@ -281,7 +283,7 @@ class Unit:
     def _move(self, grads: State, masks: Mapping[str, Tensor | bool]) -> None:
         """In place where everything moves, else as the truth does it."""
         learner, names = self.shape.learner, list(grads)
-        if all(mask is True for mask in masks.values()):
+        if self._fused and all(mask is True for mask in masks.values()):
             weights = [self.state[name] for name in names]
             slots = {slot: [values[name] for name in names] for slot, values in self.slots.items()}
             alike = [_laid_out_as(grads[name], self.state[name]) for name in names]

@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from fedquilt.methods.method import Method
 
 _log = logging.getLogger(__name__)
+_CACHED = 256  # samples
 
 
 @dataclass
@@ -119,9 +120,10 @@ class Vectorised(Engine):
         memory = server.memory.get((job.client.id, job.submodel.scope)) if learner.keep_slots else None
         return memory.steps if memory else 0
 
-    def _most(self, arch: Arch, batch_size: int, slots: int) -> int:
-        """How many clients of a member fit into the bound."""
-        return max(1, self.memory // self._need(arch, batch_size, slots))
+    def _batches_at_once(self, arch: Arch, batch_size: int) -> int:
+        """How many batches of a member are tested at once: on a CPU few, which its caches hold."""
+        most = max(1, self.memory // self._need(arch, batch_size, 0))
+        return most if self.world.device.type == "cuda" else min(most, max(1, _CACHED // batch_size))
 
     def _need(self, arch: Arch, batch_size: int, slots: int) -> int:
         """The bytes one client of a member takes in training."""
@@ -384,7 +386,7 @@ class Vectorised(Engine):
                 key = (exam.submodel.arch, stop - start, exam.held is not None)
                 work.setdefault(key, []).append((place, samples[start:stop]))
         for (arch, size, masked), batches in work.items():
-            most = self._most(arch, size, 0)
+            most = self._batches_at_once(arch, size)
             for first in range(0, len(batches), most):
                 some = batches[first : first + most]
                 totals.index_add_(
@@ -405,6 +407,10 @@ class Vectorised(Engine):
             logits, _ = net(weights, inputs, mode)
             return right(logits.movedim(class_dim, 1), targets, held)
 
+        if len(exams) == 1:  # nothing to stack, and plain kernels are faster
+            with torch.no_grad():
+                samples, targets = self.data.test_samples(rows[0]), self.data.test_targets[rows[0]]
+                return one(exams[0].weights, samples, targets, exams[0].held).unsqueeze(0)
         shared = all(exam.weights is exams[0].weights for exam in exams)
         weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
         index = torch.stack(rows)
@@ -424,9 +430,12 @@ class Vectorised(Engine):
 
         measured: list[Weights] = []
         for size, batches in by_size.items():
-            most = self._most(submodel.arch, size, 0)
+            most = self._batches_at_once(submodel.arch, size)
             for first in range(0, len(batches), most):
                 with torch.no_grad():
+                    if most == 1:
+                        measured.append(one(self.data.samples(batches[first])))
+                        continue
                     some = vmap(one)(self.data.samples(torch.stack(batches[first : first + most])))
                 measured += [
                     {name: value[i] for name, value in some.items()} for i in range(len(next(iter(some.values()))))
