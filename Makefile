@@ -3,6 +3,8 @@ VENV ?= .venv
 PYTHON ?= python3
 BIN = $(VENV)/bin
 READY = $(VENV)/.ready
+# Two test processes on two cores: threads that wait by spinning would starve each other.
+export OMP_WAIT_POLICY = PASSIVE
 
 .PHONY: demo test test-all check bench clean
 .DELETE_ON_ERROR:

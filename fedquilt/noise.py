@@ -43,8 +43,10 @@ def _shift(word: Tensor, places: int) -> Tensor:
     return (word >> places) & ((1 << (64 - places)) - 1)
 
 
-def fold_in(words: Tensor, part: int) -> Tensor:
+def fold_in(words: Tensor, part: int | Tensor) -> Tensor:
     """New keys from keys (a tensor of them, one a client) and a number, such as a step or a site."""
+    if isinstance(part, Tensor):  # int64 wraps as the hash wants it
+        return mix(words + (part + _signed(_GOLDEN)))
     return mix(words + _signed((_GOLDEN + part) % _WORD))
 
 

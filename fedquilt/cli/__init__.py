@@ -21,6 +21,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 import tyro
 
+# Threads that wait for each other by spinning starve whoever else works on the machine, and then themselves: a run of a
+# second took a minute beside another one. It is read when torch is loaded, which happens later.
+os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+
 from fedquilt.cli.options import By, Config, DataOptions, File, Flag, Methods, Name, Options, Text, What
 from fedquilt.cli.playing import Playing, begun, refuse_taken, resumed, write_text
 from fedquilt.errors import ConfigError, FedquiltError, RecordError, SubmodelError, TrainingError

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 from torch import Tensor
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _CUTS_KEPT = 16
+Precision = Literal["fp32", "tf32", "bf16"]
 _CALIBRATION = 1 << 16  # samples that norm statistics are measured over, at most: all of CIFAR or MNIST
 
 
@@ -46,7 +47,7 @@ class Start:
     """What a client starts a round from."""
 
     state: State
-    slots: OptimiserState
+    slots: OptimiserState | None  # what it remembers; None: empty
     steps: int  # optimiser steps behind the slots
     bytes: int  # that were sent to it
 
@@ -58,6 +59,20 @@ class Engine(ABC):
     world: World
     data: FederatedData
     link: Link = field(default_factory=Perfect)
+    precision: Precision = "fp32"  # of products on a GPU; weights and sums are the world's dtype
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """The precision asked for, and no other afterwards: torch keeps these settings globally."""
+        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
+        before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
+        matmul.allow_tf32 = cudnn.allow_tf32 = self.precision == "tf32"
+        cudnn.benchmark = True
+        try:
+            with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
+                yield
+        finally:
+            matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
 
     def __post_init__(self) -> None:
         self.data = self.data.to(self.world.device, self.world.dtype)
@@ -74,7 +89,8 @@ class Engine(ABC):
         for submodel, job in {job.submodel: job for job in jobs}.items():
             self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
         try:
-            self._train(method, server, jobs, fold, outcome)
+            with self.computing():
+                self._train(method, server, jobs, fold, outcome)
         finally:
             self._cuts.clear()  # they are the old server's, and need not outlive it
             self._cut_from = None
@@ -85,7 +101,7 @@ class Engine(ABC):
 
     def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         """Test networks on samples."""
-        with _failing("the evaluation failed"):
+        with _failing("the evaluation failed"), self.computing():
             return self._evaluate(method, exams, batch_size)
 
     @abstractmethod
@@ -95,7 +111,7 @@ class Engine(ABC):
         self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor | None = None
     ) -> dict[str, Tensor]:
         """Norm statistics of a network, measured over the pooled training data (the papers' static norms), or some."""
-        with _failing("the calibration of norms failed"):
+        with _failing("the calibration of norms failed"), self.computing():
             return self._calibrate(submodel, weights, batch_size, self.pooled if samples is None else samples)
 
     @abstractmethod
@@ -120,8 +136,9 @@ class Engine(ABC):
                 if memory:
                     state = family.cutter.overlay(state, submodel.index, memory.weights, memory.submodel.index)
                 state = family.cutter.overlay(state, submodel.index, arrived.weights, arrived.submodel.index)
-            slots = learner.start_slots(state, family)
+            slots = None
             if memory and learner.keep_slots:
+                slots = learner.start_slots(state, family)
                 for slot, values in slots.items():
                     remembered = memory.slots.get(slot, {})
                     slots[slot] = family.cutter.overlay(values, submodel.index, remembered, memory.submodel.index)
@@ -140,17 +157,19 @@ class Engine(ABC):
             self._cuts[submodel, names] = known
         return known
 
+    def initial(self) -> dict[str, Tensor]:
+        """The weights everyone starts from, without a scope."""
+        world = self.world
+        return {
+            name: value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
+            for name, value in world.family.init(world.seed).items()
+        }
+
     def _initial(self, server: Server) -> dict[str, Tensor]:
         """The weights everyone started from, under every scope the server has."""
         if self._first is None:
-            world = self.world
-            fresh = world.family.init(world.seed)
             scopes = {name[: name.rfind("/") + 1] for name in server.weights}  # "base3/fc.weight" has scope "base3/"
-            self._first = {
-                f"{scope}{name}": value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
-                for scope in scopes
-                for name, value in fresh.items()
-            }
+            self._first = {f"{scope}{name}": value for scope in scopes for name, value in self.initial().items()}
         return self._first
 
     def remember(

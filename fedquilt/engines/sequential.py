@@ -35,7 +35,8 @@ class Sequential(Engine):
         family, arch = self.world.family, job.submodel.arch
         start = self.start(server, job, learner)
         outcome.bytes_down += start.bytes
-        state, slots, received = start.state, start.slots, start.state
+        state, received = start.state, start.state
+        slots = learner.start_slots(state, family) if start.slots is None else start.slots
         held, losses, batches = self.held(job.client.id), [], self.batches(job, learner)
         with self.blame(job, "training"):
             for step, rows in enumerate(batches):

@@ -6,16 +6,21 @@ has the same size, so that unequal amounts of data are exact: padding a batch wo
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 from torch.func import vmap
 
 from fedquilt import noise
-from fedquilt.engines.engine import Engine, Outcome
+from fedquilt.engines.engine import Engine, Outcome, Start
+from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
+from fedquilt.errors import FedquiltError
+from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
 from fedquilt.round.local import Batch, Learner, OptimiserState, Phase, State, augment, gradient, move, spans
 from fedquilt.round.merge import Fold
@@ -25,16 +30,19 @@ from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
 if TYPE_CHECKING:
     from fedquilt.methods.method import Method
 
+_log = logging.getLogger(__name__)
+_CACHED = 256  # samples
+
 
 @dataclass
-class _Stack:
+class Stack:
     """Clients that train as one: every tensor has them in its first dimension."""
 
     server: Server  # what they started from
     learner: Learner
     jobs: list[Job]
     state: State
-    slots: OptimiserState
+    slots: OptimiserState | None  # None: empty
     received: State
     held: Tensor  # (client, class)
     keys: Tensor  # (client,)
@@ -60,6 +68,14 @@ class Vectorised(Engine):
     """Trains stacks of clients. `memory` bounds a stack: more clients than fit are trained in several."""
 
     memory: int = 4 << 30  # bytes a stack may take, by the family's own estimate
+    record: bool | None = None  # steps are recorded and replayed; None: on a GPU
+    layout: Literal["auto", "alone", "laid", "stack"] = "auto"
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self._idle: dict[Shape, list[Unit]] = {}
+        self._refused: dict[Shape, str] = {}
+        self._chosen: dict[Shape, Layout] = {}
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -69,13 +85,34 @@ class Vectorised(Engine):
             learner = method.learner(job, self.world)
             age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
-        for (arch, learner, _), members in alike.items():
-            most = self._most(arch, learner.local.batch_size, len(learner.local.optimiser.slots))
-            for first in range(0, len(members), most):
-                stack = self._stack(server, learner, members[first : first + most], outcome)
-                self._run(stack)
+        for wave in self._waves(alike):
+            stacks = [self._stack(server, learner, members, outcome) for learner, members in wave]
+            self._run(stacks)
+            self._check(stacks)
+            for stack in stacks:
                 self._fold(stack, fold, outcome)
-                outcome.stacks += 1
+            outcome.stacks += len(stacks)
+
+    def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:
+        """Stacks that are trained at the same time: on a CPU one, on a GPU as many as fit."""
+        wave: list[tuple[Learner, list[Job]]] = []
+        room = 0
+        for (arch, learner, _), members in alike.items():
+            need = self._need(arch, learner.local.batch_size, len(learner.local.optimiser.slots))
+            for some in self._split(arch, learner, members, max(1, self.memory // need)):
+                if wave and (self.world.device.type != "cuda" or len(some) * need > room):
+                    yield wave
+                    wave, room = [], 0
+                room = (room if wave else self.memory) - len(some) * need
+                wave.append((learner, some))
+        if wave:
+            yield wave
+
+    def _split(self, arch: Arch, learner: Learner, jobs: list[Job], most: int) -> Iterator[list[Job]]:
+        """Jobs of one member as the stacks they are trained in."""
+        size = 1 if self._layout(arch, learner, min(len(jobs), most)) == "alone" else most
+        for first in range(0, len(jobs), size):
+            yield jobs[first : first + size]
 
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:
@@ -83,25 +120,29 @@ class Vectorised(Engine):
         memory = server.memory.get((job.client.id, job.submodel.scope)) if learner.keep_slots else None
         return memory.steps if memory else 0
 
-    def _most(self, arch: Arch, batch_size: int, slots: int) -> int:
-        """How many clients of a member fit into the bound."""
+    def _batches_at_once(self, arch: Arch, batch_size: int) -> int:
+        """How many batches of a member are tested at once: on a CPU few, which its caches hold."""
+        most = max(1, self.memory // self._need(arch, batch_size, 0))
+        return most if self.world.device.type == "cuda" else min(most, max(1, _CACHED // batch_size))
+
+    def _need(self, arch: Arch, batch_size: int, slots: int) -> int:
+        """The bytes one client of a member takes in training."""
         cost = self.world.family.cost(arch, batch_size, slots)
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
-        held = cost.memory + cost.bytes * (2 + slots)
-        return max(1, self.memory // max(1, held * self.world.dtype.itemsize // 4))
+        return max(1, (cost.memory + cost.bytes * (2 + slots)) * self.world.dtype.itemsize // 4)
 
-    def _stack(self, server: Server, learner: Learner, jobs: list[Job], outcome: Outcome) -> _Stack:
+    def _stack(self, server: Server, learner: Learner, jobs: list[Job], outcome: Outcome) -> Stack:
         device = self.world.device
         starts = [self.start(server, job, learner) for job in jobs]
         outcome.bytes_down += sum(start.bytes for start in starts)
         state = _stacked([start.state for start in starts])
         batches = [self.batches(job, learner) for job in jobs]
-        return _Stack(
+        return Stack(
             server=server,
             learner=learner,
             jobs=jobs,
             state=state,
-            slots={slot: _stacked([start.slots[slot] for start in starts]) for slot in starts[0].slots},
+            slots=self._slots(starts, learner),
             received=state,
             held=torch.stack([self.held(job.client.id) for job in jobs]),
             keys=torch.tensor([self.keys(job)[1] for job in jobs], device=device),
@@ -110,28 +151,133 @@ class Vectorised(Engine):
             losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
         )
 
-    def _run(self, stack: _Stack) -> None:
+    def _slots(self, starts: Sequence[Start], learner: Learner) -> OptimiserState | None:
+        """The optimisers' memory of a whole stack; None if nobody has any."""
+        if all(start.slots is None for start in starts):
+            return None
+        family = self.world.family
+        own = [start.slots or learner.start_slots(start.state, family) for start in starts]
+        return {slot: _stacked([slots[slot] for slots in own]) for slot in own[0]}
+
+    def _run(self, stacks: list[Stack]) -> None:
+        """Train stacks: those that can be recorded side by side, the others one after another."""
+        units = [(stack, self._unit(stack)) for stack in stacks]
+        playing = [(stack, unit) for stack, unit in units if unit is not None]
+        for stack, unit in playing:
+            unit.load(stack)
+        for step in range(max((len(stack.losses) for stack, _ in playing), default=0)):
+            for stack, unit in playing:
+                self._tried(stack, step, range(len(stack.jobs)), partial(unit.play, step))
+        for _, unit in playing:
+            unit.unload()
+            self._idle.setdefault(unit.shape, []).append(unit)
+        for stack in (stack for stack, unit in units if unit is None):
+            self._run_one(stack)
+
+    def _run_one(self, stack: Stack) -> None:
+        if stack.slots is None:
+            stack.slots = stack.learner.start_slots(stack.state, self.world.family)
         for step in range(len(stack.losses)):
             for clients in stack.groups(step):
-                try:
-                    self._step(stack, step, clients)
-                except Exception as error:
-                    self._accuse(stack, step, clients)
-                    with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
-                        raise error
+                self._tried(stack, step, clients, partial(self.step, stack, step, clients))
 
-    def _accuse(self, stack: _Stack, step: int, clients: list[int]) -> None:
+    def _tried(self, stack: Stack, step: int, clients: Sequence[int], action: Callable[[], None]) -> None:
+        """If a step fails, say whose fault it was."""
+        try:
+            action()
+        except Exception as error:
+            self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
+            with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
+                raise error
+
+    # --- units -------------------------------------------------------------------------------------------------
+
+    def _unit(self, stack: Stack) -> Unit | None:
+        """A unit that can train a stack, recorded; None if its steps cannot be."""
+        if not self._recorded:
+            return None
+        full = stack.learner.local.batch_size
+        if not any(len(batch) == full for own in stack.batches for batch in own):
+            return None
+        count = len(stack.jobs)
+        shape = Shape.of(stack.arch, stack.learner, count, self._layout(stack.arch, stack.learner, count))
+        ragged = any({len(b) for b in own} != {full} or len(own) != len(stack.batches[0]) for own in stack.batches)
+        for layout in dict.fromkeys((shape.layout, "stack" if count > 1 else "alone")):
+            one = replace(shape, layout=layout)
+            try:
+                unit = self._ready(one)
+                if ragged and count > 1:
+                    unit.record(masked=True)
+                return unit
+            except (CaptureError, LayoutError) as error:
+                self._refuse(one, error)
+        return None
+
+    @property
+    def _recorded(self) -> bool:
+        return self.record if self.record is not None else self.world.device.type == "cuda"
+
+    def _layout(self, arch: Arch, learner: Learner, count: int) -> Layout:
+        """How clients of a member are trained: as asked, or as is found to be fastest on this machine."""
+        if self.layout != "auto":
+            return self.layout
+        if self.world.device.type != "cuda" or not self._recorded:
+            return "stack"
+        if count == 1:
+            return "alone"
+        count = 1 << count.bit_length() - 1  # what holds for 8 is taken to hold for 9 to 15
+        key = Shape.of(arch, learner, count, "stack")
+        if key not in self._chosen:
+            self._chosen[key] = self._fastest(key)
+        return self._chosen[key]
+
+    def _fastest(self, shape: Shape) -> Layout:
+        """Record every layout and time its replays."""
+        taken: dict[Layout, float] = {}
+        for layout in ("alone", "laid", "stack"):
+            many = shape.count if layout == "alone" else 1
+            one = replace(shape, layout=layout, count=1 if layout == "alone" else shape.count)
+            try:
+                units = [self._ready(one) for _ in range(many)]
+            except (CaptureError, LayoutError) as error:
+                self._refuse(one, error)
+                continue
+            taken[layout] = replay_time(units)
+            self._idle.setdefault(one, []).extend(units)
+        best: Layout = min(taken, key=lambda layout: taken[layout]) if taken else "stack"
+        for layout in taken:
+            if layout != best and layout != "alone":
+                self._idle.pop(replace(shape, layout=layout), None)
+        times = ", ".join(f"{layout} {1e3 * seconds:.2f} ms" for layout, seconds in taken.items())
+        _log.info("%d clients of one member: %s", shape.count, times)
+        return best
+
+    def _ready(self, shape: Shape) -> Unit:
+        """A unit nobody is using, recorded."""
+        if shape in self._refused:
+            raise CaptureError(self._refused[shape])
+        unit = self._idle[shape].pop() if self._idle.get(shape) else Unit(self, shape)
+        unit.record()
+        return unit
+
+    def _refuse(self, shape: Shape, error: FedquiltError) -> None:
+        if shape not in self._refused:
+            self._refused[shape] = str(error)
+            _log.warning("%d clients of one member cannot be trained %s: %s", shape.count, shape.layout, error)
+
+    def _accuse(self, stack: Stack, step: int, clients: list[int]) -> None:
         """Once more, one client after another, to say whose batch it was."""
         for client in clients:
             with self.blame(stack.jobs[client], "training"):
-                self._step(stack, step, [client])
+                self.step(stack, step, [client])
 
-    def _step(self, stack: _Stack, step: int, clients: list[int]) -> None:
+    def step(self, stack: Stack, step: int, clients: list[int]) -> None:
         """One batch of the clients that have one of this size; the others are left as they are."""
         learner, device = stack.learner, self.world.device
         everyone = len(clients) == len(stack.jobs)
         who = torch.tensor(clients, device=device)
         state, slots, received = stack.state, stack.slots, stack.received
+        assert slots is not None
         if not everyone:
             state, received = _of(state, who), _of(received, who)
             slots = {slot: _of(values, who) for slot, values in slots.items()}
@@ -139,7 +285,7 @@ class Vectorised(Engine):
         inputs, targets = self.data.samples(rows), self.data.targets[rows]
         keys, before = noise.fold_in(stack.keys[who], step), state
         for place, phase in enumerate(learner.phases_at(step)):
-            gradients = self._gradients(learner, stack.arch, phase)
+            gradients = self.gradients(learner, stack.arch, phase)
             grads, (loss, seen) = gradients(state, received, before, inputs, targets, stack.held[who], keys)
             masks = learner.masks(self.world.family, stack.arch, phase, device)
             state, slots = move(learner, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
@@ -149,9 +295,10 @@ class Vectorised(Engine):
             stack.state, stack.slots = state, slots
         else:
             stack.state = _put(stack.state, state, who)
+            assert stack.slots is not None
             stack.slots = {slot: _put(stack.slots[slot], values, who) for slot, values in slots.items()}
 
-    def _gradients(self, learner: Learner, arch: Arch, phase: Phase) -> Callable[..., Any]:
+    def gradients(self, learner: Learner, arch: Arch, phase: Phase) -> Callable[..., Any]:
         """`gradient` of one client, for all clients of a stack."""
 
         def one(
@@ -162,10 +309,9 @@ class Vectorised(Engine):
 
         return vmap(one)
 
-    def _fold(self, stack: _Stack, fold: Fold, outcome: Outcome) -> None:
+    def _fold(self, stack: Stack, fold: Fold, outcome: Outcome) -> None:
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
-        self._check(stack)
         alike: dict[tuple[Submodel, ...], list[int]] = {}
         losses = stack.losses.cpu()  # once for all of them
         for client, job in enumerate(stack.jobs):
@@ -185,7 +331,7 @@ class Vectorised(Engine):
 
     def _send(
         self,
-        stack: _Stack,
+        stack: Stack,
         clients: list[int],
         wanted: tuple[Submodel, ...],
         states: list[State],
@@ -196,7 +342,7 @@ class Vectorised(Engine):
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
             own = {name: value[client] for name, value in stack.state.items()}
-            kept = stack.slots if learner.keep_slots else {}
+            kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             steps = len(stack.batches[client])
             memory = self.remember(stack.server, job, learner, own, slots, stack.ages[client] + learner.moves(steps))
@@ -216,15 +362,17 @@ class Vectorised(Engine):
             for update in updates:
                 fold.add(update)
 
-    def _check(self, stack: _Stack) -> None:
-        """One look at the whole stack; only if something is wrong, at every client."""
+    def _check(self, stacks: list[Stack]) -> None:
+        """One look at all stacks; only if something is wrong, at every client."""
         family = self.world.family
-        sums = [stack.state[name].sum() for name in family.trainable]
-        if bool(torch.stack([stack.losses.sum(), *sums]).isfinite().all()):
+        learnt = [stack.state[name] for stack in stacks for name in family.trainable]
+        norms = torch._foreach_norm([*learnt, *(stack.losses for stack in stacks)])
+        if bool(torch.stack(list(norms)).isfinite().all()):
             return
-        for client, job in enumerate(stack.jobs):
-            losses = stack.losses[: len(stack.batches[client]), client]
-            self.check_finite(job, losses, [stack.state[name][client] for name in family.trainable])
+        for stack in stacks:
+            for client, job in enumerate(stack.jobs):
+                losses = stack.losses[: len(stack.batches[client]), client]
+                self.check_finite(job, losses, [stack.state[name][client] for name in family.trainable])
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
@@ -238,7 +386,7 @@ class Vectorised(Engine):
                 key = (exam.submodel.arch, stop - start, exam.held is not None)
                 work.setdefault(key, []).append((place, samples[start:stop]))
         for (arch, size, masked), batches in work.items():
-            most = self._most(arch, size, 0)
+            most = self._batches_at_once(arch, size)
             for first in range(0, len(batches), most):
                 some = batches[first : first + most]
                 totals.index_add_(
@@ -259,6 +407,10 @@ class Vectorised(Engine):
             logits, _ = net(weights, inputs, mode)
             return right(logits.movedim(class_dim, 1), targets, held)
 
+        if len(exams) == 1:  # nothing to stack, and plain kernels are faster
+            with torch.no_grad():
+                samples, targets = self.data.test_samples(rows[0]), self.data.test_targets[rows[0]]
+                return one(exams[0].weights, samples, targets, exams[0].held).unsqueeze(0)
         shared = all(exam.weights is exams[0].weights for exam in exams)
         weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
         index = torch.stack(rows)
@@ -278,9 +430,12 @@ class Vectorised(Engine):
 
         measured: list[Weights] = []
         for size, batches in by_size.items():
-            most = self._most(submodel.arch, size, 0)
+            most = self._batches_at_once(submodel.arch, size)
             for first in range(0, len(batches), most):
                 with torch.no_grad():
+                    if most == 1:
+                        measured.append(one(self.data.samples(batches[first])))
+                        continue
                     some = vmap(one)(self.data.samples(torch.stack(batches[first : first + most])))
                 measured += [
                     {name: value[i] for name, value in some.items()} for i in range(len(next(iter(some.values()))))

@@ -18,6 +18,7 @@ from fedquilt.axes import Axis, axes_in, write
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
+from fedquilt.family.laid import LaidNet
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net
 from fedquilt.family.tracer import trace_layout
@@ -277,6 +278,11 @@ class Family:
     @cached_property
     def _nets(self) -> dict[Arch, Net]:
         return {}
+
+    def laid(self, arch: Arch, count: int) -> LaidNet:
+        """So many nets of a member side by side, where their layers allow; raises LayoutError where they do not."""
+        module = build(self._module, self.layout, self._sizes(arch))
+        return LaidNet(module, count, self._conv_shares(module))
 
     def _conv_shares(self, member: nn.Module) -> dict[str, float]:
         """The kept part of each convolution's outputs."""

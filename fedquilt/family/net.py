@@ -104,10 +104,7 @@ def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:
     if now.mode.statistics == "stored" and mean is not None:
         return torch.native_batch_norm(inputs, *affine, mean, var, False, 0.0, layer.eps)[0]
     if now.mode.statistics in ("track", "measure") and mean is not None:
-        rest = [dim for dim in range(inputs.dim()) if dim > 1 or (dim == 0 and not alone)]
-        var, mean = torch.var_mean(inputs.detach(), rest, correction=1)
-        if alone:
-            var, mean = var.mean(0), mean.mean(0)
+        outputs, mean, var = _measured(inputs, layer, alone)
         prefix = f"{name}." if name else ""
         for kind, old, new in (("mean", layer.running_mean, mean), ("var", layer.running_var, var)):
             if now.mode.statistics == "track":
@@ -118,18 +115,54 @@ def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:
                     )
                 new = (1 - layer.momentum) * old + layer.momentum * new
             now.seen[f"{prefix}running_{kind}"] = new
+        return outputs
+    return _each_by_itself(inputs, layer) if alone else _by_batch(inputs, *affine, layer.eps)
+
+
+def _measured(inputs: Tensor, layer: _NormBase, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
+    """A layer's outputs, and the mean and the unbiased variance of its inputs."""
     if alone:
-        apart = _by_batch(inputs.flatten(0, 1).unsqueeze(0), None, None, layer.eps).reshape(inputs.shape)
-        weight, bias = (None if v is None else v.reshape([-1] + [1] * (inputs.dim() - 2)) for v in affine)
-        return apart if weight is None or bias is None else apart * weight + bias
-    return _by_batch(inputs, *affine, layer.eps)
+        var, mean = torch.var_mean(inputs.detach(), list(range(2, inputs.dim())), correction=1)
+        return _each_by_itself(inputs, layer), mean.mean(0), var.mean(0)
+    count = inputs.numel() // inputs.shape[1]
+    if count == 1:
+        raise _too_few(inputs)
+    # The kernel knows both anyway: a second pass over the inputs would take longer than the layer itself.
+    found = torch.native_batch_norm(inputs, layer.weight, layer.bias, None, None, True, 0.0, layer.eps)
+    mean, scale = found[1].detach(), found[2].detach()
+    return found[0], mean, (scale**-2 - layer.eps).clamp(min=0) * (count / (count - 1))
+
+
+def _each_by_itself(inputs: Tensor, layer: _NormBase) -> Tensor:
+    """Instance norm: a batch norm of one sample that has all channels of all samples."""
+    apart = _by_batch(inputs.flatten(0, 1).unsqueeze(0), None, None, layer.eps).reshape(inputs.shape)
+    weight, bias = (
+        None if v is None else v.reshape([-1] + [1] * (inputs.dim() - 2)) for v in (layer.weight, layer.bias)
+    )
+    return apart if weight is None or bias is None else apart * weight + bias
 
 
 def _by_batch(inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: float) -> Tensor:
     """Batch norm on the batch's statistics. F.batch_norm asks for memory formats, which stacks of clients have none."""
     if inputs.numel() == inputs.shape[1]:
-        raise ValueError(f"a norm needs more than one value a channel, got an input of shape {tuple(inputs.shape)}")
+        raise _too_few(inputs)
+    if inputs.is_cuda and not _is_stacked(inputs):
+        return F.batch_norm(inputs, None, None, weight, bias, True, 0.0, eps)  # cuDNN's is faster
     return torch.native_batch_norm(inputs, weight, bias, None, None, True, 0.0, eps)[0]
+
+
+def _too_few(inputs: Tensor) -> ValueError:
+    return ValueError(f"a norm needs more than one value a channel, got an input of shape {tuple(inputs.shape)}")
+
+
+def _is_stacked(value: Tensor) -> bool:
+    """Whether a tensor is one client's as vmap shows it, that is many at once."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(value):
+        if functorch.is_batchedtensor(value):
+            return True
+        value = functorch.get_unwrapped(value)
+    return False
 
 
 def _rescale(now: _Now, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:

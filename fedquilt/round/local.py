@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
 import torch
 import torch.nn.functional as F
 from torch import Tensor
-from torch.func import grad
+from torch.func import grad, vmap
 
 from fedquilt import noise
 from fedquilt.axes import Index, Positions
@@ -27,6 +27,7 @@ from fedquilt.terms import Arch, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
+    from fedquilt.family.laid import LaidNet
 
 NormPolicy = Literal["batch", "tracked", "local", "post"]
 LastBatch = Literal["keep", "drop", "merge"]
@@ -49,8 +50,13 @@ class Optimiser(Protocol):
     def slots(self) -> tuple[str, ...]: ...
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float, step: int
+        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
     ) -> tuple[State, OptimiserState]: ...
+
+    def update_(
+        self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
+    ) -> None:
+        """The same in place and in one kernel, for tensors that stay where they are; `step` counts from 1."""
 
     def pace(self, steps: int, lr: float, mu: float) -> float: ...
 
@@ -77,7 +83,7 @@ class SGD:
         return ("momentum",) if self.momentum else ()
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float, step: int
+        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
     ) -> tuple[State, OptimiserState]:
         names = list(grads)
         change, values = [grads[n] for n in names], [weights[n] for n in names]
@@ -89,8 +95,27 @@ class SGD:
             torch._foreach_add_(buffers, change)
             new_slots["momentum"] = dict(zip(names, buffers, strict=True))
             change = list(torch._foreach_add(change, buffers, alpha=self.momentum)) if self.nesterov else buffers
-        moved = torch._foreach_add(values, change, alpha=-lr)
+        if isinstance(lr, Tensor):
+            moved = torch._foreach_add(values, torch._foreach_mul(change, -lr))
+        else:
+            moved = torch._foreach_add(values, change, alpha=-lr)
         return dict(zip(names, moved, strict=True)), new_slots
+
+    def update_(
+        self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
+    ) -> None:
+        torch._fused_sgd_(
+            weights,
+            grads,
+            slots.get("momentum", []),
+            weight_decay=self.decay,
+            momentum=self.momentum,
+            lr=lr,
+            dampening=0.0,
+            nesterov=self.nesterov,
+            maximize=False,
+            is_first_step=False,  # buffers start at zero, which makes the first step the same as torch's
+        )
 
     def pace(self, steps: int, lr: float, mu: float) -> float:
         """FedNova's a_i: how far `steps` unit gradients move a weight, in units of the learning rate."""
@@ -123,8 +148,9 @@ class Adam:
         return ("mean", "square")
 
     def update(
-        self, weights: State, slots: OptimiserState, grads: State, lr: float, step: int
+        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
     ) -> tuple[State, OptimiserState]:
+        assert not isinstance(lr, Tensor), "a learning rate on the device is for `update_`"
         names = list(grads)
         change, values = [grads[n] for n in names], [weights[n] for n in names]
         if self.decay:
@@ -139,6 +165,25 @@ class Adam:
         moved = torch._foreach_addcdiv(values, means, scale, -lr / bias1)
         new_slots = {"mean": dict(zip(names, means, strict=True)), "square": dict(zip(names, squares, strict=True))}
         return dict(zip(names, moved, strict=True)), new_slots
+
+    def update_(
+        self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
+    ) -> None:
+        torch._fused_adam_(
+            weights,
+            grads,
+            slots["mean"],
+            slots["square"],
+            [],
+            [step] * len(weights),
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
+        )
 
     def pace(self, steps: int, lr: float, mu: float) -> float:
         raise ConfigError(
@@ -263,10 +308,13 @@ class View:
     before: Weights  # what this batch started from
     mode: Pass
     key: Tensor
+    given: Tensor | None = None  # the logits of the client's own net, where somebody has them already
     seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
 
     def logits(self, share: float | None = None, weights: Weights | None = None) -> Tensor:
         """Run the client's net on the batch, or the nested net of a smaller share of the whole model."""
+        if self.given is not None and share is None and weights is None:
+            return self.given
         state = self.weights if weights is None else weights
         if share is None:
             logits, seen = self.family.net(self.arch)(state, self.inputs, self.mode, self.key)
@@ -558,16 +606,60 @@ def gradient(
         return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
 
     grads, aux = grad(loss_of, has_aux=True)(moving)
-    if learner.local.optimiser.clip:
-        total = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
-        # torch.nn.utils.clip_grad_norm_, with its small constant
-        factor = (learner.local.optimiser.clip / (total + 1e-6)).clamp(max=1.0)
-        grads = {name: g * factor for name, g in grads.items()}
-    return grads, aux
+    return _clipped(grads, learner.local.optimiser.clip), aux
+
+
+def _clipped(grads: State, clip: float) -> State:
+    """Bound the norm of one client's whole gradient: torch.nn.utils.clip_grad_norm_, with its small constant."""
+    if not clip:
+        return grads
+    total = torch.stack([g.square().sum() for g in grads.values()]).sum().sqrt()
+    factor = (clip / (total + 1e-6)).clamp(max=1.0)
+    return {name: g * factor for name, g in grads.items()}
+
+
+def laid_gradient(
+    learner: Learner,
+    family: Family,
+    arch: Arch,
+    phase: Phase,
+    net: LaidNet,
+    state: State,
+    received: State,
+    before: State,
+    batch: Batch,
+) -> tuple[State, tuple[Tensor, State]]:
+    """What `vmap(gradient)` gives, with the clients' own net run side by side instead of stacked."""
+    mode = train_pass(learner.local)
+    moving = {name: state[name] for name in family.trainable}
+    rest = {name: value for name, value in state.items() if name not in moving}
+
+    def one(
+        weights: State, received: State, before: State, own: tuple[Tensor, Tensor, Tensor, Tensor], logits: Tensor
+    ) -> Tensor:
+        inputs, targets, held, key = own
+        view = View(family, arch, weights, inputs, targets, held, received, before, mode, key, given=logits)
+        return phase.objective(view)
+
+    def loss_of(weights: State) -> tuple[Tensor, Tensor]:
+        logits = net({**weights, **rest}, batch.inputs, family.layout.class_dim, mode.scaler)
+        own = (batch.inputs, batch.targets, batch.held, batch.key)
+        losses = vmap(one)({**weights, **rest}, received, before, own, logits)
+        return losses.sum(), losses.detach()  # a client's weights enter its own loss alone
+
+    grads, losses = grad(loss_of, has_aux=True)(moving)
+    clip = learner.local.optimiser.clip
+    return vmap(lambda own: _clipped(own, clip))(grads) if clip else grads, (losses, {})
 
 
 def move(
-    learner: Learner, state: State, slots: OptimiserState, grads: State, masks: Mapping[str, Tensor | bool], step: int
+    learner: Learner,
+    state: State,
+    slots: OptimiserState,
+    grads: State,
+    masks: Mapping[str, Tensor | bool],
+    step: int,
+    lr: float | Tensor | None = None,
 ) -> tuple[State, OptimiserState]:
     """Apply one phase's gradient where the phase may move; elsewhere weights *and slots* stay, bit for bit.
 
@@ -576,7 +668,7 @@ def move(
     free = {name: g for name, g in grads.items() if masks[name] is not False}
     if not free:
         return state, slots
-    moved, new_slots = learner.local.optimiser.update(state, slots, free, learner.lr, step)
+    moved, new_slots = learner.local.optimiser.update(state, slots, free, learner.lr if lr is None else lr, step)
     for name in free:
         mask = masks[name]
         if isinstance(mask, Tensor):

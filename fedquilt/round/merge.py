@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import within
-from fedquilt.round.cut import Cutter, Rows, add_at, is_whole
+from fedquilt.round.cut import Cutter, Rows, add_at, blocks, is_blocky, is_whole
 from fedquilt.terms import Server, Slots, Submodel, Update, Weights
 
 Weighting = Literal["uniform", "data", "model", "updates", "both"]
@@ -143,8 +143,10 @@ class Mean:
     def add(self, update: Update) -> None:
         weight, pace = client_weight(update, self.weighting, self.cutter), update.pace if self.paced else 1.0
         for payload in update.sent:
-            for name, part in payload.weights.items():
-                self._add(payload.submodel, name, part, weight if name in self.plain else weight / pace)
+            scaled = {
+                name: part * (weight if name in self.plain else weight / pace) for name, part in payload.weights.items()
+            }
+            self._add(payload.submodel, scaled)
             self._count(payload.submodel, payload.weights, weight, pace)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
@@ -153,22 +155,34 @@ class Mean:
         ratios = [weight / pace for weight, pace in zip(weights, paces, strict=True)]
         for place, state in enumerate(stacked):
             submodel = updates[0].sent[place].submodel
-            for name, value in state.items():
-                scales = value.new_tensor(weights if name in self.plain else ratios)
-                summed = torch.tensordot(scales, value, 1)
-                self._add(submodel, name, summed, 1.0)
+            like = next(iter(state.values()), torch.empty(0))
+            scales, plain = like.new_tensor(ratios), like.new_tensor(weights)
+            summed = {
+                name: torch.tensordot(plain if name in self.plain else scales, value, 1)
+                for name, value in state.items()
+            }
+            self._add(submodel, summed)
             for weight, pace in zip(weights, paces, strict=True):
                 self._count(submodel, state, weight, pace)
 
-    def _add(self, submodel: Submodel, name: str, part: Tensor, scale: float) -> None:
-        full, cut = submodel.scope + name, self.cutter.rows(name, submodel.index)
-        if full in self._sums:
-            add_at(self._sums[full], cut, part, scale)
-        elif is_whole(cut):  # the first of many need not be added to zeros
-            self._sums[full] = part * scale
-        else:
-            self._sums[full] = torch.zeros_like(self._shapes[full])
-            add_at(self._sums[full], cut, part, scale)
+    def _add(self, submodel: Submodel, parts: Weights) -> None:
+        """Add what is already weighted, all weights in one call: `parts` become the fold's own."""
+        sums, added = [], []
+        for name, part in parts.items():
+            full, cut = submodel.scope + name, self.cutter.rows(name, submodel.index)
+            if full not in self._sums:
+                if is_whole(cut):  # the first of many need not be added to zeros
+                    self._sums[full] = part
+                    continue
+                self._sums[full] = torch.zeros_like(self._shapes[full])
+            if is_blocky(cut):
+                for there, here in blocks(cut):
+                    sums.append(self._sums[full][there])
+                    added.append(part[here])
+            else:
+                add_at(self._sums[full], cut, part)
+        if sums:
+            torch._foreach_add_(sums, added)
 
     def _count(self, submodel: Submodel, weights: Weights, weight: float, pace: float) -> None:
         held = self._held.setdefault((submodel, tuple(weights)), [0.0, 0.0, 0.0])

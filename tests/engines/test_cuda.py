@@ -12,6 +12,7 @@ from fedquilt.engines import ENGINES
 from fedquilt.methods import METHODS
 from fedquilt.terms import Memory
 from tests.conftest import assert_same, with_local
+from tests.engines.test_parity import RAGGED, SHARES
 
 pytestmark = [
     pytest.mark.gpu,
@@ -52,3 +53,45 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
     for name, weight in runs[0].server.weights.items():
         difference = (weight - runs[1].server.weights[name].cpu()).norm() / weight.norm().clamp(min=1e-6)
         assert float(difference) < 1e-3, name  # convolutions may use TF32 there
+
+
+# --- recorded steps -------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("name", METHODS)
+def test_recorded_steps_give_the_numbers_of_the_truth(name, layout, residual, make_data, play):
+    """Every method in every layout, ragged clients, two epochs: graphs on the GPU against the truth on the CPU."""
+    method, data = with_local(METHODS[name](), batch_size=4, epochs=2), make_data(residual, RAGGED)
+    truth = play(method, residual, data, shares=SHARES)
+    fleet, how = fq.Fleet.of(SHARES, data.num_clients, data.num_clients), fq.Evaluation(every=0)
+    run = fq.prepare(method, residual, data, fleet, "vectorised", 0, "cuda", torch.float64, how)
+    run.engine.layout = layout
+    assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
+
+
+def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, make_data):
+    """Cohorts change from round to round; a unit that has been recorded is loaded with whoever comes next."""
+    data, fleet = make_data(residual, [8] * 12), fq.Fleet.of(SHARES, 12, 6)
+    runs = []
+    for record in (True, False):
+        method = with_local(METHODS["fedrolex"](), batch_size=4)
+        run = fq.prepare(method, residual, data, fleet, "vectorised", 0, "cuda", torch.float64, fq.Evaluation(every=0))
+        run.engine.record, run.engine.layout = record, "laid"
+        runs.append(run.train(4))
+    assert_same(on_cpu(runs[0]), on_cpu(runs[1]), atol=1e-8)
+    engine = runs[0].engine
+    runs[0].train(30)
+    sizes = {(shape.arch, shape.count) for shape in engine._idle}
+    assert sum(map(len, engine._idle.values())) == len(sizes) <= 3 * 4  # one unit a member and size, not one a round
+
+
+def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
+    data = make_data(residual, RAGGED)
+    runs = [
+        fq.run(METHODS["heterofl"](), residual, data, fq.Fleet.of(SHARES, 6, 6), engine, 1, device=device)
+        for engine, device in (("sequential", "cpu"), ("vectorised", "cuda"))
+    ]
+    for name, weight in runs[0].server.weights.items():
+        other = runs[1].server.weights[name].cpu()
+        assert float((weight - other).norm()) <= 1e-4 * float(weight.norm()) + 1e-7, name

@@ -1,0 +1,135 @@
+"""Many equal nets as one: clients laid side by side in the channel dimension, their layers as grouped kernels.
+
+`vmap` keeps clients in a dimension of their own and moves it about between kernels. Here activations are
+(batch, client · channel, …) throughout: a convolution has one group a client, a norm simply more channels, and nothing
+is moved. Only layers that have such a kernel can be laid, and only forwards that treat channels as channels; the first
+is known from the layer's type, the second is found out by running both and comparing (`agrees`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from functools import partial
+from typing import Any
+
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
+from torch.nn.modules.dropout import _DropoutNd
+
+from fedquilt.errors import FedquiltError
+
+
+class LayoutError(FedquiltError):
+    """A net whose clients cannot be laid side by side."""
+
+
+class LaidNet:
+    """`count` nets of one member: weights have the clients in front, inputs and logits too."""
+
+    def __init__(self, module: nn.Module, count: int, shares: Mapping[str, float]) -> None:
+        """`module` becomes this net's own. `shares`: the kept part of each convolution's outputs, for the scaler."""
+        self.module, self.count, self._scaler = module.train(), count, False
+        for name, layer in module.named_modules():
+            forward = _laid(layer, count)
+            if forward is not None:
+                layer.forward = forward
+            if isinstance(layer, _ConvNd) and shares.get(name, 1.0) != 1.0:
+                layer.register_forward_hook(partial(self._rescale, shares[name]))
+
+    def __call__(self, weights: Mapping[str, Tensor], inputs: Tensor, class_dim: int, scaler: bool = False) -> Tensor:
+        """Logits (client, batch, class, …) of inputs (client, batch, channel, …), on batch statistics."""
+        self._scaler = scaler
+        flat = inputs.transpose(0, 1).flatten(1, 2)
+        outputs: Tensor = functional_call(self.module, dict(weights), (flat,), strict=False)
+        if class_dim != 1 or outputs.shape[0] != inputs.shape[1] or outputs.shape[1] % self.count:
+            raise LayoutError(f"its output of shape {tuple(outputs.shape)} does not hold the classes in dimension 1")
+        return outputs.reshape(len(outputs), self.count, -1, *outputs.shape[2:]).transpose(0, 1)
+
+    def _rescale(self, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+        return outputs / share if self._scaler else outputs
+
+
+def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
+    """A layer's forward over clients laid side by side; None where its own will do."""
+    match layer:
+        case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if layer.padding_mode == "zeros":
+            return partial(_conv, layer, count)
+        case nn.ConvTranspose1d() | nn.ConvTranspose2d() | nn.ConvTranspose3d():
+            return partial(_conv_transpose, layer, count)
+        case nn.SyncBatchNorm():
+            raise LayoutError("it has a SyncBatchNorm")
+        case _BatchNorm():
+            return partial(_batch_norm, layer)
+        case nn.GroupNorm():
+            return partial(_group_norm, layer, count)
+        case nn.Linear():
+            return partial(_linear, layer, count)
+        case nn.AdaptiveAvgPool2d() if layer.output_size in (1, (1, 1)):
+            return _mean
+        case _DropoutNd() if layer.p:
+            raise LayoutError(f"it has a {type(layer).__name__}, whose noise is each client's own")
+    if next(layer.parameters(recurse=False), None) is not None or next(layer.buffers(recurse=False), None) is not None:
+        raise LayoutError(f"a {type(layer).__name__} has no grouped kernel")
+    return None
+
+
+def _joined(weight: Tensor | None) -> Tensor | None:
+    return None if weight is None else weight.flatten(0, 1)
+
+
+_Kernels = Mapping[type[nn.Module], Callable[..., Tensor]]
+_CONV: _Kernels = {nn.Conv1d: F.conv1d, nn.Conv2d: F.conv2d, nn.Conv3d: F.conv3d}
+_TRANSPOSED: _Kernels = {
+    nn.ConvTranspose1d: F.conv_transpose1d,
+    nn.ConvTranspose2d: F.conv_transpose2d,
+    nn.ConvTranspose3d: F.conv_transpose3d,
+}
+
+
+def _of(table: _Kernels, layer: nn.Module) -> Callable[..., Tensor]:
+    return next(function for kind, function in table.items() if isinstance(layer, kind))
+
+
+def _conv(layer: Any, count: int, x: Tensor) -> Tensor:
+    function, weight, bias = _of(_CONV, layer), layer.weight.flatten(0, 1), _joined(layer.bias)
+    return function(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups * count)
+
+
+def _conv_transpose(layer: Any, count: int, x: Tensor) -> Tensor:
+    function, weight, bias = _of(_TRANSPOSED, layer), layer.weight.flatten(0, 1), _joined(layer.bias)
+    groups = layer.groups * count
+    return function(x, weight, bias, layer.stride, layer.padding, layer.output_padding, groups, layer.dilation)
+
+
+def _batch_norm(layer: _BatchNorm, x: Tensor) -> Tensor:
+    return F.batch_norm(x, None, None, _joined(layer.weight), _joined(layer.bias), True, 0.0, layer.eps)
+
+
+def _group_norm(layer: nn.GroupNorm, count: int, x: Tensor) -> Tensor:
+    return F.group_norm(x, layer.num_groups * count, _joined(layer.weight), _joined(layer.bias), layer.eps)
+
+
+def _linear(layer: nn.Linear, count: int, x: Tensor) -> Tensor:
+    if x.dim() != 2:
+        raise LayoutError("a Linear sees more than (batch, feature)")
+    apart = x.reshape(len(x), count, -1).transpose(0, 1)  # (client, batch, feature)
+    product: Tensor = apart @ layer.weight.transpose(1, 2)
+    if layer.bias is not None:
+        product = product + layer.bias.unsqueeze(1)
+    return product.transpose(0, 1).flatten(1)
+
+
+def _mean(x: Tensor) -> Tensor:
+    return x.mean((-2, -1), keepdim=True)
+
+
+def agrees(one: Tensor, other: Tensor) -> bool:
+    """Whether two ways to compute logits give the same, up to the rounding of many sums."""
+    one, other = one.double(), other.double()
+    return bool((one - other).abs().max() <= 1e-3 * other.abs().max().clamp(min=1e-6))
+
+
+__all__ = ["LaidNet", "LayoutError", "agrees"]
