@@ -67,7 +67,7 @@ class Engine(ABC):
         matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
         before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
         matmul.allow_tf32 = cudnn.allow_tf32 = self.precision == "tf32"
-        cudnn.benchmark = True
+        cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
         try:
             with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
                 yield
