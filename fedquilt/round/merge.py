@@ -143,10 +143,10 @@ class Mean:
     def add(self, update: Update) -> None:
         weight, pace = client_weight(update, self.weighting, self.cutter), update.pace if self.paced else 1.0
         for payload in update.sent:
-            scaled = {
-                name: part * (weight if name in self.plain else weight / pace) for name, part in payload.weights.items()
-            }
-            self._add(payload.submodel, scaled)
+            measured = {name: part for name, part in payload.weights.items() if name in self.plain}
+            self._add(payload.submodel, measured, weight)
+            learnt = {name: part for name, part in payload.weights.items() if name not in self.plain}
+            self._add(payload.submodel, learnt, weight / pace)
             self._count(payload.submodel, payload.weights, weight, pace)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
@@ -161,18 +161,18 @@ class Mean:
                 name: torch.tensordot(plain if name in self.plain else scales, value, 1)
                 for name, value in state.items()
             }
-            self._add(submodel, summed)
+            self._add(submodel, summed, 1.0)
             for weight, pace in zip(weights, paces, strict=True):
                 self._count(submodel, state, weight, pace)
 
-    def _add(self, submodel: Submodel, parts: Weights) -> None:
-        """Add what is already weighted, all weights in one call: `parts` become the fold's own."""
+    def _add(self, submodel: Submodel, parts: Weights, scale: float) -> None:
+        """Add scaled parts of weights, all in one call."""
         sums, added = [], []
         for name, part in parts.items():
             full, cut = submodel.scope + name, self.cutter.rows(name, submodel.index)
             if full not in self._sums:
                 if is_whole(cut):  # the first of many need not be added to zeros
-                    self._sums[full] = part
+                    self._sums[full] = part * scale
                     continue
                 self._sums[full] = torch.zeros_like(self._shapes[full])
             if is_blocky(cut):
@@ -180,9 +180,9 @@ class Mean:
                     sums.append(self._sums[full][there])
                     added.append(part[here])
             else:
-                add_at(self._sums[full], cut, part)
+                add_at(self._sums[full], cut, part, scale)
         if sums:
-            torch._foreach_add_(sums, added)
+            torch._foreach_add_(sums, added, alpha=scale)
 
     def _count(self, submodel: Submodel, weights: Weights, weight: float, pace: float) -> None:
         held = self._held.setdefault((submodel, tuple(weights)), [0.0, 0.0, 0.0])
