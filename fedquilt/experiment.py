@@ -74,12 +74,19 @@ class Run:
 
     def deploy(self, budget: Budget, client: int | None = None) -> nn.Module:
         """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own."""
+        _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
         world, family, samples = self.engine.world, self.engine.world.family, None
         if client is not None:
             if not 0 <= client < self.fleet.num_clients:
                 raise ConfigError(f"client {client} was asked for; the fleet has {self.fleet.num_clients}, from 0 on.")
             samples = self.engine.data.parts[client]
             submodel = self.method.plan(self.server, Client(client, budget, len(samples)), world)[0]
+            size, most = family.count(submodel.arch), family.count(family.fit(budget))
+            if size > most:
+                raise BudgetError(
+                    f"{type(self.method).__name__} trains one common net, of {size:,} parameters; "
+                    f"the budget {budget} allows {most:,}."
+                )
             job = Job(Client(client, budget, len(samples)), submodel, self.server.round)
             weights = self.engine.start(self.server, job, self.method.learner(job, world)).state
         elif self.method.personal:
@@ -171,6 +178,10 @@ def prepare(
     memory_limit: int = LIMIT,
 ) -> Run:
     """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk."""
+    _check_kind("run", method, Method, "fq.methods.FedAvg()")
+    _check_kind("run", family, Family, "fq.trace(module, data.example)")
+    _check_kind("run", data, FederatedData, "pool.deal(20)")
+    _check_kind("run", fleet, Fleet, "fq.Fleet.of([1, 1/2], num_clients=20)")
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
@@ -195,3 +206,12 @@ def _check_budgets(family: Family, fleet: Fleet) -> None:
             family.fit(budget)
         except BudgetError as error:
             raise BudgetError(f"client {fleet.first(budget)}: {error}") from error
+
+
+def _check_kind(who: str, given: object, kind: type, fits: str) -> None:
+    """Say what an argument should have been: a class for its instance, a module for its family, a pool for its deal."""
+    if not isinstance(given, kind):
+        found = (
+            f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__} {str(given)[:40]!r}"
+        )
+        raise ConfigError(f"{who} was given {found} where a {kind.__name__} belongs, such as {fits}.")

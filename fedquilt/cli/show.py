@@ -148,18 +148,10 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
 
 def _members(run: Run) -> dict[str, Arch]:
     """The network a device of each budget ends up with, by the label of its accuracy."""
-    from fedquilt.round.serve import share_label
-    from fedquilt.terms import Client
+    from fedquilt.round.serve import members_by_share
 
-    method, server, world = run.method, run.server, run.engine.world
-    members = {}
-    for budget in run.fleet.kinds:
-        if method.personal:
-            submodel = method.plan(server, Client(0, budget), world)[0]
-        else:
-            submodel = method.deploy(server, budget, world)
-        members[share_label(budget, world)] = submodel.arch
-    return members
+    found = members_by_share(run.method, run.server, run.fleet, run.engine.world)
+    return {label: submodel.arch for label, submodel in found.items()}
 
 
 def show_probe(console: Console, found: Probe) -> None:

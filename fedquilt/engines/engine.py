@@ -219,8 +219,10 @@ class Engine(ABC):
 
     @contextmanager
     def blame(self, job: Job, stage: str) -> Iterator[None]:
-        """Say whose training failed, when and where."""
-        with _failing(f"client {job.client.id} (budget {job.client.budget}) failed in round {job.round} while {stage}"):
+        """Say whose training failed, when and where; rounds are counted from 1, as in the records."""
+        with _failing(
+            f"client {job.client.id} (budget {job.client.budget}) failed in round {job.round + 1} while {stage}"
+        ):
             yield
 
     def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:
@@ -230,13 +232,13 @@ class Engine(ABC):
             step = int((~good).nonzero()[0])
             raise TrainingError(
                 f"client {job.client.id} (budget {job.client.budget}) had a loss of {float(losses[step])} in round "
-                f"{job.round}, step {step}. A smaller learning rate or gradient clipping (clip=1.0) would help; the "
+                f"{job.round + 1}, step {step}. A smaller learning rate or gradient clipping (clip=1.0) would help; the "
                 "server's state is that of the round before."
             )
         if not all(bool(update.isfinite().all()) for update in updates):
             raise TrainingError(
                 f"client {job.client.id} (budget {job.client.budget}) sent weights that are not finite in round "
-                f"{job.round}; they were refused, and the server's state is that of the round before."
+                f"{job.round + 1}; they were refused, and the server's state is that of the round before."
             )
 
     def update(self, job: Job, learner: Learner, sent: tuple[Payload, ...], steps: int) -> Update:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
@@ -18,6 +18,7 @@ from torch.func import vmap
 
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome, Start
+from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
@@ -32,6 +33,19 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CACHED = 256  # samples
+_NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
+
+
+class _UnstackableError(FedquiltError):
+    """A member with an operation that vmap cannot stack."""
+
+    def __init__(self, arch: Arch, cause: Exception) -> None:
+        super().__init__(_first_line(cause))
+        self.arch = arch
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).split(". ")[0].splitlines()[0]
 
 
 @dataclass
@@ -39,6 +53,7 @@ class Stack:
     """Clients that train as one: every tensor has them in its first dimension."""
 
     server: Server  # what they started from
+    received_bytes: int
     learner: Learner
     jobs: list[Job]
     state: State
@@ -76,6 +91,7 @@ class Vectorised(Engine):
         self._idle: dict[Shape, list[Unit]] = {}
         self._refused: dict[Shape, str] = {}
         self._chosen: dict[Shape, Layout] = {}
+        self._single: set[Arch] = set()  # members that vmap cannot stack
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -86,12 +102,22 @@ class Vectorised(Engine):
             age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
         for wave in self._waves(alike):
-            stacks = [self._stack(server, learner, members, outcome) for learner, members in wave]
-            self._run(stacks)
-            self._check(stacks)
-            for stack in stacks:
-                self._fold(stack, fold, outcome)
-            outcome.stacks += len(stacks)
+            stackable = [(learner, some) for learner, some in wave if some[0].submodel.arch not in self._single]
+            while stackable:
+                stacks = [self._stack(server, learner, some) for learner, some in stackable]
+                try:
+                    self._run(stacks)
+                except _UnstackableError as error:  # nothing has been added yet: the rest of the wave once more
+                    self._set_apart(error.arch, str(error))
+                    stackable = [(learner, some) for learner, some in stackable if some[0].submodel.arch != error.arch]
+                    continue
+                self._check(stacks)
+                for stack in stacks:
+                    self._fold(stack, fold, outcome)
+                outcome.stacks += len(stacks)
+                break
+            apart = [job for _, some in wave for job in some if job.submodel.arch in self._single]
+            self._truth._train(method, server, apart, fold, outcome)
 
     def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:
         """Stacks that are trained at the same time: on a CPU one, on a GPU as many as fit."""
@@ -131,14 +157,23 @@ class Vectorised(Engine):
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
         return max(1, (cost.memory + cost.bytes * (2 + slots)) * self.world.dtype.itemsize // 4)
 
-    def _stack(self, server: Server, learner: Learner, jobs: list[Job], outcome: Outcome) -> Stack:
+    @cached_property
+    def _truth(self) -> Sequential:
+        """Who trains what cannot be stacked."""
+        return Sequential(self.world, self.data, self.link, self.precision)
+
+    def _set_apart(self, arch: Arch, why: str) -> None:
+        self._single.add(arch)
+        _log.warning("clients of one member are trained one after another: %s", why)
+
+    def _stack(self, server: Server, learner: Learner, jobs: list[Job]) -> Stack:
         device = self.world.device
         starts = [self.start(server, job, learner) for job in jobs]
-        outcome.bytes_down += sum(start.bytes for start in starts)
         state = _stacked([start.state for start in starts])
         batches = [self.batches(job, learner) for job in jobs]
         return Stack(
             server=server,
+            received_bytes=sum(start.bytes for start in starts),
             learner=learner,
             jobs=jobs,
             state=state,
@@ -186,6 +221,8 @@ class Vectorised(Engine):
         try:
             action()
         except Exception as error:
+            if _NO_RULE in str(error):
+                raise _UnstackableError(stack.arch, error) from error
             self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
             with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
                 raise error
@@ -314,6 +351,7 @@ class Vectorised(Engine):
     def _fold(self, stack: Stack, fold: Fold, outcome: Outcome) -> None:
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
+        outcome.bytes_down += stack.received_bytes
         alike: dict[tuple[Submodel, ...], list[int]] = {}
         losses = stack.losses.cpu()  # once for all of them
         for client, job in enumerate(stack.jobs):
@@ -409,17 +447,26 @@ class Vectorised(Engine):
             logits, _ = net(weights, inputs, mode)
             return right(logits.movedim(class_dim, 1), targets, held)
 
-        if len(exams) == 1:  # nothing to stack, and plain kernels are faster
+        if len(exams) == 1 or arch in self._single:  # nothing to stack, and plain kernels are faster
             with torch.no_grad():
-                samples, targets = self.data.test_samples(rows[0]), self.data.test_targets[rows[0]]
-                return one(exams[0].weights, samples, targets, exams[0].held).unsqueeze(0)
+                scores = [
+                    one(exam.weights, self.data.test_samples(own), self.data.test_targets[own], exam.held)
+                    for exam, own in zip(exams, rows, strict=True)
+                ]
+            return torch.stack(scores)
         shared = all(exam.weights is exams[0].weights for exam in exams)
         weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
         index = torch.stack(rows)
         held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
         with torch.no_grad():
             mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0 if masked else None))
-            return mapped(weights, self.data.test_samples(index), self.data.test_targets[index], held)
+            try:
+                return mapped(weights, self.data.test_samples(index), self.data.test_targets[index], held)
+            except RuntimeError as error:
+                if _NO_RULE not in str(error):
+                    raise
+                self._set_apart(arch, _first_line(error))
+                return self._right(method, arch, exams, rows, masked)
 
     def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor) -> dict[str, Tensor]:
         net, mode = self.world.family.net(submodel.arch), Pass(statistics="measure")
@@ -435,8 +482,8 @@ class Vectorised(Engine):
             most = self._batches_at_once(submodel.arch, size)
             for first in range(0, len(batches), most):
                 with torch.no_grad():
-                    if most == 1:
-                        measured.append(one(self.data.samples(batches[first])))
+                    if most == 1 or submodel.arch in self._single:
+                        measured += [one(self.data.samples(rows)) for rows in batches[first : first + most]]
                         continue
                     some = vmap(one)(self.data.samples(torch.stack(batches[first : first + most])))
                 measured += [

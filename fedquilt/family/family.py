@@ -127,19 +127,23 @@ class Family:
 
     def fit(self, budget: Budget, rounding: Rounding = "floor") -> Arch:
         """The largest member within a budget: one share for all axes, at least one channel of each."""
+        return self._arch(self.share(budget, rounding), rounding)
+
+    def share(self, budget: Budget, rounding: Rounding = "floor") -> float:
+        """The share of every axis that a budget allows."""
         if budget.macs is budget.params is budget.memory is None:
             assert budget.share is not None
-            return self._arch(budget.share, rounding)
+            return budget.share
         known = self._fitted.get((budget, rounding))
         if known is None:
             known = self._fitted[budget, rounding] = self._search(budget, rounding)
         return known
 
     @cached_property
-    def _fitted(self) -> dict[tuple[Budget, Rounding], Arch]:
+    def _fitted(self) -> dict[tuple[Budget, Rounding], float]:
         return {}
 
-    def _search(self, budget: Budget, rounding: Rounding) -> Arch:
+    def _search(self, budget: Budget, rounding: Rounding) -> float:
         """Bisect the shares at which some axis gains a channel: costs only grow with the share."""
         limit = budget.share or 1.0
         sizes = {axis.size for axis in self._free}
@@ -164,7 +168,7 @@ class Family:
                 f"no member fits the budget {budget}: the smallest has {least.params:,} parameters, {least.macs:,} "
                 f"multiply-adds a sample and trains in {least.memory:,} bytes."
             )
-        return self._arch(shares[low], rounding)
+        return shares[low]
 
     @cached_property
     def _free(self) -> list[Axis]:

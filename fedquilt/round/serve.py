@@ -106,11 +106,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
             exams = [_own_exam(method, server, client, engine, how.batch_size) for client in some]
             scores += engine.evaluate(method, exams, how.batch_size)
         return Grades(mean_by_label(scores))
-    # The whole model counts even where no device holds it: a server's may be larger than any client's.
-    budgets: dict[str, Budget] = {}
-    for budget in (*fleet.kinds, Budget(share=1.0)):
-        budgets.setdefault(share_label(budget, world), budget)
-    members = {label: method.deploy(server, budget, world) for label, budget in budgets.items()}
+    members = members_by_share(method, server, fleet, world)
     weights = {
         submodel: ready(method, server, submodel, engine, how.batch_size)
         for submodel in dict.fromkeys(members.values())
@@ -127,6 +123,19 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     return grades
 
 
+def members_by_share(method: Method, server: Server, fleet: Fleet, world: World) -> dict[str, Submodel]:
+    """What a device of each budget gets, widest first.
+
+    The whole model is among them even where no device holds it: a server's may be larger than any client's.
+    """
+    found: dict[str, Submodel] = {}
+    for budget in fleet.kinds if method.personal else (*fleet.kinds, Budget(share=1.0)):
+        own = Client(0, budget)
+        submodel = method.plan(server, own, world)[0] if method.personal else method.deploy(server, budget, world)
+        found.setdefault(share_label(budget, world), submodel)
+    return dict(sorted(found.items(), key=lambda item: -float(item[0])))
+
+
 def ready(method: Method, server: Server, submodel: Submodel, engine: Engine, batch_size: int) -> dict[str, Tensor]:
     """A sub-model's weights as they are tested or deployed: cut, and its norms re-estimated if the policy says so."""
     family = engine.world.family
@@ -138,11 +147,9 @@ def ready(method: Method, server: Server, submodel: Submodel, engine: Engine, ba
 
 
 def share_label(budget: Budget, world: World) -> str:
-    """The key of a budget in records: its share, or the share of all parameters its member has."""
-    family = world.family
-    if budget.share is not None and budget.macs is budget.params is budget.memory is None:
-        return str(float(budget.share))
-    return str(round(family.count(family.fit(budget)) / family.count(family.whole), 4))
+    """The key of a budget in records: the share of every axis it allows."""
+    share = world.family.share(budget)
+    return str(float(share if share == budget.share else round(share, 4)))
 
 
 def _asked(fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:

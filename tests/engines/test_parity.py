@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import ENGINES
@@ -252,3 +253,38 @@ def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
             dtype=torch.float64,
         )
         assert [record.stacks for record in run.train(2).records] == [1, stacks]
+
+
+# --- what vmap cannot stack -------------------------------------------------------------------------------------
+
+
+class Recurrent(nn.Module):
+    """torch's own recurrent layers have no batching rule."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.cell, self.out = kind(3, 8, batch_first=True), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.cell(x)[0][:, -1])
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_nets_that_cannot_be_stacked_are_trained_one_after_another(kind, play, make_data, caplog):
+    family = fq.trace(lambda: Recurrent(kind), torch.zeros(2, 5, 3))
+    data = make_data(family, RAGGED)
+    truth, others = both(play, with_local(HeteroFL(), batch_size=4), family, data, shares=SHARES)
+    assert "are trained one after another: Batching rule not implemented" in caplog.text
+    for other in others:
+        assert_same(truth, other)
+        assert other.records[-1].bytes_down == truth.records[-1].bytes_down
+        assert other.accuracy == truth.accuracy
+
+
+def test_the_whole_model_is_among_the_rows_whatever_devices_hold(residual, make_data, play):
+    """Widest first, and by the share of the channels also where a budget bounds something else."""
+    quarter = residual.count(residual.fit(fq.Budget(share=0.25)))
+    fleet = fq.Fleet.of([fq.Budget(params=quarter), fq.Budget(share=0.5)], 2, 2)
+    run = play(HeteroFL(), residual, make_data(residual, (6, 6)), fleet=fleet)
+    assert list(run.accuracy) == ["1.0", "0.5", "0.25"]

@@ -224,7 +224,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
     method = with_local(FedAvg(), batch_size=2, norm="tracked")
     good = play(method, theirs, data, engine=engine, rounds=1)
     bad = with_local(method, schedule=Exploding())
-    message = r"client [01] \(budget share 1\) had a loss of \S+ in round 1, step \d"
+    message = r"client [01] \(budget share 1\) had a loss of \S+ in round 2, step \d"
     with pytest.raises(TrainingError, match=message) as e:
         play(bad, theirs, data, engine=engine, rounds=3)
     left = e.value.run
@@ -239,7 +239,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
 def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, theirs, play, make_data):
     """One step: the loss is measured before it, and only the weights show what it did."""
     method = with_local(FedAvg(), optimiser=fq.SGD(momentum=0.0), schedule=Infinite())
-    with pytest.raises(TrainingError, match=r"client \d .* weights that are not finite in round 0; they were refused"):
+    with pytest.raises(TrainingError, match=r"client \d .* weights that are not finite in round 1; they were refused"):
         play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
 
 
@@ -261,7 +261,7 @@ class Picky(nn.Module):
 def test_what_a_users_module_raises_carries_client_round_and_stage(engine, play, make_data):
     family = fq.trace(Picky, torch.zeros(2, 4))
     with pytest.raises(
-        TrainingError, match=r"client 1 .* failed in round 0 while training: ValueError: three is too many"
+        TrainingError, match=r"client 1 .* failed in round 1 while training: ValueError: three is too many"
     ) as e:
         play(FedAvg(), family, make_data(family, (4, 3)), engine=engine)
     assert isinstance(e.value.__cause__, ValueError)
@@ -303,3 +303,37 @@ print(run.deploy(fq.Budget(share=0.5))[0].out_features)
 def test_training_needs_nothing_else_either():
     found = subprocess.run([sys.executable, "-c", _EMPTY_HANDED], capture_output=True, text=True, check=True)
     assert found.stdout.strip() == "3"
+
+
+@pytest.mark.parametrize(
+    ("slip", "message"),
+    [
+        ({"method": "fedavg"}, r"run was given str 'fedavg' where a Method belongs, such as fq.methods.FedAvg\(\)"),
+        ({"method": FedAvg}, "run was given the class FedAvg where a Method belongs"),
+        ({"family": Theirs()}, "run was given Theirs .* where a Family belongs, such as fq.trace"),
+        ({"fleet": 3}, "run was given int '3' where a Fleet belongs"),
+    ],
+)
+def test_the_usual_slips_are_told_what_belongs_there(slip, message, theirs, make_data):
+    right = {
+        "method": FedAvg(),
+        "family": theirs,
+        "data": make_data(theirs, (4, 4)),
+        "fleet": fq.Fleet.of((1.0,), 2, 2),
+    }
+    with pytest.raises(ConfigError, match=message):
+        fq.run(**right | slip)
+
+
+def test_a_pool_must_be_dealt_and_a_share_is_no_budget(theirs, play, make_data):
+    data = make_data(theirs, (4, 4))
+    with pytest.raises(ConfigError, match=r"Pool .* where a FederatedData belongs, such as pool.deal"):
+        fq.run(FedAvg(), theirs, fq.data.Pool.of((data.inputs, data.targets)), fq.Fleet.of((1.0,), 2, 2))
+    with pytest.raises(ConfigError, match=r"deploy was given float '0.25' where a Budget belongs"):
+        play(FedAvg(), theirs, data).deploy(0.25)
+
+
+def test_a_net_larger_than_the_budget_is_not_deployed(theirs, play, make_data):
+    run = play(fq.methods.FedBN(), theirs, make_data(theirs, (6, 6)))
+    with pytest.raises(BudgetError, match=r"FedBN trains one common net, of [\d,]+ parameters; the budget share 0.25"):
+        run.deploy(fq.Budget(share=0.25), client=0)

@@ -58,12 +58,13 @@ def test_mean_statistics():
     assert mean_statistics(measured)["m"].tolist() == [2, 4]
 
 
-def test_labels_are_shares_or_the_share_of_parameters(perceptron):
+def test_labels_are_the_share_of_every_axis_a_budget_allows(perceptron):
     world = World(perceptron)
     assert share_label(fq.Budget(share=0.5), world) == "0.5"
     assert share_label(fq.Budget(share=1), world) == "1.0"
     # 51 parameters at six hidden units, 27 at three
-    assert share_label(fq.Budget(params=30), world) == str(round(27 / 51, 4))
+    assert share_label(fq.Budget(params=30), world) == "0.5"
+    assert share_label(fq.Budget(share=0.2, params=30), world) == "0.1667"  # one of six
 
 
 @pytest.mark.parametrize("engine", ENGINES)
