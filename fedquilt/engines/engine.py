@@ -232,8 +232,8 @@ class Engine(ABC):
             step = int((~good).nonzero()[0])
             raise TrainingError(
                 f"client {job.client.id} (budget {job.client.budget}) had a loss of {float(losses[step])} in round "
-                f"{job.round + 1}, step {step}. A smaller learning rate or gradient clipping (clip=1.0) would help; the "
-                "server's state is that of the round before."
+                f"{job.round + 1}, step {step}. A smaller learning rate or gradient clipping (clip=1.0) would help; "
+                "the server's state is that of the round before."
             )
         if not all(bool(update.isfinite().all()) for update in updates):
             raise TrainingError(
