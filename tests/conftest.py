@@ -12,10 +12,14 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
+from fedquilt.engines import ENGINES
 from fedquilt.methods import Method
 from fedquilt.models import PreResNet, TransformerLM
 
 torch.set_num_threads(1)
+
+# What every engine must do is asked of these for everything there is; `ray` needs a cluster and has test_ray.py.
+LOCAL = {name: kind for name, kind in ENGINES.items() if name != "ray"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
