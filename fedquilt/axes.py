@@ -43,6 +43,9 @@ class Positions:
     def chosen(positions: Iterable[int]) -> Positions:
         return Positions(_merge((p, p + 1) for p in positions))
 
+    def __reduce__(self) -> tuple[type[Positions], tuple[tuple[Run, ...]]]:
+        return Positions, (self.runs,)  # what was worked out from them need not travel
+
     @cached_property
     def _count(self) -> int:
         return sum(stop - start for start, stop in self.runs)
@@ -126,6 +129,9 @@ class Index(Mapping[str, Positions]):
 
     def __repr__(self) -> str:
         return f"Index({self._items!r})"
+
+    def __reduce__(self) -> tuple[type[Index], tuple[dict[str, Positions]]]:
+        return Index, (self._items,)  # without the hash: another process has another
 
 
 @dataclass(frozen=True)

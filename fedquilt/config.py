@@ -24,7 +24,8 @@ import fedquilt as fq
 from fedquilt.checkpoint import Checkpointing
 from fedquilt.checks import outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
-from fedquilt.engines import ENGINES, Vectorised
+from fedquilt.engines import ENGINES, Ray, Vectorised
+from fedquilt.engines.ray import CHUNKS, Cluster
 from fedquilt.errors import ConfigError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
@@ -157,9 +158,14 @@ class Machine:
     memories: int = LIMIT  # bytes of what clients remember that are held; what is more lies on disk
     deterministic: bool = False  # on CUDA: bit-identical repetitions, slower
     threads: int = 0  # 0: one for small models, else what torch takes
+    workers: int = 0  # of `ray`, with so many threads each; 0: as many as there are GPUs, or CPUs for
+    address: str = ""  # of a Ray cluster; "": that of RAY_ADDRESS, else one of this machine's, started for the run
+    chunks: int = CHUNKS  # that `ray` cuts a round's jobs into: last digits depend on it, and not on the workers
 
     def __post_init__(self) -> None:
-        wrong = outside(self, memory="[1, inf)", memories="[0, inf)", threads="[0, 1024]")
+        wrong = outside(
+            self, memory="[1, inf)", memories="[0, inf)", threads="[0, 1024]", workers="[0, inf)", chunks="[1, inf)"
+        )
         if self.name not in ENGINES:
             wrong["name"] = f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, ENGINES)}"
         refuse(self, wrong)
@@ -210,6 +216,7 @@ class Experiment:
     def ground(self) -> Ground:
         """Load and deal the data, trace the model, count the devices."""
         self.engine.check_device()
+        ENGINES[self.engine.name].check()
         for tracking in self.tracking:
             tracking.check()
         data = self.data.deal(self.fleet.clients, self.seed)
@@ -243,6 +250,9 @@ class Experiment:
         )
         if isinstance(run.engine, Vectorised):
             run.engine.memory = self.engine.memory
+        if isinstance(run.engine, Ray):
+            run.engine.cluster = Cluster(self.engine.address, self.engine.workers)
+            run.engine.chunks = self.engine.chunks
         return run
 
     def settled(self, run: Run) -> Experiment:

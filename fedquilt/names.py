@@ -5,6 +5,7 @@ from __future__ import annotations
 import difflib
 import importlib.util
 import inspect
+import os
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
@@ -61,6 +62,16 @@ def name_of(kind: type) -> str:
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{kind.__qualname__}"
 
 
+def own_modules() -> list[ModuleType]:
+    """The files that were read, and the neighbours they imported: what no other process can import by its name."""
+    folders = {os.path.dirname(str(module.__file__)) for module in _OWN}
+    held = list(sys.modules.values()) if folders else []
+    return [module for module in held if os.path.dirname(getattr(module, "__file__", None) or "") in folders]
+
+
+_OWN: list[ModuleType] = []
+
+
 def _from_file(name: str, what: str) -> Any:
     path, _, factory = name.rpartition(":") if ".py:" in name else (name, ":", "")
     if not factory:
@@ -93,4 +104,5 @@ def _read(file: Path) -> ModuleType:
         raise ConfigError(f"{file} could not be read: {said(error)}") from error
     finally:
         sys.path.pop(0)
+    _OWN.append(module)
     return module

@@ -13,12 +13,16 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
+from fedquilt.engines import ENGINES
 from fedquilt.methods import Method
 from fedquilt.models import PreResNet, TransformerLM
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background; some tests press ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# What every engine must do is asked of these for everything there is; `ray` needs a cluster and has test_ray.py.
+LOCAL = {name: kind for name, kind in ENGINES.items() if name != "ray"}
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -41,6 +41,15 @@ class Outcome:
     macs: int = 0
     stacks: int = 0  # how many groups of clients were trained as one
 
+    def join(self, other: Outcome) -> None:
+        """Take what other clients of the cohort left behind."""
+        self.memory.update(other.memory)
+        self.losses += other.losses
+        self.bytes_down += other.bytes_down
+        self.bytes_up += other.bytes_up
+        self.macs += other.macs
+        self.stacks += other.stacks
+
 
 @dataclass(frozen=True)
 class Start:
@@ -60,6 +69,10 @@ class Engine(ABC):
     data: FederatedData
     link: Link = field(default_factory=Perfect)
     precision: Precision = "fp32"  # of products on a GPU; weights and sums are the world's dtype
+
+    @classmethod  # noqa: B027 (most need nothing)
+    def check(cls) -> None:
+        """Whether what it needs is installed; asked before anything heavy."""
 
     @contextmanager
     def computing(self) -> Iterator[None]:

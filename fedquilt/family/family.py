@@ -237,10 +237,16 @@ class Family:
 
     def init(self, seed: int = 0) -> dict[str, Tensor]:
         """All weights as training starts from them, norm statistics and carried constants included."""
+        return _state(self._made(seed), (*self.trainable, *self.statistics, *self.carried))
+
+    def _made(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(seed)
-            module = self._factory()
-        return _state(module, (*self.trainable, *self.statistics, *self.carried))
+            return self._factory()
+
+    def seeded(self, seed: int) -> Family:
+        """The family with one seed's weights for every seed: other machines need neither the factory nor its files."""
+        return Family(self._module, self.layout, self.example_inputs, _maker(self._made(seed)))
 
     def module(self, member: Arch | Submodel, state: Weights | None = None) -> nn.Module:
         """A member as a plain nn.Module with weights cut from a whole state (the initial one if none is given)."""

@@ -173,17 +173,17 @@ class Cutter:
 
     def common(self, one: Index, other: Index) -> Index:
         """The global positions two cuts share, in `one`'s order."""
-        axes = {*one, *other}
+        axes = dict.fromkeys((*one, *other))  # in an order that is the same in every process
         return Index({axis: self._at(one, axis).keep(self._at(other, axis)) for axis in axes})
 
     def union(self, one: Index, other: Index) -> Index:
         """The smallest cut that has the positions of both, ascending."""
-        axes = {*one} & {*other}  # an axis that either keeps whole stays whole
+        axes = [axis for axis in one if axis in other]  # an axis that either keeps whole stays whole
         return Index({axis: Positions.chosen(sorted({*one[axis], *other[axis]})) for axis in axes})
 
     def places(self, held: Index, wanted: Index) -> Index:
         """Where `wanted`'s positions stand in `held`'s order, axis by axis; axes that agree are left out."""
-        pairs = ((axis, self._at(held, axis), self._at(wanted, axis)) for axis in {*held, *wanted})
+        pairs = ((axis, self._at(held, axis), self._at(wanted, axis)) for axis in dict.fromkeys((*held, *wanted)))
         return Index({axis: mine.places(theirs) for axis, mine, theirs in pairs if mine != theirs})
 
     def _at(self, index: Index, axis: str) -> Positions:

@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines import ENGINES
 from fedquilt.methods import METHODS
 from fedquilt.terms import Memory
-from tests.conftest import assert_same, with_local
+from tests.conftest import LOCAL, assert_same, with_local
 from tests.engines.test_parity import RAGGED, SHARES
 
 pytestmark = [
@@ -32,7 +31,7 @@ def on_cpu(run: fq.Run) -> fq.Run:
     return replace(run, server=replace(run.server, weights=weights, memory=memory))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("name", METHODS)
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play, make_data):

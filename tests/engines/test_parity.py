@@ -9,14 +9,13 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import ENGINES
 from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL
 from fedquilt.models import TransformerLM
 from fedquilt.round.local import Between, CrossEntropy, Learner, MaskedCrossEntropy, Phase
 from fedquilt.terms import Job, World
-from tests.conftest import assert_same, with_local
+from tests.conftest import LOCAL, assert_same, with_local
 
-OTHERS = sorted(set(ENGINES) - {"sequential"})
+OTHERS = sorted(set(LOCAL) - {"sequential"})
 RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
 SHARES = (1.0, 0.5, 0.25)
 SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
@@ -188,7 +187,7 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
     data, statistics = make_data(residual, RAGGED), []
     weights = {name: value.double() for name, value in residual.init(3).items()}
     submodel = FedRolex()._window(fq.Budget(share=0.5), 5, World(residual))
-    for kind in ENGINES.values():
+    for kind in LOCAL.values():
         engine = kind(World(residual, dtype=torch.float64), data)
         cut = residual.cutter.gather(weights, submodel, residual.trainable)
         statistics.append(engine.calibrate(submodel, cut, batch_size=9))
@@ -200,7 +199,7 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
 # --- what clients keep, by global position ----------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_window_that_comes_back_finds_what_the_client_kept_there(engine, residual, make_data, play):
     """Positions outside of a round's window keep what was remembered of them (a window of half, moved by half)."""
     method = with_local(FedRolex(shift=4, weighting="data"), batch_size=4, norm="local")
@@ -220,7 +219,7 @@ def test_a_window_that_comes_back_finds_what_the_client_kept_there(engine, resid
             assert torch.equal(again[name], before)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_another_state_is_not_served_with_the_last_ones_cuts(engine, residual, make_data):
     """A run may be set back to an earlier state: nothing of the later one may linger."""
     run = fq.prepare(

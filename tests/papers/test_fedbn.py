@@ -8,10 +8,9 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines import ENGINES
 from fedquilt.methods import FedAvg, FedBN
 from fedquilt.round.link import Perfect
-from tests.conftest import with_local
+from tests.conftest import LOCAL, with_local
 
 SIZES = (6, 5, 7)
 
@@ -31,7 +30,7 @@ class Recorded(Perfect):
         return super().up(payload, job, memory)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_norms_never_travel(engine, residual, make_data):
     data, method = make_data(residual, SIZES), with_local(FedBN(), batch_size=4)
     run = fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 3, 3), engine, dtype=torch.float64)
@@ -45,7 +44,7 @@ def test_norms_never_travel(engine, residual, make_data):
     assert not set(residual.statistics) & set(run.server.weights)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_each_client_goes_on_with_its_own_norms(engine, residual, play, make_data):
     """Over three rounds of one client, the kept norms and the shared rest are one net: FedAvg with tracked norms."""
     data = make_data(residual, (9,))

@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines import ENGINES
 from fedquilt.methods import FedAvg, LocalOnly
-from tests.conftest import with_local
+from tests.conftest import LOCAL, with_local
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_nothing_is_shared(engine, residual, play, make_data):
     method = with_local(LocalOnly(), batch_size=4)
     run = play(method, residual, make_data(residual, (6, 5, 4)), (1.0, 0.5), engine=engine)
@@ -22,7 +21,7 @@ def test_nothing_is_shared(engine, residual, play, make_data):
     assert not torch.equal(one.weights["head.linear.weight"], other.weights["head.linear.weight"])
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_client_goes_on_from_its_own_net(engine, residual, play, make_data):
     """Alone in a federation, nobody can tell FedAvg from Local."""
     data = make_data(residual, (7,))

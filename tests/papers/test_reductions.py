@@ -7,9 +7,8 @@ from dataclasses import replace
 import pytest
 
 import fedquilt as fq
-from fedquilt.engines import ENGINES
 from fedquilt.methods import FedAvg, FedNova, FedProx, FedRolex, HeteroFL
-from tests.conftest import assert_same, with_local
+from tests.conftest import LOCAL, assert_same, with_local
 
 PLAIN = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.0))
 ROLLING = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
@@ -42,7 +41,7 @@ REDUCTIONS = {
 }
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 @pytest.mark.parametrize("name", REDUCTIONS)
 def test_reductions(name, family, engine, play, make_data):

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import pickle
+import subprocess
+import sys
+
 import numpy as np
 import pytest
 from hypothesis import given, settings
@@ -183,3 +187,17 @@ def test_a_cut_of_a_concatenation_takes_from_both_branches():
     index = Index({"a": Positions.prefix(1), "b": Positions.chosen([2, 0])})
     (expr,) = parse("(a + b)")
     assert list(positions_of(expr, index, SIZES)) == [0, 7, 5]
+
+
+def test_a_cut_is_found_in_another_process_too():
+    """Hashes of text differ from process to process, so that a cut must not bring its own."""
+    index = Index({"a": Positions.prefix(2), "b": Positions.window(2, 2, 3)})
+    hash(index)
+    len(index["a"])
+    code = (
+        "import sys, pickle; from fedquilt.axes import Index, Positions;"
+        "there = pickle.loads(sys.stdin.buffer.read());"
+        "here = Index({'a': Positions.prefix(2), 'b': Positions.window(2, 2, 3)});"
+        "assert {here: 1}[there] == 1 and vars(there['a']).keys() == {'runs'}"
+    )
+    subprocess.run([sys.executable, "-c", code], input=pickle.dumps(index), check=True)

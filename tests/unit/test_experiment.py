@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines import ENGINES
 from fedquilt.errors import BudgetError, ConfigError, DataError, FedquiltError, TraceError, TrainingError
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly
 from fedquilt.round.serve import Exam
-from tests.conftest import with_local
+from tests.conftest import LOCAL, with_local
 
 
 class Theirs(nn.Module):
@@ -94,7 +93,7 @@ def test_a_budget_nobody_can_use_is_refused_before_the_first_round_and_names_its
         fq.prepare(FedAvg(), theirs, make_data(theirs, (4, 4, 4, 4)), fleet)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_an_evaluation_that_fails_leaves_the_run(engine, theirs, play, make_data):
     data = make_data(theirs, (6, 6))
     broken = replace(data, test_inputs=data.test_inputs.repeat(1, 2, 1, 1))  # channels it cannot take
@@ -104,7 +103,7 @@ def test_an_evaluation_that_fails_leaves_the_run(engine, theirs, play, make_data
 
 
 @pytest.mark.parametrize("norm", ["tracked", "post"])
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_deployed_module_scores_what_the_engine_reported(engine, norm, theirs, play, make_data):
     method = with_local(HeteroFL(), norm=norm, batch_size=4)
     run = play(method, theirs, make_data(theirs, (9, 7)), (1.0, 0.5), engine=engine)
@@ -216,7 +215,7 @@ class Infinite:
         return float("inf")
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_good_state(
     engine, theirs, play, make_data
 ):
@@ -235,7 +234,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
     assert type(left.deploy(fq.Budget(share=1.0))) is Theirs  # and it can be used
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, theirs, play, make_data):
     """One step: the loss is measured before it, and only the weights show what it did."""
     method = with_local(FedAvg(), optimiser=fq.SGD(momentum=0.0), schedule=Infinite())
@@ -257,7 +256,7 @@ class Picky(nn.Module):
         return self.last(torch.relu(self.first(x)))
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_what_a_users_module_raises_carries_client_round_and_stage(engine, play, make_data):
     family = fq.trace(Picky, torch.zeros(2, 4))
     with pytest.raises(

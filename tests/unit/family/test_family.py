@@ -11,6 +11,7 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.errors import BudgetError, TraceError
 from fedquilt.round.cut import prefix
+from tests.conftest import LOCAL
 
 WHOLE = 4 * 6 + 6 + 6 * 3 + 3  # the perceptron's parameters
 
@@ -195,7 +196,7 @@ def test_frozen_weights_are_cut_along_but_not_trained(play, make_data):
 
     family = fq.trace(Frozen, torch.zeros(2, 2))
     assert family.carried == ("first.weight",)
-    for engine in fq.experiment.ENGINES:
+    for engine in LOCAL:
         run = play(fq.methods.FedRolex(local=fq.Local()), family, make_data(family, (4, 4)), (0.5,), engine)
         assert torch.equal(run.server.weights["first.weight"], family.init(0)["first.weight"].double())
         assert not torch.equal(run.server.weights["first.bias"], family.init(0)["first.bias"].double())

@@ -12,10 +12,10 @@ from torch import Tensor
 
 import fedquilt as fq
 from fedquilt.data.parts import Parts
-from fedquilt.engines import ENGINES
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS, FedAvg, FedBN, HeteroFL
 from fedquilt.round.availability import Diurnal, Trace
+from tests.conftest import LOCAL
 
 COHORT = ASKED = 5
 
@@ -65,7 +65,7 @@ def touches(method, family, make_data, engine: str, num_clients: int, available:
         yield parts.touched + tests.touched + which.touched
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("method", [FedAvg(), FedBN()], ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("available", [None, Diurnal()], ids=["always", "diurnal"])
 def test_a_round_looks_up_its_cohort_and_those_it_tests_and_nobody_else(residual, make_data, engine, method, available):
@@ -74,7 +74,7 @@ def test_a_round_looks_up_its_cohort_and_those_it_tests_and_nobody_else(residual
             assert 0 < len(set(touched)) <= COHORT + ASKED
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_round_looks_up_as_often_in_a_large_population(residual, make_data, engine):
     few, many = (
         [len(touched) for touched in touches(FedBN(), residual, make_data, engine, size)] for size in (60, 600)
@@ -82,7 +82,7 @@ def test_a_round_looks_up_as_often_in_a_large_population(residual, make_data, en
     assert few == many
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_norms_are_calibrated_on_samples_that_were_gathered_once(residual, make_data, engine):
     first, *others = touches(HeteroFL(), residual, make_data, engine, 60)
     assert set(first) == set(range(60))
@@ -92,12 +92,12 @@ def test_norms_are_calibrated_on_samples_that_were_gathered_once(residual, make_
 def test_calibration_takes_a_fixed_draw_of_very_many_samples(residual, make_data, monkeypatch):
     monkeypatch.setattr("fedquilt.engines.engine._CALIBRATION", 7)
     data, fleet = make_data(residual, (4,) * 5), fq.Fleet.of((1.0,), 5)
-    run, again = (fq.prepare(HeteroFL(), residual, data, fleet, engine) for engine in ENGINES)
+    run, again = (fq.prepare(HeteroFL(), residual, data, fleet, engine) for engine in LOCAL)
     assert len(set(run.engine.pooled.tolist())) == 7
     assert torch.equal(run.engine.pooled, again.engine.pooled)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("name", METHODS)
 def test_a_round_nobody_takes_part_in_changes_nothing_and_is_recorded(
     perceptron, play, make_data, tmp_path, name, engine

@@ -9,15 +9,14 @@ import torch
 
 import fedquilt as fq
 from fedquilt.axes import Index, Positions
-from fedquilt.engines import ENGINES
 from fedquilt.errors import SubmodelError, TrainingError
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly
 from fedquilt.round.link import Perfect
 from fedquilt.terms import Server
-from tests.conftest import assert_same, with_local
+from tests.conftest import LOCAL, assert_same, with_local
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_record_counts_bytes_clients_and_multiply_adds(engine, perceptron, play, make_data):
     method = fq.methods.HeteroFL(local=fq.Local(batch_size=4, epochs=2))
     data = make_data(perceptron, (5, 7))
@@ -93,7 +92,7 @@ class Planned(FedAvg):
         (Positions.prefix(3), "its member has 6"),
     ],
 )
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_a_plan_that_does_not_fit_names_client_and_axis(engine, positions, message, perceptron, play, make_data):
     with pytest.raises(SubmodelError, match=message):
         play(Planned(positions=positions), perceptron, make_data(perceptron, (4,)), engine=engine)
@@ -146,7 +145,7 @@ def with_link(method, family, data, engine, rounds=1, **lost) -> fq.Run:
     return run.train(rounds)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
     method, data = fq.methods.HeteroFL(local=fq.Local()), make_data(perceptron, (5, 5))
     whole, lossy = (with_link(method, perceptron, data, engine, lost_up=lost) for lost in (0, 2))
@@ -162,7 +161,7 @@ def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
     torch.testing.assert_close(lost[4:], 2 * bias[4:] - own[4:], rtol=0, atol=1e-13)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_what_does_not_arrive_is_taken_from_memory_or_the_beginning(engine, perceptron, make_data):
     """With nothing in memory the missing tail starts from the initial weights, as if it had never been trained."""
     method = with_local(FedAvg(), optimiser=fq.SGD(lr=0.1, momentum=0.0))
@@ -177,7 +176,7 @@ def test_what_does_not_arrive_is_taken_from_memory_or_the_beginning(engine, perc
     assert not torch.equal(run.server.weights["first.bias"][4:], fresh["first.bias"][4:])
 
 
-@pytest.mark.parametrize("engine", sorted(set(ENGINES) - {"sequential"}))
+@pytest.mark.parametrize("engine", sorted(set(LOCAL) - {"sequential"}))
 @pytest.mark.parametrize("method", [FedAvg(), HeteroFL(), LocalOnly(), FedRolex(local=fq.Local(norm="local"))])
 def test_engines_agree_on_lossy_links(engine, method, perceptron, make_data):
     data = make_data(perceptron, (5, 7, 5), labels=2)
@@ -191,7 +190,7 @@ def test_engines_agree_on_lossy_links(engine, method, perceptron, make_data):
 def test_windows_that_do_not_meet_remember_nothing_of_each_other(residual, play, make_data):
     """A rolling window with norms of its own: positions it never held start from the beginning."""
     method = FedRolex(shift=2, local=fq.Local(batch_size=4, norm="local"))
-    runs = [play(method, residual, make_data(residual, (5, 5)), (0.5,), engine=e, rounds=3) for e in ENGINES]
+    runs = [play(method, residual, make_data(residual, (5, 5)), (0.5,), engine=e, rounds=3) for e in LOCAL]
     for run in runs[1:]:
         assert_same(runs[0], run)
 
@@ -199,7 +198,7 @@ def test_windows_that_do_not_meet_remember_nothing_of_each_other(residual, play,
 def test_a_failed_round_changes_nothing(perceptron, make_data):
     method = with_local(LocalOnly(), optimiser=fq.SGD(lr=1e200, momentum=0.0), batch_size=2)
     data, fleet = make_data(perceptron, (6, 6)), fq.Fleet.of((1.0,), 2, 2)
-    for engine in ENGINES:
+    for engine in LOCAL:
         run = fq.prepare(method, perceptron, data, fleet, engine, dtype=torch.float64)
         before: Server = run.server
         with pytest.raises(TrainingError):

@@ -8,12 +8,11 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines import ENGINES
 from fedquilt.family import Pass
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.round.serve import Exam, Score, exam_pass, mean_by_label, mean_statistics, right, share_label
 from fedquilt.terms import World
-from tests.conftest import with_local
+from tests.conftest import LOCAL, with_local
 
 
 def test_right_counts_hits_and_skips_padding():
@@ -67,14 +66,14 @@ def test_labels_are_the_share_of_every_axis_a_budget_allows(perceptron):
     assert share_label(fq.Budget(share=0.2, params=30), world) == "0.1667"  # one of six
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
     """The papers' static norms: one pass over the pooled data in train mode with momentum=None."""
     data = make_data(residual, (9, 8, 5))
     world = World(residual, dtype=torch.float64)
     state = {name: value.double() for name, value in residual.init(1).items()}
     submodel = HeteroFL().deploy(None, fq.Budget(share=0.5), world)
-    ours = ENGINES[engine](world, data)
+    ours = LOCAL[engine](world, data)
     cut = residual.cutter.gather(state, submodel, residual.trainable)
     found = ours.calibrate(submodel, cut, batch_size=5)
     theirs = residual.module(submodel, state).train()
@@ -91,10 +90,10 @@ def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
         torch.testing.assert_close(value, expected[name], rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("engine", ENGINES)
+@pytest.mark.parametrize("engine", LOCAL)
 def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
     data = make_data(residual, (6, 6))
-    ours = ENGINES[engine](World(residual, dtype=torch.float64), data)
+    ours = LOCAL[engine](World(residual, dtype=torch.float64), data)
     state = {name: value.double() for name, value in residual.init(1).items()}
     submodel = HeteroFL().deploy(None, fq.Budget(share=0.5), ours.world)
     model = residual.module(submodel, state).eval()

@@ -1,0 +1,285 @@
+"""Every method on the workers of a Ray cluster against the sequential engine, and workers that fail or die."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.engines.ray import Cluster, Crew, Ray, _knock, cut
+from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL
+from fedquilt.names import find
+from fedquilt.round.local import Learner
+from fedquilt.round.merge import Fold, Mean
+from fedquilt.terms import Job, Server, World
+from tests.conftest import assert_same, with_local
+
+RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
+SHARES = (1.0, 0.5, 0.25)
+TWO = Cluster(workers=2)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(scope="module")
+def crew() -> Iterator[Crew]:
+    """Two workers of this machine. Engines that ask for the same get these, so that they are started once."""
+    ray = pytest.importorskip("ray")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.delenv("RAY_ADDRESS", raising=False)
+        yield Crew.of(TWO, CPU, 1)
+        ray.shutdown()
+
+
+@pytest.fixture
+def start(crew, make_data):
+    def start(method, family, engine="ray", cluster=TWO, dtype=torch.float64, **fleet):
+        data = make_data(family, RAGGED, labels=2)
+        devices = fq.Fleet.of(SHARES, 6, **{"sample": 6, **fleet})
+        how = fq.Evaluation(local=True, batch_size=10)
+        method = with_local(method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
+        run = fq.prepare(method, family, data, devices, engine, dtype=dtype, evaluation=how)
+        if isinstance(run.engine, Ray):
+            run.engine.cluster = cluster
+        return run
+
+    return start
+
+
+def assert_identical(one: fq.Run, other: fq.Run) -> None:
+    assert_same(one, other, atol=0)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual, start):
+    truth, other = (
+        start(METHODS[name](), residual, engine, sample=5, dynamic=True).train(2) for engine in ("sequential", "ray")
+    )
+    assert_same(truth, other)
+
+
+def test_dropout_and_kept_momentum_give_the_numbers_of_the_sequential_engine(language, start):
+    truth, other = (start(Keeping(), language, engine).train(3) for engine in ("sequential", "ray"))
+    assert any(memory.slots for memory in other.server.memory.values())
+    assert_same(truth, other)
+
+
+@dataclass(frozen=True)
+class Keeping(HeteroFL):
+    """Clients keep their momentum."""
+
+    def learner(self, job: Job, world: World) -> Learner:
+        return replace(super().learner(job, world), keep_slots=True)
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
+def test_one_worker_gives_the_bits_of_two(dtype, residual, start):
+    one, two = (start(FedRolex(), residual, cluster=Cluster(workers=n), dtype=dtype).train(2) for n in (1, 2))
+    assert_identical(one, two)
+
+
+def test_chunks_are_neighbours_in_order():
+    assert [list(chunk) for chunk in cut(range(7), 3)] == [[0, 1], [2, 3], [4, 5, 6]]
+    assert [list(chunk) for chunk in cut(range(2), 8)] == [[0], [1]]
+    assert cut([], 8) == []
+
+
+def test_only_sums_come_back(residual, start, crew, monkeypatch):
+    """Neither the server's weights nor the family travel with a partial fold."""
+    run = start(HeteroFL(), residual)
+    seen = []
+    real = crew.answers
+    monkeypatch.setattr(crew, "answers", lambda calls: (seen.append(a) or a for a in real(calls)))
+    run.train(1)
+    whole = sum(weight.nbytes for weight in run.server.weights.values())
+    assert len(seen) == 6
+    assert all(sum(array.nbytes for array in parcel.tensors) <= whole for parcel in seen)
+    assert all(len(parcel.rest) < 20_000 for parcel in seen)
+
+
+# --- workers that die -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Deadly(HeteroFL):
+    """The process that trains client 3 is killed, the first time or every time."""
+
+    trace: str = ""  # a file that says it has happened
+    driver: int = 0
+
+    def learner(self, job: Job, world: World) -> Learner:
+        if job.client.id == 3 and os.getpid() != self.driver and not (self.trace and Path(self.trace).exists()):
+            if self.trace:
+                Path(self.trace).touch()
+            os.kill(os.getpid(), signal.SIGKILL)
+        return super().learner(job, world)
+
+
+def test_a_worker_killed_in_a_round_changes_nothing(residual, start, tmp_path, caplog):
+    trace = tmp_path / "killed"
+    plain = start(HeteroFL(), residual).train(2)
+    other = start(Deadly(trace=str(trace), driver=os.getpid()), residual).train(2)
+    assert trace.exists()
+    assert "clients 3 in round 0 died; another does it again" in caplog.text
+    assert_identical(plain, other)
+
+
+def test_a_client_that_kills_every_worker_is_named_and_nothing_is_lost(residual, start):
+    run = start(Deadly(driver=os.getpid()), residual)
+    before = dict(run.server.weights)
+    with pytest.raises(TrainingError, match=r"trained clients 3 in round 0 died, and so did 2 others"):
+        run.train(1)
+    assert run.server.round == 0
+    assert all(torch.equal(weight, before[name]) for name, weight in run.server.weights.items())
+
+
+@pytest.mark.slow
+def test_workers_killed_between_rounds_are_replaced(residual, start, crew):
+    ray = pytest.importorskip("ray")
+    plain, other = start(HeteroFL(), residual).train(2), start(HeteroFL(), residual).train(1)
+    for worker in crew._idle:
+        ray.kill(worker)
+    assert_identical(plain, other.train(2))
+
+
+# --- errors -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Failing(FedAvg):
+    """Client 2 cannot."""
+
+    def learner(self, job: Job, world: World) -> Learner:
+        if job.client.id == 2:
+            raise ValueError("on purpose")
+        return super().learner(job, world)
+
+
+def test_what_diverges_in_a_worker_is_told_as_on_one_machine(residual, start):
+    told = []
+    for engine in ("vectorised", "ray"):
+        run = start(HeteroFL(), residual, engine)
+        run.method = with_local(run.method, optimiser=fq.SGD(lr=1e300))
+        with pytest.raises(TrainingError, match=r"client \d .* in round 0, step \d") as caught:
+            run.train(1)
+        told.append(str(caught.value).split(" in round")[1])
+    assert told[0] == told[1]
+
+
+def test_a_failing_method_names_the_clients_and_the_round(residual, start):
+    run = start(Failing(), residual)
+    with pytest.raises(
+        TrainingError, match=r"trained clients 2 in round 0 failed: ValueError: on purpose \(in process"
+    ):
+        run.train(1)
+    run.method = start(FedAvg(), residual).method  # the crew is as good as before
+    assert run.train(1).server.round == 1
+
+
+class Silent(Mean):
+    """A mean that cannot be joined, and says so."""
+
+    def join(self, other):
+        raise NotImplementedError("every update is needed at once")
+
+
+class Alone(Fold):
+    """A fold of the protocol's own empty verbs."""
+
+
+@dataclass(frozen=True)
+class Unjoined(FedAvg):
+    kind: type = Silent
+
+    def fold(self, server: Server, world: World) -> Fold:
+        return self.kind(world.family.cutter) if self.kind is Silent else self.kind()
+
+
+@pytest.mark.parametrize(("kind", "why"), [(Silent, "every update is needed at once"), (Alone, "it has no join")])
+def test_a_fold_that_cannot_be_joined_is_refused_before_the_round(kind, why, residual, start):
+    with pytest.raises(ConfigError, match=rf"Unjoined .* fold {kind.__name__} cannot .*{why}.*'vectorised'"):
+        start(Unjoined(kind=kind), residual).train(1)
+
+
+# --- what travels -----------------------------------------------------------------------------------------------
+
+OWN_METHOD = """
+from dataclasses import dataclass
+from fedquilt.methods import HeteroFL
+from beside import scale
+
+@dataclass(frozen=True)
+class Slow(HeteroFL):
+    factor: float = 0.5
+
+    def lr(self, round):
+        return scale(super().lr(round), self.factor)
+"""
+
+
+def test_a_method_in_a_file_of_the_users_own_and_its_neighbours_travel(residual, start, tmp_path):
+    (tmp_path / "beside.py").write_text("def scale(value, factor):\n    return value * factor\n")
+    (tmp_path / "own.py").write_text(OWN_METHOD)
+    method = find({}, f"{tmp_path / 'own.py'}:Slow", "method")()
+    truth, other = (start(method, residual, engine).train(2) for engine in ("sequential", "ray"))
+    assert_same(truth, other)
+
+
+def test_a_resumed_run_is_the_one_that_was_not_interrupted(residual, start, tmp_path):
+    whole, part = start(HeteroFL(), residual).train(2), start(HeteroFL(), residual).train(1)
+    part.save(tmp_path / "run")
+    again = fq.run(
+        part.method, residual, part.engine.data, part.fleet, "ray", 2, dtype=torch.float64,
+        evaluation=part.evaluation, out=tmp_path / "run", resume=True,
+    )  # fmt: skip
+    assert_identical(whole, again)
+
+
+# --- without a cluster ------------------------------------------------------------------------------------------
+
+
+def test_without_ray_the_engine_says_what_to_install(residual, make_data, monkeypatch):
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    with pytest.raises(ConfigError, match=r"'ray' was asked for.*pip install 'fedquilt\[ray\]'"):
+        fq.prepare(FedAvg(), residual, make_data(residual, (4,)), fq.Fleet.of((1.0,), 1, 1), "ray")
+
+
+def test_nobody_at_the_address_is_told_at_once():
+    with pytest.raises(ConfigError, match=r"no Ray cluster could be reached at '127\.0\.0\.1:1': ConnectionRefused"):
+        _knock("127.0.0.1:1")
+    _knock("auto")
+
+
+def test_importing_and_listing_engines_does_not_import_ray():
+    code = "import sys; from fedquilt.cli.listing import entries; entries('engines'); assert 'ray' not in sys.modules"
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
+@pytest.mark.slow
+def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
+    """In a process of its own, which has its own connection: the cluster is another process' local one."""
+    pytest.importorskip("ray")
+    code = """
+        import gc, ray, torch, fedquilt as fq
+        from torch import nn
+        ray.init(address="local", num_cpus=2, include_dashboard=False, _node_ip_address="127.0.0.1")
+        torch.set_num_threads(1)
+        data = fq.FederatedData.of((torch.randn(8, 4), torch.arange(8) % 3), (torch.randn(4, 4), torch.arange(4) % 3),
+                                   [range(4), range(4, 8)])
+        family = fq.trace(nn.Linear(4, 3), data.example)
+        run = fq.run(fq.methods.FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), "ray", 1)
+        assert run.engine._crew.size == 2
+        del run
+        gc.collect()
+        assert ray.is_initialized()
+    """
+    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=tmp_path, timeout=120)
