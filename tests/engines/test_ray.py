@@ -29,6 +29,8 @@ SHARES = (1.0, 0.5, 0.25)
 TWO = Cluster(workers=2)
 CPU = torch.device("cpu")
 
+pytestmark = pytest.mark.slow  # a cluster of processes beside the tests' own: `make test-all`
+
 
 @pytest.fixture(scope="module")
 def crew() -> Iterator[Crew]:
@@ -81,7 +83,7 @@ class Keeping(HeteroFL):
         return replace(super().learner(job, world), keep_slots=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, pytest.param(torch.float32, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 def test_one_worker_gives_the_bits_of_two(dtype, residual, start):
     one, two = (start(FedRolex(), residual, cluster=Cluster(workers=n), dtype=dtype).train(2) for n in (1, 2))
     assert_identical(one, two)
@@ -142,7 +144,6 @@ def test_a_client_that_kills_every_worker_is_named_and_nothing_is_lost(residual,
     assert all(torch.equal(weight, before[name]) for name, weight in run.server.weights.items())
 
 
-@pytest.mark.slow
 def test_workers_killed_between_rounds_are_replaced(residual, start, crew):
     ray = pytest.importorskip("ray")
     plain, other = start(HeteroFL(), residual).train(2), start(HeteroFL(), residual).train(1)
@@ -264,7 +265,6 @@ def test_importing_and_listing_engines_does_not_import_ray():
     subprocess.run([sys.executable, "-c", code], check=True)
 
 
-@pytest.mark.slow
 def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
     """In a process of its own, which has its own connection: the cluster is another process' local one."""
     pytest.importorskip("ray")
