@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import tempfile
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Iterator, Mapping, MutableMapping, Sequence
 from contextlib import contextmanager
@@ -234,7 +235,7 @@ class Draft:
 # --- on disk ----------------------------------------------------------------------------------------------------
 
 
-class Log:
+class Log(ABC):
     """Blobs one behind another in a file; `entries` are those that are still current."""
 
     def __init__(self) -> None:
@@ -248,8 +249,8 @@ class Log:
     def forget(self, key: Key) -> None:
         self.live -= self.entries.pop(key)[1]
 
-    def read(self, key: Key) -> bytearray:
-        raise NotImplementedError
+    @abstractmethod
+    def read(self, key: Key) -> bytearray: ...
 
     def _read(self, file: BinaryIO, key: Key) -> bytearray:
         at, size = self.entries[key]

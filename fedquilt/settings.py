@@ -17,6 +17,7 @@ import sys
 import tokenize
 import types
 import typing
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, replace
 from functools import cache
@@ -40,7 +41,7 @@ TABLES: dict[type, Table] = {}  # filled by config.py
 
 
 @dataclass(frozen=True)
-class Choice:
+class Choice(ABC):
     """A factory by its name, and the options it is to be called with. Subclasses say where names are looked up.
 
     Further fields of a subclass are settings beside the options; in a file all of them are keys of one table.
@@ -53,9 +54,9 @@ class Choice:
     offers: ClassVar[frozenset[str]] = frozenset()  # options that are filled in later where they were left open
 
     @classmethod
+    @abstractmethod
     def find(cls, name: str) -> Callable[..., Any]:
         """The factory a name stands for."""
-        raise NotImplementedError
 
     def make(self, kind: type[T], offers: Mapping[str, Any] | None = None) -> T:
         """Call the factory with the options, and those offered that it takes and nobody set."""

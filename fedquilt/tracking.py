@@ -15,6 +15,7 @@ import math
 import os
 import time
 import uuid
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -55,7 +56,7 @@ class Tracker(Protocol):
 
 
 @dataclass(frozen=True)
-class Tracking:
+class Tracking(ABC):
     """Where a run is tracked: settings, of which a subclass says how to open them."""
 
     package: ClassVar[str] = ""  # what it imports
@@ -69,9 +70,9 @@ class Tracking:
                 f"installed: pip install 'fedquilt[{self.extra}]'."
             )
 
+    @abstractmethod
     def open(self, about: About) -> Tracker:
         """Begin to track a run, or go on where it stood."""
-        raise NotImplementedError
 
 
 def scalars(record: Record) -> dict[str, float]:
