@@ -181,6 +181,7 @@ def _read_table(kinds: Sequence[Any], plain: Any, path: str, problems: list[Prob
     keys = {key: value for key, value in plain.items() if key != "name"}
     chosen = _chosen(kinds, plain.get("name", UNSET), path, problems, base)
     if chosen is UNSET:
+        _read_as_meant(kinds, plain.get("name"), keys, path, problems)
         return UNSET
     if not isinstance(chosen, type):
         made = _made(chosen, tuple(kinds), keys, plain["name"], path, problems)
@@ -211,6 +212,23 @@ def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem],
         problems.append(Problem(_join(path, "name"), told))
         return UNSET
     return chosen
+
+
+def _read_as_meant(
+    kinds: Sequence[Any], name: Any, keys: Mapping[str, Any], path: str, problems: list[Problem]
+) -> None:
+    """What is wrong below a name that nobody has: read as the nearest one, or as whichever class has the key."""
+    named = {known: kind for known, kind in choices(kinds).items() if isinstance(kind, type)}
+    close = difflib.get_close_matches(str(name), named, n=1)
+    likely = [named[close[0]]] if close else []
+    values = {}
+    for key, value in keys.items():
+        kind = next((one for one in (*likely, *named.values()) if key in _fields_of(one)), None)
+        if kind is not None:
+            inner = default(_fields_of(kind)[key])
+            values[key] = read(_hints(kind)[key], value, _join(path, key), problems, inner)
+    for kind in likely:
+        problems += _further(kind, {key: value for key, value in values.items() if value is not UNSET}, path, UNSET)
 
 
 def _made(

@@ -35,6 +35,7 @@ from fedquilt.models import MODELS
 from fedquilt.round import Evaluation
 from fedquilt.round.clients import Devices
 from fedquilt.round.local import SGD, Adam
+from fedquilt.settings import read
 
 OWN = """
 from __future__ import annotations
@@ -442,3 +443,22 @@ def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path, monkeypatch: p
         found.append(small(method="mine.py:method").method)
     assert [method.pace for method in found] == [1, 2]
     assert type(found[0]) is not type(found[1])
+
+
+def test_a_name_nobody_has_does_not_hide_what_is_wrong_below_it():
+    settings = {
+        "method": {"name": "fedrolx", "overlap": 2.0, "local": {"epochs": "two", "optimiser": "sgdd"}},
+        "model": "tiny_resnet",
+        "data": {"name": "digits", "partition": {"name": "dirichlt", "alpha": -0.3}},
+    }
+    problems: list = []
+    read(Experiment, settings, "", problems)
+    told = {problem.path for problem in problems}
+    assert told >= {
+        "method.name",
+        "method.overlap",
+        "method.local.epochs",
+        "method.local.optimiser.name",
+        "data.partition.name",
+        "data.partition.alpha",
+    }
