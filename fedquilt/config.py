@@ -154,7 +154,7 @@ class Machine:
     name: str = "vectorised"  # of an engine
     device: str = "cpu"  # as torch names it
     precision: Literal["fp32", "fp64"] = "fp32"
-    memory: int = 4 << 30  # bytes that clients trained as one may take
+    memory: int = 0  # bytes that clients trained at the same time may take; 0: 4 GiB, or half of what a GPU has free
     memories: int = LIMIT  # bytes of what clients remember that are held; what is more lies on disk
     deterministic: bool = False  # on CUDA: bit-identical repetitions, slower
     threads: int = 0  # 0: one for small models, else what torch takes
@@ -164,7 +164,7 @@ class Machine:
 
     def __post_init__(self) -> None:
         wrong = outside(
-            self, memory="[1, inf)", memories="[0, inf)", threads="[0, 1024]", workers="[0, inf)", chunks="[1, inf)"
+            self, memory="[0, inf)", memories="[0, inf)", threads="[0, 1024]", workers="[0, inf)", chunks="[1, inf)"
         )
         if self.name not in ENGINES:
             wrong["name"] = f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, ENGINES)}"
@@ -248,7 +248,7 @@ class Experiment:
             looks,
             self.engine.memories,
         )
-        if isinstance(run.engine, Vectorised):
+        if isinstance(run.engine, Vectorised) and self.engine.memory:
             run.engine.memory = self.engine.memory
         if isinstance(run.engine, Ray):
             run.engine.cluster = Cluster(self.engine.address, self.engine.workers)
@@ -260,7 +260,11 @@ class Experiment:
         return replace(
             self,
             fleet=replace(self.fleet, clients=run.fleet.num_clients),
-            engine=replace(self.engine, threads=torch.get_num_threads()),
+            engine=replace(
+                self.engine,
+                threads=torch.get_num_threads(),
+                memory=run.engine.memory if isinstance(run.engine, Vectorised) else self.engine.memory,
+            ),
             evaluation=run.evaluation,
         )
 

@@ -96,9 +96,10 @@ class Run:
             )
         else:
             submodel = self.method.deploy(self.server, budget, world)
-            weights = ready(self.method, self.server, submodel, self.engine, self.evaluation.batch_size)
+            weights = ready(self.method, self.server, [submodel], self.engine, self.evaluation.batch_size)[submodel]
         if family.statistics and not set(family.statistics) <= set(weights):
-            weights = {**weights, **self.engine.calibrate(submodel, weights, self.evaluation.batch_size, samples)}
+            nets = [(submodel, weights)]
+            weights = {**weights, **self.engine.calibrate(nets, self.evaluation.batch_size, samples)[0]}
         return family.assemble(submodel, weights).eval()
 
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
 
 
 _CUTS_KEPT = 16
+_HOLDERS_KEPT = 4096
 Precision = Literal["fp32", "tf32", "bf16"]
 _CALIBRATION = 1 << 16  # samples that norm statistics are measured over, at most: all of CIFAR or MNIST
 
@@ -92,6 +93,7 @@ class Engine(ABC):
         self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
         self._cut_from: Weights | None = None
         self._first: dict[str, Tensor] | None = None
+        self._holds: dict[int, Tensor] = {}
         self._check_data()
 
     # --- the two verbs -----------------------------------------------------------------------------------------
@@ -121,16 +123,16 @@ class Engine(ABC):
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]: ...
 
     def calibrate(
-        self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor | None = None
-    ) -> dict[str, Tensor]:
-        """Norm statistics of a network, measured over the pooled training data (the papers' static norms), or some."""
+        self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor | None = None
+    ) -> list[dict[str, Tensor]]:
+        """Norm statistics of networks, measured over the pooled training data (the papers' static norms), or some."""
         with _failing("the calibration of norms failed"), self.computing():
-            return self._calibrate(submodel, weights, batch_size, self.pooled if samples is None else samples)
+            return self._calibrate(nets, batch_size, self.pooled if samples is None else samples)
 
     @abstractmethod
     def _calibrate(
-        self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor
-    ) -> dict[str, Tensor]: ...
+        self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor
+    ) -> list[dict[str, Tensor]]: ...
 
     # --- the pieces they share ---------------------------------------------------------------------------------
 
@@ -224,11 +226,16 @@ class Engine(ABC):
     def batches(self, job: Job, learner: Learner) -> list[Tensor]:
         """The positions in the pool of every batch the client goes through."""
         part = self.data.parts[job.client.id]
-        return [part[rows] for rows in itinerary(len(part), learner.local, self.keys(job)[0])]
+        batches = itinerary(len(part), learner.local, self.keys(job)[0])
+        return list(part[torch.cat(batches)].split_with_sizes([len(batch) for batch in batches]))
 
     def held(self, client: int) -> Tensor:
-        """(class,) True where the client has samples of the class."""
-        return self.data.held(client, self.world.family.num_classes)
+        """(class,) True where the client has samples of the class; on the CPU. Found once for those seen lately."""
+        if client not in self._holds:
+            if len(self._holds) >= _HOLDERS_KEPT:
+                self._holds.pop(next(iter(self._holds)))
+            self._holds[client] = self.data.held(client, self.world.family.num_classes).cpu()
+        return self._holds[client]
 
     @contextmanager
     def blame(self, job: Job, stage: str) -> Iterator[None]:

@@ -37,7 +37,7 @@ class Sequential(Engine):
         outcome.bytes_down += start.bytes
         state, received = start.state, start.state
         slots = learner.start_slots(state, family) if start.slots is None else start.slots
-        held, losses, batches = self.held(job.client.id), [], self.batches(job, learner)
+        held, losses, batches = self.held(job.client.id).to(self.world.device), [], self.batches(job, learner)
         with self.blame(job, "training"):
             for step, rows in enumerate(batches):
                 batch = self._batch(job, learner, rows, held, step)
@@ -84,9 +84,14 @@ class Sequential(Engine):
             scores.append(Score(exam.label, *map(int, total)))
         return scores
 
-    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor) -> dict[str, Tensor]:
-        net, mode, measured = self.world.family.net(submodel.arch), Pass(statistics="measure"), []
-        for start, stop in spans(len(samples), batch_size, "keep"):
-            with torch.no_grad():
-                measured.append(net(weights, self.data.samples(samples[start:stop]), mode)[1])
-        return mean_statistics(measured)
+    def _calibrate(
+        self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor
+    ) -> list[dict[str, Tensor]]:
+        mode, found = Pass(statistics="measure"), []
+        for submodel, weights in nets:
+            net, measured = self.world.family.net(submodel.arch), []
+            for start, stop in spans(len(samples), batch_size, "keep"):
+                with torch.no_grad():
+                    measured.append(net(weights, self.data.samples(samples[start:stop]), mode)[1])
+            found.append(mean_statistics(measured, len(measured)))
+        return found

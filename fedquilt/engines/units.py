@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -127,13 +127,13 @@ class Unit:
     def load(self, stack: Stack) -> None:
         """Take over what the clients of a stack start from; from here on its tensors are the unit's own."""
         self._stack = stack
-        for own in (self.state, self.received):
-            _write(own, stack.state)
+        rewrite(self.state, stack.state)
+        rewrite(self.received, self.state)  # laid out alike, which is one launch
         for slot, values in self.slots.items():
             if stack.slots is None:
                 torch._foreach_zero_(list(values.values()))
             else:
-                _write(values, stack.slots[slot])
+                rewrite(values, stack.slots[slot])
         self.held.copy_(stack.held)
         self.keys.copy_(stack.keys)
         self.age.fill_(stack.ages[0])
@@ -194,9 +194,9 @@ class Unit:
 
     def _take_back(self) -> None:
         """After a step that was not recorded: its results into the tensors that stay."""
-        _write(self.state, self._stack.state)
+        rewrite(self.state, self._stack.state)
         for slot, values in (self._stack.slots or {}).items():
-            _write(self.slots[slot], values)
+            rewrite(self.slots[slot], values)
         self._stack.state, self._stack.slots = self.state, self.slots
 
     def _on_stream(self) -> AbstractContextManager[Any]:
@@ -208,19 +208,7 @@ class Unit:
         """Capture a step. Its warm-up trains on whatever the tensors hold: load afterwards."""
         if self.stream is None or masked in self._graphs:
             return
-        self.stream.wait_stream(torch.cuda.current_stream())
-        try:
-            with self._on_stream():
-                for _ in range(3):  # kernels are chosen and work space is taken before the recording
-                    self._step(masked)
-            torch.cuda.synchronize()
-            graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, stream=self.stream):
-                self._step(masked)
-        except RuntimeError as error:
-            raise CaptureError(str(error).splitlines()[0]) from error
-        torch.cuda.synchronize()
-        self._graphs[masked] = graph
+        self._graphs[masked] = recorded(lambda: self._step(masked), self.stream)
 
     def _replay(self, masked: bool) -> None:
         if self.stream is None:
@@ -248,7 +236,7 @@ class Unit:
             self.age += 1
             grads, (losses, seen) = self._gradients(phase, before, inputs, targets, keys)
             self._move(grads, masks)
-            _write(self.state, seen)
+            rewrite(self.state, seen)
         if masked:  # who has no batch in this step stays as it was
             who = self.active.index_select(0, self.at)[0]
             _restore(self.state, before, who)
@@ -290,9 +278,9 @@ class Unit:
             learner.local.optimiser.update_(weights, slots, alike, self.lr, self.age)
             return
         state, moved = move(learner, self.state, self.slots, grads, masks, 0, self.lr)
-        _write(self.state, state)
+        rewrite(self.state, state)
         for slot, values in moved.items():
-            _write(self.slots[slot], values)
+            rewrite(self.slots[slot], values)
 
 
 def _check_capturable(learner: Learner, masks: list[Mapping[str, Tensor | bool]]) -> None:
@@ -302,6 +290,23 @@ def _check_capturable(learner: Learner, masks: list[Mapping[str, Tensor | bool]]
     partly = any(mask is not True for own in masks for mask in own.values())
     if learner.local.optimiser.ages and partly:
         raise CaptureError(f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move")
+
+
+def recorded(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
+    """An action on tensors that stay where they are, as a graph. It is carried out a few times on the way."""
+    stream.wait_stream(torch.cuda.current_stream())
+    try:
+        with torch.cuda.stream(stream):
+            for _ in range(3):  # kernels are chosen and work space is taken before the recording
+                action()
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph, stream=stream):
+            action()
+    except RuntimeError as error:
+        raise CaptureError(str(error).splitlines()[0]) from error
+    torch.cuda.synchronize()
+    return graph
 
 
 @contextmanager
@@ -315,7 +320,8 @@ def exact() -> Iterator[None]:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 
 
-def _write(own: State, new: Mapping[str, Tensor]) -> None:
+def rewrite(own: State, new: Mapping[str, Tensor]) -> None:
+    """Put new values into tensors that stay where they are."""
     names = [name for name in new if new[name] is not own[name]]
     if names:
         torch._foreach_copy_([own[name] for name in names], [new[name] for name in names])

@@ -7,7 +7,7 @@ has the same size, so that unequal amounts of data are exact: padding a batch wo
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
@@ -19,6 +19,7 @@ from torch.func import vmap
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome, Start
 from fedquilt.engines.sequential import Sequential
+from fedquilt.engines.sweep import Look, Sweep
 from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
@@ -33,6 +34,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CACHED = 256  # samples
+_SWEPT = 4  # batches from which on recording a pass pays
+MEASURE = Pass(statistics="measure")
+Swept = tuple[Hashable, Sweep]
 _NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
 
 
@@ -82,16 +86,20 @@ class Stack:
 class Vectorised(Engine):
     """Trains stacks of clients. `memory` bounds a stack: more clients than fit are trained in several."""
 
-    memory: int = 4 << 30  # bytes a stack may take, by the family's own estimate
+    memory: int = 0  # bytes stacks may take, by the family's own estimate; 0: 4 GiB, or half of what a GPU has free
     record: bool | None = None  # steps are recorded and replayed; None: on a GPU
     layout: Literal["auto", "alone", "laid", "stack"] = "auto"
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        device = self.world.device
+        self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 4 << 30)
         self._idle: dict[Shape, list[Unit]] = {}
         self._refused: dict[Shape, str] = {}
         self._chosen: dict[Shape, Layout] = {}
         self._single: set[Arch] = set()  # members that vmap cannot stack
+        self._sweeps: dict[Hashable, list[Sweep]] = {}
+        self._unswept: set[Hashable] = set()
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -136,9 +144,14 @@ class Vectorised(Engine):
 
     def _split(self, arch: Arch, learner: Learner, jobs: list[Job], most: int) -> Iterator[list[Job]]:
         """Jobs of one member as the stacks they are trained in."""
-        size = 1 if self._layout(arch, learner, min(len(jobs), most)) == "alone" else most
-        for first in range(0, len(jobs), size):
-            yield jobs[first : first + size]
+        while jobs:
+            size = min(len(jobs), most)
+            if self._recorded:  # in powers of two: cohorts change from round to round, and few sizes need recording
+                size = 1 << size.bit_length() - 1
+            if self._layout(arch, learner, size) == "alone":
+                size = 1
+            some, jobs = jobs[:size], jobs[size:]
+            yield some
 
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:
@@ -179,7 +192,7 @@ class Vectorised(Engine):
             state=state,
             slots=self._slots(starts, learner),
             received=state,
-            held=torch.stack([self.held(job.client.id) for job in jobs]),
+            held=torch.stack([self.held(job.client.id) for job in jobs]).to(device),
             keys=torch.tensor([self.keys(job)[1] for job in jobs], device=device),
             batches=batches,
             ages=[start.steps for start in starts],
@@ -264,7 +277,6 @@ class Vectorised(Engine):
             return "alone"
         if torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
             return "stack"
-        count = 1 << count.bit_length() - 1  # what holds for 8 is taken to hold for 9 to 15
         key = Shape.of(arch, learner, count, "stack")
         if key not in self._chosen:
             self._chosen[key] = self._fastest(key)
@@ -358,12 +370,10 @@ class Vectorised(Engine):
             samples = sum(map(len, stack.batches[client]))
             outcome.losses.append(float(losses[: len(stack.batches[client]), client].mean()))
             outcome.macs += samples * learner.macs(family, stack.arch)
-            alike.setdefault(learner.uploads(family, job.submodel, stack.held[client]), []).append(client)
+            alike.setdefault(learner.uploads(family, job.submodel, self.held(job.client.id)), []).append(client)
         own = {name: stack.state[name] for name in learner.sent(family)}
         for wanted, clients in alike.items():
-            chosen = (
-                own if len(clients) == len(stack.jobs) else _of(own, torch.tensor(clients, device=stack.keys.device))
-            )
+            chosen = own if len(clients) == len(stack.jobs) else _some(own, clients)
             # Clients of one stack that upload the same positions also held the same.
             held = stack.jobs[clients[0]].submodel.index
             states = [family.cutter.narrow(chosen, held, upload.index, lead=1) for upload in wanted]
@@ -381,7 +391,7 @@ class Vectorised(Engine):
         updates, intact = [], True
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
-            own = {name: value[client] for name, value in stack.state.items()}
+            own = {name: stack.state[name][client] for name in learner.kept(self.world.family)}
             kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             steps = len(stack.batches[client])
@@ -417,24 +427,76 @@ class Vectorised(Engine):
     # --- evaluation --------------------------------------------------------------------------------------------
 
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
-        """Exams of equal member are batched: same weights as more samples, different weights as a stack."""
+        """Exams of equal member are batched: same weights as more samples, different weights as a stack.
+
+        Where steps are recorded, whole batches of a long exam are too.
+        """
         totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
         work: dict[tuple[Arch, int, bool], list[tuple[int, Tensor]]] = {}
+        swept: list[tuple[int, Swept]] = []
+        mode = exam_pass(method.local.norm)
         for place, exam in enumerate(exams):
-            samples = self.exam_samples(exam)
-            for start, stop in spans(len(samples), batch_size, "keep"):
-                key = (exam.submodel.arch, stop - start, exam.held is not None)
-                work.setdefault(key, []).append((place, samples[start:stop]))
-        for (arch, size, masked), batches in work.items():
+            batches = self._batches_of(self.exam_samples(exam), batch_size)
+            if exam.held is None:
+                sweep, batches = self._sweep(exam.submodel.arch, exam.weights, batches, mode)
+                swept += [(place, sweep)] if sweep else []
+            for rows in batches:
+                work.setdefault((exam.submodel.arch, len(rows), exam.held is not None), []).append((place, rows))
+        for (arch, size, masked), some in work.items():
             most = self._batches_at_once(arch, size)
-            for first in range(0, len(batches), most):
-                some = batches[first : first + most]
+            for first in range(0, len(some), most):
+                now = some[first : first + most]
                 totals.index_add_(
                     0,
-                    torch.tensor([place for place, _ in some], device=self.world.device),
-                    self._right(method, arch, [exams[place] for place, _ in some], [rows for _, rows in some], masked),
+                    torch.tensor([place for place, _ in now], device=self.world.device),
+                    self._right(method, arch, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
                 )
+        for place, sweep in swept:
+            totals[place] += self._end(sweep)["right"]
         return [Score(exam.label, *map(int, total)) for exam, total in zip(exams, totals.tolist(), strict=True)]
+
+    @staticmethod
+    def _batches_of(samples: Tensor, batch_size: int) -> list[Tensor]:
+        return [samples[start:stop] for start, stop in spans(len(samples), batch_size, "keep")]
+
+    def _sweep(
+        self, arch: Arch, weights: Weights, batches: list[Tensor], mode: Pass
+    ) -> tuple[Swept | None, list[Tensor]]:
+        """Begin a recorded sweep over those batches that are of full size, if that pays; and the other batches."""
+        size = len(batches[0]) if batches else 0
+        whole = [rows for rows in batches if len(rows) == size]
+        key = arch, size, mode, tuple(weights)
+        if not self._recorded or len(whole) < _SWEPT or key in self._unswept:
+            return None, batches
+        if self._need(arch, size, 0) > self.memory:
+            return None, batches
+        idle = self._sweeps.setdefault(key, [])
+        try:
+            sweep = idle.pop() if idle else Sweep(self._look(arch, mode), weights, size, self.world.device)
+        except CaptureError as error:
+            self._unswept.add(key)
+            _log.warning("the evaluation of a member cannot be recorded: %s", error)
+            return None, batches
+        sweep.begin(weights, whole)
+        return (key, sweep), [rows for rows in batches if len(rows) != size]
+
+    def _end(self, swept: Swept) -> State:
+        key, sweep = swept
+        self._sweeps[key].append(sweep)
+        return sweep.end()
+
+    def _look(self, arch: Arch, mode: Pass) -> Look:
+        """What a sweep sees in a batch: norm statistics of training samples, or right answers on test samples."""
+        net, class_dim = self.world.family.net(arch), self.world.family.layout.class_dim
+
+        def measured(weights: Weights, rows: Tensor) -> State:
+            return net(weights, _channels_last(self.data.samples(rows)), mode)[1]
+
+        def tested(weights: Weights, rows: Tensor) -> State:
+            logits, _ = net(weights, _channels_last(self.data.test_samples(rows)), mode)
+            return {"right": right(logits.movedim(class_dim, 1), self.data.test_targets[rows], None)}
+
+        return measured if mode == MEASURE else tested
 
     def _right(self, method: Method, arch: Arch, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
         net, mode, class_dim = (
@@ -468,28 +530,47 @@ class Vectorised(Engine):
                 self._set_apart(arch, _first_line(error))
                 return self._right(method, arch, exams, rows, masked)
 
-    def _calibrate(self, submodel: Submodel, weights: Weights, batch_size: int, samples: Tensor) -> dict[str, Tensor]:
-        net, mode = self.world.family.net(submodel.arch), Pass(statistics="measure")
+    def _calibrate(
+        self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor
+    ) -> list[dict[str, Tensor]]:
+        batches = self._batches_of(samples, batch_size)
+        swept = [self._sweep(submodel.arch, weights, batches, MEASURE) for submodel, weights in nets]
+        found = []
+        for (submodel, weights), (sweep, rest) in zip(nets, swept, strict=True):
+            measured = self._measured(submodel.arch, weights, rest)
+            if sweep:
+                measured.append(self._end(sweep))
+            found.append(mean_statistics(measured, len(batches)))
+        return found
+
+    def _measured(self, arch: Arch, weights: Weights, batches: list[Tensor]) -> list[State]:
+        """The norm statistics of each batch."""
+        net = self.world.family.net(arch)
         by_size: dict[int, list[Tensor]] = {}
-        for start, stop in spans(len(samples), batch_size, "keep"):
-            by_size.setdefault(stop - start, []).append(samples[start:stop])
+        for rows in batches:
+            by_size.setdefault(len(rows), []).append(rows)
 
         def one(inputs: Tensor) -> dict[str, Tensor]:
-            return net(weights, inputs, mode)[1]
+            return net(weights, inputs, MEASURE)[1]
 
-        measured: list[Weights] = []
-        for size, batches in by_size.items():
-            most = self._batches_at_once(submodel.arch, size)
-            for first in range(0, len(batches), most):
+        measured: list[State] = []
+        for size, alike in by_size.items():
+            most = self._batches_at_once(arch, size)
+            for first in range(0, len(alike), most):
                 with torch.no_grad():
-                    if most == 1 or submodel.arch in self._single:
-                        measured += [one(self.data.samples(rows)) for rows in batches[first : first + most]]
+                    if most == 1 or arch in self._single:
+                        measured += [one(self.data.samples(rows)) for rows in alike[first : first + most]]
                         continue
-                    some = vmap(one)(self.data.samples(torch.stack(batches[first : first + most])))
+                    some = vmap(one)(self.data.samples(torch.stack(alike[first : first + most])))
                 measured += [
                     {name: value[i] for name, value in some.items()} for i in range(len(next(iter(some.values()))))
                 ]
-        return mean_statistics(measured)
+        return measured
+
+
+def _channels_last(inputs: Tensor) -> Tensor:
+    """Images laid out as the fast kernels of a GPU want them."""
+    return inputs.contiguous(memory_format=torch.channels_last) if inputs.is_cuda and inputs.dim() == 4 else inputs
 
 
 def _stacked(states: Sequence[Weights]) -> State:
@@ -500,6 +581,14 @@ def _stacked(states: Sequence[Weights]) -> State:
         same = all(other is value for other in values)
         stacked[name] = value.expand(len(values), *value.shape) if same else torch.stack(values)
     return stacked
+
+
+def _some(state: Weights, clients: Sequence[int]) -> State:
+    """The states of some clients; of one, as views."""
+    first = clients[0]
+    if len(clients) == 1:
+        return {name: value[first : first + 1] for name, value in state.items()}
+    return _of(state, torch.tensor(clients, device=next(iter(state.values())).device))
 
 
 def _of(state: Weights, who: Tensor) -> State:

@@ -1,12 +1,13 @@
 """Sub-models: windows over named axes, gather and scatter.
 
 One mechanism serves windows that wrap, prefixes, random sets, class rows and partial arrivals: an index per axis
-becomes rows per dimension, and rows that are neighbours are slices.
+becomes rows per dimension, and rows that are neighbours are slices. On a GPU, where every slice is a launch, the rows
+of all weights become places in one vector instead.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
 from functools import lru_cache
 from itertools import product
 
@@ -14,11 +15,14 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.axes import Dims, Index, Positions, positions_of, size_of
+from fedquilt.axes import Dims, Index, Positions, axes_in, positions_of, size_of
+from fedquilt.round.flat import Flat, Map
 from fedquilt.terms import Arch, Submodel, Weights
 
 WHOLE = Index()  # every axis in full
 _FEW_RUNS = 8  # up to here slices beat one indexed copy
+_MAPS = 1 << 30  # bytes of maps that are kept
+_PLACES = 16  # cuts whose places are kept: a round's
 
 
 @lru_cache(maxsize=1024)
@@ -123,13 +127,19 @@ def put_at(whole: Tensor, cut: Rows, part: Tensor) -> None:
 
 
 class Cutter:
-    """Gathers and scatters sub-models of one layout; remembers the rows of the cuts it saw last."""
+    """Gathers and scatters sub-models of one layout; remembers the cuts it saw last."""
 
-    def __init__(self, dims: Mapping[str, Dims], sizes: Mapping[str, int], memory: int = 256) -> None:
+    def __init__(
+        self, dims: Mapping[str, Dims], sizes: Mapping[str, int], memory: int = 256, flat: bool | None = None
+    ) -> None:
         self.dims = dims
         self.sizes = dict(sizes)
+        self.flat = flat  # cut all weights at once; None: on a GPU
         self._memory = memory
         self._rows: dict[tuple[Index, Index], dict[str, Rows]] = {}
+        self._maps: dict[Hashable, Map] = {}
+        self._places: dict[Hashable, Tensor] = {}
+        self._axes = {name: frozenset(axis for dim in own for axis in axes_in(dim)) for name, own in dims.items()}
 
     def rows(self, name: str, index: Index, within: Index = WHOLE) -> Rows:
         """What `index` keeps of a weight; its positions count within the server's state, or within another cut."""
@@ -148,14 +158,117 @@ class Cutter:
         sizes = self.sizes | arch.sizes
         return sum(size_of(dims[0], sizes) for dims in self.dims.values() if len(dims) > 1)
 
+    def keeps(self, name: str, index: Index) -> bool:
+        """Whether a cut keeps all of a weight, in its own order."""
+        return not any(axis in index for axis in self._axes[name]) or is_whole(self.rows(name, index))
+
+    # --- many weights at once ----------------------------------------------------------------------------------
+
     def gather(self, weights: Weights, submodel: Submodel, names: Sequence[str]) -> dict[str, Tensor]:
         """Cut the named weights out of a whole state. Views where possible: copy before writing."""
-        return {name: take(weights[submodel.scope + name], self.rows(name, submodel.index)) for name in names}
+        whole = {name: weights[submodel.scope + name] for name in names}
+        cut, one_by_one = self._split(submodel, names, whole)
+        found = {name: take(whole[name], self.rows(name, submodel.index)) for name in one_by_one}
+        if cut:
+            flat = Flat.of({name: whole[name] for name in cut})
+            sizes = self.sizes | {axis: len(kept) for axis, kept in submodel.index.items()}
+            shapes = {name: torch.Size([size_of(dim, sizes) for dim in self.dims[name]]) for name in cut}
+            found |= Flat(flat.vector.index_select(0, self._where(submodel, cut, flat)), shapes).parts
+        return {name: found[name] for name in names}
+
+    def add(self, whole: Flat, submodel: Submodel, parts: Weights, scale: float = 1.0) -> None:
+        """`whole[cut] += scale * part` for every weight of a sub-model, in place."""
+        cut, one_by_one = self._split(submodel, parts, parts)
+        if cut:
+            places = self._where(submodel, cut, whole)
+            part = torch.cat([parts[name].reshape(-1) for name in cut])
+            whole.vector.index_add_(0, places, part, alpha=scale)
+        there, here = [], []
+        for name in one_by_one:
+            kept = self.rows(name, submodel.index)
+            if is_blocky(kept):
+                for wide, narrow in blocks(kept):
+                    there.append(whole.parts[name][wide])
+                    here.append(parts[name][narrow])
+            else:
+                add_at(whole.parts[name], kept, parts[name], scale)
+        if there:
+            torch._foreach_add_(there, here, alpha=scale)
+
+    def tally(self, like: Flat, held: Sequence[tuple[Submodel, Sequence[str], float]]) -> Tensor | float:
+        """How much every position was held, by clients that count so much; one number if all of them held all."""
+        everywhere: dict[str, float] = dict.fromkeys(like.shapes, 0.0)
+        parts: dict[str, list[tuple[Rows, float]]] = {}
+        at_once: list[tuple[Submodel, list[str], float]] = []
+        for submodel, names, value in held:
+            cut, one_by_one = self._split(submodel, names, like.parts)
+            if cut:
+                at_once.append((submodel, cut, value))
+            for name in one_by_one:
+                if self.keeps(name, submodel.index):
+                    everywhere[name] += value
+                else:
+                    parts.setdefault(name, []).append((self.rows(name, submodel.index), value))
+        values = set(everywhere.values())
+        if not parts and not at_once and len(values) == 1:
+            return values.pop()
+        lengths = torch.tensor([shape.numel() for shape in like.shapes.values()])
+        told = torch.tensor(list(everywhere.values()), dtype=like.vector.dtype)
+        device = like.vector.device
+        counts = like.same(told.to(device).repeat_interleave(lengths.to(device), output_size=like.vector.numel()))
+        for submodel, cut, value in at_once:
+            places = self._where(submodel, cut, like)
+            counts.vector.index_add_(0, places, counts.vector.new_tensor(value).expand(len(places)))
+        for name, own in parts.items():
+            for kept, value in own:
+                add_at(counts.parts[name], kept, value)
+        return counts.vector
+
+    def _split(self, submodel: Submodel, names: Iterable[str], like: Weights) -> tuple[list[str], list[str]]:
+        """(cut at once, one by one): the second are those kept whole, and the few cut along other axes than widths.
+
+        Those others are class rows: with them there would be many shapes of cuts, and a map for each.
+        """
+        names = list(names)
+        first = like[names[0]] if names else None
+        if first is None or not (first.is_cuda if self.flat is None else self.flat):
+            return [], names
+        widths = submodel.arch.sizes
+        odd = {axis for axis in submodel.index if axis not in widths}
+        moved = {axis for axis, kept in submodel.index.items() if not kept.covers(self.sizes[axis])}
+        cut = [
+            name
+            for name in names
+            if self._axes[name] & moved and not self._axes[name] & odd and like[name].dtype == first.dtype
+        ]
+        chosen = set(cut)
+        return cut, [name for name in names if name not in chosen]
+
+    def _where(self, submodel: Submodel, names: list[str], whole: Flat) -> Tensor:
+        """The places of a cut's entries in a vector of whole weights."""
+        device, index = whole.vector.device, submodel.index
+        key = (tuple(names), tuple(whole.shapes), device)
+        if (index, *key) not in self._places:
+            if len(self._places) >= _PLACES:
+                self._places.pop(next(iter(self._places)))
+            kept = {axis: len(positions) for axis, positions in index.items()}
+            shape = (tuple(kept.items()), *key)
+            if shape not in self._maps:
+                self._maps[shape] = Map(self.dims, self.sizes, kept, whole.starts, names, device)
+                while len(self._maps) > 1 and sum(one.nbytes for one in self._maps.values()) > _MAPS:
+                    self._maps.pop(next(iter(self._maps)))
+            self._places[index, *key] = self._maps[shape].fill(index)
+        return self._places[index, *key]
+
+    # --- cuts of cuts --------------------------------------------------------------------------------------------
 
     def narrow(self, weights: Weights, held: Index, wanted: Index, lead: int = 0) -> dict[str, Tensor]:
         """From weights cut as `held`, those at `wanted`'s positions (global ones, among `held`'s). Differentiable."""
         places = self.places(held, wanted)
-        return {name: take(weight, self.rows(name, places, held), lead) for name, weight in weights.items()}
+        return {
+            name: take(weight, self.rows(name, places, held), lead) if self._axes[name] & places.keys() else weight
+            for name, weight in weights.items()
+        }
 
     def overlay(self, base: Weights, held: Index, top: Weights, other: Index) -> dict[str, Tensor]:
         """`base` (cut as `held`) with `top` (cut as `other`) written over it where they share positions."""

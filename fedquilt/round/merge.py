@@ -6,7 +6,7 @@ A fold is a stream: `add` takes one update (or a stack of them) and forgets it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, Protocol, Self
 
@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import within
-from fedquilt.round.cut import Cutter, Rows, add_at, blocks, is_blocky, is_whole
+from fedquilt.round.cut import Cutter
+from fedquilt.round.flat import Flat
 from fedquilt.terms import Server, Slots, Submodel, Update, Weights
 
 Weighting = Literal["uniform", "data", "model", "updates", "both"]
@@ -130,23 +131,22 @@ class Mean:
     optimiser: ServerOptimiser = Plain()
     paced: bool = False
     plain: frozenset[str] = frozenset()  # norm statistics: measured, not stepped, so neither pace nor optimiser applies
-    _sums: dict[str, Tensor] = field(default_factory=dict)  # Σ (p/a)·w where somebody held it
+    # Σ (p/a)·w where somebody held it, by scope; what was learnt and what was measured lie apart.
+    _sums: dict[tuple[str, bool], Flat] = field(default_factory=dict)
     # Who held what is kept as positions and three sums (p/a, p, p·a), not as tensors.
     _held: dict[tuple[Submodel, tuple[str, ...]], list[float]] = field(default_factory=dict)
-    _shapes: dict[str, Tensor] = field(default_factory=dict)
+    _old: Weights = field(default_factory=dict)
 
     def begin(self, server: Server) -> Self:
         """An empty mean over a server's state."""
-        self._shapes = dict(server.weights)
+        self._old = server.weights
         return self
 
     def add(self, update: Update) -> None:
         weight, pace = client_weight(update, self.weighting, self.cutter), update.pace if self.paced else 1.0
         for payload in update.sent:
-            measured = {name: part for name, part in payload.weights.items() if name in self.plain}
-            self._add(payload.submodel, measured, weight)
-            learnt = {name: part for name, part in payload.weights.items() if name not in self.plain}
-            self._add(payload.submodel, learnt, weight / pace)
+            for measured, parts in self._apart(payload.weights):
+                self._add(payload.submodel, parts, measured, weight if measured else weight / pace)
             self._count(payload.submodel, payload.weights, weight, pace)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
@@ -155,34 +155,39 @@ class Mean:
         ratios = [weight / pace for weight, pace in zip(weights, paces, strict=True)]
         for place, state in enumerate(stacked):
             submodel = updates[0].sent[place].submodel
-            like = next(iter(state.values()), torch.empty(0))
-            scales, plain = like.new_tensor(ratios), like.new_tensor(weights)
-            summed = {
-                name: torch.tensordot(plain if name in self.plain else scales, value, 1)
-                for name, value in state.items()
-            }
-            self._add(submodel, summed, 1.0)
+            for measured, parts in self._apart(state):
+                scales = weights if measured else ratios
+                if len(updates) == 1:  # nothing to sum
+                    self._add(submodel, {name: value[0] for name, value in parts.items()}, measured, scales[0])
+                    continue
+                row = next(iter(parts.values())).new_tensor(scales)
+                self._add(submodel, {n: torch.tensordot(row, value, 1) for n, value in parts.items()}, measured, 1.0)
             for weight, pace in zip(weights, paces, strict=True):
                 self._count(submodel, state, weight, pace)
 
-    def _add(self, submodel: Submodel, parts: Weights, scale: float) -> None:
-        """Add scaled parts of weights, all in one call."""
-        sums, added = [], []
-        for name, part in parts.items():
-            full, cut = submodel.scope + name, self.cutter.rows(name, submodel.index)
-            if full not in self._sums:
-                if is_whole(cut):  # the first of many need not be added to zeros
-                    self._sums[full] = part * scale
-                    continue
-                self._sums[full] = torch.zeros_like(self._shapes[full])
-            if is_blocky(cut):
-                for there, here in blocks(cut):
-                    sums.append(self._sums[full][there])
-                    added.append(part[here])
-            else:
-                add_at(self._sums[full], cut, part, scale)
-        if sums:
-            torch._foreach_add_(sums, added, alpha=scale)
+    def _apart(self, weights: Weights) -> Iterator[tuple[bool, Weights]]:
+        """What was learnt, and what was measured, if there is any."""
+        for measured in (False, True):
+            some = {name: value for name, value in weights.items() if (name in self.plain) is measured}
+            if some:
+                yield measured, some
+
+    def _add(self, submodel: Submodel, parts: Weights, measured: bool, scale: float) -> None:
+        key = submodel.scope, measured
+        if key not in self._sums and all(self.cutter.keeps(name, submodel.index) for name in parts):
+            first = Flat.of(parts)  # the first of many need not be added to zeros
+            self._sums[key] = first if scale == 1.0 else first.same(first.vector.mul_(scale))
+            return
+        self.cutter.add(self._room(key, parts), submodel, parts, scale)
+
+    def _room(self, key: tuple[str, bool], names: Iterable[str]) -> Flat:
+        """The sums, with zeros for weights that nobody has sent before."""
+        sums = self._sums.get(key)
+        known = sums.parts if sums is not None else {}
+        if sums is None or any(name not in known for name in names):
+            new = {name: torch.zeros_like(self._old[key[0] + name]) for name in names if name not in known}
+            sums = self._sums[key] = Flat.of(known | new)
+        return sums
 
     def _count(self, submodel: Submodel, weights: Weights, weight: float, pace: float) -> None:
         held = self._held.setdefault((submodel, tuple(weights)), [0.0, 0.0, 0.0])
@@ -190,61 +195,61 @@ class Mean:
             held[place] += value
 
     def join(self, other: Self) -> None:
-        for name, total in other._sums.items():
-            self._sums[name] = self._sums[name] + total if name in self._sums else total
-        for cut, values in other._held.items():
-            mine = self._held.setdefault(cut, [0.0, 0.0, 0.0])
-            for place, value in enumerate(values):
-                mine[place] += value
+        for key, theirs in other._sums.items():
+            mine = self._room(key, theirs.shapes)
+            torch._foreach_add_([mine.parts[name] for name in theirs.shapes], list(theirs.parts.values()))
+        for cut, sums in other._held.items():
+            held = self._held.setdefault(cut, [0.0, 0.0, 0.0])
+            for place, value in enumerate(sums):
+                held[place] += value
 
     def finish(self, server: Server) -> tuple[Weights, Slots]:
         weights = dict(server.weights)
         slots = {slot: dict(values) for slot, values in server.slots.items()}
-        for name, total in self._sums.items():
-            old, counts = server.weights[name], self._counts(name, _WEIGHT)
-            measured = name.rpartition("/")[2] in self.plain  # "base3/bn.running_mean" without its scope
+        for (scope, measured), sums in self._sums.items():
+            old = Flat.of({name: server.weights[scope + name] for name in sums.shapes}).vector
+            counts = self._counts(scope, sums, _WEIGHT)
             if self.paced and not measured:  # w + (Σp·a / Σp) · Σ(p/a)(w_i − w) / Σp
-                change = total - self._counts(name, _RATIO) * old
-                mean = old + self._counts(name, _PACED) / counts * change / counts
+                change = sums.vector - self._counts(scope, sums, _RATIO) * old
+                mean = old + self._counts(scope, sums, _PACED) / counts * change / counts
             else:
-                mean = total / counts
-            touched = counts > 0 if isinstance(counts, Tensor) and not self._covered(name) else None
+                mean = sums.vector / counts
+            touched = counts > 0 if isinstance(counts, Tensor) else None
             if self.optimiser.slots and not measured:
-                mean = self._step(name, old, mean, touched, slots)
-            weights[name] = mean if touched is None else torch.where(touched, mean, old)
+                mean = self._step(scope, sums, old, mean, touched, slots)
+            merged = mean if touched is None else torch.where(touched, mean, old)
+            weights |= {scope + name: part for name, part in sums.same(merged).parts.items()}
         return weights, slots
 
     def _step(
-        self, name: str, old: Tensor, mean: Tensor, touched: Tensor | None, slots: dict[str, dict[str, Tensor]]
+        self,
+        scope: str,
+        sums: Flat,
+        old: Tensor,
+        mean: Tensor,
+        touched: Tensor | None,
+        slots: dict[str, dict[str, Tensor]],
     ) -> Tensor:
         """Let the server's optimiser step towards the mean; untouched positions keep their slots."""
-        own = {s: slots.setdefault(s, {}).setdefault(name, torch.zeros_like(old)) for s in self.optimiser.slots}
+        own = {}
+        for slot in self.optimiser.slots:
+            held = slots.setdefault(slot, {})
+            empty = sums.same(torch.zeros_like(old)).parts
+            own[slot] = Flat.of({name: held.get(scope + name, zeros) for name, zeros in empty.items()}).vector
         step, after = self.optimiser.step(mean - old, own)
         for slot, value in after.items():
-            slots[slot][name] = value if touched is None else torch.where(touched, value, own[slot])
+            kept = sums.same(value if touched is None else torch.where(touched, value, own[slot]))
+            slots[slot] |= {scope + name: part for name, part in kept.parts.items()}
         return old + step
 
-    def _holders(self, name: str) -> Iterator[tuple[Rows, list[float]]]:
-        for (submodel, names), values in self._held.items():
-            own = name.removeprefix(submodel.scope)
-            if name.startswith(submodel.scope) and own in names:
-                yield self.cutter.rows(own, submodel.index), values
-
-    def _covered(self, name: str) -> bool:
-        """Whether some client held all of a weight."""
-        return any(is_whole(cut) for cut, _ in self._holders(name))
-
-    def _counts(self, name: str, place: int) -> Tensor | float:
-        """How much every position of a weight was held: one number if all held all of it."""
-        holders = list(self._holders(name))
-        everywhere = sum(values[place] for cut, values in holders if is_whole(cut))
-        parts = [(cut, values[place]) for cut, values in holders if not is_whole(cut)]
-        if not parts:
-            return everywhere
-        counts = torch.full_like(self._shapes[name], everywhere)
-        for cut, value in parts:
-            add_at(counts, cut, value)
-        return counts
+    def _counts(self, scope: str, sums: Flat, place: int) -> Tensor | float:
+        """How much every position was held: one number if all held all of it."""
+        held = [
+            (submodel, [name for name in names if name in sums.shapes], values[place])
+            for (submodel, names), values in self._held.items()
+            if submodel.scope == scope
+        ]
+        return self.cutter.tally(sums, held)
 
 
 _RATIO, _WEIGHT, _PACED = range(3)  # what `Mean._held` adds up: p/a, p and p·a

@@ -68,9 +68,12 @@ def mean_by_label(scores: Iterable[Score]) -> dict[str, float]:
     return {label: sum(values) / len(values) for label, values in found.items()}
 
 
-def mean_statistics(measured: Sequence[Weights]) -> dict[str, Tensor]:
-    """Norm statistics as the plain mean over batches: torch's cumulative average, HeteroFL's static norm."""
-    return {name: torch.stack([one[name] for one in measured]).mean(0) for name in measured[0]}
+def mean_statistics(measured: Sequence[Weights], count: int) -> dict[str, Tensor]:
+    """Norm statistics as the plain mean over batches: torch's cumulative average, HeteroFL's static norm.
+
+    `measured` are those of single batches, or sums over some of them; `count` is the number of batches.
+    """
+    return {name: torch.stack([one[name] for one in measured]).sum(0) / count for name in measured[0]}
 
 
 @dataclass(frozen=True)
@@ -107,10 +110,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
             scores += engine.evaluate(method, exams, how.batch_size)
         return Grades(mean_by_label(scores))
     members = members_by_share(method, server, fleet, world)
-    weights = {
-        submodel: ready(method, server, submodel, engine, how.batch_size)
-        for submodel in dict.fromkeys(members.values())
-    }
+    weights = ready(method, server, list(dict.fromkeys(members.values())), engine, how.batch_size)
     exams = [Exam(label, submodel, weights[submodel]) for label, submodel in members.items()]
     grades = Grades(mean_by_label(engine.evaluate(method, exams, how.batch_size)))
     if how.local and engine.data.test_parts is not None:
@@ -136,14 +136,18 @@ def members_by_share(method: Method, server: Server, fleet: Fleet, world: World)
     return dict(sorted(found.items(), key=lambda item: -float(item[0])))
 
 
-def ready(method: Method, server: Server, submodel: Submodel, engine: Engine, batch_size: int) -> dict[str, Tensor]:
-    """A sub-model's weights as they are tested or deployed: cut, and its norms re-estimated if the policy says so."""
-    family = engine.world.family
-    names = [name for name in family.layout.dims if submodel.scope + name in server.weights]
-    weights = family.cutter.gather(server.weights, submodel, names)
+def ready(
+    method: Method, server: Server, submodels: Sequence[Submodel], engine: Engine, batch_size: int
+) -> dict[Submodel, dict[str, Tensor]]:
+    """Sub-models' weights as they are tested or deployed: cut, and their norms re-estimated if the policy says so."""
+    family, cuts = engine.world.family, {}
+    for submodel in submodels:
+        names = [name for name in family.layout.dims if submodel.scope + name in server.weights]
+        cuts[submodel] = family.cutter.gather(server.weights, submodel, names)
     if method.local.norm == "post" and family.statistics:
-        weights |= engine.calibrate(submodel, weights, batch_size)
-    return weights
+        for own, statistics in zip(cuts.values(), engine.calibrate(list(cuts.items()), batch_size), strict=True):
+            own |= statistics
+    return cuts
 
 
 def share_label(budget: Budget, world: World) -> str:
@@ -177,11 +181,11 @@ def _own_exam(method: Method, server: Server, client: Client, engine: Engine, ba
     job = Job(client, submodel, server.round)
     state = engine.start(server, job, method.learner(job, world)).state
     if method.local.norm == "post" and world.family.statistics:
-        state = {**state, **engine.calibrate(submodel, state, batch_size, engine.data.parts[client.id])}
+        state = {**state, **engine.calibrate([(submodel, state)], batch_size, engine.data.parts[client.id])[0]}
     samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
     return Exam(share_label(client.budget, world), submodel, state, samples, _hidden(method, client, engine))
 
 
 def _hidden(method: Method, client: Client, engine: Engine) -> Tensor | None:
     """Clients that train among their own classes only are tested among them."""
-    return engine.held(client.id) if method.local.masked == "client" else None
+    return engine.held(client.id).to(engine.world.device) if method.local.masked == "client" else None

@@ -190,7 +190,7 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
     for kind in LOCAL.values():
         engine = kind(World(residual, dtype=torch.float64), data)
         cut = residual.cutter.gather(weights, submodel, residual.trainable)
-        statistics.append(engine.calibrate(submodel, cut, batch_size=9))
+        statistics.extend(engine.calibrate([(submodel, cut)], batch_size=9))
     assert statistics[0].keys() == set(residual.statistics)
     for other in statistics[1:]:
         torch.testing.assert_close(dict(other), statistics[0], rtol=0, atol=1e-12)

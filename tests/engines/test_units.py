@@ -6,7 +6,10 @@ import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.engines.sweep import Sweep
+from fedquilt.engines.units import CaptureError
 from fedquilt.methods import METHODS, HeteroFL
+from fedquilt.round.cut import prefix
 from fedquilt.round.local import Adam
 from tests.conftest import assert_same, with_local
 from tests.engines.test_parity import RAGGED, SHARES
@@ -14,9 +17,8 @@ from tests.engines.test_parity import RAGGED, SHARES
 LAYOUTS = ("alone", "laid", "stack")
 
 
-def played(method, family, data, layout, rounds=2, shares=SHARES, **settings):
+def played(method, family, data, layout, rounds=2, shares=SHARES, how=fq.Evaluation(every=0), **settings):
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
-    how = fq.Evaluation(every=0)
     run = fq.prepare(method, family, data, fleet, "vectorised", dtype=torch.float64, evaluation=how)
     run.engine.record, run.engine.layout = True, layout
     for name, value in settings.items():
@@ -44,3 +46,39 @@ def test_every_method_gives_the_same_numbers_in_every_layout(name, layout, resid
 def test_every_setting(changes, layout, residual, make_data, play):
     method, data = with_local(HeteroFL(), batch_size=3, **changes), make_data(residual, RAGGED)
     assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout))
+
+
+# --- sweeps -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [4, 5, 100])
+def test_swept_evaluation_and_calibration_give_the_same_numbers(residual, make_data, play, batch_size, monkeypatch):
+    """Whole batches in sweeps, tails beside them, and one sweep serving one round after the other."""
+    begun = []
+    monkeypatch.setattr(Sweep, "begin", lambda *args, own=Sweep.begin: (begun.append(1), own(*args)))
+    method, data = HeteroFL(), make_data(residual, RAGGED)
+    how = fq.Evaluation(every=1, batch_size=batch_size)
+    truth = play(method, residual, data, shares=SHARES, evaluation=how)
+    swept = played(method, residual, data, "stack", how=how)
+    assert_same(truth, swept)
+    assert [r.grades for r in swept.records] == [r.grades for r in truth.records]
+    assert bool(begun) == (batch_size < 100)
+    assert all(len(own) == 1 for own in swept.engine._sweeps.values())
+    submodel = prefix(residual.whole)
+    cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
+    ours, theirs = (run.engine.calibrate([(submodel, cut)], batch_size)[0] for run in (swept, truth))
+    torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_a_member_whose_evaluation_cannot_be_recorded_is_told_once(residual, make_data, play, monkeypatch, caplog):
+    def refused(*_args):
+        raise CaptureError("it looks at its numbers")
+
+    monkeypatch.setattr("fedquilt.engines.vectorised.Sweep", refused)
+    method, data, how = HeteroFL(), make_data(residual, RAGGED), fq.Evaluation(every=1, batch_size=4)
+    swept = played(method, residual, data, "stack", how=how)
+    assert [r.grades for r in swept.records] == [
+        r.grades for r in play(method, residual, data, shares=SHARES, evaluation=how).records
+    ]
+    told = [line.message for line in caplog.records if "cannot be recorded" in line.message]
+    assert len(told) == 2 * len(SHARES)  # tested and measured, each once

@@ -27,8 +27,8 @@ DIMS = {
 ONE_NET = tuple(DIMS)
 
 
-def cutter() -> Cutter:
-    return Cutter(DIMS, SIZES)
+def cutter(flat: bool | None = None) -> Cutter:
+    return Cutter(DIMS, SIZES, flat=flat)
 
 
 @st.composite

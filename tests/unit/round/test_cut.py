@@ -9,6 +9,7 @@ from hypothesis import strategies as st
 
 from fedquilt.axes import Index, Positions
 from fedquilt.round.cut import add_at, is_blocky, prefix, put_at, rows, scattered, take, windows
+from fedquilt.round.flat import Flat
 from fedquilt.terms import Arch
 from tests.unit.round import cuts
 
@@ -193,3 +194,35 @@ def test_scalars_are_never_cut():
 def test_a_full_window_is_the_whole_axis_in_order_so_that_equal_members_stack(size):
     arch = Arch((("a", size),))
     assert windows(arch, {"a": 3}, {"a": size}).index == prefix(arch).index
+
+
+# --- all weights at once, as on a GPU -----------------------------------------------------------------------------
+
+
+@few
+@given(cuts.submodels(scopes=("", "base1/")), cuts.submodels())
+def test_flat_and_sliced_cuts_are_the_same_to_the_bit(submodel, other):
+    flat, sliced = cuts.cutter(flat=True), cuts.cutter(flat=False)
+    for one in (submodel, other, submodel):  # the second time from memory
+        whole = cuts.state(1, one.scope)
+        found, expected = flat.gather(whole, one, NAMES), sliced.gather(whole, one, NAMES)
+        assert list(found) == list(expected)
+        assert all(torch.equal(found[name], expected[name]) for name in NAMES)
+        sums = [Flat.of({name: torch.ones_like(whole[one.scope + name]) for name in NAMES}) for _ in range(2)]
+        for cutter, own in zip((flat, sliced), sums, strict=True):
+            cutter.add(own, one, expected, scale=0.5)
+        assert torch.equal(sums[0].vector, sums[1].vector)
+
+
+def test_places_and_maps_are_forgotten_when_they_are_many(monkeypatch):
+    monkeypatch.setattr("fedquilt.round.cut._PLACES", 2)
+    monkeypatch.setattr("fedquilt.round.cut._MAPS", 1)
+    cutter, whole = cuts.cutter(flat=True), cuts.state(1)
+    for start in range(4):
+        for width in (1, 2, 3):
+            one = windows(Arch((("a", width),)), {"a": start}, cuts.SIZES)
+            assert torch.equal(
+                cutter.gather(whole, one, NAMES)["square"], cuts.pick(whole["square"], "square", one.index)
+            )
+    assert len(cutter._places) <= 2
+    assert len(cutter._maps) == 1

@@ -54,7 +54,8 @@ def test_nets_are_tested_on_the_statistics_the_policy_stores():
 
 def test_mean_statistics():
     measured = [{"m": torch.tensor([1.0, 2.0])}, {"m": torch.tensor([3.0, 6.0])}]
-    assert mean_statistics(measured)["m"].tolist() == [2, 4]
+    assert mean_statistics(measured, 2)["m"].tolist() == [2, 4]
+    assert mean_statistics(measured, 4)["m"].tolist() == [1, 2]  # where they are sums over batches
 
 
 def test_labels_are_the_share_of_every_axis_a_budget_allows(perceptron):
@@ -75,7 +76,7 @@ def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
     submodel = HeteroFL().deploy(None, fq.Budget(share=0.5), world)
     ours = LOCAL[engine](world, data)
     cut = residual.cutter.gather(state, submodel, residual.trainable)
-    found = ours.calibrate(submodel, cut, batch_size=5)
+    [found] = ours.calibrate([(submodel, cut)], batch_size=5)
     theirs = residual.module(submodel, state).train()
     for layer in theirs.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):

@@ -1,0 +1,80 @@
+"""A member's forward pass over many batches of one size, recorded once and replayed: for tests and norm statistics."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from contextlib import nullcontext
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedquilt.engines.units import recorded, rewrite
+from fedquilt.round.local import State
+
+if TYPE_CHECKING:
+    from contextlib import AbstractContextManager
+
+    from fedquilt.terms import Weights
+
+_CHUNK = 256  # batches whose samples are named on the device at once
+
+Look = Callable[["Weights", Tensor], State]  # what is looked at in one batch of samples, given by their positions
+
+
+class Sweep:
+    """Sums what `look` sees over batches: `begin` and go on with something else, `end` has the sums.
+
+    Like a unit it keeps its tensors, knows nothing of rounds, and has a stream of its own: sweeps of unequal members
+    overlap.
+    """
+
+    def __init__(self, look: Look, weights: Weights, size: int, device: torch.device) -> None:
+        self._look, self._graph = look, None
+        self._weights = {name: _channels_last(value, device) for name, value in weights.items()}
+        self._rows = torch.zeros(_CHUNK, size, dtype=torch.int64, device=device)
+        self._at = torch.zeros(1, dtype=torch.int64, device=device)
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        self._sums: State = {}
+        with self._on_stream():
+            self._sums = {name: torch.zeros_like(value) for name, value in self._see().items()}
+        if self._stream is not None:
+            self._graph = recorded(self._step, self._stream)
+
+    def begin(self, weights: Weights, batches: list[Tensor]) -> None:
+        """Look at batches of equal size."""
+        rewrite(self._weights, weights)
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
+        with self._on_stream():
+            torch._foreach_zero_(list(self._sums.values()))
+            for first in range(0, len(batches), _CHUNK):
+                some = batches[first : first + _CHUNK]
+                self._rows[: len(some)] = torch.stack(some)
+                self._at.zero_()
+                for _ in some:
+                    self._step() if self._graph is None else self._graph.replay()
+
+    def end(self) -> State:
+        """The sums; they are the sweep's own until it begins again."""
+        if self._stream is not None:
+            torch.cuda.current_stream().wait_stream(self._stream)
+        return self._sums
+
+    def _step(self) -> None:
+        seen = self._see()
+        torch._foreach_add_(list(self._sums.values()), [seen[name] for name in self._sums])
+        self._at += 1
+
+    def _see(self) -> State:
+        with torch.no_grad():
+            return self._look(self._weights, self._rows.index_select(0, self._at)[0])
+
+    def _on_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def _channels_last(value: Tensor, device: torch.device) -> Tensor:
+    """A copy, laid out as the fast kernels of a GPU want it."""
+    wanted = torch.channels_last if device.type == "cuda" and value.dim() == 4 else torch.contiguous_format
+    return value.clone(memory_format=wanted)
