@@ -171,14 +171,17 @@ def prepare(
     family: Family,
     data: FederatedData,
     fleet: Fleet,
-    engine: str = "vectorised",
+    engine: str | Engine = "vectorised",
     seed: int = 0,
     device: str = "cpu",
     dtype: torch.dtype = torch.float32,
     evaluation: Evaluation | None = None,
     memory_limit: int = LIMIT,
 ) -> Run:
-    """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk."""
+    """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk.
+
+    The engine of another run of the same family may be given: seed, device, precision and all it has recorded are its.
+    """
     _check_kind("run", method, Method, "fq.methods.FedAvg()")
     _check_kind("run", family, Family, "fq.trace(module, data.example)")
     _check_kind("run", data, FederatedData, "pool.deal(20)")
@@ -189,12 +192,17 @@ def prepare(
             "Deal it to as many as the fleet has."
         )
     _check_budgets(family, fleet)
-    world = World(family, seed, torch.device(device), dtype, data.public)
-    kind = known(ENGINES, engine, "engine")
-    server = method.init(world)
-    memory = Memories(memory_limit, world.device)
+    if isinstance(engine, Engine):
+        if engine.world.family is not family:
+            raise ConfigError("the engine of another run was given; it trains another family than this run's.")
+        engine.deal(data)
+    else:
+        world = World(family, seed, torch.device(device), dtype, data.public)
+        engine = known(ENGINES, engine, "engine")(world, data)
+    server = method.init(engine.world)
+    memory = Memories(memory_limit, engine.world.device)
     memory.update(server.memory)
-    return Run(method, fleet, kind(world, data), evaluation or Evaluation(), replace(server, memory=memory))
+    return Run(method, fleet, engine, evaluation or Evaluation(), replace(server, memory=memory))
 
 
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands

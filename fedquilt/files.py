@@ -103,15 +103,23 @@ def sync_folder(folder: Path) -> None:
 # --- tensors ----------------------------------------------------------------------------------------------------
 
 
-def settled(tensor: Tensor) -> Tensor:
-    """The tensor as it would be read back: contiguous, in memory of its own.
+def settled(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Tensors as they would be read back: contiguous, each in memory of its own.
 
     What is kept between rounds is kept like this, because the last bits of a product depend on strides and alignment:
     else a resumed run would drift from one that was not interrupted. It also holds on to no larger tensor.
     """
-    if tensor.is_contiguous() and tensor.untyped_storage().nbytes() == tensor.nbytes:
-        return tensor.detach()
-    return tensor.detach().clone(memory_format=torch.contiguous_format)
+    found = {name: value.detach() for name, value in weights.items()}
+    loose = [
+        name
+        for name, value in found.items()
+        if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes
+    ]
+    if loose:
+        own = [torch.empty_like(found[name], memory_format=torch.contiguous_format) for name in loose]
+        torch._foreach_copy_(own, [found[name] for name in loose])  # one launch for all of them
+        found.update(zip(loose, own, strict=True))
+    return found
 
 
 @dataclass(frozen=True)

@@ -375,8 +375,8 @@ def _submodel(text: str) -> Submodel:
 
 
 def _settled(memory: Memory) -> Memory:
-    weights = {name: settled(value) for name, value in memory.weights.items()}
-    slots = {slot: {name: settled(value) for name, value in values.items()} for slot, values in memory.slots.items()}
+    weights = settled(memory.weights)
+    slots = {slot: settled(values) for slot, values in memory.slots.items()}
     return replace(memory, weights=weights, slots=slots)
 
 

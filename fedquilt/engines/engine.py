@@ -89,11 +89,16 @@ class Engine(ABC):
             matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
 
     def __post_init__(self) -> None:
-        self.data = self.data.to(self.world.device, self.world.dtype)
         self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
         self._cut_from: Weights | None = None
         self._first: dict[str, Tensor] | None = None
+        self.deal(self.data)
+
+    def deal(self, data: FederatedData) -> None:
+        """Go on with other data, or the same dealt otherwise."""
+        self.data = data.to(self.world.device, self.world.dtype)
         self._holds: dict[int, Tensor] = {}
+        self.__dict__.pop("pooled", None)
         self._check_data()
 
     # --- the two verbs -----------------------------------------------------------------------------------------
@@ -172,6 +177,7 @@ class Engine(ABC):
             self._cuts[submodel, names] = known
         return known
 
+    @cached_property
     def initial(self) -> dict[str, Tensor]:
         """The weights everyone starts from, without a scope."""
         world = self.world
@@ -184,7 +190,7 @@ class Engine(ABC):
         """The weights everyone started from, under every scope the server has."""
         if self._first is None:
             scopes = {name[: name.rfind("/") + 1] for name in server.weights}  # "base3/fc.weight" has scope "base3/"
-            self._first = {f"{scope}{name}": value for scope in scopes for name, value in self.initial().items()}
+            self._first = {f"{scope}{name}": value for scope in scopes for name, value in self.initial.items()}
         return self._first
 
     def remember(
@@ -246,7 +252,7 @@ class Engine(ABC):
             yield
 
     def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:
-        """Refuse what is not a number, before it is added to anything."""
+        """Refuse what is not a number, before the round counts."""
         good = losses.isfinite()
         if not bool(good.all()):
             step = int((~good).nonzero()[0])

@@ -68,7 +68,7 @@ class Unit:
         self._masks = [learner.masks(family, shape.arch, phase, device) for phase in learner.phases]
         _check_capturable(learner, self._masks)
         self._net = family.laid(shape.arch, count) if shape.layout == "laid" else None
-        fresh = family.cutter.gather(engine.initial(), prefix(shape.arch), learner.names(family))
+        fresh = family.cutter.gather(engine.initial, prefix(shape.arch), learner.names(family))
         self.state = {name: self._place(value) for name, value in fresh.items()}
         self.slots = {
             slot: {name: torch.zeros_like(self.state[name]) for name in family.trainable}
@@ -80,8 +80,8 @@ class Unit:
         self.losses = torch.zeros(_CHUNK, count, dtype=world.dtype, device=device)
         self.held = torch.ones(count, family.num_classes, dtype=torch.bool, device=device)
         self.keys = torch.zeros(count, dtype=torch.int64, device=device)
+        self.noise = torch.zeros(_CHUNK, count, dtype=torch.int64, device=device)  # the keys of every step
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the chunk
-        self.first = torch.zeros(1, dtype=torch.int64, device=device)  # the chunk's first step
         self.age = torch.zeros((), dtype=torch.float32, device=device)  # optimiser steps taken
         on_gpu = device.type == "cuda"
         # The fused kernels read a rate in float32 on a GPU, too coarse for float64.
@@ -89,6 +89,7 @@ class Unit:
         self._fused = not (on_gpu and fine) or learner.local.optimiser.ages
         self.lr = torch.zeros((), dtype=torch.float32 if on_gpu and self._fused else torch.float64, device=device)
         self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
+        self.ragged = False  # whether some client has no full batch in some step of the chunk
         self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
         if self._net is not None:
             self._compare()
@@ -151,7 +152,7 @@ class Unit:
                 self._fill(step)
             size = self.shape.learner.local.batch_size
             groups = self._stack.groups(step)
-            whole = next((group for group in groups if len(self._stack.batches[group[0]][step]) == size), [])
+            whole = next((group for group in groups if self._stack.sizes[group[0]][step] == size), [])
             if whole:
                 self._replay(masked=len(whole) < self.shape.count)
             else:
@@ -169,21 +170,22 @@ class Unit:
         rows = torch.zeros(_CHUNK, self.shape.count, size, dtype=torch.int64)
         active = torch.zeros(_CHUNK, self.shape.count, dtype=torch.bool)
         for client, own in enumerate(stack.batches):
-            full = [place for place, batch in enumerate(own[step : steps.stop]) if len(batch) == size]
+            full = [place for place, length in enumerate(stack.sizes[client][step : steps.stop]) if length == size]
             if full:
                 rows[full, client] = torch.stack([own[step + place] for place in full])
                 active[full, client] = True
         self.rows.copy_(rows)
         self.active.copy_(active)
-        self.first.fill_(step)
+        self.ragged = not bool(active[: len(steps)].all())
+        self.noise.copy_(noise.fold_in(self.keys, torch.arange(step, step + _CHUNK, device=self.at.device)[:, None]))
         self.at.zero_()
 
     def _report(self, step: int) -> None:
         """Hand the losses of the last chunk to the stack, which has those of tails already."""
         if step:
             first = (step - 1) // _CHUNK * _CHUNK
-            told = self._stack.losses[first:step]
-            told.copy_(torch.where(self.active[: len(told)], self.losses[: len(told)], told))
+            told, own = self._stack.losses[first:step], self.losses[: step - first]
+            told.copy_(torch.where(self.active[: step - first], own, told) if self.ragged else own)
 
     def unload(self) -> None:
         """The stack has what its clients learnt, in tensors that are the unit's until the next load."""
@@ -225,7 +227,7 @@ class Unit:
         learner = self.shape.learner
         rows = self.rows.index_select(0, self.at)[0]
         inputs, targets = self.engine.data.samples(rows), self.engine.data.targets[rows]
-        keys = noise.fold_in(self.keys, self.first + self.at)
+        keys = self.noise.index_select(0, self.at)[0]
         old = masked or len(learner.phases) > 1
         before = {name: value.clone() for name, value in self.state.items()} if old else self.state
         kept = (
@@ -311,11 +313,12 @@ def recorded(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cud
 
 @contextmanager
 def exact() -> Iterator[None]:
-    """Full float32 products on a GPU, whatever precision is set."""
+    """Full products, whatever precision is set."""
     before = torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = False
     try:
-        yield
+        with torch.autocast("cuda", enabled=False), torch.autocast("cpu", enabled=False):
+            yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
 

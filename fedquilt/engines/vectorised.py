@@ -30,10 +30,12 @@ from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
 from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
+    from fedquilt.data import FederatedData
     from fedquilt.methods.method import Method
 
 _log = logging.getLogger(__name__)
 _CACHED = 256  # samples
+_CROWD = 1.15
 _SWEPT = 4  # batches from which on recording a pass pays
 MEASURE = Pass(statistics="measure")
 Swept = tuple[Hashable, Sweep]
@@ -73,12 +75,17 @@ class Stack:
     def arch(self) -> Arch:
         return self.jobs[0].submodel.arch
 
+    @cached_property
+    def sizes(self) -> list[list[int]]:
+        """Of each client, how many samples each of its batches has."""
+        return [[len(batch) for batch in own] for own in self.batches]
+
     def groups(self, step: int) -> list[list[int]]:
         """The clients that still train at this step, by the size of their batch."""
         by_size: dict[int, list[int]] = {}
-        for client, own in enumerate(self.batches):
+        for client, own in enumerate(self.sizes):
             if step < len(own):
-                by_size.setdefault(len(own[step]), []).append(client)
+                by_size.setdefault(own[step], []).append(client)
         return list(by_size.values())
 
 
@@ -91,15 +98,24 @@ class Vectorised(Engine):
     layout: Literal["auto", "alone", "laid", "stack"] = "auto"
 
     def __post_init__(self) -> None:
-        super().__post_init__()
-        device = self.world.device
-        self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 4 << 30)
         self._idle: dict[Shape, list[Unit]] = {}
         self._refused: dict[Shape, str] = {}
         self._chosen: dict[Shape, Layout] = {}
         self._single: set[Arch] = set()  # members that vmap cannot stack
         self._sweeps: dict[Hashable, list[Sweep]] = {}
         self._unswept: set[Hashable] = set()
+        super().__post_init__()
+        device = self.world.device
+        self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 4 << 30)
+
+    def deal(self, data: FederatedData) -> None:
+        """What was recorded stays good as long as its samples lie where they lay."""
+        before = self.data
+        super().deal(data)
+        if self.data.inputs is not before.inputs or self.data.targets is not before.targets:
+            self._idle, self._sweeps = {}, {}
+        elif self.data.test_inputs is not before.test_inputs or self.data.test_targets is not before.test_targets:
+            self._sweeps = {}
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -119,10 +135,9 @@ class Vectorised(Engine):
                     self._set_apart(error.arch, str(error))
                     stackable = [(learner, some) for learner, some in stackable if some[0].submodel.arch != error.arch]
                     continue
-                self._check(stacks)
-                for stack in stacks:
+                for stack in stacks:  # a GPU is still training while its results are put in their place
                     self._fold(stack, fold, outcome)
-                outcome.stacks += len(stacks)
+                self._check(stacks, outcome)
                 break
             apart = [job for _, some in wave for job in some if job.submodel.arch in self._single]
             self._truth._train(method, server, apart, fold, outcome)
@@ -247,11 +262,11 @@ class Vectorised(Engine):
         if not self._recorded:
             return None
         full = stack.learner.local.batch_size
-        if not any(len(batch) == full for own in stack.batches for batch in own):
+        if not any(full in own for own in stack.sizes):
             return None
         count = len(stack.jobs)
         shape = Shape.of(stack.arch, stack.learner, count, self._layout(stack.arch, stack.learner, count))
-        ragged = any({len(b) for b in own} != {full} or len(own) != len(stack.batches[0]) for own in stack.batches)
+        ragged = any(set(own) != {full} or len(own) != len(stack.sizes[0]) for own in stack.sizes)
         for layout in dict.fromkeys((shape.layout, "stack" if count > 1 else "alone")):
             one = replace(shape, layout=layout)
             try:
@@ -295,7 +310,9 @@ class Vectorised(Engine):
                 continue
             taken[layout] = replay_time(units)
             self._idle.setdefault(one, []).extend(units)
-        best: Layout = min(taken, key=lambda layout: taken[layout]) if taken else "stack"
+        # Alone they are many units, which come off worse in the crowd of a cohort than this clock shows.
+        crowded = {layout: seconds * (_CROWD if layout == "alone" else 1.0) for layout, seconds in taken.items()}
+        best: Layout = min(crowded, key=lambda layout: crowded[layout]) if crowded else "stack"
         for layout in taken:
             if layout != best and layout != "alone":
                 self._idle.pop(replace(shape, layout=layout), None)
@@ -364,12 +381,10 @@ class Vectorised(Engine):
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
         outcome.bytes_down += stack.received_bytes
+        outcome.stacks += 1
         alike: dict[tuple[Submodel, ...], list[int]] = {}
-        losses = stack.losses.cpu()  # once for all of them
         for client, job in enumerate(stack.jobs):
-            samples = sum(map(len, stack.batches[client]))
-            outcome.losses.append(float(losses[: len(stack.batches[client]), client].mean()))
-            outcome.macs += samples * learner.macs(family, stack.arch)
+            outcome.macs += sum(stack.sizes[client]) * learner.macs(family, stack.arch)
             alike.setdefault(learner.uploads(family, job.submodel, self.held(job.client.id)), []).append(client)
         own = {name: stack.state[name] for name in learner.sent(family)}
         for wanted, clients in alike.items():
@@ -412,17 +427,19 @@ class Vectorised(Engine):
             for update in updates:
                 fold.add(update)
 
-    def _check(self, stacks: list[Stack]) -> None:
-        """One look at all stacks; only if something is wrong, at every client."""
+    def _check(self, stacks: list[Stack], outcome: Outcome) -> None:
+        """One look at all stacks; only if something is wrong, at every client: then the round fails."""
         family = self.world.family
         learnt = [stack.state[name] for stack in stacks for name in family.trainable]
         norms = torch._foreach_norm([*learnt, *(stack.losses for stack in stacks)])
-        if bool(torch.stack(list(norms)).isfinite().all()):
-            return
+        if not bool(torch.stack(list(norms)).isfinite().all()):
+            for stack in stacks:
+                for client, job in enumerate(stack.jobs):
+                    losses = stack.losses[: len(stack.batches[client]), client]
+                    self.check_finite(job, losses, [stack.state[name][client] for name in family.trainable])
         for stack in stacks:
-            for client, job in enumerate(stack.jobs):
-                losses = stack.losses[: len(stack.batches[client]), client]
-                self.check_finite(job, losses, [stack.state[name][client] for name in family.trainable])
+            losses = stack.losses.cpu()
+            outcome.losses += [float(losses[: len(own), place].mean()) for place, own in enumerate(stack.batches)]
 
     # --- evaluation --------------------------------------------------------------------------------------------
 

@@ -69,8 +69,8 @@ def play(method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: i
     after = replace(
         server,
         round=server.round + 1,
-        weights={name: settled(value) for name, value in weights.items()},
-        slots={slot: {name: settled(value) for name, value in values.items()} for slot, values in slots.items()},
+        weights=settled(weights),
+        slots={slot: settled(values) for slot, values in slots.items()},
     )
     grades = Grades()
     if evaluation.due(after.round, rounds):

@@ -139,6 +139,7 @@ class Cutter:
         self._rows: dict[tuple[Index, Index], dict[str, Rows]] = {}
         self._maps: dict[Hashable, Map] = {}
         self._places: dict[Hashable, Tensor] = {}
+        self._having: dict[frozenset[str], frozenset[str]] = {}
         self._axes = {name: frozenset(axis for dim in own for axis in axes_in(dim)) for name, own in dims.items()}
 
     def rows(self, name: str, index: Index, within: Index = WHOLE) -> Rows:
@@ -152,6 +153,12 @@ class Cutter:
             sizes = self.sizes | {axis: len(positions) for axis, positions in within.items()}
             known[name] = rows(self.dims[name], index, sizes)
         return known[name]
+
+    def _with(self, axes: frozenset[str]) -> frozenset[str]:
+        """The weights that have some of these axes."""
+        if axes not in self._having:
+            self._having[axes] = frozenset(name for name, own in self._axes.items() if own & axes)
+        return self._having[axes]
 
     def kernels(self, arch: Arch) -> int:
         """A member's size as FedRolex's appendix A.3 counts it: the outputs of its matrices and convolutions."""
@@ -233,16 +240,11 @@ class Cutter:
         first = like[names[0]] if names else None
         if first is None or not (first.is_cuda if self.flat is None else self.flat):
             return [], names
-        widths = submodel.arch.sizes
-        odd = {axis for axis in submodel.index if axis not in widths}
-        moved = {axis for axis, kept in submodel.index.items() if not kept.covers(self.sizes[axis])}
-        cut = [
-            name
-            for name in names
-            if self._axes[name] & moved and not self._axes[name] & odd and like[name].dtype == first.dtype
-        ]
-        chosen = set(cut)
-        return cut, [name for name in names if name not in chosen]
+        widths, index = submodel.arch.sizes, submodel.index
+        odd = self._with(frozenset(axis for axis in index if axis not in widths))
+        moved = self._with(frozenset(axis for axis, kept in index.items() if not kept.covers(self.sizes[axis])))
+        at_once = {name for name in names if name in moved and name not in odd and like[name].dtype == first.dtype}
+        return [name for name in names if name in at_once], [name for name in names if name not in at_once]
 
     def _where(self, submodel: Submodel, names: list[str], whole: Flat) -> Tensor:
         """The places of a cut's entries in a vector of whole weights."""
@@ -265,8 +267,9 @@ class Cutter:
     def narrow(self, weights: Weights, held: Index, wanted: Index, lead: int = 0) -> dict[str, Tensor]:
         """From weights cut as `held`, those at `wanted`'s positions (global ones, among `held`'s). Differentiable."""
         places = self.places(held, wanted)
+        touched = self._with(frozenset(places))
         return {
-            name: take(weight, self.rows(name, places, held), lead) if self._axes[name] & places.keys() else weight
+            name: take(weight, self.rows(name, places, held), lead) if name in touched else weight
             for name, weight in weights.items()
         }
 

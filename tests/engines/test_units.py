@@ -17,9 +17,11 @@ from tests.engines.test_parity import RAGGED, SHARES
 LAYOUTS = ("alone", "laid", "stack")
 
 
-def played(method, family, data, layout, rounds=2, shares=SHARES, how=fq.Evaluation(every=0), **settings):
+def played(
+    method, family, data, layout, rounds=2, shares=SHARES, how=fq.Evaluation(every=0), dtype=torch.float64, **settings
+):
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
-    run = fq.prepare(method, family, data, fleet, "vectorised", dtype=torch.float64, evaluation=how)
+    run = fq.prepare(method, family, data, fleet, "vectorised", dtype=dtype, evaluation=how)
     run.engine.record, run.engine.layout = True, layout
     for name, value in settings.items():
         setattr(run.engine, name, value)
@@ -46,6 +48,29 @@ def test_every_method_gives_the_same_numbers_in_every_layout(name, layout, resid
 def test_every_setting(changes, layout, residual, make_data, play):
     method, data = with_local(HeteroFL(), batch_size=3, **changes), make_data(residual, RAGGED)
     assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout))
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_rough_products_train_in_every_layout(layout, residual, make_data, caplog):
+    """bfloat16 products, float32 weights: near the exact run, in the layout asked for."""
+    data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
+    exact, rough = (
+        played(
+            method,
+            residual,
+            data,
+            layout,
+            how=fq.Evaluation(every=1, batch_size=4),
+            dtype=torch.float32,
+            precision=precision,
+        )
+        for precision in ("fp32", "bf16")
+    )
+    assert not caplog.records
+    for name, weight in exact.server.weights.items():
+        assert rough.server.weights[name].dtype == weight.dtype
+        assert float((rough.server.weights[name] - weight).norm()) <= 0.05 * float(weight.norm()) + 0.05, name
+    assert any(not torch.equal(rough.server.weights[name], weight) for name, weight in exact.server.weights.items())
 
 
 # --- sweeps -----------------------------------------------------------------------------------------------------

@@ -84,11 +84,11 @@ def test_a_dtype_the_format_does_not_have_is_named():
 
 def test_settled_tensors_hold_on_to_nothing_larger():
     stack = torch.randn(100, 4, 3)
-    one = files.settled(stack[7].t())
+    one = files.settled({"w": stack[7].t()})["w"]
     assert torch.equal(one, stack[7].t())
     assert one.is_contiguous()
     assert one.untyped_storage().nbytes() == one.nbytes
-    assert files.settled(one).data_ptr() == one.data_ptr()  # no copy where none is needed
+    assert files.settled({"w": one})["w"].data_ptr() == one.data_ptr()  # no copy where none is needed
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):

@@ -16,7 +16,7 @@ import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError, DataError, FedquiltError, TraceError, TrainingError
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly
 from fedquilt.round.serve import Exam
-from tests.conftest import LOCAL, with_local
+from tests.conftest import LOCAL, assert_same, with_local
 
 
 class Theirs(nn.Module):
@@ -336,3 +336,25 @@ def test_a_net_larger_than_the_budget_is_not_deployed(theirs, play, make_data):
     run = play(fq.methods.FedBN(), theirs, make_data(theirs, (6, 6)))
     with pytest.raises(BudgetError, match=r"FedBN trains one common net, of [\d,]+ parameters; the budget share 0.25"):
         run.deploy(fq.Budget(share=0.25), client=0)
+
+
+def test_runs_may_share_an_engine_and_what_it_recorded(perceptron, make_data):
+    one, other = make_data(perceptron, (9, 8, 7)), make_data(perceptron, (5, 6, 4))
+    fleet, method = fq.Fleet.of([1, 1 / 2], 3, 3), fq.methods.HeteroFL()
+    first = fq.prepare(method, perceptron, one, fleet, dtype=torch.float64)
+    first.engine.record = True  # on a CPU a unit plays its steps as they come
+    first.train(2)
+    units = [id(unit) for units in first.engine._idle.values() for unit in units]
+    again = fq.prepare(method, perceptron, first.engine.data, fleet, first.engine).train(2)
+    assert [id(unit) for units in again.engine._idle.values() for unit in units] == units
+    assert_same(first, again, atol=0)
+    moved = fq.prepare(method, perceptron, other, fleet, first.engine).train(2)
+    assert not {id(unit) for units in moved.engine._idle.values() for unit in units} & set(units)
+    assert_same(fq.run(method, perceptron, other, fleet, rounds=2, dtype=torch.float64), moved)
+
+
+def test_an_engine_of_another_family_is_refused(perceptron, residual, make_data):
+    run = fq.prepare(fq.methods.FedAvg(), perceptron, make_data(perceptron, (5, 6)), fq.Fleet.of([1], 2, 2))
+    data = make_data(residual, (5, 6))
+    with pytest.raises(fq.errors.ConfigError, match="another family"):
+        fq.prepare(fq.methods.FedAvg(), residual, data, fq.Fleet.of([1], 2, 2), run.engine)
