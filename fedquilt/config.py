@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
@@ -34,17 +34,18 @@ from fedquilt.memory import LIMIT
 from fedquilt.methods import METHODS, Method
 from fedquilt.models import MODELS, ModelSpec
 from fedquilt.names import find, is_file, nearest
+from fedquilt.precision import DTYPES, Precision, unfit
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, write
 from fedquilt.tracking import TRACKERS, Tracking
 
 Settings = dict[str, Any]
+T = TypeVar("T")
 
 # Below so many multiply-adds a sample threads gain nothing, and waiting for each other on a busy machine they lose all.
 SMALL = 1_000_000
 CLIENTS = 20  # where neither the settings nor the data say how many
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 
 TABLES |= {
     Method: Table("method", METHODS),
@@ -153,7 +154,7 @@ class Machine:
 
     name: str = "vectorised"  # of an engine
     device: str = "cpu"  # as torch names it
-    precision: Literal["fp32", "fp64"] = "fp32"
+    precision: Precision = "fp32"  # tf32 and bf16 are of products; weights and sums stay fp32
     memory: int = 4 << 30  # bytes that clients trained as one may take
     memories: int = LIMIT  # bytes of what clients remember that are held; what is more lies on disk
     deterministic: bool = False  # on CUDA: bit-identical repetitions, slower
@@ -168,6 +169,8 @@ class Machine:
         )
         if self.name not in ENGINES:
             wrong["name"] = f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, ENGINES)}"
+        if why := unfit(self.precision, self.device):
+            wrong["precision"] = why
         refuse(self, wrong)
 
     def check_device(self) -> None:
@@ -223,7 +226,7 @@ class Experiment:
         fleet = self.fleet.fleet(data.num_clients, self.seed)
         family = self.model.trace(data, self.init)
         # Moved once: the engines of all methods that are compared share it.
-        here = data.to(torch.device(self.engine.device), PRECISIONS[self.engine.precision])
+        here = data.to(torch.device(self.engine.device), DTYPES[self.engine.precision])
         return Ground(here, family, fleet)
 
     def prepare(self, ground: Ground | None = None) -> Run:
@@ -244,7 +247,7 @@ class Experiment:
             self.engine.name,
             self.seed,
             self.engine.device,
-            PRECISIONS[self.engine.precision],
+            self.engine.precision,
             looks,
             self.engine.memories,
         )
@@ -288,14 +291,19 @@ class Experiment:
     @staticmethod
     def of(settings: Settings, asked: Mapping[str, str] | None = None, file: str = "") -> Experiment:
         """Read settings, or raise one error with all that is wrong. `asked` says which flag set a path."""
-        problems: list[Problem] = []
-        found: Experiment = read(Experiment, settings, "", problems)
-        if problems:
-            told = [f"{path or 'settings'}{_asker(path, asked or {})}: {text}" for path, text in problems]
-            where = f" in {file}" if file else ""
-            count = "a problem" if len(told) == 1 else f"{len(told)} problems"
-            raise ConfigError("\n  ".join([f"{count}{where}:", *told]))
-        return found
+        return resolved(Experiment, settings, asked or {}, file)
+
+
+def resolved(kind: type[T], settings: Settings, asked: Mapping[str, str], file: str = "") -> T:
+    """Settings as what they describe, or one error with all that is wrong and who asked for it."""
+    problems: list[Problem] = []
+    found: T = read(kind, settings, "", problems)
+    if problems:
+        told = [f"{path or 'settings'}{_asker(path, asked)}: {text}" for path, text in problems]
+        where = f" in {file}" if file else ""
+        count = "a problem" if len(told) == 1 else f"{len(told)} problems"
+        raise ConfigError("\n  ".join([f"{count}{where}:", *told]))
+    return found
 
 
 def _asker(path: str, asked: Mapping[str, str]) -> str:

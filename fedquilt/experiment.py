@@ -19,6 +19,7 @@ from fedquilt.family import Family
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.names import known
+from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.serve import ready
@@ -111,7 +112,7 @@ def run(
     rounds: int = 10,
     seed: int = 0,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    precision: Precision = "fp32",
     evaluation: Evaluation | None = None,
     watch: Callable[[Record], None] | None = None,
     out: str | Path | None = None,
@@ -128,7 +129,7 @@ def run(
     """
     for one in trackers:
         one.check()
-    prepared = prepare(method, family, data, fleet, engine, seed, device, dtype, evaluation, memory_limit)
+    prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit)
     try:
         with ExitStack() as stack:
             folder = None
@@ -173,7 +174,7 @@ def prepare(
     engine: str = "vectorised",
     seed: int = 0,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    precision: Precision = "fp32",
     evaluation: Evaluation | None = None,
     memory_limit: int = LIMIT,
 ) -> Run:
@@ -188,12 +189,14 @@ def prepare(
             "Deal it to as many as the fleet has."
         )
     _check_budgets(family, fleet)
+    dtype = known(DTYPES, precision, "precision")
     world = World(family, seed, torch.device(device), dtype, data.public)
     kind = known(ENGINES, engine, "engine")
     server = method.init(world)
     memory = Memories(memory_limit, world.device)
     memory.update(server.memory)
-    return Run(method, fleet, kind(world, data), evaluation or Evaluation(), replace(server, memory=memory))
+    playing = kind(world, data, precision=precision)
+    return Run(method, fleet, playing, evaluation or Evaluation(), replace(server, memory=memory))
 
 
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands

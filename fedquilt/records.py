@@ -311,7 +311,7 @@ def identity(run: Run) -> dict[str, Any]:
         "link": run.engine.link,
         "seed": world.seed,
         "device": world.device.type,
-        "dtype": str(world.dtype),
+        "precision": run.engine.precision,
     }
     return dict(leaf for name, value in parts.items() for leaf in _leaves(name, value))
 
@@ -406,7 +406,7 @@ def portrait(run: Run, rounds: int) -> dict[str, Any]:
         "seed": world.seed,
         "engine": type(run.engine).__name__.lower(),
         "device": str(world.device),
-        "dtype": str(world.dtype).removeprefix("torch."),
+        "precision": run.engine.precision,
         "method": repr(run.method),
         "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
         "data": run.engine.data.name,
@@ -433,6 +433,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "model": type(run.engine.world.family._module).__name__,
         "data": run.engine.data.name,
         "engine": _registered(ENGINES, run.engine),
+        "precision": run.engine.precision,
         "seed": run.engine.world.seed,
         "rounds": run.server.round,
         "seconds": sum(record.seconds for record in run.records),

@@ -25,7 +25,7 @@ import tyro
 # second took a minute beside another one. It is read when torch is loaded, which happens later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fedquilt.cli.options import By, Config, DataOptions, File, Flag, Methods, Name, Options, Text, What
+from fedquilt.cli.options import By, Config, DataOptions, File, Flag, Methods, Name, Options, Precision, Text, What
 from fedquilt.cli.playing import Playing, begun, refuse_taken, resumed, write_text
 from fedquilt.errors import ConfigError, FedquiltError, RecordError, SubmodelError, TrainingError
 from fedquilt.version import __version__
@@ -199,6 +199,7 @@ class ProbeRequest:
     model: Text = None  # a name of `fedquilt list models`, or file.py:factory; the demo's if not given
     data: Text = None  # whose samples it is fed, as for `run`; if not given, those its paper has, or the demo's
     device: Text = None  # such as cpu or cuda
+    precision: Precision = None  # to train in, as for `run`
     json: Flag = False  # print the measurements as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -214,12 +215,14 @@ class ProbeRequest:
     def measure(self) -> Probe:
         """Trace the model as a run would have it, and train it."""
         import fedquilt as fq
-        from fedquilt.config import DEMO, Machine, Model, Source
+        from fedquilt.config import DEMO, Machine, Model, Source, resolved
         from fedquilt.data import Pool
         from fedquilt.models import MODELS
         from fedquilt.probe import probe
 
-        machine = Machine(device=self.device or "cpu")
+        asked = {"device": self.device, "precision": self.precision}
+        given = {key: value for key, value in asked.items() if value is not None}
+        machine = resolved(Machine, given, {key: f"--{key}" for key in given})
         machine.check_device()
         model = Model(self.model or DEMO["model"]["name"])
         if model.name in MODELS and self.data is None:
@@ -227,7 +230,7 @@ class ProbeRequest:
             family = fq.trace(spec.factory, spec.example(), fixed=spec.fixed)
         else:
             family = model.trace(Source(self.data or DEMO["data"]["name"]).make(Pool))
-        return probe(family, machine.device)
+        return probe(family, machine.device, precision=machine.precision)
 
 
 @contextmanager

@@ -21,7 +21,7 @@ Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", **_quiet)]
 Number = Annotated[int | float | None, tyro.conf.arg(metavar="INT|FLOAT", **_quiet)]
 Place = Annotated[Path | None, tyro.conf.arg(metavar="DIR", **_quiet)]
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE", **_quiet)]
-Precision = Annotated[Literal["fp32", "fp64"] | None, tyro.conf.arg(metavar="fp32|fp64", **_quiet)]
+Precision = Annotated[str | None, tyro.conf.arg(metavar="fp32|tf32|bf16|fp64", **_quiet)]
 By = Annotated[Literal["class", "domain"], tyro.conf.arg(metavar="class|domain", **_quiet)]
 Flag = Annotated[bool, tyro.conf.arg(**_quiet)]
 Assignments = Annotated[
@@ -102,7 +102,7 @@ class Options(DataOptions):
     rounds: Whole = None  # how many are played
     cohort: Number = None  # clients that take part in a round: a number, or below 1 a part of all
     device: Text = None  # such as cpu, cuda or cuda:1
-    precision: Precision = None
+    precision: Precision = None  # of products on the device; fp64 is that of everything
     lr: Real = None  # local learning rate
     batch_size: Whole = None  # local batch size
     epochs: Whole = None  # local epochs a round

@@ -170,8 +170,9 @@ def show_probe(console: Console, found: Probe) -> None:
     target = found.target
     say(
         console,
-        f"{found.device}: {found.cores} cores, {size(found.memory)} free; it trains {found.samples_per_second:,.0f} "
-        f"samples a second of what was measured, {found.macs_per_second:.3g} multiply-adds a second",
+        f"{found.device}: {found.cores} cores, {size(found.memory)} free; in {found.precision} it trains "
+        f"{found.samples_per_second:,.0f} samples a second of what was measured, {found.macs_per_second:.3g} "
+        "multiply-adds a second",
     )
     say(
         console,

@@ -58,6 +58,8 @@ class Net:
         self._now = _Now()
         self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
         for name, layer in module.named_modules():
+            if isinstance(layer, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
+                layer.register_forward_pre_hook(_in_float32)
             if isinstance(layer, _NormBase):
                 layer.forward = partial(_norm, layer, name, self._now)
             elif isinstance(layer, nn.AdaptiveAvgPool2d):
@@ -95,6 +97,11 @@ class Net:
             }
             self._moved[like.device, like.dtype] = moved
         return moved
+
+
+def _in_float32(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """On a CPU autocast leaves norms their bf16 inputs, which stacks of clients cannot have beside float32 weights."""
+    return inputs[0].float() if inputs[0].dtype == torch.bfloat16 and inputs[0].is_cpu else inputs[0]
 
 
 def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:

@@ -34,6 +34,7 @@ SUMMARY = {
     "model",
     "data",
     "engine",
+    "precision",
     "seed",
     "rounds",
     "seconds",
@@ -411,7 +412,7 @@ def test_a_wrong_request_exits_with_2(
     assert "Traceback" not in told.err
 
 
-@pytest.mark.parametrize("args", [[], ["rn"], ["run", "--ronds", "3"], ["run", "--precision", "fp16"]])
+@pytest.mark.parametrize("args", [[], ["rn"], ["run", "--ronds", "3"], ["list", "data", "--by", "age"]])
 def test_arguments_nobody_knows_exit_with_2(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(args)

@@ -44,12 +44,12 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture
 def start(crew, make_data):
-    def start(method, family, engine="ray", cluster=TWO, dtype=torch.float64, **fleet):
+    def start(method, family, engine="ray", cluster=TWO, precision="fp64", **fleet):
         data = make_data(family, RAGGED, labels=2)
         devices = fq.Fleet.of(SHARES, 6, **{"sample": 6, **fleet})
         how = fq.Evaluation(local=True, batch_size=10)
         method = with_local(method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
-        run = fq.prepare(method, family, data, devices, engine, dtype=dtype, evaluation=how)
+        run = fq.prepare(method, family, data, devices, engine, precision=precision, evaluation=how)
         if isinstance(run.engine, Ray):
             run.engine.cluster = cluster
         return run
@@ -83,10 +83,24 @@ class Keeping(HeteroFL):
         return replace(super().learner(job, world), keep_slots=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_one_worker_gives_the_bits_of_two(dtype, residual, start):
-    one, two = (start(FedRolex(), residual, cluster=Cluster(workers=n), dtype=dtype).train(2) for n in (1, 2))
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_one_worker_gives_the_bits_of_two(precision, residual, start):
+    one, two = (start(FedRolex(), residual, cluster=Cluster(workers=n), precision=precision).train(2) for n in (1, 2))
     assert_identical(one, two)
+
+
+@dataclass(frozen=True)
+class Watching(FedAvg):
+    """Says in what its clients are trained, by refusing to."""
+
+    def learner(self, job: Job, world: World) -> Learner:
+        raise ConfigError(f"autocast is {torch.is_autocast_enabled('cpu')}, weights are {world.dtype}")
+
+
+@pytest.mark.parametrize(("precision", "found"), [("bf16", "True, .*32"), ("fp32", "False, .*32"), ("fp64", "F.*64")])
+def test_workers_train_in_the_precision_asked_for(precision, found, residual, start):
+    with pytest.raises(ConfigError, match=f"autocast is {found}"):
+        start(Watching(), residual, precision=precision).train(1)
 
 
 def test_chunks_are_neighbours_in_order():
@@ -239,7 +253,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(residual, start, tmp_
     whole, part = start(HeteroFL(), residual).train(2), start(HeteroFL(), residual).train(1)
     part.save(tmp_path / "run")
     again = fq.run(
-        part.method, residual, part.engine.data, part.fleet, "ray", 2, dtype=torch.float64,
+        part.method, residual, part.engine.data, part.fleet, "ray", 2, precision="fp64",
         evaluation=part.evaluation, out=tmp_path / "run", resume=True,
     )  # fmt: skip
     assert_identical(whole, again)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import pytest
-import torch
 
 import fedquilt as fq
 from fedquilt.methods import METHODS, HeteroFL
@@ -17,7 +16,7 @@ LAYOUTS = ("alone", "laid", "stack")
 def played(method, family, data, layout, rounds=2, shares=SHARES, **settings):
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
     how = fq.Evaluation(every=0)
-    run = fq.prepare(method, family, data, fleet, "vectorised", dtype=torch.float64, evaluation=how)
+    run = fq.prepare(method, family, data, fleet, "vectorised", precision="fp64", evaluation=how)
     run.engine.record, run.engine.layout = True, layout
     for name, value in settings.items():
         setattr(run.engine, name, value)

@@ -295,7 +295,16 @@ def test_settings_reach_the_run(own: Path) -> None:
     run = small(engine={"name": "vectorised", "memory": 1000, "precision": "fp64"}, seed=5).prepare()
     assert run.engine.memory == 1000
     assert run.engine.world.dtype == torch.float64
+    assert run.engine.precision == run.summary["precision"] == "fp64"
     assert run.engine.world.seed == 5
+
+
+def test_tf32_is_refused_where_there_is_none_and_told_with_the_rest(own: Path) -> None:
+    told = refused(engine={"precision": "tf32"}, rounds=0)
+    assert "2 problems" in told
+    assert "engine.precision: 'tf32' was asked for on cpu; only NVIDIA GPUs have it. 'fp32', 'bf16' or" in told
+    assert small(engine={"precision": "tf32", "device": "cuda"}).engine.precision == "tf32"
+    assert "'fp16' was found; one of 'fp32', 'tf32', 'bf16', 'fp64' would fit" in refused(engine={"precision": "fp16"})
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99", "mps:x", ""])
