@@ -84,7 +84,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def command(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "fedquilt.cli", *args]
+    line = [sys.executable, "-m", "fedquilt", *args]
     return subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, check=False, **options)
 
 
@@ -132,7 +132,7 @@ def test_output_that_is_no_terminal_is_plain_text() -> None:
 def on_a_terminal(*args: str, cwd: Path | None = None) -> str:
     parent, child = pty.openpty()
     environment = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "100"}
-    line = [sys.executable, "-m", "fedquilt.cli", *args]
+    line = [sys.executable, "-m", "fedquilt", *args]
     with subprocess.Popen(line, stdout=child, stderr=child, env=environment, cwd=cwd) as process:
         os.close(child)
         shown = b""
@@ -299,7 +299,7 @@ def test_a_run_goes_on_with_its_own_settings(own: Path, capsys: pytest.CaptureFi
 
 
 def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "fedquilt.cli", *args]
+    line = [sys.executable, "-m", "fedquilt", *args]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=cwd)
 
 
