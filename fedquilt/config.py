@@ -22,7 +22,7 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.checkpoint import Checkpointing
-from fedquilt.checks import outside, refuse, within
+from fedquilt.checks import File, outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
 from fedquilt.engines import ENGINES, Ray, Vectorised
 from fedquilt.engines.ray import CHUNKS, Cluster
@@ -101,8 +101,8 @@ class Source(Choice):
         found: Callable[..., Any] = find({}, name, cls.what) if is_file(name) else source(name)
         return found
 
-    def deal(self, num_clients: int | None, seed: int) -> FederatedData:
-        """Load the data and deal it to clients, unless a file of the user's own has dealt it already."""
+    def deal(self, num_clients: int | None, seed: int) -> tuple[FederatedData, Partition | None]:
+        """Load the data and deal it to clients, and say how; None: a file of the user's own has dealt it already."""
         found = self.make(Pool)
         if isinstance(found, FederatedData):
             if self.partition is not None:
@@ -110,10 +110,10 @@ class Source(Choice):
                     f"data.partition = {label(type(self.partition))!r} was asked for; {self.name} returned data that "
                     "is dealt already. Return a Pool to have it dealt."
                 )
-            return found
+            return found, None
         partition = self.partition or (Iid() if found.clients is None else Natural())
         own = isinstance(partition, (Natural, Domains))  # these know how many clients there are
-        return found.deal(num_clients or (None if own else CLIENTS), partition, seed)
+        return found.deal(num_clients or (None if own else CLIENTS), partition, seed), partition
 
 
 def offered(data: Pool) -> dict[str, int]:
@@ -192,6 +192,7 @@ class Ground:
     data: FederatedData
     family: Family
     fleet: Fleet
+    partition: Partition | None  # by which the data was dealt; None: it came so
 
 
 # --- the whole --------------------------------------------------------------------------------------------------
@@ -209,7 +210,7 @@ class Experiment:
     evaluation: Evaluation | None = None  # None: about ten times a run
     rounds: int = 20
     seed: int = 0
-    init: str = ""  # a safetensors file of weights to start from, instead of the seed's
+    init: File = ""  # a safetensors file of weights to start from, instead of the seed's
     checkpoint: Checkpointing = Checkpointing()
     tracking: tuple[Tracking, ...] = ()  # where its numbers go besides its folder
 
@@ -222,12 +223,12 @@ class Experiment:
         ENGINES[self.engine.name].check()
         for tracking in self.tracking:
             tracking.check()
-        data = self.data.deal(self.fleet.clients, self.seed)
+        data, partition = self.data.deal(self.fleet.clients, self.seed)
         fleet = self.fleet.fleet(data.num_clients, self.seed)
         family = self.model.trace(data, self.init)
         # Moved once: the engines of all methods that are compared share it.
         here = data.to(torch.device(self.engine.device), DTYPES[self.engine.precision])
-        return Ground(here, family, fleet)
+        return Ground(here, family, fleet, partition)
 
     def prepare(self, ground: Ground | None = None) -> Run:
         """A run that has not begun; with `ground`, on what another experiment has laid."""
@@ -258,10 +259,11 @@ class Experiment:
             run.engine.chunks = self.engine.chunks
         return run
 
-    def settled(self, run: Run) -> Experiment:
+    def settled(self, run: Run, ground: Ground) -> Experiment:
         """The experiment with what it left open as a prepared run has it, so that it is the same on another machine."""
         return replace(
             self,
+            data=replace(self.data, partition=ground.partition),
             fleet=replace(self.fleet, clients=run.fleet.num_clients),
             engine=replace(self.engine, threads=torch.get_num_threads()),
             evaluation=run.evaluation,

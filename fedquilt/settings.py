@@ -23,6 +23,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
+from fedquilt.checks import Check
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.names import find, name_of, nearest, said
 
@@ -98,7 +99,10 @@ def read(kind: Any, plain: Any, path: str, problems: list[Problem], base: Any = 
     if kind is Any:
         return _frozen(plain)
     if origin is typing.Annotated:
-        return read(args[0], plain, path, problems, base)
+        value = read(args[0], plain, path, problems, base)
+        if value is not UNSET:
+            problems += [Problem(path, why) for one in args[1:] if isinstance(one, Check) and (why := one.why(value))]
+        return value
     if origin in (types.UnionType, typing.Union):
         return _read_union(args, plain, path, problems, base)
     if _is_table(kind):
@@ -477,6 +481,8 @@ def _takes(kind: Callable[..., Any]) -> dict[str, Parameter]:
 
 def shown_hint(hint: Any) -> str:
     """A type hint as one would write it; of a Literal, the words."""
+    if get_origin(hint) is typing.Annotated:
+        return shown_hint(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return " | ".join(map(repr, get_args(hint)))
     text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
@@ -529,6 +535,8 @@ def _fitting(kind: Any) -> str:
         types.NoneType: "'none'",
     }
     origin, args = get_origin(kind), get_args(kind)
+    if origin is typing.Annotated:
+        return _fitting(args[0])
     if kind in words:
         return words[kind]
     if origin is Literal:
@@ -613,7 +621,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 def _hint(hint: Any, known: dict[str, Any]) -> Any:
     """A hint that may be text, evaluated; what is imported for type checkers alone takes any value."""
     try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"one": hint}), known)["one"]
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"one": hint}), known, None, True)["one"]
     except NameError:
         return Any
 

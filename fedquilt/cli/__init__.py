@@ -183,7 +183,7 @@ class ListRequest(DataOptions):
             raise ConfigError(f"list {self.what} --plot was asked for; list data --plot draws who holds what.")
         settings, asked = self.layers(read_toml(self.config) if self.config else demo())
         experiment = Experiment.of(settings, asked, self.config or "")
-        data = experiment.data.deal(experiment.fleet.clients, experiment.seed)
+        data, _ = experiment.data.deal(experiment.fleet.clients, experiment.seed)
         if self.out:
             figure(data, self.out, self.by)
         if self.json:

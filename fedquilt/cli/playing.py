@@ -87,10 +87,11 @@ def begun(experiment: Experiment, out: Path | None, stack: ExitStack, ground: Gr
     from fedquilt.records import Folder
 
     refuse_taken(out)
+    ground = ground or experiment.ground()
     run = experiment.prepare(ground)
     if out is None:
         return Playing(experiment, run)
-    settled = experiment.settled(run)
+    settled = experiment.settled(run, ground)
     folder = stack.enter_context(Folder.create(out, settled.to_toml(), settled.checkpoint))
     return Playing(settled, run, folder)
 

@@ -239,6 +239,7 @@ def test_all_problems_are_told_at_once(own: Path, capsys: pytest.CaptureFixture[
 def test_every_flag_is_a_setting(own: Path) -> None:
     """The table of shortcuts names fields that exist."""
     Path("a.toml").write_text(SETTINGS)
+    Path("x").touch()
     values: dict[str, Any] = {
         "method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised", "device": "cpu",
         "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,

@@ -27,7 +27,7 @@ from fedquilt.config import (
     parse_toml,
     read_toml,
 )
-from fedquilt.data import Iid, Labels, Natural, Pool
+from fedquilt.data import Domains, Iid, Labels, Natural, Partition, Pool
 from fedquilt.errors import ConfigError
 from fedquilt.fleets import Uniform
 from fedquilt.methods import METHODS, FedAvg, FedBN, FedRolex, HeteroFL
@@ -239,7 +239,7 @@ def everything() -> Experiment:
         evaluation=Evaluation(every=3),
         rounds=7,
         seed=11,
-        init="start.safetensors",
+        init=__file__,  # any file: it is not read here
     )
 
 
@@ -275,18 +275,27 @@ def test_tables_change_single_values_of_nested_settings() -> None:
 
 def test_what_was_left_open_is_settled_by_a_run(own: Path) -> None:
     experiment = small(rounds=25, fleet={})
-    run = experiment.prepare()
-    settled = experiment.settled(run)
+    ground = experiment.ground()
+    run = experiment.prepare(ground)
+    settled = experiment.settled(run, ground)
     assert settled.fleet.clients == run.fleet.num_clients == 20
     assert settled.engine.threads == 1  # a small model
     assert settled.evaluation == Evaluation(every=3)
-    assert settled.settled(settled.prepare()) == settled
+    assert settled.data.partition == Iid()
+    assert settled.settled(settled.prepare(ground), ground) == settled
+
+
+def test_data_that_came_dealt_is_written_without_a_partition(own: Path) -> None:
+    experiment = small(data="mine.py:dealt")
+    ground = experiment.ground()
+    assert experiment.settled(experiment.prepare(ground), ground).data.partition is None
 
 
 def test_an_experiment_repeats_its_run_bit_for_bit(own: Path) -> None:
     one = small(rounds=3, method={"name": "fedprox", "local": {"batch_size": 4}})
-    run = one.prepare().train(3)
-    again = Experiment.of(tomllib.loads(one.settled(run).to_toml())).prepare().train(3)
+    ground = one.ground()
+    run = one.prepare(ground).train(3)
+    again = Experiment.of(tomllib.loads(one.settled(run, ground).to_toml())).prepare().train(3)
     for name, weight in run.server.weights.items():
         assert torch.equal(weight, again.server.weights[name])
 
@@ -366,8 +375,27 @@ def test_runs_may_start_from_a_file_of_weights(own: Path) -> None:
     assert "0.weight is (2, 2) in the file and (8, 4) in the model" in told
     with pytest.raises(ConfigError, match="it cannot be read as safetensors"):
         small(init="mine.py").prepare()
-    with pytest.raises(ConfigError, match="No such file"):
-        small(init="absent.safetensors").prepare()
+
+
+def test_files_that_are_missing_are_told_with_all_other_mistakes(own: Path) -> None:
+    told = refused(
+        rounds=0,
+        init="absent.safetensors",
+        model="absent.py:net",
+        data={"name": "npz", "path": "absent.npz"},
+        fleet={"clients": 6, "budgets": {"name": "csv", "file": "a.csv"}, "available": "b.csv"},
+    )
+    assert "6 problems" in told
+    for path, file in {
+        "init": "absent.safetensors",
+        "model.name": "absent.py",
+        "data.path": "absent.npz",
+        "fleet.budgets.file": "a.csv",
+        "fleet.available": "b.csv",
+    }.items():
+        (line,) = (line for line in told.splitlines() if line.startswith(f"  {path}: "))
+        assert f"{file}" in line
+        assert "there is no" in line
 
 
 def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -> None:
@@ -379,10 +407,15 @@ def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -
 # --- data -------------------------------------------------------------------------------------------------------
 
 
+def dealt(source: Source, clients: int | None = None) -> tuple[int, Partition | None]:
+    data, partition = source.deal(clients, 0)
+    return data.num_clients, partition
+
+
 def test_data_is_dealt_as_asked(own: Path) -> None:
-    assert small().data.deal(6, 0).num_clients == 6
-    assert Source("mine.py:pool").deal(None, 0).num_clients == 20
-    assert Source("mine.py:dealt").deal(None, 0).num_clients == 6
+    assert dealt(small().data, 6) == (6, Iid())
+    assert dealt(Source("mine.py:pool")) == (20, Iid())
+    assert dealt(Source("mine.py:dealt")) == (6, None)
     asked = small(data={"name": "mine.py:pool", "samples": 30, "partition": "labels"}).data
     assert asked == Source("mine.py:pool", {"samples": 30}, Labels())
     with pytest.raises(ConfigError, match=r"mine\.py:dealt returned data that is dealt already"):
@@ -396,14 +429,10 @@ def test_data_with_clients_of_its_own_goes_to_them(tmp_path: Path, monkeypatch: 
         "    return Pool.of((x, y), (x, y), clients=torch.arange(12) // 4, domains=y)\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert Source("ours.py:pool").deal(None, 0).num_clients == 3
-    assert Source("ours.py:pool", partition=Natural()).deal(2, 0).num_clients == 2
-    assert (
-        Experiment.of({**demo(), "data": {"name": "ours.py:pool", "partition": "domains"}})
-        .data.deal(None, 0)
-        .num_clients
-        == 2
-    )
+    assert dealt(Source("ours.py:pool")) == (3, Natural())
+    assert dealt(Source("ours.py:pool", partition=Natural()), 2) == (2, Natural())
+    asked = Experiment.of({**demo(), "data": {"name": "ours.py:pool", "partition": "domains"}})
+    assert dealt(asked.data) == (2, Domains())
 
 
 # --- methods in files -------------------------------------------------------------------------------------------
