@@ -13,7 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -37,7 +37,7 @@ from fedquilt.names import find, is_file, nearest
 from fedquilt.precision import DTYPES, Precision, unfit
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
-from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, write
+from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
 from fedquilt.tracking import TRACKERS, Tracking
 
 Settings = dict[str, Any]
@@ -336,21 +336,16 @@ def demo(method: str = "heterofl") -> Settings:
     return assign(settings, ["method"], {"name": method} | ({} if is_file(method) else {"local": LEARNING}))
 
 
-def choose(settings: Settings, part: str, name: str) -> Settings:
-    """Name another method, model or data, in place: what all of them have stays, another's own options do not."""
-    held = settings.get(part, {})
-    held = {"name": held} if isinstance(held, str) else held
-    if isinstance(held, Mapping) and held.get("name") != name:
-        held = {key: value for key, value in held.items() if key in _COMMON[part]}
-    settings[part] = held
-    return assign(settings, [part, "name"], name)
-
-
-_COMMON: dict[str, set[str]] = {
-    "method": {one.name for one in fields(Method)},
-    "model": set(),
-    "data": {"partition"},
-}
+def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
+    """Name another method, optimiser, data …, in place: what all of them have stays, another's own options do not."""
+    held: Any = settings
+    for key in path:
+        held = held.get(key, {}) if isinstance(held, Mapping) else {}
+    table = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
+    there = variants(Experiment, path)
+    if there and table.get("name", there.usual) != name:
+        table = {key: value for key, value in table.items() if key in there.common}
+    return assign(settings, path, {**table, "name": name})
 
 
 def read_toml(file: str | Path) -> Settings:

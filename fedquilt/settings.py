@@ -435,6 +435,29 @@ def choices(kinds: Sequence[Any]) -> dict[str, Any]:
     return named
 
 
+class Variants(NamedTuple):
+    """What one can name at a path: the keys that all of them take, and the name that stands there if none is given."""
+
+    common: frozenset[str]
+    usual: str
+
+
+def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | None:
+    """What can be named at a path below a kind; None where a name decides nothing about other keys."""
+    kinds = [one for one in _members(kind) if _is_table(one)]
+    several = len(kinds) > 1 or any(one in TABLES for one in kinds)
+    named = [one for one in choices(kinds).values() if isinstance(one, type)] if several else kinds
+    if path:
+        for one in named:
+            if path[0] in _fields_of(one):
+                return variants(_hints(one)[path[0]], path[1:], default(_fields_of(one)[path[0]]))
+        return None
+    taken = [frozenset(_fields_of(one)) - {"name", "options"} for one in named]
+    if not several and not any(issubclass(one, Choice) for one in kinds):
+        return None
+    return Variants(frozenset.intersection(*taken), label(type(usual)) if is_dataclass(usual) else "")
+
+
 def label(kind: type) -> str:
     """The name of a class in files: that of its registry, else its own in lower case, else `file.py:Class`."""
     for base, table in TABLES.items():

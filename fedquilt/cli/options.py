@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -70,26 +70,36 @@ class DataOptions:
 
         given = {flag: getattr(self, flag, None) for flag in FLAGS} | {"method": method}
         asked: dict[str, str] = {}
+        layers: list[tuple[list[str], Any]] = []
         wrong = []
         for flag, value in given.items():
             if value is None or value == ():
                 continue
-            if flag in ("method", "model", "data"):
-                choose(base, flag, value)
-            else:
-                assign(base, FLAGS[flag].split("."), {"name": flag, flag: value} if flag == "labels" else value)
+            layers.append((FLAGS[flag].split("."), {"name": flag, flag: value} if flag == "labels" else value))
             asked[FLAGS[flag]] = f"--{flag.replace('_', '-')}"
+        flags = dict(asked)
         for text in self.assign:
             try:
                 keys, value = parse_assignment(text)
             except ConfigError as error:
                 wrong.append(str(error))
                 continue
-            assign(base, keys, value)
             path = ".".join(keys)
-            asked = {one: flag for one, flag in asked.items() if not one.startswith(f"{path}.")} | {path: "--set"}
+            for one, flag in flags.items():
+                if f"{one}.".startswith(f"{path}.") or path == f"{one}.name":
+                    wrong.append(
+                        f"--set {text} was asked for together with {flag}, which sets {one}. One of them fits."
+                    )
+            layers.append((keys, value))
+            asked[path] = "--set"
         if wrong:
             raise ConfigError("\n  ".join(wrong))
+        # Names come first: they decide which other keys there are.
+        for keys, value in sorted(layers, key=lambda layer: layer[0][-1] != "name"):
+            if keys[-1] == "name":
+                choose(base, keys[:-1], value)
+            else:
+                assign(base, keys, value)
         return base, asked
 
 

@@ -711,6 +711,11 @@ def augment(inputs: Tensor, local: Local, key: Tensor) -> Tensor:
     if local.crop:
         pad = local.crop
         height, width = inputs.shape[-2:]
+        if pad >= min(height, width):
+            raise ConfigError(
+                f"crop = {pad} was asked for; images are {height}×{width}, so that some crops would be of padding "
+                f"alone. Up to {min(height, width) - 1} fits."
+            )
         padded = F.pad(inputs, (pad,) * 4)
         shift = noise.uniform(noise.fold_in(key, -1), (2, len(inputs)), torch.float32)
         top, left = (shift * (2 * pad + 1)).long()

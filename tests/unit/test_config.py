@@ -177,16 +177,35 @@ def test_a_name_becomes_a_table_when_a_key_of_it_is_set() -> None:
 
 def test_another_name_takes_over_what_all_of_them_have() -> None:
     own = {"name": "fedrolex", "shift": 2, "preset": "paper", "local": {"epochs": 3}}
-    assert choose({"method": own, "rounds": 2}, "method", "fedavg") == {
+    assert choose({"method": own, "rounds": 2}, ["method"], "fedavg") == {
         "method": {"local": {"epochs": 3}, "name": "fedavg"},
         "rounds": 2,
     }
-    assert choose({"method": own}, "method", "fedrolex") == {"method": own}
-    assert choose({"method": "fedrolex"}, "method", "fedavg") == {"method": {"name": "fedavg"}}
-    assert choose({}, "method", "fedavg") == {"method": {"name": "fedavg"}}
-    assert choose({"model": {"name": "vit", "depth": 2}}, "model", "vgg11") == {"model": {"name": "vgg11"}}
+    assert choose({"method": own}, ["method"], "fedrolex") == {"method": own}
+    assert choose({"method": "fedrolex"}, ["method"], "fedavg") == {"method": {"name": "fedavg"}}
+    assert choose({}, ["method"], "fedavg") == {"method": {"name": "fedavg"}}
+    assert choose({"model": {"name": "vit", "depth": 2}}, ["model"], "vgg11") == {"model": {"name": "vgg11"}}
     data = {"name": "digits", "public": 0.1, "partition": "labels"}
-    assert choose({"data": data}, "data", "x.npz") == {"data": {"name": "x.npz", "partition": "labels"}}
+    assert choose({"data": data}, ["data"], "x.npz") == {"data": {"name": "x.npz", "partition": "labels"}}
+
+
+def test_another_name_below_takes_over_what_all_there_have() -> None:
+    def chosen(held: Any, name: str, *path: str) -> Any:
+        settings = choose(assign({}, path, held), path, name)
+        for key in path:
+            settings = settings[key]
+        return settings
+
+    optimiser = "method", "local", "optimiser"
+    assert chosen({"lr": 0.1, "momentum": 0.5}, "adam", *optimiser) == {"lr": 0.1, "name": "adam"}
+    assert chosen({"lr": 0.1, "momentum": 0.5}, "sgd", *optimiser) == {"lr": 0.1, "momentum": 0.5, "name": "sgd"}
+    assert chosen({"name": "labels", "labels": 2, "fraction": 0.5}, "iid", "data", "partition") == {
+        "name": "iid",
+        "fraction": 0.5,
+    }
+    assert chosen({"name": "uniform", "shares": [1.0]}, "income", "fleet", "budgets") == {"name": "income"}
+    assert chosen({"name": "ray", "workers": 2}, "vectorised", "engine") == {"name": "vectorised", "workers": 2}
+    assert chosen(3, "x", "rounds") == {"name": "x"}
 
 
 # --- files ------------------------------------------------------------------------------------------------------
