@@ -477,17 +477,26 @@ def described(kind: Callable[..., Any]) -> dict[str, dict[str, Any]]:
 
 
 def leaves(kind: Callable[..., Any], base: Any = UNSET, path: str = "") -> dict[str, dict[str, Any]]:
-    """Every single value one can set, by its path: type, default, and the comment in the code."""
+    """Every single value one can set, by its path: type, default, and the comment in the code.
+
+    Where a table is chosen by name, the values of those not chosen follow, as `path (name)`, unless they are the same.
+    """
     found: dict[str, dict[str, Any]] = {}
     helps = comments(kind)
     for name, one in _takes(kind).items():
         value, place = one.default if base is UNSET else getattr(base, name), f"{path}{name}"
         kinds = [option for option in _members(one.hint) if _is_table(option)]
         if is_dataclass(value):
+            own = leaves(type(value), value, f"{place}.")
             if len(kinds) > 1 or any(option in TABLES for option in kinds):
-                names = " | ".join(choices(kinds))
-                found[place] = {"type": names, "default": label(type(value)), "what it is": helps.get(name, "")}
-            found |= leaves(type(value), value, f"{place}.")
+                named = choices(kinds)
+                shown = {"type": " | ".join(named), "default": label(type(value)), "what it is": helps.get(name, "")}
+                found[place] = shown
+                for other, option in named.items():
+                    if option is not type(value):
+                        rows = leaves(option, path=f"{place}.").items()
+                        own |= {f"{leaf} ({other})": row for leaf, row in rows if own.get(leaf) != row}
+            found |= own
         else:
             shown = "needed" if value is UNSET else json.dumps(_shown_default(Parameter(one.hint, value)))
             found[place] = {"type": shown_hint(one.hint), "default": shown, "what it is": helps.get(name, "")}

@@ -26,7 +26,7 @@ class FedDropout(Method):
 
     local: Local = PARTIAL
     weighting: Weighting = "uniform"
-    rounding: Rounding = "floor"
+    rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Caldas et al. 2018"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"rounding": "ceil"}}
 

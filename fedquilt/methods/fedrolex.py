@@ -32,7 +32,7 @@ class FedRolex(Method):
     shift: int = 1  # channels the window moves each round; 0 gives HeteroFL, -1 the released code's direction
     offset: int = 0  # where the first window starts; Figure 1 draws its small client's at 2
     overlap: float | None = None  # appendix A.4's r in [0, 1]: steps of 1 + floor(share·(1 − r)·K); None: `shift`
-    rounding: Rounding = "floor"
+    rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Alam et al. 2022"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
         "paper": {  # Table 8, CIFAR-10 under high heterogeneity

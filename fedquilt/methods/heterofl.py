@@ -26,7 +26,7 @@ class HeteroFL(Method):
 
     local: Local = PARTIAL
     weighting: Weighting = "uniform"
-    rounding: Rounding = "floor"
+    rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Diao et al. 2021"
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"rounding": "ceil"}}
 

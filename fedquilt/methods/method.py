@@ -19,8 +19,8 @@ class Method:
     """How a federation learns. Fields are the paper's hyper-parameters; a method overrides the verbs it changes."""
 
     local: Local = Local()
-    weighting: Weighting = "data"
-    server: Plain | ServerMomentum | ServerAdam = Plain()
+    weighting: Weighting = "data"  # by what a client counts in the mean; uniform: all alike
+    server: Plain | ServerMomentum | ServerAdam = Plain()  # takes the mean, or steps towards it
 
     paper: ClassVar[str] = ""
     presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings that depart from the defaults, by name

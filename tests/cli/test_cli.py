@@ -542,6 +542,7 @@ def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixtur
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert rows["local.optimiser"].split()[1:5] == ["sgd", "|", "adam", "sgd"]
     assert "channels the window moves each round" in rows["shift"]
+    assert rows["preset"].split()[1:4] == ["paper", "|", "released"]
     assert main(["list", "methods", "fedrolx"]) == 2
     assert "there is no method named 'fedrolx'. Did you mean 'fedrolex'?" in capsys.readouterr().err
 
@@ -556,10 +557,34 @@ def test_what_is_listed_can_be_set(name: str) -> None:
     settings = {"method": {"name": name}, **parts}
     for path, row in options("methods", name).items():
         chosen = row["type"].startswith(("sgd", "constant", "plain"))  # by its name
-        if row["default"] != "null":
+        if row["default"] != "null" and "(" not in path:
             keys = ["method", *path.split("."), *(["name"] if chosen else [])]
             assign(settings, keys, row["default"] if chosen else json.loads(row["default"]))
     assert Experiment.of(settings) == Experiment.of({"method": name, **parts})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
+    """`local.optimiser.beta1 (adam)` is an option of Adam, with the default that it has."""
+    from fedquilt.cli.listing import options
+    from fedquilt.config import assign
+
+    rows = {path: row for path, row in options("methods", name).items() if "(" in path}
+    needed = {"local.schedule.milestones (steps)": "[3]", "local.schedule.rounds (cosine)": "9"}
+    assert {"local.optimiser.beta1 (adam)", "local.schedule.factor (steps)", "server.tau (server_adam)", *needed} <= {
+        *rows
+    }
+    for other in ("adam", "steps", "cosine", "server_momentum", "server_adam"):
+        own = {path.split()[0]: row for path, row in rows.items() if f"({other})" in path}
+        values = {path: needed.get(f"{path} ({other})", row["default"]) for path, row in own.items()}
+        (table,) = {path.rpartition(".")[0] for path in own}
+        least = {path: value for path, value in values.items() if own[path]["default"] == "needed"}
+        asked = [{"method": name, "model": "tiny_resnet", "data": "digits"} for _ in range(2)]
+        for settings, given in zip(asked, (values, least), strict=True):
+            assign(settings, ["method", *table.split("."), "name"], other)
+            for path, value in given.items():
+                assign(settings, ["method", *path.split(".")], json.loads(value))
+        assert Experiment.of(asked[0]) == Experiment.of(asked[1])
 
 
 def test_who_holds_what_is_drawn(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
