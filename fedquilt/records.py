@@ -34,6 +34,7 @@ from fedquilt.errors import ConfigError, RecordError
 from fedquilt.files import why, write
 from fedquilt.memory import Memories
 from fedquilt.round import Grades, Record
+from fedquilt.round.serve import members_by_share
 from fedquilt.terms import Server
 from fedquilt.version import __version__
 
@@ -427,10 +428,13 @@ def summarise(run: Run) -> dict[str, Any]:
     from fedquilt.engines import ENGINES
     from fedquilt.methods import METHODS
 
+    family = run.engine.world.family
+    members = members_by_share(run.method, run.server, run.fleet, run.engine.world)
+    costs = {share: family.cost(submodel) for share, submodel in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     return {
         "method": _registered(METHODS, run.method),
-        "model": type(run.engine.world.family._module).__name__,
+        "model": type(family._module).__name__,
         "data": run.engine.data.name,
         "engine": _registered(ENGINES, run.engine),
         "precision": run.engine.precision,
@@ -441,6 +445,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "bytes_up": sum(record.bytes_up for record in run.records),
         "accuracy": last.accuracy,
         "metrics": last.metrics,
+        "members": {share: {"params": cost.params, "macs": cost.macs} for share, cost in costs.items()},
         "fedquilt": __version__,
     }
 

@@ -490,8 +490,8 @@ def leaves(kind: Callable[..., Any], base: Any = UNSET, path: str = "") -> dict[
             own = leaves(type(value), value, f"{place}.")
             if len(kinds) > 1 or any(option in TABLES for option in kinds):
                 named = choices(kinds)
-                shown = {"type": " | ".join(named), "default": label(type(value)), "what it is": helps.get(name, "")}
-                found[place] = shown
+                default_name, help = label(type(value)), helps.get(name, "")
+                found[place] = {"type": " | ".join(named), "default": default_name, "what it is": help}
                 for other, option in named.items():
                     if option is not type(value):
                         rows = leaves(option, path=f"{place}.").items()

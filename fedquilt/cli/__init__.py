@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -48,7 +47,7 @@ class RunRequest(Options):
     method: Text = None  # a name of `fedquilt list methods`, or file.py:factory
 
     def __call__(self) -> None:
-        from fedquilt.cli.show import print_json, progress, say, show_result, show_summary
+        from fedquilt.cli.show import print_json, progress, say, show_result
 
         with _output(self.json) as (console, stdout), ExitStack() as stack:
             if self.resume:
@@ -56,17 +55,14 @@ class RunRequest(Options):
                 playing = resumed(self.resume, self.rounds, stack)
             else:
                 playing = begun(self.experiment(self.config, self.method), self.out, stack)
-            if playing.run is None:
-                show = partial(show_summary, console)
-            else:
+            if playing.run:
                 say(console, playing.title)
                 with progress(console, [""], playing.experiment.rounds) as begin:
                     playing.play(begin)
-                show = partial(show_result, console, playing.run)
             if self.json:
                 print_json(playing.summary, stdout)
             else:
-                show(playing.summary)
+                show_result(console, playing.summary)
 
 
 @dataclass(frozen=True)

@@ -137,7 +137,7 @@ def _summary_of(path: Path) -> dict[str, Any] | None:
         found = json.loads((path / "summary.json").read_text())
     except (OSError, ValueError):
         return None  # the run is played to its end once more, which makes it anew
-    return found if isinstance(found, dict) and "rounds" in found else None
+    return found if isinstance(found, dict) and {"rounds", "members"} <= found.keys() else None
 
 
 def write_text(path: Path, text: str) -> None:

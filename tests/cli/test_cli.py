@@ -42,6 +42,7 @@ SUMMARY = {
     "bytes_up",
     "accuracy",
     "metrics",
+    "members",
     "fedquilt",
 }
 ROUND = {"round", "seconds", "clients", "bytes_down", "bytes_up", "macs", "loss"}
@@ -278,7 +279,12 @@ def test_a_finished_run_tells_its_summary_or_trains_longer(own: Path, capsys: py
     assert told(capsys, "run", "--resume", "d") == summary
     assert told(capsys, "run", "--resume", "d", "--rounds", "1") == summary
     assert main(["run", "--resume", "d"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("2 rounds in ")
+    head, *rows, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["share", "accuracy", "parameters", "MACs", "a", "sample"]
+    assert [row.split()[::2] for row in rows] == [
+        [f"{float(share):g}", f"{member['params']:,}"] for share, member in summary["members"].items()
+    ]
+    assert last.startswith("2 rounds in ")
     longer = told(capsys, "run", "--resume", "d", "--rounds", "4")
     assert longer["rounds"] == 4
     assert tomllib.loads(Path("d/config.toml").read_text())["rounds"] == 4
@@ -460,10 +466,23 @@ def test_methods_are_compared_on_the_same_ground(own: Path, capsys: pytest.Captu
 
 def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "1"]) == 0
-    _, first, *_, head, one, other = capsys.readouterr().out.splitlines()
+    _, first, *_, head, one, other, space, below, whole, half, quarter = capsys.readouterr().out.splitlines()
     assert first.startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
     assert head.split() == ["method", "1", "0.5", "0.25", "to", "clients", "back", "seconds"]
     assert (one.split()[0], other.split()[0]) == ("fedavg", "local")
+    assert (space, below.split()) == ("", ["share", "parameters", "MACs", "a", "sample"])
+    assert [row.split()[0] for row in (whole, half, quarter)] == ["1", "0.5", "0.25"]
+
+
+def test_methods_of_other_members_are_told_apart(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """HeteroFL as released rounds up."""
+    Path("up.py").write_text("import fedquilt as fq\ndef up():\n    return fq.methods.HeteroFL(rounding='ceil')\n")
+    quick = [*TINY[:4], "--cohort", "3", "--rounds", "1", "--set", 'fleet.budgets={"0.3"=1.0}']
+    assert main(["compare", "heterofl", "up.py:up", *quick]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("share")] == [
+        "share (heterofl)",
+        "share (up.py:up)",
+    ]
 
 
 def test_a_terminal_gets_a_bar_for_every_method(own: Path) -> None:

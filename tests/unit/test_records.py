@@ -99,11 +99,13 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     assert summary == run.summary
     assert list(summary) == [
         *("method", "model", "data", "engine", "precision", "seed", "rounds", "seconds", "bytes_down", "bytes_up"),
-        *("accuracy", "metrics", "fedquilt"),
+        *("accuracy", "metrics", "members", "fedquilt"),
     ]
     assert (summary["method"], summary["model"], summary["engine"]) == ("Keeping", "PreResNet", "sequential")
     assert summary["bytes_up"] == sum(record["bytes_up"] for record in lines(out))
     assert summary["accuracy"] == run.accuracy
+    family = run.engine.world.family
+    assert summary["members"]["1.0"] == {"params": family.count(family.whole), "macs": family.cost(family.whole).macs}
     config = tomllib.loads((out / "config.toml").read_text())["python"]
     assert (config["rounds"], config["seed"], config["engine"], config["precision"]) == (4, 0, "sequential", "fp64")
     assert "batch_size=4" in config["method"]
