@@ -26,7 +26,7 @@ from fedquilt.checks import File, outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
 from fedquilt.engines import ENGINES, Ray, Vectorised
 from fedquilt.engines.ray import CHUNKS, Cluster
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, RecordError, TraceError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
 from fedquilt.fleets import FLEETS, Budgets
@@ -35,6 +35,7 @@ from fedquilt.methods import METHODS, Method
 from fedquilt.models import MODELS, ModelSpec
 from fedquilt.names import find, is_file, nearest
 from fedquilt.precision import DTYPES, Precision, unfit
+from fedquilt.records import load
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
@@ -63,7 +64,9 @@ class Model(Choice):
     """A model by its name, and the options it is made with."""
 
     what: ClassVar[str] = "model"
-    offers: ClassVar[frozenset[str]] = frozenset({"num_classes", "in_channels", "image_size", "max_length"})
+    offers: ClassVar[frozenset[str]] = frozenset(
+        {"num_classes", "in_features", "in_channels", "image_size", "max_length"}
+    )
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:
@@ -85,7 +88,19 @@ class Model(Choice):
                 load_weights(made, init)
             return made
 
-        return fq.trace(module, data.example, fixed=self.fixed)
+        try:
+            return fq.trace(module, data.example, fixed=self.fixed)
+        except TraceError as error:
+            own, sample = MODELS.get(self.name), data.example[0]
+            if own is None or own.takes(sample):
+                raise
+            fitting = ", ".join(name for name, spec in MODELS.items() if spec.takes(sample)) or "none of those by name"
+            kind = "numbers" if sample.is_floating_point() else "tokens"
+            raise ConfigError(
+                f"the model {self.name!r} was asked for; it is for samples such as {own.input_shape}, and {data.name} "
+                f"has {kind} of shape {tuple(sample.shape)}. Made for these: {fitting}; or a module of yours, "
+                "file.py:factory."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -122,18 +137,20 @@ def offered(data: Pool) -> dict[str, int]:
     if not data.example.is_floating_point():  # tokens: (length,)
         return {"num_classes": data.num_classes, "max_length": shape[0]} if shape else {"num_classes": data.num_classes}
     images = {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) > 1 else {}
-    return {"num_classes": data.num_classes, **images}
+    return {"num_classes": data.num_classes, "in_features": math.prod(shape), **images}
 
 
 def load_weights(module: nn.Module, file: str) -> None:
-    """Put the weights of a safetensors file into a module; norm statistics may be missing, nothing else."""
+    """Put the weights of a safetensors file or a run's folder into a module; norm statistics may be missing."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        found = load_file(file)
+        found = dict(load(file).weights) if Path(file).is_dir() else load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"init = {file!r} was asked for; it cannot be read as safetensors: {error}.") from error
+    except RecordError as error:
+        raise ConfigError(f"init = {file!r} was asked for: {error}") from error
     needed, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     held = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
     wrong = [f"{name} is not in the file" for name in needed if name not in found]
@@ -210,7 +227,7 @@ class Experiment:
     evaluation: Evaluation | None = None  # None: about ten times a run
     rounds: int = 20
     seed: int = 0
-    init: File = ""  # a safetensors file of weights to start from, instead of the seed's
+    init: File = ""  # a safetensors file or a run's folder: weights to start from, instead of the seed's
     checkpoint: Checkpointing = Checkpointing()
     tracking: tuple[Tracking, ...] = ()  # where its numbers go besides its folder
 

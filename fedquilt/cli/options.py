@@ -116,7 +116,7 @@ class Options(DataOptions):
     lr: Real = None  # local learning rate
     batch_size: Whole = None  # local batch size
     epochs: Whole = None  # local epochs a round
-    init: File = None  # a safetensors file of weights to start from
+    init: File = None  # weights to start from: a safetensors file, or a run's folder
     out: Place = None  # write the run's records and checkpoints into this folder
     track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
     resume: Place = None  # go on with the run in this folder; only --rounds and --json go with it

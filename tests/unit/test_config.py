@@ -346,12 +346,36 @@ def test_a_device_this_machine_has_not_is_refused(own: Path, device: str) -> Non
 
 def test_models_are_offered_what_the_data_is(own: Path) -> None:
     images = Pool.of((torch.zeros(4, 3, 16, 16), torch.arange(4)), (torch.zeros(1, 3, 16, 16), torch.tensor([6])))
-    assert offered(images) == {"num_classes": 7, "in_channels": 3, "image_size": 16}
+    assert offered(images) == {"num_classes": 7, "in_features": 768, "in_channels": 3, "image_size": 16}
     rows = Pool.of((torch.zeros(4, 5), torch.arange(4)), (torch.zeros(1, 5), torch.tensor([0])))
-    assert offered(rows) == {"num_classes": 4}
+    assert offered(rows) == {"num_classes": 4, "in_features": 5}
     tokens = torch.zeros(4, 9, dtype=torch.int64)
     text = Pool.of((tokens, tokens), (tokens, tokens), num_classes=50)
     assert offered(text) == {"num_classes": 50, "max_length": 9}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        (torch.zeros(4, 7), r"data has numbers of shape \(7,\)\. Made for these: mlp; or a module of yours"),
+        (torch.zeros(4, 9, dtype=torch.int64), r"data has tokens of shape \(9,\)\. Made for these: transformer_lm;"),
+        (torch.zeros(4, 1, 8, 8, 8), r"numbers of shape \(1, 8, 8, 8\)\. Made for these: unet3d;"),
+        (torch.zeros(4, 1, 2, 2, 2, 2), r"numbers of shape .*\. Made for these: none of those by name; or"),
+    ],
+)
+def test_a_model_for_other_samples_is_refused_with_those_that_fit(inputs: torch.Tensor, told: str) -> None:
+    targets = torch.arange(4) % 3
+    pool = Pool.of((inputs, targets), (inputs, targets))
+    with pytest.raises(
+        ConfigError, match=rf"'tiny_resnet' was asked for; it is for samples such as \(1, 8, 8\).*{told}"
+    ):
+        Model("tiny_resnet").trace(pool)
+
+
+def test_rows_of_numbers_have_a_model() -> None:
+    x, y = torch.zeros(4, 7), torch.arange(4) % 3
+    family = Model("mlp", {"hidden": (6,)}).trace(Pool.of((x, y), (x, y)))
+    assert family.count(family.whole) == 7 * 6 + 6 + 6 * 3 + 3
 
 
 def test_what_the_user_sets_wins_over_what_the_data_offers() -> None:
@@ -415,6 +439,17 @@ def test_files_that_are_missing_are_told_with_all_other_mistakes(own: Path) -> N
         (line,) = (line for line in told.splitlines() if line.startswith(f"  {path}: "))
         assert f"{file}" in line
         assert "there is no" in line
+
+
+def test_a_run_begins_where_another_ended(own: Path) -> None:
+    ended = small(rounds=2).prepare().train(2)
+    ended.save("one")
+    begun = small(init="one", seed=7).prepare()
+    for name, weight in ended.server.weights.items():
+        assert torch.equal(begun.server.weights[name], weight)
+    Path("empty").mkdir()
+    with pytest.raises(ConfigError, match=r"init = 'empty' was asked for: .* there is no checkpoint there"):
+        small(init="empty").prepare()
 
 
 def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -> None:
