@@ -347,21 +347,25 @@ DEMO: Settings = {
 LEARNING: Settings = {"optimiser": {"lr": 0.1}, "batch_size": 16, "epochs": 2}
 
 
-def demo(method: str = "heterofl") -> Settings:
-    """The demo's settings for a method."""
-    settings = copy.deepcopy(DEMO)
-    return assign(settings, ["method"], {"name": method} | ({} if is_file(method) else {"local": LEARNING}))
+def demo(method: str = "heterofl", preset: bool = False) -> Settings:
+    """The demo's settings for a method; one in a preset trains as that says."""
+    settings, own = copy.deepcopy(DEMO), preset or is_file(method)
+    return assign(settings, ["method"], {"name": method} | ({} if own else {"local": LEARNING}))
 
 
 def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
-    """Name another method, optimiser, data …, in place: what all of them have stays, another's own options do not."""
+    """Name another method, optimiser, data …, in place: what all of them have stays, another's own options do not.
+
+    A preset stays where the other has one of that name.
+    """
     held: Any = settings
     for key in path:
         held = held.get(key, {}) if isinstance(held, Mapping) else {}
     table = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
     there = variants(Experiment, path)
     if there and table.get("name", there.usual) != name:
-        table = {key: value for key, value in table.items() if key in there.common}
+        kept = {*there.common, *({"preset"} if table.get("preset") in there.presets(name) else ())}
+        table = {key: value for key, value in table.items() if key in kept}
     return assign(settings, path, {**table, "name": name})
 
 

@@ -438,15 +438,21 @@ def choices(kinds: Sequence[Any]) -> dict[str, Any]:
 class Variants(NamedTuple):
     """What one can name at a path: the keys that all of them take, and the name that stands there if none is given."""
 
+    kinds: Mapping[str, Any]
     common: frozenset[str]
     usual: str
+
+    def presets(self, name: Any) -> list[str]:
+        """Those of one of them."""
+        return list(getattr(self.kinds.get(name), "presets", ())) if isinstance(name, str) else []
 
 
 def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | None:
     """What can be named at a path below a kind; None where a name decides nothing about other keys."""
     kinds = [one for one in _members(kind) if _is_table(one)]
     several = len(kinds) > 1 or any(one in TABLES for one in kinds)
-    named = [one for one in choices(kinds).values() if isinstance(one, type)] if several else kinds
+    known = choices(kinds) if several else {}
+    named = [one for one in known.values() if isinstance(one, type)] or kinds
     if path:
         for one in named:
             if path[0] in _fields_of(one):
@@ -455,7 +461,7 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
     taken = [frozenset(_fields_of(one)) - {"name", "options"} for one in named]
     if not several and not any(issubclass(one, Choice) for one in kinds):
         return None
-    return Variants(frozenset.intersection(*taken), label(type(usual)) if is_dataclass(usual) else "")
+    return Variants(known, frozenset.intersection(*taken), label(type(usual)) if is_dataclass(usual) else "")
 
 
 def label(kind: type) -> str:

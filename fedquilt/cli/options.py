@@ -126,7 +126,8 @@ class Options(DataOptions):
         """The experiment a file and the flags ask for; without a file, the demo."""
         from fedquilt.config import Experiment, demo, read_toml
 
-        base = read_toml(config) if config else demo(method or "heterofl")
+        preset = any(text.startswith("method.preset") for text in self.assign)
+        base = read_toml(config) if config else demo(method or "heterofl", preset)
         settings, asked = self.layers(base, method)
         return Experiment.of(settings, asked, config or "")
 

@@ -13,6 +13,8 @@ from fedquilt.round.local import Learner, Local, Phase
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
 from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, World
 
+Presets = Mapping[str, Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class Method:
@@ -23,7 +25,7 @@ class Method:
     server: Plain | ServerMomentum | ServerAdam = Plain()  # takes the mean, or steps towards it
 
     paper: ClassVar[str] = ""
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings that depart from the defaults, by name
+    presets: ClassVar[Presets] = {}  # settings that depart from the defaults, by name
     copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
 
     def __post_init__(self) -> None:

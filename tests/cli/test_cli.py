@@ -535,7 +535,7 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
     assert rolex["defaults"]["shift"] == 1
     assert rolex["defaults"]["local"]["optimiser"]["name"] == "sgd"
     assert rolex["help"]["shift"].startswith("channels the window moves each round; 0 gives HeteroFL")
-    assert rolex["presets"] == ["paper", "released"]
+    assert {"paper", "released"} <= set(rolex["presets"])
     for name, entry in listed.items():
         assert entry["paper"], name
         assert entry["summary"], name
@@ -561,7 +561,7 @@ def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixtur
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert rows["local.optimiser"].split()[1:5] == ["sgd", "|", "adam", "sgd"]
     assert "channels the window moves each round" in rows["shift"]
-    assert rows["preset"].split()[1:4] == ["paper", "|", "released"]
+    assert "fedrolex-cifar10-low | " in rows["preset"]
     assert main(["list", "methods", "fedrolx"]) == 2
     assert "there is no method named 'fedrolx'. Did you mean 'fedrolex'?" in capsys.readouterr().err
 
