@@ -26,10 +26,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.engines.engine import Precision
 from fedquilt.engines.units import replay_time
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import FedRolex, HeteroFL, Method
+from fedquilt.precision import Precision
 from fedquilt.round.local import SGD, Between, CrossEntropy, Learner, Local, Phase
 from fedquilt.round.merge import Mean
 from fedquilt.terms import Client, Job, Payload, Submodel, Update, World
@@ -160,15 +160,15 @@ def _batch_norms(net: nn.Module) -> nn.Module:
     return net
 
 
-def median(step: Callable[[], object], times: int) -> float:
+def median(step: Callable[[], object], times: int, warm: int = 3) -> float:
     """Milliseconds, warm."""
     taken = []
-    for count in range(times + 3):
+    for count in range(times + warm):
         torch.cuda.synchronize()
         began = time.perf_counter()
         step()
         torch.cuda.synchronize()
-        if count >= 3:
+        if count >= warm:
             taken.append(1e3 * (time.perf_counter() - began))
     return statistics.median(taken)
 
@@ -282,11 +282,13 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     """(e) cut, send, train, stitch, and every tenth round calibrate and test all five sizes."""
     data = images(100, 10_000)
     eager = EagerRounds(replace(case, data=data), precision)
-    base, exam = median(eager.round, 2), median(eager.evaluate, 2)
+    base, exam = median(eager.round, 3, warm=1), median(eager.evaluate, 3, warm=1)
     case.family.cutter.flat = None
     fleet = fq.Fleet.of(SHARES, 100, 10)
-    run = fq.prepare(case.method, case.family, data, fleet, device="cuda", evaluation=fq.Evaluation(every))
-    run.engine.precision, run.engine.memory = precision, MEMORY
+    run = fq.prepare(
+        case.method, case.family, data, fleet, device="cuda", precision=precision, evaluation=fq.Evaluation(every)
+    )
+    run.engine.memory = MEMORY
     began = time.perf_counter()
     run.train(every)
     torch.cuda.synchronize()

@@ -62,8 +62,9 @@ class Table:
     def run(self, data: FederatedData, how_to: Method, rounds: int, every: int, **known: Any) -> float:
         """Train and write down; the accuracy of the whole model."""
         how = fq.Evaluation(every=every, local=False)
-        run = fq.prepare(method, self.family, data, self.fleet, self.engine, self.seed, self.device, evaluation=how)
-        run.engine.precision = self.precision
+        run = fq.prepare(
+            how_to, self.family, data, self.fleet, self.engine, self.seed, self.device, self.precision, how
+        )
         self.engine = run.engine
         began = time.perf_counter()
         run.train(rounds, watch=lambda record: self._tell(known, record, began))

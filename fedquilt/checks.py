@@ -1,11 +1,35 @@
-"""Bounds on settings, said once: `within(self, lr="(0, inf)", momentum="[0, 1)")` in a `__post_init__`."""
+"""Bounds on settings, said once: `within(self, lr="(0, inf)", momentum="[0, 1)")` in a `__post_init__`.
+
+`File` is a hint for text that names what has to be there when settings are read; in Python it is plain text.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
-from typing import get_args
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Any, get_args
 
 from fedquilt.errors import ConfigError
+
+
+@dataclass(frozen=True)
+class Check:
+    """In `Annotated[kind, Check(why)]`: asked of a value that settings hold; "" if it will do, else what is wrong."""
+
+    why: Callable[[Any], str]
+
+
+def missing(path: str) -> str:
+    """What to say of a file or folder that is not there; nothing was asked for with ""."""
+    try:
+        there = not path or Path(path).exists()
+    except (OSError, ValueError):  # a name too long for a file, or with a NUL in it
+        there = False
+    return "" if there else f"{path!r} was asked for; there is no such file or folder in {Path.cwd()}."
+
+
+File = Annotated[str, Check(missing)]
 
 
 def within(owner: object, **intervals: str) -> None:

@@ -13,20 +13,20 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar, TypeVar
 
 import torch
 from torch import nn
 
 import fedquilt as fq
 from fedquilt.checkpoint import Checkpointing
-from fedquilt.checks import outside, refuse, within
+from fedquilt.checks import File, outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
 from fedquilt.engines import ENGINES, Ray, Vectorised
 from fedquilt.engines.ray import CHUNKS, Cluster
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, RecordError, TraceError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
 from fedquilt.fleets import FLEETS, Budgets
@@ -34,17 +34,19 @@ from fedquilt.memory import LIMIT
 from fedquilt.methods import METHODS, Method
 from fedquilt.models import MODELS, ModelSpec
 from fedquilt.names import find, is_file, nearest
+from fedquilt.precision import DTYPES, Precision, unfit
+from fedquilt.records import load
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
-from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, write
+from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
 from fedquilt.tracking import TRACKERS, Tracking
 
 Settings = dict[str, Any]
+T = TypeVar("T")
 
 # Below so many multiply-adds a sample threads gain nothing, and waiting for each other on a busy machine they lose all.
 SMALL = 1_000_000
 CLIENTS = 20  # where neither the settings nor the data say how many
-PRECISIONS = {"fp32": torch.float32, "fp64": torch.float64}
 
 TABLES |= {
     Method: Table("method", METHODS),
@@ -62,7 +64,9 @@ class Model(Choice):
     """A model by its name, and the options it is made with."""
 
     what: ClassVar[str] = "model"
-    offers: ClassVar[frozenset[str]] = frozenset({"num_classes", "in_channels", "image_size", "max_length"})
+    offers: ClassVar[frozenset[str]] = frozenset(
+        {"num_classes", "in_features", "in_channels", "image_size", "max_length"}
+    )
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:
@@ -84,7 +88,19 @@ class Model(Choice):
                 load_weights(made, init)
             return made
 
-        return fq.trace(module, data.example, fixed=self.fixed)
+        try:
+            return fq.trace(module, data.example, fixed=self.fixed)
+        except TraceError as error:
+            own, sample = MODELS.get(self.name), data.example[0]
+            if own is None or own.takes(sample):
+                raise
+            fitting = ", ".join(name for name, spec in MODELS.items() if spec.takes(sample)) or "none of those by name"
+            kind = "numbers" if sample.is_floating_point() else "tokens"
+            raise ConfigError(
+                f"the model {self.name!r} was asked for; it is for samples such as {own.input_shape}, and {data.name} "
+                f"has {kind} of shape {tuple(sample.shape)}. Made for these: {fitting}; or a module of yours, "
+                "file.py:factory."
+            ) from error
 
 
 @dataclass(frozen=True)
@@ -100,8 +116,8 @@ class Source(Choice):
         found: Callable[..., Any] = find({}, name, cls.what) if is_file(name) else source(name)
         return found
 
-    def deal(self, num_clients: int | None, seed: int) -> FederatedData:
-        """Load the data and deal it to clients, unless a file of the user's own has dealt it already."""
+    def deal(self, num_clients: int | None, seed: int) -> tuple[FederatedData, Partition | None]:
+        """Load the data and deal it to clients, and say how; None: a file of the user's own has dealt it already."""
         found = self.make(Pool)
         if isinstance(found, FederatedData):
             if self.partition is not None:
@@ -109,10 +125,10 @@ class Source(Choice):
                     f"data.partition = {label(type(self.partition))!r} was asked for; {self.name} returned data that "
                     "is dealt already. Return a Pool to have it dealt."
                 )
-            return found
+            return found, None
         partition = self.partition or (Iid() if found.clients is None else Natural())
         own = isinstance(partition, (Natural, Domains))  # these know how many clients there are
-        return found.deal(num_clients or (None if own else CLIENTS), partition, seed)
+        return found.deal(num_clients or (None if own else CLIENTS), partition, seed), partition
 
 
 def offered(data: Pool) -> dict[str, int]:
@@ -121,18 +137,20 @@ def offered(data: Pool) -> dict[str, int]:
     if not data.example.is_floating_point():  # tokens: (length,)
         return {"num_classes": data.num_classes, "max_length": shape[0]} if shape else {"num_classes": data.num_classes}
     images = {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) > 1 else {}
-    return {"num_classes": data.num_classes, **images}
+    return {"num_classes": data.num_classes, "in_features": math.prod(shape), **images}
 
 
 def load_weights(module: nn.Module, file: str) -> None:
-    """Put the weights of a safetensors file into a module; norm statistics may be missing, nothing else."""
+    """Put the weights of a safetensors file or a run's folder into a module; norm statistics may be missing."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
     try:
-        found = load_file(file)
+        found = dict(load(file).weights) if Path(file).is_dir() else load_file(file)
     except (OSError, SafetensorError) as error:
         raise ConfigError(f"init = {file!r} was asked for; it cannot be read as safetensors: {error}.") from error
+    except RecordError as error:
+        raise ConfigError(f"init = {file!r} was asked for: {error}") from error
     needed, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     held = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
     wrong = [f"{name} is not in the file" for name in needed if name not in found]
@@ -153,7 +171,7 @@ class Machine:
 
     name: str = "vectorised"  # of an engine
     device: str = "cpu"  # as torch names it
-    precision: Literal["fp32", "fp64"] = "fp32"
+    precision: Precision = "fp32"  # tf32 and bf16 are of products; weights and sums stay fp32
     memory: int = 0  # bytes that clients trained at the same time may take; 0: 4 GiB, or half of what a GPU has free
     memories: int = LIMIT  # bytes of what clients remember that are held; what is more lies on disk
     deterministic: bool = False  # on CUDA: bit-identical repetitions, slower
@@ -168,6 +186,8 @@ class Machine:
         )
         if self.name not in ENGINES:
             wrong["name"] = f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, ENGINES)}"
+        if why := unfit(self.precision, self.device):
+            wrong["precision"] = why
         refuse(self, wrong)
 
     def check_device(self) -> None:
@@ -189,6 +209,7 @@ class Ground:
     data: FederatedData
     family: Family
     fleet: Fleet
+    partition: Partition | None  # by which the data was dealt; None: it came so
 
 
 # --- the whole --------------------------------------------------------------------------------------------------
@@ -206,7 +227,7 @@ class Experiment:
     evaluation: Evaluation | None = None  # None: about ten times a run
     rounds: int = 20
     seed: int = 0
-    init: str = ""  # a safetensors file of weights to start from, instead of the seed's
+    init: File = ""  # a safetensors file or a run's folder: weights to start from, instead of the seed's
     checkpoint: Checkpointing = Checkpointing()
     tracking: tuple[Tracking, ...] = ()  # where its numbers go besides its folder
 
@@ -219,12 +240,12 @@ class Experiment:
         ENGINES[self.engine.name].check()
         for tracking in self.tracking:
             tracking.check()
-        data = self.data.deal(self.fleet.clients, self.seed)
+        data, partition = self.data.deal(self.fleet.clients, self.seed)
         fleet = self.fleet.fleet(data.num_clients, self.seed)
         family = self.model.trace(data, self.init)
         # Moved once: the engines of all methods that are compared share it.
-        here = data.to(torch.device(self.engine.device), PRECISIONS[self.engine.precision])
-        return Ground(here, family, fleet)
+        here = data.to(torch.device(self.engine.device), DTYPES[self.engine.precision])
+        return Ground(here, family, fleet, partition)
 
     def prepare(self, ground: Ground | None = None) -> Run:
         """A run that has not begun; with `ground`, on what another experiment has laid."""
@@ -244,7 +265,7 @@ class Experiment:
             self.engine.name,
             self.seed,
             self.engine.device,
-            PRECISIONS[self.engine.precision],
+            self.engine.precision,
             looks,
             self.engine.memories,
         )
@@ -255,10 +276,11 @@ class Experiment:
             run.engine.chunks = self.engine.chunks
         return run
 
-    def settled(self, run: Run) -> Experiment:
+    def settled(self, run: Run, ground: Ground) -> Experiment:
         """The experiment with what it left open as a prepared run has it, so that it is the same on another machine."""
         return replace(
             self,
+            data=replace(self.data, partition=ground.partition),
             fleet=replace(self.fleet, clients=run.fleet.num_clients),
             engine=replace(
                 self.engine,
@@ -292,14 +314,19 @@ class Experiment:
     @staticmethod
     def of(settings: Settings, asked: Mapping[str, str] | None = None, file: str = "") -> Experiment:
         """Read settings, or raise one error with all that is wrong. `asked` says which flag set a path."""
-        problems: list[Problem] = []
-        found: Experiment = read(Experiment, settings, "", problems)
-        if problems:
-            told = [f"{path or 'settings'}{_asker(path, asked or {})}: {text}" for path, text in problems]
-            where = f" in {file}" if file else ""
-            count = "a problem" if len(told) == 1 else f"{len(told)} problems"
-            raise ConfigError("\n  ".join([f"{count}{where}:", *told]))
-        return found
+        return resolved(Experiment, settings, asked or {}, file)
+
+
+def resolved(kind: type[T], settings: Settings, asked: Mapping[str, str], file: str = "") -> T:
+    """Settings as what they describe, or one error with all that is wrong and who asked for it."""
+    problems: list[Problem] = []
+    found: T = read(kind, settings, "", problems)
+    if problems:
+        told = [f"{path or 'settings'}{_asker(path, asked)}: {text}" for path, text in problems]
+        where = f" in {file}" if file else ""
+        count = "a problem" if len(told) == 1 else f"{len(told)} problems"
+        raise ConfigError("\n  ".join([f"{count}{where}:", *told]))
+    return found
 
 
 def _asker(path: str, asked: Mapping[str, str]) -> str:
@@ -324,27 +351,26 @@ DEMO: Settings = {
 LEARNING: Settings = {"optimiser": {"lr": 0.1}, "batch_size": 16, "epochs": 2}
 
 
-def demo(method: str = "heterofl") -> Settings:
-    """The demo's settings for a method."""
-    settings = copy.deepcopy(DEMO)
-    return assign(settings, ["method"], {"name": method} | ({} if is_file(method) else {"local": LEARNING}))
+def demo(method: str = "heterofl", preset: bool = False) -> Settings:
+    """The demo's settings for a method; one in a preset trains as that says."""
+    settings, own = copy.deepcopy(DEMO), preset or is_file(method)
+    return assign(settings, ["method"], {"name": method} | ({} if own else {"local": LEARNING}))
 
 
-def choose(settings: Settings, part: str, name: str) -> Settings:
-    """Name another method, model or data, in place: what all of them have stays, another's own options do not."""
-    held = settings.get(part, {})
-    held = {"name": held} if isinstance(held, str) else held
-    if isinstance(held, Mapping) and held.get("name") != name:
-        held = {key: value for key, value in held.items() if key in _COMMON[part]}
-    settings[part] = held
-    return assign(settings, [part, "name"], name)
+def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
+    """Name another method, optimiser, data …, in place: what all of them have stays, another's own options do not.
 
-
-_COMMON: dict[str, set[str]] = {
-    "method": {one.name for one in fields(Method)},
-    "model": set(),
-    "data": {"partition"},
-}
+    A preset stays where the other has one of that name.
+    """
+    held: Any = settings
+    for key in path:
+        held = held.get(key, {}) if isinstance(held, Mapping) else {}
+    table = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
+    there = variants(Experiment, path)
+    if there and table.get("name", there.usual) != name:
+        kept = {*there.common, *({"preset"} if table.get("preset") in there.presets(name) else ())}
+        table = {key: value for key, value in table.items() if key in kept}
+    return assign(settings, path, {**table, "name": name})
 
 
 def read_toml(file: str | Path) -> Settings:

@@ -19,6 +19,7 @@ from fedquilt.family import Family
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.names import known
+from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.serve import ready
@@ -112,7 +113,7 @@ def run(
     rounds: int = 10,
     seed: int = 0,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    precision: Precision = "fp32",
     evaluation: Evaluation | None = None,
     watch: Callable[[Record], None] | None = None,
     out: str | Path | None = None,
@@ -129,7 +130,7 @@ def run(
     """
     for one in trackers:
         one.check()
-    prepared = prepare(method, family, data, fleet, engine, seed, device, dtype, evaluation, memory_limit)
+    prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit)
     try:
         with ExitStack() as stack:
             folder = None
@@ -174,7 +175,7 @@ def prepare(
     engine: str | Engine = "vectorised",
     seed: int = 0,
     device: str = "cpu",
-    dtype: torch.dtype = torch.float32,
+    precision: Precision = "fp32",
     evaluation: Evaluation | None = None,
     memory_limit: int = LIMIT,
 ) -> Run:
@@ -197,8 +198,8 @@ def prepare(
             raise ConfigError("the engine of another run was given; it trains another family than this run's.")
         engine.deal(data)
     else:
-        world = World(family, seed, torch.device(device), dtype, data.public)
-        engine = known(ENGINES, engine, "engine")(world, data)
+        world = World(family, seed, torch.device(device), known(DTYPES, precision, "precision"), data.public)
+        engine = known(ENGINES, engine, "engine")(world, data, precision=precision)
     server = method.init(engine.world)
     memory = Memories(memory_limit, engine.world.device)
     memory.update(server.memory)

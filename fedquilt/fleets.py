@@ -15,7 +15,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt import noise
-from fedquilt.checks import within
+from fedquilt.checks import File, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.terms import Budget
 
@@ -255,7 +255,7 @@ class FromCsv(Budgets):
     For as many clients as the file counts devices, each row has exactly its count; for others, the same proportions.
     """
 
-    file: str
+    file: File
 
     def deal(self, num_clients: int, seed: int = 0) -> Deal:
         kinds, counts = zip(*self._devices(), strict=True)

@@ -21,6 +21,7 @@ from fedquilt.family import Family
 from fedquilt.family.net import Pass
 from fedquilt.fleets import FIVE_SHARES
 from fedquilt.methods import Method
+from fedquilt.precision import DTYPES, Precision, computing
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Batch, Local, gradient, move
 from fedquilt.terms import Arch, Budget, Client, Job, World
@@ -46,7 +47,7 @@ class Member:
     share: float
     params: int
     macs: int  # a sample, forward
-    memory: int  # bytes of a training step
+    memory: int  # bytes of a training step in float32, as budgets count them
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,7 @@ class Probe:
     """A machine, measured with a family of models, and the budget it is proposed."""
 
     device: str
+    precision: Precision
     cores: int
     memory: int  # bytes free
     target: Target
@@ -69,11 +71,18 @@ class Probe:
         return asdict(self) | {"budget": bounds}
 
 
-def probe(family: Family, device: str = "cpu", target: Target = Target(), seconds: float = 2.0) -> Probe:
+def probe(
+    family: Family,
+    device: str = "cpu",
+    target: Target = Target(),
+    seconds: float = 2.0,
+    precision: Precision = "fp32",
+) -> Probe:
     """Train members of a family for about so many seconds, and propose what this machine should be asked for."""
     free = free_memory(device)
-    allowed = free * target.memory
-    measured, rate = _throughput(family, device, allowed, target, seconds)
+    allowed = free * target.memory * 4 / DTYPES[precision].itemsize  # budgets count in float32
+    with computing(precision, torch.device(device)):
+        measured, rate = _throughput(family, device, allowed, target, seconds, DTYPES[precision])
     macs = max(1, measured.macs)  # a family of look-ups alone has none
     # A target is a bound on multiply-adds: what the machine does in an epoch's time, shared by the samples.
     budget = Budget(macs=macs * rate * target.epoch_seconds / target.samples, memory=allowed)
@@ -86,6 +95,7 @@ def probe(family: Family, device: str = "cpu", target: Target = Target(), second
         ) from error
     return Probe(
         device=device,
+        precision=precision,
         cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
         memory=free,
         target=target,
@@ -147,7 +157,9 @@ def _container_memory(root: Path) -> int | None:
 # --- speed ------------------------------------------------------------------------------------------------------
 
 
-def _throughput(family: Family, device: str, memory: float, target: Target, seconds: float) -> tuple[Member, float]:
+def _throughput(
+    family: Family, device: str, memory: float, target: Target, seconds: float, dtype: torch.dtype
+) -> tuple[Member, float]:
     """A member and how many samples a second it trains on: the largest of five shares that time and target allow.
 
     A machine does more multiply-adds a second in a larger member. What is measured here is no larger than what will be
@@ -159,7 +171,7 @@ def _throughput(family: Family, device: str, memory: float, target: Target, seco
     for arch in ladder:
         if measured and time.perf_counter() + 2 * (took + 4 * growth) > until:
             break  # four times the work of the one before, if every layer is twice as wide
-        step = _training_step(family, arch, device, target.batch_size)
+        step = _training_step(family, arch, torch.device(device), dtype, target.batch_size)
         step()  # warm
         began = time.perf_counter()
         step()
@@ -178,16 +190,22 @@ def _throughput(family: Family, device: str, memory: float, target: Target, seco
     return described(family, arch, target.batch_size), rate
 
 
-def _training_step(family: Family, arch: Arch, device: str, batch_size: int) -> Callable[[], None]:
+def _training_step(
+    family: Family, arch: Arch, where: torch.device, dtype: torch.dtype, batch_size: int
+) -> Callable[[], None]:
     """One real local step, again and again: a batch, its gradient, momentum."""
-    world, submodel, where = World(family, device=torch.device(device)), prefix(arch), torch.device(device)
+    world, submodel = World(family, device=where, dtype=dtype), prefix(arch)
+
+    def here(value: Tensor) -> Tensor:
+        return value.to(where, dtype if value.is_floating_point() else value.dtype)
+
     method = Method(local=Local(batch_size=batch_size))
     learner = method.learner(Job(Client(0, Budget(share=1.0)), submodel, 0), world)
     weights = family.cutter.gather(family.init(0), submodel, learner.names(family))
-    state = {name: value.to(where) for name, value in weights.items()}
+    state = {name: here(value) for name, value in weights.items()}
     slots = learner.start_slots(state, family)
     example = family.example_inputs[0]
-    inputs = example[torch.arange(batch_size) % len(example)].to(where)
+    inputs = here(example[torch.arange(batch_size) % len(example)])
     targets = _targets(family, arch, state, inputs)
     held = torch.ones(family.num_classes, dtype=torch.bool, device=where)
     batch = Batch(inputs, targets, held, torch.tensor(noise.key(0), device=where))

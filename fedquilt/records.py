@@ -34,6 +34,7 @@ from fedquilt.errors import ConfigError, RecordError
 from fedquilt.files import why, write
 from fedquilt.memory import Memories
 from fedquilt.round import Grades, Record
+from fedquilt.round.serve import members_by_share
 from fedquilt.terms import Server
 from fedquilt.version import __version__
 
@@ -311,7 +312,7 @@ def identity(run: Run) -> dict[str, Any]:
         "link": run.engine.link,
         "seed": world.seed,
         "device": world.device.type,
-        "dtype": str(world.dtype),
+        "precision": run.engine.precision,
     }
     return dict(leaf for name, value in parts.items() for leaf in _leaves(name, value))
 
@@ -406,7 +407,7 @@ def portrait(run: Run, rounds: int) -> dict[str, Any]:
         "seed": world.seed,
         "engine": type(run.engine).__name__.lower(),
         "device": str(world.device),
-        "dtype": str(world.dtype).removeprefix("torch."),
+        "precision": run.engine.precision,
         "method": repr(run.method),
         "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
         "data": run.engine.data.name,
@@ -427,12 +428,16 @@ def summarise(run: Run) -> dict[str, Any]:
     from fedquilt.engines import ENGINES
     from fedquilt.methods import METHODS
 
+    family = run.engine.world.family
+    members = members_by_share(run.method, run.server, run.fleet, run.engine.world)
+    costs = {share: family.cost(submodel) for share, submodel in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     return {
         "method": _registered(METHODS, run.method),
-        "model": type(run.engine.world.family._module).__name__,
+        "model": type(family._module).__name__,
         "data": run.engine.data.name,
         "engine": _registered(ENGINES, run.engine),
+        "precision": run.engine.precision,
         "seed": run.engine.world.seed,
         "rounds": run.server.round,
         "seconds": sum(record.seconds for record in run.records),
@@ -440,6 +445,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "bytes_up": sum(record.bytes_up for record in run.records),
         "accuracy": last.accuracy,
         "metrics": last.metrics,
+        "members": {share: {"params": cost.params, "macs": cost.macs} for share, cost in costs.items()},
         "fedquilt": __version__,
     }
 

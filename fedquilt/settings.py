@@ -23,6 +23,7 @@ from dataclasses import MISSING, Field, dataclass, field, fields, is_dataclass, 
 from functools import cache
 from typing import Any, ClassVar, Literal, NamedTuple, TypeVar, get_args, get_origin
 
+from fedquilt.checks import Check
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.names import find, name_of, nearest, said
 
@@ -98,7 +99,10 @@ def read(kind: Any, plain: Any, path: str, problems: list[Problem], base: Any = 
     if kind is Any:
         return _frozen(plain)
     if origin is typing.Annotated:
-        return read(args[0], plain, path, problems, base)
+        value = read(args[0], plain, path, problems, base)
+        if value is not UNSET:
+            problems += [Problem(path, why) for one in args[1:] if isinstance(one, Check) and (why := one.why(value))]
+        return value
     if origin in (types.UnionType, typing.Union):
         return _read_union(args, plain, path, problems, base)
     if _is_table(kind):
@@ -431,6 +435,35 @@ def choices(kinds: Sequence[Any]) -> dict[str, Any]:
     return named
 
 
+class Variants(NamedTuple):
+    """What one can name at a path: the keys that all of them take, and the name that stands there if none is given."""
+
+    kinds: Mapping[str, Any]
+    common: frozenset[str]
+    usual: str
+
+    def presets(self, name: Any) -> list[str]:
+        """Those of one of them."""
+        return list(getattr(self.kinds.get(name), "presets", ())) if isinstance(name, str) else []
+
+
+def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | None:
+    """What can be named at a path below a kind; None where a name decides nothing about other keys."""
+    kinds = [one for one in _members(kind) if _is_table(one)]
+    several = len(kinds) > 1 or any(one in TABLES for one in kinds)
+    known = choices(kinds) if several else {}
+    named = [one for one in known.values() if isinstance(one, type)] or kinds
+    if path:
+        for one in named:
+            if path[0] in _fields_of(one):
+                return variants(_hints(one)[path[0]], path[1:], default(_fields_of(one)[path[0]]))
+        return None
+    taken = [frozenset(_fields_of(one)) - {"name", "options"} for one in named]
+    if not several and not any(issubclass(one, Choice) for one in kinds):
+        return None
+    return Variants(known, frozenset.intersection(*taken), label(type(usual)) if is_dataclass(usual) else "")
+
+
 def label(kind: type) -> str:
     """The name of a class in files: that of its registry, else its own in lower case, else `file.py:Class`."""
     for base, table in TABLES.items():
@@ -450,17 +483,26 @@ def described(kind: Callable[..., Any]) -> dict[str, dict[str, Any]]:
 
 
 def leaves(kind: Callable[..., Any], base: Any = UNSET, path: str = "") -> dict[str, dict[str, Any]]:
-    """Every single value one can set, by its path: type, default, and the comment in the code."""
+    """Every single value one can set, by its path: type, default, and the comment in the code.
+
+    Where a table is chosen by name, the values of those not chosen follow, as `path (name)`, unless they are the same.
+    """
     found: dict[str, dict[str, Any]] = {}
     helps = comments(kind)
     for name, one in _takes(kind).items():
         value, place = one.default if base is UNSET else getattr(base, name), f"{path}{name}"
         kinds = [option for option in _members(one.hint) if _is_table(option)]
         if is_dataclass(value):
+            own = leaves(type(value), value, f"{place}.")
             if len(kinds) > 1 or any(option in TABLES for option in kinds):
-                names = " | ".join(choices(kinds))
-                found[place] = {"type": names, "default": label(type(value)), "what it is": helps.get(name, "")}
-            found |= leaves(type(value), value, f"{place}.")
+                named = choices(kinds)
+                default_name, help = label(type(value)), helps.get(name, "")
+                found[place] = {"type": " | ".join(named), "default": default_name, "what it is": help}
+                for other, option in named.items():
+                    if option is not type(value):
+                        rows = leaves(option, path=f"{place}.").items()
+                        own |= {f"{leaf} ({other})": row for leaf, row in rows if own.get(leaf) != row}
+            found |= own
         else:
             shown = "needed" if value is UNSET else json.dumps(_shown_default(Parameter(one.hint, value)))
             found[place] = {"type": shown_hint(one.hint), "default": shown, "what it is": helps.get(name, "")}
@@ -477,6 +519,8 @@ def _takes(kind: Callable[..., Any]) -> dict[str, Parameter]:
 
 def shown_hint(hint: Any) -> str:
     """A type hint as one would write it; of a Literal, the words."""
+    if get_origin(hint) is typing.Annotated:
+        return shown_hint(get_args(hint)[0])
     if get_origin(hint) is Literal:
         return " | ".join(map(repr, get_args(hint)))
     text = hint.__name__ if isinstance(hint, type) and not get_args(hint) else str(hint)
@@ -529,6 +573,8 @@ def _fitting(kind: Any) -> str:
         types.NoneType: "'none'",
     }
     origin, args = get_origin(kind), get_args(kind)
+    if origin is typing.Annotated:
+        return _fitting(args[0])
     if kind in words:
         return words[kind]
     if origin is Literal:
@@ -613,7 +659,7 @@ def _hints(kind: Any) -> dict[str, Any]:
 def _hint(hint: Any, known: dict[str, Any]) -> Any:
     """A hint that may be text, evaluated; what is imported for type checkers alone takes any value."""
     try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"one": hint}), known)["one"]
+        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"one": hint}), known, None, True)["one"]
     except NameError:
         return Any
 

@@ -133,7 +133,7 @@ def _play(
     """Two rounds in float64 of all clients, dealt the shares in turn, evaluated only at the end unless asked."""
     fleet = options.pop("fleet", None) or fq.Fleet.of(shares, data.num_clients, data.num_clients)
     options.setdefault("evaluation", fq.Evaluation(every=0))
-    return fq.run(method, family, data, fleet, engine, rounds, dtype=torch.float64, **options)
+    return fq.run(method, family, data, fleet, engine, rounds, precision="fp64", **options)
 
 
 def with_local(method: Method, **changes: Any) -> Method:

@@ -15,7 +15,6 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager, redirect_stdout
 from dataclasses import dataclass, replace
-from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO
 
@@ -25,7 +24,7 @@ import tyro
 # second took a minute beside another one. It is read when torch is loaded, which happens later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fedquilt.cli.options import By, Config, DataOptions, File, Flag, Methods, Name, Options, Text, What
+from fedquilt.cli.options import By, Config, DataOptions, File, Flag, Methods, Name, Options, Precision, Text, What
 from fedquilt.cli.playing import Playing, begun, refuse_taken, resumed, write_text
 from fedquilt.errors import ConfigError, FedquiltError, RecordError, SubmodelError, TrainingError
 from fedquilt.version import __version__
@@ -48,7 +47,7 @@ class RunRequest(Options):
     method: Text = None  # a name of `fedquilt list methods`, or file.py:factory
 
     def __call__(self) -> None:
-        from fedquilt.cli.show import print_json, progress, say, show_result, show_summary
+        from fedquilt.cli.show import print_json, progress, say, show_result
 
         with _output(self.json) as (console, stdout), ExitStack() as stack:
             if self.resume:
@@ -56,17 +55,14 @@ class RunRequest(Options):
                 playing = resumed(self.resume, self.rounds, stack)
             else:
                 playing = begun(self.experiment(self.config, self.method), self.out, stack)
-            if playing.run is None:
-                show = partial(show_summary, console)
-            else:
+            if playing.run:
                 say(console, playing.title)
                 with progress(console, [""], playing.experiment.rounds) as begin:
                     playing.play(begin)
-                show = partial(show_result, console, playing.run)
             if self.json:
                 print_json(playing.summary, stdout)
             else:
-                show(playing.summary)
+                show_result(console, playing.summary)
 
 
 @dataclass(frozen=True)
@@ -183,7 +179,7 @@ class ListRequest(DataOptions):
             raise ConfigError(f"list {self.what} --plot was asked for; list data --plot draws who holds what.")
         settings, asked = self.layers(read_toml(self.config) if self.config else demo())
         experiment = Experiment.of(settings, asked, self.config or "")
-        data = experiment.data.deal(experiment.fleet.clients, experiment.seed)
+        data, _ = experiment.data.deal(experiment.fleet.clients, experiment.seed)
         if self.out:
             figure(data, self.out, self.by)
         if self.json:
@@ -199,6 +195,7 @@ class ProbeRequest:
     model: Text = None  # a name of `fedquilt list models`, or file.py:factory; the demo's if not given
     data: Text = None  # whose samples it is fed, as for `run`; if not given, those its paper has, or the demo's
     device: Text = None  # such as cpu or cuda
+    precision: Precision = None  # to train in, as for `run`
     json: Flag = False  # print the measurements as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -214,12 +211,14 @@ class ProbeRequest:
     def measure(self) -> Probe:
         """Trace the model as a run would have it, and train it."""
         import fedquilt as fq
-        from fedquilt.config import DEMO, Machine, Model, Source
+        from fedquilt.config import DEMO, Machine, Model, Source, resolved
         from fedquilt.data import Pool
         from fedquilt.models import MODELS
         from fedquilt.probe import probe
 
-        machine = Machine(device=self.device or "cpu")
+        asked = {"device": self.device, "precision": self.precision}
+        given = {key: value for key, value in asked.items() if value is not None}
+        machine = resolved(Machine, given, {key: f"--{key}" for key in given})
         machine.check_device()
         model = Model(self.model or DEMO["model"]["name"])
         if model.name in MODELS and self.data is None:
@@ -227,7 +226,7 @@ class ProbeRequest:
             family = fq.trace(spec.factory, spec.example(), fixed=spec.fixed)
         else:
             family = model.trace(Source(self.data or DEMO["data"]["name"]).make(Pool))
-        return probe(family, machine.device)
+        return probe(family, machine.device, precision=machine.precision)
 
 
 @contextmanager

@@ -29,7 +29,11 @@ def options(what: str, name: str) -> dict[str, Entry]:
     from fedquilt.config import Machine
 
     kind = _known(what, name)
-    return leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
+    found = leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
+    if presets := getattr(kind, "presets", None):
+        shown = {"type": " | ".join(presets), "default": "null", "what it is": "a setting of its paper's or its code's"}
+        found = {"preset": shown, **found}
+    return found
 
 
 def _known(what: str, name: str) -> Any:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 import tyro
 
@@ -21,7 +21,7 @@ Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", **_quiet)]
 Number = Annotated[int | float | None, tyro.conf.arg(metavar="INT|FLOAT", **_quiet)]
 Place = Annotated[Path | None, tyro.conf.arg(metavar="DIR", **_quiet)]
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE", **_quiet)]
-Precision = Annotated[Literal["fp32", "fp64"] | None, tyro.conf.arg(metavar="fp32|fp64", **_quiet)]
+Precision = Annotated[str | None, tyro.conf.arg(metavar="fp32|tf32|bf16|fp64", **_quiet)]
 By = Annotated[Literal["class", "domain"], tyro.conf.arg(metavar="class|domain", **_quiet)]
 Flag = Annotated[bool, tyro.conf.arg(**_quiet)]
 Assignments = Annotated[
@@ -70,26 +70,36 @@ class DataOptions:
 
         given = {flag: getattr(self, flag, None) for flag in FLAGS} | {"method": method}
         asked: dict[str, str] = {}
+        layers: list[tuple[list[str], Any]] = []
         wrong = []
         for flag, value in given.items():
             if value is None or value == ():
                 continue
-            if flag in ("method", "model", "data"):
-                choose(base, flag, value)
-            else:
-                assign(base, FLAGS[flag].split("."), {"name": flag, flag: value} if flag == "labels" else value)
+            layers.append((FLAGS[flag].split("."), {"name": flag, flag: value} if flag == "labels" else value))
             asked[FLAGS[flag]] = f"--{flag.replace('_', '-')}"
+        flags = dict(asked)
         for text in self.assign:
             try:
                 keys, value = parse_assignment(text)
             except ConfigError as error:
                 wrong.append(str(error))
                 continue
-            assign(base, keys, value)
             path = ".".join(keys)
-            asked = {one: flag for one, flag in asked.items() if not one.startswith(f"{path}.")} | {path: "--set"}
+            for one, flag in flags.items():
+                if f"{one}.".startswith(f"{path}.") or path == f"{one}.name":
+                    wrong.append(
+                        f"--set {text} was asked for together with {flag}, which sets {one}. One of them fits."
+                    )
+            layers.append((keys, value))
+            asked[path] = "--set"
         if wrong:
             raise ConfigError("\n  ".join(wrong))
+        # Names come first: they decide which other keys there are.
+        for keys, value in sorted(layers, key=lambda layer: layer[0][-1] != "name"):
+            if keys[-1] == "name":
+                choose(base, keys[:-1], value)
+            else:
+                assign(base, keys, value)
         return base, asked
 
 
@@ -102,11 +112,11 @@ class Options(DataOptions):
     rounds: Whole = None  # how many are played
     cohort: Number = None  # clients that take part in a round: a number, or below 1 a part of all
     device: Text = None  # such as cpu, cuda or cuda:1
-    precision: Precision = None
+    precision: Precision = None  # of products on the device; fp64 is that of everything
     lr: Real = None  # local learning rate
     batch_size: Whole = None  # local batch size
     epochs: Whole = None  # local epochs a round
-    init: File = None  # a safetensors file of weights to start from
+    init: File = None  # weights to start from: a safetensors file, or a run's folder
     out: Place = None  # write the run's records and checkpoints into this folder
     track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
     resume: Place = None  # go on with the run in this folder; only --rounds and --json go with it
@@ -116,7 +126,8 @@ class Options(DataOptions):
         """The experiment a file and the flags ask for; without a file, the demo."""
         from fedquilt.config import Experiment, demo, read_toml
 
-        base = read_toml(config) if config else demo(method or "heterofl")
+        preset = any(text.startswith("method.preset") for text in self.assign)
+        base = read_toml(config) if config else demo(method or "heterofl", preset)
         settings, asked = self.layers(base, method)
         return Experiment.of(settings, asked, config or "")
 

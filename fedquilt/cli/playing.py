@@ -87,10 +87,11 @@ def begun(experiment: Experiment, out: Path | None, stack: ExitStack, ground: Gr
     from fedquilt.records import Folder
 
     refuse_taken(out)
+    ground = ground or experiment.ground()
     run = experiment.prepare(ground)
     if out is None:
         return Playing(experiment, run)
-    settled = experiment.settled(run)
+    settled = experiment.settled(run, ground)
     folder = stack.enter_context(Folder.create(out, settled.to_toml(), settled.checkpoint))
     return Playing(settled, run, folder)
 
@@ -136,7 +137,7 @@ def _summary_of(path: Path) -> dict[str, Any] | None:
         found = json.loads((path / "summary.json").read_text())
     except (OSError, ValueError):
         return None  # the run is played to its end once more, which makes it anew
-    return found if isinstance(found, dict) and "rounds" in found else None
+    return found if isinstance(found, dict) and {"rounds", "members"} <= found.keys() else None
 
 
 def write_text(path: Path, text: str) -> None:

@@ -16,10 +16,8 @@ from rich.console import Console
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-    from fedquilt.experiment import Run
     from fedquilt.probe import Probe
     from fedquilt.round import Record
-    from fedquilt.terms import Arch
 
 Watch = Callable[["Record"], None]
 
@@ -108,22 +106,20 @@ def _accuracies(record: Record) -> str:
 # --- when it is over --------------------------------------------------------------------------------------------
 
 
-def show_result(console: Console, run: Run, summary: Mapping[str, Any]) -> None:
+def show_result(console: Console, summary: Mapping[str, Any]) -> None:
     """A table of the shares, and a line of bytes and seconds."""
-    rows = {}
-    for label, arch in _members(run).items():
-        cost = run.engine.world.family.cost(arch)
-        accuracy = f"{summary['accuracy'].get(label, math.nan):.1%}"
-        rows[f"{float(label):g}"] = {"accuracy": accuracy, "parameters": cost.params, "MACs a sample": cost.macs}
+    accuracy = {f"{float(share):g}": f"{value:.1%}" for share, value in summary["accuracy"].items()}
+    rows = {share: {"accuracy": accuracy.get(share, "nan%"), **row} for share, row in _members(summary).items()}
     show_table(console, "share", rows)
     say(console, _totals(summary))
 
 
-def show_summary(console: Console, summary: Mapping[str, Any]) -> None:
-    """How a run ended, of which only the summary is left."""
-    rows = {f"{float(label):g}": {"accuracy": f"{value:.1%}"} for label, value in summary["accuracy"].items()}
-    show_table(console, "share", rows)
-    say(console, _totals(summary))
+def _members(summary: Mapping[str, Any]) -> dict[str, dict[str, int]]:
+    """What a device of each share holds. It need not be a share of the parameters: embeddings are held whole."""
+    return {
+        f"{float(share):g}": {"parameters": member["params"], "MACs a sample": member["macs"]}
+        for share, member in summary["members"].items()
+    }
 
 
 def _totals(summary: Mapping[str, Any]) -> str:
@@ -132,7 +128,7 @@ def _totals(summary: Mapping[str, Any]) -> str:
 
 
 def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """A row a method: accuracy at every share, bytes both ways, seconds."""
+    """A row a method: accuracy at every share, bytes both ways, seconds; and below, what a device of a share holds."""
     shares = dict.fromkeys(share for summary in summaries.values() for share in summary["accuracy"])
     rows = {
         name: {
@@ -144,14 +140,13 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
         for name, summary in summaries.items()
     }
     show_table(console, "method", rows)
-
-
-def _members(run: Run) -> dict[str, Arch]:
-    """The network a device of each budget ends up with, by the label of its accuracy."""
-    from fedquilt.round.serve import members_by_share
-
-    found = members_by_share(run.method, run.server, run.fleet, run.engine.world)
-    return {label: submodel.arch for label, submodel in found.items()}
+    alike: dict[str, list[str]] = {}  # methods by their members, which may differ: one common net, or rounded up
+    for name, summary in summaries.items():
+        alike.setdefault(json.dumps(summary["members"]), []).append(name)
+    for names in alike.values():
+        say(console, "")
+        title = "share" if len(alike) == 1 else f"share ({', '.join(names)})"
+        show_table(console, title, _members(summaries[names[0]]))
 
 
 def show_probe(console: Console, found: Probe) -> None:
@@ -170,8 +165,9 @@ def show_probe(console: Console, found: Probe) -> None:
     target = found.target
     say(
         console,
-        f"{found.device}: {found.cores} cores, {size(found.memory)} free; it trains {found.samples_per_second:,.0f} "
-        f"samples a second of what was measured, {found.macs_per_second:.3g} multiply-adds a second",
+        f"{found.device}: {found.cores} cores, {size(found.memory)} free; in {found.precision} it trains "
+        f"{found.samples_per_second:,.0f} samples a second of what was measured, {found.macs_per_second:.3g} "
+        "multiply-adds a second",
     )
     say(
         console,

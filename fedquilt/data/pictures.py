@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 import torch
 
+from fedquilt.checks import File
 from fedquilt.data.federated import Normalise, Pool, Scale
 from fedquilt.errors import ConfigError, DataError
 
@@ -19,7 +20,7 @@ SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
 
 def images(
-    path: str,
+    path: File,
     size: int = 0,
     grey: bool = False,
     domains: bool = False,

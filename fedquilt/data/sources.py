@@ -11,6 +11,7 @@ from typing import Literal
 import numpy as np
 import torch
 
+from fedquilt.checks import File
 from fedquilt.data.federated import Normalise, Pool, Scale, fifth
 from fedquilt.data.huggingface import hub
 from fedquilt.data.pictures import images
@@ -31,7 +32,7 @@ def digits(public: float = 0.0) -> Pool:
 
 
 def npz(
-    path: str,
+    path: File,
     normalise: Normalise = "auto",
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),

@@ -20,6 +20,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from fedquilt.checks import File
 from fedquilt.data.federated import IGNORED, Pool, held_out
 from fedquilt.errors import ConfigError, DataError
 
@@ -38,7 +39,7 @@ class Texts(NamedTuple):
 
 
 def text(
-    path: str,
+    path: File,
     vocabulary: int = 10_000,
     length: int = 20,
     long: Cut = "split",

@@ -4,21 +4,22 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.errors import DataError, FedquiltError, TrainingError
+from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
+from fedquilt.precision import Precision, computing, unfit
 from fedquilt.round.link import Link, Perfect
 from fedquilt.round.local import Learner, OptimiserState, State, itinerary
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, Score
-from fedquilt.terms import Job, Memory, Payload, Server, Submodel, Update, Weights, World
+from fedquilt.terms import Job, Memory, Payload, Server, Slots, Submodel, Update, Weights, World
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
 
 _CUTS_KEPT = 16
 _HOLDERS_KEPT = 4096
-Precision = Literal["fp32", "tf32", "bf16"]
 _CALIBRATION = 1 << 16  # samples that norm statistics are measured over, at most: all of CIFAR or MNIST
 
 
@@ -62,6 +62,29 @@ class Start:
     bytes: int  # that were sent to it
 
 
+@dataclass(frozen=True)
+class _Exact:
+    """A fold that adds in full whatever the clients trained in: rounded to bf16, a mean forgets what was learnt."""
+
+    fold: Fold
+    device: torch.device
+
+    def add(self, update: Update) -> None:
+        with computing("fp32", self.device):
+            self.fold.add(update)
+
+    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
+        with computing("fp32", self.device):
+            self.fold.add_stack(updates, stacked)
+
+    def join(self, other: Any) -> None:
+        with computing("fp32", self.device):
+            self.fold.join(other)
+
+    def finish(self, server: Server) -> tuple[Weights, Slots]:
+        return self.fold.finish(server)
+
+
 @dataclass
 class Engine(ABC):
     """Trains and tests cohorts. Subclasses decide how many clients run at once, and where."""
@@ -69,26 +92,19 @@ class Engine(ABC):
     world: World
     data: FederatedData
     link: Link = field(default_factory=Perfect)
-    precision: Precision = "fp32"  # of products on a GPU; weights and sums are the world's dtype
+    precision: Precision = "fp32"  # of products; weights and sums are the world's dtype
 
     @classmethod  # noqa: B027 (most need nothing)
     def check(cls) -> None:
         """Whether what it needs is installed; asked before anything heavy."""
 
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """The precision asked for, and no other afterwards: torch keeps these settings globally."""
-        matmul, cudnn = torch.backends.cuda.matmul, torch.backends.cudnn
-        before = matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark
-        matmul.allow_tf32 = cudnn.allow_tf32 = self.precision == "tf32"
-        cudnn.benchmark = not torch.are_deterministic_algorithms_enabled()
-        try:
-            with torch.autocast(self.world.device.type, torch.bfloat16, enabled=self.precision == "bf16"):
-                yield
-        finally:
-            matmul.allow_tf32, cudnn.allow_tf32, cudnn.benchmark = before
+    def computing(self) -> AbstractContextManager[None]:
+        """What all training and testing happens in."""
+        return computing(self.precision, self.world.device)
 
     def __post_init__(self) -> None:
+        if why := unfit(self.precision, str(self.world.device)):
+            raise ConfigError(f"precision = {why}")
         self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
         self._cut_from: Weights | None = None
         self._first: dict[str, Tensor] | None = None
@@ -110,7 +126,7 @@ class Engine(ABC):
             self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
         try:
             with self.computing():
-                self._train(method, server, jobs, fold, outcome)
+                self._train(method, server, jobs, _Exact(fold, self.world.device), outcome)
         finally:
             self._cuts.clear()  # they are the old server's, and need not outlive it
             self._cut_from = None

@@ -376,9 +376,12 @@ class Home:
         handler = signal.getsignal(signal.SIGTERM)
         try:
             ray.init(**options, logging_level=logging.ERROR, log_to_driver=False)
-        except (ConnectionError, RuntimeError, ValueError) as error:
+        except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             done = "started" if self.started else f"reached at {self.address!r}"
-            raise ConfigError(f"no Ray cluster could be {done}: {said(error)}") from error
+            hint = (
+                "" if self.started else " If it asks for a token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have it."
+            )
+            raise ConfigError(f"no Ray cluster could be {done}: {said(error)}.{hint}") from error
         finally:
             if main:
                 signal.signal(signal.SIGTERM, handler)  # Ray's would end the run without a checkpoint

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedquilt import noise
+from fedquilt.devices import onto
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError, agrees
 from fedquilt.round.cut import prefix
@@ -174,10 +175,11 @@ class Unit:
             if full:
                 rows[full, client] = torch.stack([own[step + place] for place in full])
                 active[full, client] = True
-        self.rows.copy_(rows)
-        self.active.copy_(active)
+        device = self.at.device
+        self.rows.copy_(onto(device, rows))
+        self.active.copy_(onto(device, active))
         self.ragged = not bool(active[: len(steps)].all())
-        self.noise.copy_(noise.fold_in(self.keys, torch.arange(step, step + _CHUNK, device=self.at.device)[:, None]))
+        self.noise.copy_(noise.fold_in(self.keys, torch.arange(step, step + _CHUNK, device=device)[:, None]))
         self.at.zero_()
 
     def _report(self, step: int) -> None:

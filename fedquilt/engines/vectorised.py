@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedquilt import noise
+from fedquilt.devices import onto
 from fedquilt.engines.engine import Engine, Outcome, Start
 from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.sweep import Look, Sweep
@@ -36,6 +37,7 @@ if TYPE_CHECKING:
 _log = logging.getLogger(__name__)
 _CACHED = 256  # samples
 _CROWD = 1.15
+_AHEAD = 4
 _SWEPT = 4  # batches from which on recording a pass pays
 MEASURE = Pass(statistics="measure")
 Swept = tuple[Hashable, Sweep]
@@ -128,9 +130,8 @@ class Vectorised(Engine):
         for wave in self._waves(alike):
             stackable = [(learner, some) for learner, some in wave if some[0].submodel.arch not in self._single]
             while stackable:
-                stacks = [self._stack(server, learner, some) for learner, some in stackable]
                 try:
-                    self._run(stacks)
+                    stacks = self._run(server, stackable)
                 except _UnstackableError as error:  # nothing has been added yet: the rest of the wave once more
                     self._set_apart(error.arch, str(error))
                     stackable = [(learner, some) for learner, some in stackable if some[0].submodel.arch != error.arch]
@@ -207,8 +208,8 @@ class Vectorised(Engine):
             state=state,
             slots=self._slots(starts, learner),
             received=state,
-            held=torch.stack([self.held(job.client.id) for job in jobs]).to(device),
-            keys=torch.tensor([self.keys(job)[1] for job in jobs], device=device),
+            held=onto(device, torch.stack([self.held(job.client.id) for job in jobs])),
+            keys=onto(device, torch.tensor([self.keys(job)[1] for job in jobs])),
             batches=batches,
             ages=[start.steps for start in starts],
             losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
@@ -222,20 +223,31 @@ class Vectorised(Engine):
         own = [start.slots or learner.start_slots(start.state, family) for start in starts]
         return {slot: _stacked([slots[slot] for slots in own]) for slot in own[0]}
 
-    def _run(self, stacks: list[Stack]) -> None:
+    def _run(self, server: Server, work: list[tuple[Learner, list[Job]]]) -> list[Stack]:
         """Train stacks: those that can be recorded side by side, the others one after another."""
-        units = [(stack, self._unit(stack)) for stack in stacks]
-        playing = [(stack, unit) for stack, unit in units if unit is not None]
-        for stack, unit in playing:
+        playing, plain = [], []
+        for learner, jobs in work:
+            stack = self._stack(server, learner, jobs)
+            unit = self._unit(stack)
+            if unit is None:
+                plain.append(stack)
+                continue
             unit.load(stack)
-        for step in range(max((len(stack.losses) for stack, _ in playing), default=0)):
+            playing.append((stack, unit))
+            for step in range(_AHEAD):  # a GPU has something to do while the others are made ready
+                self._play(stack, unit, step)
+        for step in range(_AHEAD, max((len(stack.losses) for stack, _ in playing), default=0)):
             for stack, unit in playing:
-                self._tried(stack, step, range(len(stack.jobs)), partial(unit.play, step))
+                self._play(stack, unit, step)
         for _, unit in playing:
             unit.unload()
             self._idle.setdefault(unit.shape, []).append(unit)
-        for stack in (stack for stack, unit in units if unit is None):
+        for stack in plain:
             self._run_one(stack)
+        return [*(stack for stack, _ in playing), *plain]
+
+    def _play(self, stack: Stack, unit: Unit, step: int) -> None:
+        self._tried(stack, step, range(len(stack.jobs)), partial(unit.play, step))
 
     def _run_one(self, stack: Stack) -> None:
         if stack.slots is None:
@@ -605,7 +617,7 @@ def _some(state: Weights, clients: Sequence[int]) -> State:
     first = clients[0]
     if len(clients) == 1:
         return {name: value[first : first + 1] for name, value in state.items()}
-    return _of(state, torch.tensor(clients, device=next(iter(state.values())).device))
+    return _of(state, onto(next(iter(state.values())).device, torch.tensor(clients)))
 
 
 def _of(state: Weights, who: Tensor) -> State:

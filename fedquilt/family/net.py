@@ -58,6 +58,8 @@ class Net:
         self._now = _Now()
         self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
         for name, layer in module.named_modules():
+            if isinstance(layer, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
+                layer.register_forward_pre_hook(_in_float32)
             if isinstance(layer, _NormBase):
                 layer.forward = partial(_norm, layer, name, self._now)
             elif isinstance(layer, nn.AdaptiveAvgPool2d):
@@ -97,12 +99,18 @@ class Net:
         return moved
 
 
+def _in_float32(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+    """Autocast leaves batch norms, and on a CPU all of them, bf16 inputs, which stacks cannot have beside float32."""
+    (value,) = inputs
+    return value.float() if value.dtype == torch.bfloat16 and (value.is_cpu or _is_stacked(value)) else value
+
+
 def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:
     """A norm layer whose statistics are values: given, or measured and handed back."""
     alone = isinstance(layer, _InstanceNorm)  # each sample is normalised by itself
     mean, var, affine = layer.running_mean, layer.running_var, (layer.weight, layer.bias)
     if now.mode.statistics == "stored" and mean is not None:
-        return _native(inputs, *affine, mean, var, layer.eps)[0]
+        return torch.native_batch_norm(inputs, *affine, mean, var, False, 0.0, layer.eps)[0]
     if now.mode.statistics in ("track", "measure") and mean is not None:
         outputs, mean, var = _measured(inputs, layer, alone)
         prefix = f"{name}." if name else ""
@@ -128,7 +136,7 @@ def _measured(inputs: Tensor, layer: _NormBase, alone: bool) -> tuple[Tensor, Te
     if count == 1:
         raise _too_few(inputs)
     # The kernel knows both anyway: a second pass over the inputs would take longer than the layer itself.
-    found = _native(inputs, layer.weight, layer.bias, None, None, layer.eps)
+    found = torch.native_batch_norm(inputs, layer.weight, layer.bias, None, None, True, 0.0, layer.eps)
     mean, scale = found[1].detach(), found[2].detach()
     return found[0], mean, (scale**-2 - layer.eps).clamp(min=0) * (count / (count - 1))
 
@@ -148,23 +156,7 @@ def _by_batch(inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
         raise _too_few(inputs)
     if inputs.is_cuda and not _is_stacked(inputs):
         return F.batch_norm(inputs, None, None, weight, bias, True, 0.0, eps)  # cuDNN's is faster
-    return _native(inputs, weight, bias, None, None, eps)[0]
-
-
-def _native(
-    inputs: Tensor,
-    weight: Tensor | None,
-    bias: Tensor | None,
-    mean: Tensor | None,
-    var: Tensor | None,
-    eps: float,
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Outputs, mean and scale; on the statistics given, or on the batch's."""
-    given, like = inputs.dtype, next((v for v in (weight, mean) if v is not None), inputs)
-    if _is_stacked(inputs):  # under autocast inputs are rougher than weights, which vmap's backward does not expect
-        inputs = inputs.to(like.dtype)
-    outputs, mean, scale = torch.native_batch_norm(inputs, weight, bias, mean, var, mean is None, 0.0, eps)
-    return outputs.to(given), mean, scale
+    return torch.native_batch_norm(inputs, weight, bias, None, None, True, 0.0, eps)[0]
 
 
 def _too_few(inputs: Tensor) -> ValueError:

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import ClassVar
 
 from fedquilt.checks import within
-from fedquilt.methods.method import Method, narrower
+from fedquilt.methods.method import Method, Presets, narrower
+from fedquilt.methods.partial import TABLE_9
 from fedquilt.round.cut import prefix
 from fedquilt.terms import Budget, Client, Server, Submodel, World
 
@@ -19,6 +21,7 @@ class FedAvg(Method):
 
     share: float = 1.0  # of every axis, for all clients
     paper = "McMahan et al. 2017"
+    presets: ClassVar[Presets] = TABLE_9
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.methods.method import Presets
 from fedquilt.round.local import Learner, Local, Parts
 from fedquilt.terms import Job, World
 
@@ -20,6 +22,7 @@ class FedBN(FedAvg):
 
     local: Local = Local(norm="local")
     paper = "Li et al. 2021"
+    presets: ClassVar[Presets] = {}  # FedAvg's measure norms for all clients
 
     @property
     def personal(self) -> bool:

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedquilt import noise
 from fedquilt.family.family import Rounding
-from fedquilt.methods.heterofl import PARTIAL
-from fedquilt.methods.method import Method
+from fedquilt.methods.method import Method, Presets
+from fedquilt.methods.partial import PARTIAL, TABLE_8
 from fedquilt.round.cut import prefix, scattered
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
@@ -26,9 +25,9 @@ class FedDropout(Method):
 
     local: Local = PARTIAL
     weighting: Weighting = "uniform"
-    rounding: Rounding = "floor"
+    rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Caldas et al. 2018"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"rounding": "ceil"}}
+    presets: ClassVar[Presets] = {**TABLE_8, "released": {"rounding": "ceil"}}
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = world.family.fit(client.budget, self.rounding)

@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 
 from fedquilt.checks import within
 from fedquilt.family.family import Rounding
-from fedquilt.methods.heterofl import PARTIAL
-from fedquilt.methods.method import Method
+from fedquilt.methods.method import Method, Presets
+from fedquilt.methods.partial import PARTIAL, TABLE_8
 from fedquilt.round.cut import windows
-from fedquilt.round.local import SGD, Adam, Local, Steps
+from fedquilt.round.local import Adam, Local
 from fedquilt.round.merge import Weighting
 from fedquilt.terms import Budget, Client, Server, Submodel, World
 
@@ -32,18 +31,11 @@ class FedRolex(Method):
     shift: int = 1  # channels the window moves each round; 0 gives HeteroFL, -1 the released code's direction
     offset: int = 0  # where the first window starts; Figure 1 draws its small client's at 2
     overlap: float | None = None  # appendix A.4's r in [0, 1]: steps of 1 + floor(share·(1 − r)·K); None: `shift`
-    rounding: Rounding = "floor"
+    rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Alam et al. 2022"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {
-        "paper": {  # Table 8, CIFAR-10 under high heterogeneity
-            "local": replace(
-                PARTIAL,
-                optimiser=SGD(lr=2e-4, momentum=0.9, decay=5e-4),
-                schedule=Steps((800, 1500), 0.1),
-                batch_size=10,
-                crop=4,
-            )
-        },
+    presets: ClassVar[Presets] = {
+        "paper": TABLE_8["fedrolex-cifar10-high"],
+        **TABLE_8,
         "released": {
             "local": Local(optimiser=Adam(lr=2e-4, decay=5e-4, clip=1.0), batch_size=128, scaler=True, masked="client"),
             "shift": -1,

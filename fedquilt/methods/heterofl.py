@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedquilt.family.family import Rounding
-from fedquilt.methods.method import Method
+from fedquilt.methods.method import Method, Presets
+from fedquilt.methods.partial import PARTIAL, TABLE_8
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
 from fedquilt.terms import Budget, Client, Server, Submodel, World
-
-# The setting shared by the partial-training papers: static norms, a scaler, and a loss over the client's own classes.
-PARTIAL = Local(norm="post", scaler=True, masked="client")
 
 
 @dataclass(frozen=True)
@@ -26,9 +23,9 @@ class HeteroFL(Method):
 
     local: Local = PARTIAL
     weighting: Weighting = "uniform"
-    rounding: Rounding = "floor"
+    rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Diao et al. 2021"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"rounding": "ceil"}}
+    presets: ClassVar[Presets] = {**TABLE_8, "released": {"rounding": "ceil"}}
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(client.budget, self.rounding))]

@@ -13,17 +13,19 @@ from fedquilt.round.local import Learner, Local, Phase
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
 from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, World
 
+Presets = Mapping[str, Mapping[str, Any]]
+
 
 @dataclass(frozen=True)
 class Method:
     """How a federation learns. Fields are the paper's hyper-parameters; a method overrides the verbs it changes."""
 
     local: Local = Local()
-    weighting: Weighting = "data"
-    server: Plain | ServerMomentum | ServerAdam = Plain()
+    weighting: Weighting = "data"  # by what a client counts in the mean; uniform: all alike
+    server: Plain | ServerMomentum | ServerAdam = Plain()  # takes the mean, or steps towards it
 
     paper: ClassVar[str] = ""
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {}  # settings that depart from the defaults, by name
+    presets: ClassVar[Presets] = {}  # settings that depart from the defaults, by name
     copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
 
     def __post_init__(self) -> None:

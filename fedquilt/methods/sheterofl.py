@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar
+from typing import ClassVar
 
 from fedquilt.checks import within
-from fedquilt.methods.method import Method
+from fedquilt.methods.method import Method, Presets
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import CrossEntropy, Learner, Local, MaskedCrossEntropy, Objective, Phase, Summed
 from fedquilt.round.merge import Weighting
@@ -26,7 +25,7 @@ class SHeteroFL(Method):
     widths: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)  # the shares a client trains, as far as it can hold them
     count_widths: bool = False  # in the merge a client counts once for every width, as in the released code
     paper = "Hong et al. 2022"
-    presets: ClassVar[Mapping[str, Mapping[str, Any]]] = {"released": {"count_widths": True}}
+    presets: ClassVar[Presets] = {"released": {"count_widths": True}}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from fedquilt.models.cnn import AlexNet, ConvNet, DigitsCNN, ProgFedCNN, digits_cnn, digits_cnn_norm
 from fedquilt.models.densenet import DenseNet, densenet40_12, densenet100_12, densenet121
+from fedquilt.models.mlp import MLP
 from fedquilt.models.mobilenet import MobileNet, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small
 from fedquilt.models.resnet import (
     PreResNet,
@@ -28,6 +29,7 @@ from fedquilt.models.unet import UNet, unet2d, unet3d
 from fedquilt.models.vgg import VGG, vgg11, vgg16, vgg19
 
 __all__ = [
+    "MLP",
     "MODELS",
     "VGG",
     "AlexNet",
@@ -76,6 +78,10 @@ class ModelSpec:
     integer_vocab: int | None = None  # inputs are integers below this instead of real numbers
     fixed: tuple[str, ...] = ()  # layers its paper leaves whole: what to pass on to `fedquilt.trace`
 
+    def takes(self, sample: Tensor) -> bool:
+        """Whether it was made for samples of this kind: images, rows of numbers, tokens."""
+        return sample.dim() == len(self.input_shape) and sample.is_floating_point() == (self.integer_vocab is None)
+
     def example(self, batch: int = 2) -> Tensor:
         """An input to trace with: the same numbers every time, and the global random state is left alone."""
         generator, shape = torch.Generator().manual_seed(0), (batch, *self.input_shape)
@@ -88,6 +94,7 @@ _CIFAR = (3, 32, 32)
 
 MODELS: dict[str, ModelSpec] = {
     "tiny_resnet": ModelSpec(tiny_resnet, (1, 8, 8), "the demo's"),
+    "mlp": ModelSpec(MLP, (784,), "McMahan et al. 2017, 2NN"),
     "convnet": ModelSpec(ConvNet, (1, 28, 28), "Reddi et al. 2021; ProgFed, EMNIST"),
     "progfed_cnn": ModelSpec(ProgFedCNN, _CIFAR, "ProgFed, CIFAR-10"),
     "digits_cnn": ModelSpec(digits_cnn, (3, 28, 28), "FedResCuE, Table 16"),

@@ -10,7 +10,7 @@ import torch
 from numpy.typing import NDArray
 
 from fedquilt import noise
-from fedquilt.checks import within
+from fedquilt.checks import File, within
 from fedquilt.errors import ConfigError
 from fedquilt.fleets import read_csv
 
@@ -33,7 +33,7 @@ class Trace:
     without a row are never there. With a period, the trace repeats after so many rounds.
     """
 
-    file: str
+    file: File
     period: int = 0  # rounds; 0: does not repeat
 
     def __post_init__(self) -> None:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedquilt import noise
-from fedquilt.checks import outside, refuse
+from fedquilt.checks import missing, outside, refuse
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets import FIVE_SHARES, FLEETS, Budgets, Deal, Uniform, Which, in_portions, in_turn
 from fedquilt.names import known
@@ -125,6 +125,8 @@ class Devices:
                 _share(name)
             except ConfigError as error:
                 wrong["budgets"] = str(error)
+        if isinstance(self.available, str) and self.available.endswith(".csv") and missing(self.available):
+            wrong["available"] = missing(self.available)
         refuse(self, wrong)
 
     def fleet(self, num_clients: int, seed: int = 0) -> Fleet:

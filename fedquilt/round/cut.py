@@ -177,7 +177,7 @@ class Cutter:
         cut, one_by_one = self._split(submodel, names, whole)
         found = {name: take(whole[name], self.rows(name, submodel.index)) for name in one_by_one}
         if cut:
-            flat = Flat.of({name: whole[name] for name in cut})
+            flat = Flat.of({name: value for name, value in whole.items() if value.dtype == whole[cut[0]].dtype})
             sizes = self.sizes | {axis: len(kept) for axis, kept in submodel.index.items()}
             shapes = {name: torch.Size([size_of(dim, sizes) for dim in self.dims[name]]) for name in cut}
             found |= Flat(flat.vector.index_select(0, self._where(submodel, cut, flat)), shapes).parts
@@ -247,20 +247,30 @@ class Cutter:
         return [name for name in names if name in at_once], [name for name in names if name not in at_once]
 
     def _where(self, submodel: Submodel, names: list[str], whole: Flat) -> Tensor:
-        """The places of a cut's entries in a vector of whole weights."""
-        device, index = whole.vector.device, submodel.index
-        key = (tuple(names), tuple(whole.shapes), device)
+        """The places of a cut's entries in a vector of whole weights.
+
+        They are found once for what a client gets and sends back, whichever of its class rows count: a client that is
+        still training need not be waited for.
+        """
+        widths, device = submodel.arch.sizes, whole.vector.device
+        index = Index({axis: kept for axis, kept in submodel.index.items() if axis in widths})
+        moved = self._with(frozenset(axis for axis, kept in index.items() if not kept.covers(self.sizes[axis])))
+        key = tuple(whole.shapes), device
+        shape = tuple((axis, len(kept)) for axis, kept in index.items()), *key
+        if shape not in self._maps:
+            cut = [name for name in whole.shapes if name in moved]
+            self._maps[shape] = Map(self.dims, self.sizes, dict(shape[0]), whole.starts, cut, device)
+            while len(self._maps) > 1 and sum(one.nbytes for one in self._maps.values()) > _MAPS:
+                self._maps.pop(next(iter(self._maps)))
+        known = self._maps[shape]
         if (index, *key) not in self._places:
             if len(self._places) >= _PLACES:
                 self._places.pop(next(iter(self._places)))
-            kept = {axis: len(positions) for axis, positions in index.items()}
-            shape = (tuple(kept.items()), *key)
-            if shape not in self._maps:
-                self._maps[shape] = Map(self.dims, self.sizes, kept, whole.starts, names, device)
-                while len(self._maps) > 1 and sum(one.nbytes for one in self._maps.values()) > _MAPS:
-                    self._maps.pop(next(iter(self._maps)))
-            self._places[index, *key] = self._maps[shape].fill(index)
-        return self._places[index, *key]
+            self._places[index, *key] = known.fill(index)
+        places = self._places[index, *key]
+        if names == list(known.spans):
+            return places
+        return torch.cat([places[slice(*known.spans[name])] for name in names])
 
     # --- cuts of cuts --------------------------------------------------------------------------------------------
 

@@ -9,12 +9,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import cached_property
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
 
 from fedquilt.axes import Dims, Expr, Positions, axes_in, positions_of, size_of
+from fedquilt.devices import onto
 
 Weights = Mapping[str, Tensor]
 
@@ -89,6 +90,8 @@ class Map:
             fixed.append(offset.expand(lengths).reshape(-1))
             reached.append(own)
         self._fixed = torch.cat(fixed)
+        ends = list(accumulate((len(at) for at in fixed), initial=0))
+        self.spans = dict(zip(names, pairwise(ends), strict=True))  # where each weight's entries are among all
         self._reached = [
             torch.cat(
                 [
@@ -107,7 +110,7 @@ class Map:
     def fill(self, index: Mapping[str, Positions]) -> Tensor:
         """The places in the vector of all entries of one cut, weight after weight."""
         kept = torch.cat([positions_of(dim, index, self._sizes).tensor for dim in self._cut])
-        steps = kept.to(self._fixed.device)[self._sources] * self._strides
+        steps = onto(self._fixed.device, kept)[self._sources] * self._strides
         places = self._fixed
         for reached in self._reached:
             places = places + steps.index_select(0, reached)

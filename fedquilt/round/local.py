@@ -65,10 +65,10 @@ class Optimiser(Protocol):
 class SGD:
     """torch.optim.SGD."""
 
-    lr: float = 0.05
-    momentum: float = 0.9
-    nesterov: bool = False
-    decay: float = 0.0
+    lr: float = 0.05  # learning rate
+    momentum: float = 0.9  # what is kept of the last step; 0: none
+    nesterov: bool = False  # look ahead by the momentum
+    decay: float = 0.0  # weight decay, added to the gradient; 0: none
     clip: float = 0.0  # bound on the norm of the whole gradient; 0: none
 
     ages: ClassVar[bool] = False  # whether a step depends on how many came before it
@@ -131,12 +131,12 @@ class SGD:
 class Adam:
     """torch.optim.Adam."""
 
-    lr: float = 1e-3
-    beta1: float = 0.9
-    beta2: float = 0.999
-    eps: float = 1e-8
-    decay: float = 0.0
-    clip: float = 0.0
+    lr: float = 1e-3  # learning rate
+    beta1: float = 0.9  # what is kept of the mean gradient
+    beta2: float = 0.999  # what is kept of the mean square
+    eps: float = 1e-8  # added to its root
+    decay: float = 0.0  # weight decay, added to the gradient; 0: none
+    clip: float = 0.0  # bound on the norm of the whole gradient; 0: none
 
     ages: ClassVar[bool] = True
 
@@ -211,8 +211,8 @@ class Constant:
 class Steps:
     """The learning rate times `factor` at each milestone round."""
 
-    milestones: tuple[int, ...]
-    factor: float = 0.1
+    milestones: tuple[int, ...]  # rounds, from 0
+    factor: float = 0.1  # that the learning rate is multiplied by
 
     def __post_init__(self) -> None:
         within(self, milestones="[0, inf)", factor="(0, inf)")
@@ -225,7 +225,7 @@ class Steps:
 class Cosine:
     """The learning rate falls to 0 over `rounds` on half a cosine."""
 
-    rounds: int
+    rounds: int  # over which it falls
 
     def __post_init__(self) -> None:
         within(self, rounds="[1, inf)")
@@ -456,13 +456,13 @@ class Parts:
 class Local:
     """How clients train, in every method alike."""
 
-    optimiser: SGD | Adam = SGD()
-    schedule: Constant | Steps | Cosine = Constant()
-    epochs: int = 1
-    batch_size: int = 32
-    last_batch: LastBatch = "keep"
-    norm: NormPolicy = "batch"
-    scaler: bool = False
+    optimiser: SGD | Adam = SGD()  # of a client
+    schedule: Constant | Steps | Cosine = Constant()  # of its learning rate, over the rounds
+    epochs: int = 1  # over its data, a round
+    batch_size: int = 32  # samples a step
+    last_batch: LastBatch = "keep"  # one that is not full: trained on, left out, or joined to the one before
+    norm: NormPolicy = "batch"  # statistics: the batch's, tracked and sent, tracked and kept, or measured afterwards
+    scaler: bool = False  # divide a convolution's outputs by the share that was kept
     masked: Masked = ""  # mask the logits of classes absent from the client or the batch
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
@@ -711,6 +711,11 @@ def augment(inputs: Tensor, local: Local, key: Tensor) -> Tensor:
     if local.crop:
         pad = local.crop
         height, width = inputs.shape[-2:]
+        if pad >= min(height, width):
+            raise ConfigError(
+                f"crop = {pad} was asked for; images are {height}×{width}, so that some crops would be of padding "
+                f"alone. Up to {min(height, width) - 1} fits."
+            )
         padded = F.pad(inputs, (pad,) * 4)
         shift = noise.uniform(noise.fold_in(key, -1), (2, len(inputs)), torch.float32)
         top, left = (shift * (2 * pad + 1)).long()

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import within
+from fedquilt.devices import onto
 from fedquilt.round.cut import Cutter
 from fedquilt.round.flat import Flat
 from fedquilt.terms import Server, Slots, Submodel, Update, Weights
@@ -160,7 +161,8 @@ class Mean:
                 if len(updates) == 1:  # nothing to sum
                     self._add(submodel, {name: value[0] for name, value in parts.items()}, measured, scales[0])
                     continue
-                row = next(iter(parts.values())).new_tensor(scales)
+                like = next(iter(parts.values()))
+                row = onto(like.device, torch.tensor(scales, dtype=like.dtype))
                 self._add(submodel, {n: torch.tensordot(row, value, 1) for n, value in parts.items()}, measured, 1.0)
             for weight, pace in zip(weights, paces, strict=True):
                 self._count(submodel, state, weight, pace)

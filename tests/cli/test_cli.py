@@ -34,6 +34,7 @@ SUMMARY = {
     "model",
     "data",
     "engine",
+    "precision",
     "seed",
     "rounds",
     "seconds",
@@ -41,6 +42,7 @@ SUMMARY = {
     "bytes_up",
     "accuracy",
     "metrics",
+    "members",
     "fedquilt",
 }
 ROUND = {"round", "seconds", "clients", "bytes_down", "bytes_up", "macs", "loss"}
@@ -83,7 +85,7 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
 def command(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
-    line = [sys.executable, "-m", "fedquilt.cli", *args]
+    line = [sys.executable, "-m", "fedquilt", *args]
     return subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, check=False, **options)
 
 
@@ -131,7 +133,7 @@ def test_output_that_is_no_terminal_is_plain_text() -> None:
 def on_a_terminal(*args: str, cwd: Path | None = None) -> str:
     parent, child = pty.openpty()
     environment = ENVIRONMENT | {"TERM": "xterm", "COLUMNS": "100"}
-    line = [sys.executable, "-m", "fedquilt.cli", *args]
+    line = [sys.executable, "-m", "fedquilt", *args]
     with subprocess.Popen(line, stdout=child, stderr=child, env=environment, cwd=cwd) as process:
         os.close(child)
         shown = b""
@@ -238,6 +240,7 @@ def test_all_problems_are_told_at_once(own: Path, capsys: pytest.CaptureFixture[
 def test_every_flag_is_a_setting(own: Path) -> None:
     """The table of shortcuts names fields that exist."""
     Path("a.toml").write_text(SETTINGS)
+    Path("x").touch()
     values: dict[str, Any] = {
         "method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised", "device": "cpu",
         "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
@@ -276,7 +279,12 @@ def test_a_finished_run_tells_its_summary_or_trains_longer(own: Path, capsys: py
     assert told(capsys, "run", "--resume", "d") == summary
     assert told(capsys, "run", "--resume", "d", "--rounds", "1") == summary
     assert main(["run", "--resume", "d"]) == 0
-    assert capsys.readouterr().out.splitlines()[-1].startswith("2 rounds in ")
+    head, *rows, last = capsys.readouterr().out.splitlines()
+    assert head.split() == ["share", "accuracy", "parameters", "MACs", "a", "sample"]
+    assert [row.split()[::2] for row in rows] == [
+        [f"{float(share):g}", f"{member['params']:,}"] for share, member in summary["members"].items()
+    ]
+    assert last.startswith("2 rounds in ")
     longer = told(capsys, "run", "--resume", "d", "--rounds", "4")
     assert longer["rounds"] == 4
     assert tomllib.loads(Path("d/config.toml").read_text())["rounds"] == 4
@@ -298,7 +306,7 @@ def test_a_run_goes_on_with_its_own_settings(own: Path, capsys: pytest.CaptureFi
 
 
 def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
-    line = [sys.executable, "-m", "fedquilt.cli", *args]
+    line = [sys.executable, "-m", "fedquilt", *args]
     return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=cwd)
 
 
@@ -397,7 +405,11 @@ def test_a_full_disk_fails_the_run_and_says_so(own: Path, capsys: pytest.Capture
         (["absent.toml"], "absent.toml was asked for; it cannot be read: No such file or directory."),
         (["mine.py"], "mine.py:2:6: this is not TOML"),
         (["--set", "rounds"], "--set rounds was asked for; write it as --set method.shift=2."),
-        (["--model", "vit", "--set", "model={depth=2}"], "model.name (--set): nothing was found; the name of a model"),
+        (["--set", "model={depth=2}"], "model.name (--set): nothing was found; the name of a model"),
+        (["--labels", "2", "--set", "data.partition=iid"], "together with --labels, which sets data.partition. One of"),
+        (["--labels", "2", "--set", "data.partition.name=iid"], "together with --labels, which sets data.partition."),
+        (["--model", "vit", "--set", "model={depth=2}"], "together with --model, which sets model.name. One of them"),
+        (["--lr", "1", "--set", "method.local.optimiser.lr=2"], "with --lr, which sets method.local.optimiser.lr."),
         (["--set", "rounds=ten"], "rounds (--set): 'ten' was found; a whole number would fit."),
         (["--set", "method.local={epochs=0}"], "method.local.epochs (--set): 0 was asked for"),
     ],
@@ -411,7 +423,7 @@ def test_a_wrong_request_exits_with_2(
     assert "Traceback" not in told.err
 
 
-@pytest.mark.parametrize("args", [[], ["rn"], ["run", "--ronds", "3"], ["run", "--precision", "fp16"]])
+@pytest.mark.parametrize("args", [[], ["rn"], ["run", "--ronds", "3"], ["list", "data", "--by", "age"]])
 def test_arguments_nobody_knows_exit_with_2(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(args)
@@ -454,10 +466,23 @@ def test_methods_are_compared_on_the_same_ground(own: Path, capsys: pytest.Captu
 
 def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "1"]) == 0
-    _, first, *_, head, one, other = capsys.readouterr().out.splitlines()
+    _, first, *_, head, one, other, space, below, whole, half, quarter = capsys.readouterr().out.splitlines()
     assert first.startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
     assert head.split() == ["method", "1", "0.5", "0.25", "to", "clients", "back", "seconds"]
     assert (one.split()[0], other.split()[0]) == ("fedavg", "local")
+    assert (space, below.split()) == ("", ["share", "parameters", "MACs", "a", "sample"])
+    assert [row.split()[0] for row in (whole, half, quarter)] == ["1", "0.5", "0.25"]
+
+
+def test_methods_of_other_members_are_told_apart(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """HeteroFL as released rounds up."""
+    Path("up.py").write_text("import fedquilt as fq\ndef up():\n    return fq.methods.HeteroFL(rounding='ceil')\n")
+    quick = [*TINY[:4], "--cohort", "3", "--rounds", "1", "--set", 'fleet.budgets={"0.3"=1.0}']
+    assert main(["compare", "heterofl", "up.py:up", *quick]) == 0
+    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("share")] == [
+        "share (heterofl)",
+        "share (up.py:up)",
+    ]
 
 
 def test_a_terminal_gets_a_bar_for_every_method(own: Path) -> None:
@@ -510,7 +535,7 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
     assert rolex["defaults"]["shift"] == 1
     assert rolex["defaults"]["local"]["optimiser"]["name"] == "sgd"
     assert rolex["help"]["shift"].startswith("channels the window moves each round; 0 gives HeteroFL")
-    assert rolex["presets"] == ["paper", "released"]
+    assert {"paper", "released"} <= set(rolex["presets"])
     for name, entry in listed.items():
         assert entry["paper"], name
         assert entry["summary"], name
@@ -536,6 +561,7 @@ def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixtur
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
     assert rows["local.optimiser"].split()[1:5] == ["sgd", "|", "adam", "sgd"]
     assert "channels the window moves each round" in rows["shift"]
+    assert "fedrolex-cifar10-low | " in rows["preset"]
     assert main(["list", "methods", "fedrolx"]) == 2
     assert "there is no method named 'fedrolx'. Did you mean 'fedrolex'?" in capsys.readouterr().err
 
@@ -550,10 +576,34 @@ def test_what_is_listed_can_be_set(name: str) -> None:
     settings = {"method": {"name": name}, **parts}
     for path, row in options("methods", name).items():
         chosen = row["type"].startswith(("sgd", "constant", "plain"))  # by its name
-        if row["default"] != "null":
+        if row["default"] != "null" and "(" not in path:
             keys = ["method", *path.split("."), *(["name"] if chosen else [])]
             assign(settings, keys, row["default"] if chosen else json.loads(row["default"]))
     assert Experiment.of(settings) == Experiment.of({"method": name, **parts})
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
+    """`local.optimiser.beta1 (adam)` is an option of Adam, with the default that it has."""
+    from fedquilt.cli.listing import options
+    from fedquilt.config import assign
+
+    rows = {path: row for path, row in options("methods", name).items() if "(" in path}
+    needed = {"local.schedule.milestones (steps)": "[3]", "local.schedule.rounds (cosine)": "9"}
+    assert {"local.optimiser.beta1 (adam)", "local.schedule.factor (steps)", "server.tau (server_adam)", *needed} <= {
+        *rows
+    }
+    for other in ("adam", "steps", "cosine", "server_momentum", "server_adam"):
+        own = {path.split()[0]: row for path, row in rows.items() if f"({other})" in path}
+        values = {path: needed.get(f"{path} ({other})", row["default"]) for path, row in own.items()}
+        (table,) = {path.rpartition(".")[0] for path in own}
+        least = {path: value for path, value in values.items() if own[path]["default"] == "needed"}
+        asked = [{"method": name, "model": "tiny_resnet", "data": "digits"} for _ in range(2)]
+        for settings, given in zip(asked, (values, least), strict=True):
+            assign(settings, ["method", *table.split("."), "name"], other)
+            for path, value in given.items():
+                assign(settings, ["method", *path.split(".")], json.loads(value))
+        assert Experiment.of(asked[0]) == Experiment.of(asked[1])
 
 
 def test_who_holds_what_is_drawn(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

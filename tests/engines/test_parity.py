@@ -147,7 +147,7 @@ def test_a_memory_bound_splits_stacks_and_keeps_the_numbers(residual, make_data)
     cost = residual.cost(residual.whole, 4, 1)
     one = 2 * (cost.memory + 3 * cost.bytes)  # float64; old and new weights and momentum, and what was received
     for memory in (1 << 30, 2 * one, 1):
-        run = fq.prepare(method, residual, data, fleet, "vectorised", dtype=torch.float64, evaluation=how)
+        run = fq.prepare(method, residual, data, fleet, "vectorised", precision="fp64", evaluation=how)
         run.engine.memory = memory
         runs.append(run.train(2))
     assert [run.records[0].stacks for run in runs] == [1, 3, 6]
@@ -228,7 +228,7 @@ def test_another_state_is_not_served_with_the_last_ones_cuts(engine, residual, m
         make_data(residual, (6, 6)),
         fq.Fleet.of((1.0, 0.5), 2, 2),
         engine,
-        dtype=torch.float64,
+        precision="fp64",
     )
     first = run.server
     weights = dict(run.train(1).server.weights)
@@ -249,7 +249,7 @@ def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
             data,
             fq.Fleet.of((1.0,), 3, 3),
             "vectorised",
-            dtype=torch.float64,
+            precision="fp64",
         )
         assert [record.stacks for record in run.train(2).records] == [1, stacks]
 

@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import os
+import secrets
 import signal
+import socket
 import subprocess
 import sys
+import tempfile
 import textwrap
-from collections.abc import Iterator
+import time
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -44,12 +48,12 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture
 def start(crew, make_data):
-    def start(method, family, engine="ray", cluster=TWO, dtype=torch.float64, **fleet):
+    def start(method, family, engine="ray", cluster=TWO, precision="fp64", **fleet):
         data = make_data(family, RAGGED, labels=2)
         devices = fq.Fleet.of(SHARES, 6, **{"sample": 6, **fleet})
         how = fq.Evaluation(local=True, batch_size=10)
         method = with_local(method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
-        run = fq.prepare(method, family, data, devices, engine, dtype=dtype, evaluation=how)
+        run = fq.prepare(method, family, data, devices, engine, precision=precision, evaluation=how)
         if isinstance(run.engine, Ray):
             run.engine.cluster = cluster
         return run
@@ -83,10 +87,24 @@ class Keeping(HeteroFL):
         return replace(super().learner(job, world), keep_slots=True)
 
 
-@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
-def test_one_worker_gives_the_bits_of_two(dtype, residual, start):
-    one, two = (start(FedRolex(), residual, cluster=Cluster(workers=n), dtype=dtype).train(2) for n in (1, 2))
+@pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
+def test_one_worker_gives_the_bits_of_two(precision, residual, start):
+    one, two = (start(FedRolex(), residual, cluster=Cluster(workers=n), precision=precision).train(2) for n in (1, 2))
     assert_identical(one, two)
+
+
+@dataclass(frozen=True)
+class Watching(FedAvg):
+    """Says in what its clients are trained, by refusing to."""
+
+    def learner(self, job: Job, world: World) -> Learner:
+        raise ConfigError(f"autocast is {torch.is_autocast_enabled('cpu')}, weights are {world.dtype}")
+
+
+@pytest.mark.parametrize(("precision", "found"), [("bf16", "True, .*32"), ("fp32", "False, .*32"), ("fp64", "F.*64")])
+def test_workers_train_in_the_precision_asked_for(precision, found, residual, start):
+    with pytest.raises(ConfigError, match=f"autocast is {found}"):
+        start(Watching(), residual, precision=precision).train(1)
 
 
 def test_chunks_are_neighbours_in_order():
@@ -239,7 +257,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(residual, start, tmp_
     whole, part = start(HeteroFL(), residual).train(2), start(HeteroFL(), residual).train(1)
     part.save(tmp_path / "run")
     again = fq.run(
-        part.method, residual, part.engine.data, part.fleet, "ray", 2, dtype=torch.float64,
+        part.method, residual, part.engine.data, part.fleet, "ray", 2, precision="fp64",
         evaluation=part.evaluation, out=tmp_path / "run", resume=True,
     )  # fmt: skip
     assert_identical(whole, again)
@@ -283,3 +301,95 @@ def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
         assert ray.is_initialized()
     """
     subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=tmp_path, timeout=120)
+
+
+# --- a cluster of somebody else's -------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Head:
+    """A head node that others started: where it is, and what one must know to use it."""
+
+    address: str
+    environment: Mapping[str, str]
+
+    def fedquilt(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
+        """A command in a process of its own, which has a connection of its own."""
+        quick = ["--rounds", "2", "--clients", "4", "--cohort", "3", "--epochs", "1", "--precision", "fp64"]
+        return subprocess.run(
+            [sys.executable, "-m", "fedquilt", "run", *quick, *words],
+            env={**self.environment, **environment},
+            capture_output=True,
+            text=True,
+            timeout=180,
+            check=False,
+        )
+
+
+@pytest.fixture(scope="module")
+def head() -> Iterator[Head]:
+    """`ray start --head` with a token, as a user gives it; in a short folder, since names of sockets have a limit."""
+    pytest.importorskip("ray")
+    with socket.socket() as free, tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+        free.bind(("127.0.0.1", 0))
+        port = free.getsockname()[1]
+        free.close()
+        ours = {key: value for key, value in os.environ.items() if not key.startswith("RAY_")}
+        token = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": secrets.token_hex(32)}
+        environment = {**ours, **token, "HOME": folder, "RAY_USAGE_STATS_ENABLED": "0"}
+        words = {
+            "--port": port, "--node-ip-address": "127.0.0.1", "--temp-dir": folder, "--num-cpus": 2,
+            "--include-dashboard": "false", "--min-worker-port": 0, "--max-worker-port": 0,
+        }  # fmt: skip
+        node = subprocess.Popen(
+            [Path(sys.executable).with_name("ray"), "start", "--head", "--block", *map(str, sum(words.items(), ()))],
+            env=environment,
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            _await_listener(port)
+            yield Head(f"127.0.0.1:{port}", environment)
+        finally:
+            node.terminate()  # it ends what it started
+            try:
+                node.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(node.pid, signal.SIGKILL)
+
+
+def _await_listener(port: int) -> None:
+    until = time.monotonic() + 60
+    while True:
+        try:
+            socket.create_connection(("127.0.0.1", port), timeout=1).close()
+            return
+        except OSError:
+            assert time.monotonic() < until, "the head node did not come up"
+            time.sleep(0.2)
+
+
+def test_a_cluster_by_its_address_gives_the_weights_of_the_sequential_engine(head, tmp_path):
+    there = head.fedquilt(
+        "--engine", "ray", "--set", f"engine.address={head.address}", "--out", str(tmp_path / "there")
+    )
+    here = head.fedquilt("--engine", "sequential", "--out", str(tmp_path / "here"))
+    assert (there.returncode, here.returncode) == (0, 0), there.stderr + here.stderr
+    one, other = (fq.load(tmp_path / name).weights for name in ("there", "here"))
+    torch.testing.assert_close(dict(one), dict(other), rtol=0, atol=1e-9)
+
+
+def test_ray_address_names_a_cluster_too(head, tmp_path):
+    found = head.fedquilt("--engine", "ray", "--out", str(tmp_path / "run"), RAY_ADDRESS=head.address)
+    assert found.returncode == 0, found.stderr
+    assert fq.load(tmp_path / "run").round == 2
+
+
+@pytest.mark.parametrize("token", ["", "ab" * 32])
+def test_without_its_token_a_cluster_is_not_reached_and_the_error_says_so(head, token):
+    found = head.fedquilt("--engine", "ray", "--set", f"engine.address={head.address}", RAY_AUTH_TOKEN=token)
+    assert found.returncode == 2
+    *_, last = found.stderr.strip().splitlines()
+    assert last.startswith(f"ConfigError: no Ray cluster could be reached at '{head.address}'")
+    assert last.endswith("If it asks for a token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have it.")

@@ -18,10 +18,10 @@ LAYOUTS = ("alone", "laid", "stack")
 
 
 def played(
-    method, family, data, layout, rounds=2, shares=SHARES, how=fq.Evaluation(every=0), dtype=torch.float64, **settings
+    method, family, data, layout, rounds=2, shares=SHARES, how=fq.Evaluation(every=0), precision="fp64", **settings
 ):
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
-    run = fq.prepare(method, family, data, fleet, "vectorised", dtype=dtype, evaluation=how)
+    run = fq.prepare(method, family, data, fleet, "vectorised", precision=precision, evaluation=how)
     run.engine.record, run.engine.layout = True, layout
     for name, value in settings.items():
         setattr(run.engine, name, value)

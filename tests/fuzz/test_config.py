@@ -157,7 +157,7 @@ def test_mutations_are_read_or_refused_in_words(whole: None) -> None:
         try:
             experiment = Experiment.of(parse_toml(text, "fuzz.toml"))
             read += 1
-            data = experiment.data.deal(experiment.fleet.clients, experiment.seed)
+            data, _ = experiment.data.deal(experiment.fleet.clients, experiment.seed)
             experiment.fleet.fleet(data.num_clients, experiment.seed)
             if prepared < PREPARED:
                 experiment.prepare()

@@ -48,7 +48,7 @@ def played(method: Method) -> fq.Run:
         "sequential",
         rounds=3,
         seed=1,
-        dtype=torch.float64,
+        precision="fp64",
     )
 
 

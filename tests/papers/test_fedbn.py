@@ -33,7 +33,7 @@ class Recorded(Perfect):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_norms_never_travel(engine, residual, make_data):
     data, method = make_data(residual, SIZES), with_local(FedBN(), batch_size=4)
-    run = fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 3, 3), engine, dtype=torch.float64)
+    run = fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 3, 3), engine, precision="fp64")
     run.engine.link = link = Recorded()
     run.train(2)
     norms = set(residual.parts["norm"])

@@ -40,7 +40,7 @@ class Terminal:
     def command(self, out: Path) -> list[str]:
         asked = ["--method", "fedbn", "--rounds", str(self.rounds), "--set", "checkpoint.rounds=1", "--out", str(out)]
         resumed = ["--resume", str(out)]
-        return [sys.executable, "-m", "fedquilt.cli", "run", "--json", *(resumed if out.exists() else asked)]
+        return [sys.executable, "-m", "fedquilt", "run", "--json", *(resumed if out.exists() else asked)]
 
 
 def rounds(out: Path) -> int:

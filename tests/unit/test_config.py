@@ -27,7 +27,7 @@ from fedquilt.config import (
     parse_toml,
     read_toml,
 )
-from fedquilt.data import Iid, Labels, Natural, Pool
+from fedquilt.data import Domains, Iid, Labels, Natural, Partition, Pool
 from fedquilt.errors import ConfigError
 from fedquilt.fleets import Uniform
 from fedquilt.methods import METHODS, FedAvg, FedBN, FedRolex, HeteroFL
@@ -177,16 +177,35 @@ def test_a_name_becomes_a_table_when_a_key_of_it_is_set() -> None:
 
 def test_another_name_takes_over_what_all_of_them_have() -> None:
     own = {"name": "fedrolex", "shift": 2, "preset": "paper", "local": {"epochs": 3}}
-    assert choose({"method": own, "rounds": 2}, "method", "fedavg") == {
+    assert choose({"method": own, "rounds": 2}, ["method"], "fedavg") == {
         "method": {"local": {"epochs": 3}, "name": "fedavg"},
         "rounds": 2,
     }
-    assert choose({"method": own}, "method", "fedrolex") == {"method": own}
-    assert choose({"method": "fedrolex"}, "method", "fedavg") == {"method": {"name": "fedavg"}}
-    assert choose({}, "method", "fedavg") == {"method": {"name": "fedavg"}}
-    assert choose({"model": {"name": "vit", "depth": 2}}, "model", "vgg11") == {"model": {"name": "vgg11"}}
+    assert choose({"method": own}, ["method"], "fedrolex") == {"method": own}
+    assert choose({"method": "fedrolex"}, ["method"], "fedavg") == {"method": {"name": "fedavg"}}
+    assert choose({}, ["method"], "fedavg") == {"method": {"name": "fedavg"}}
+    assert choose({"model": {"name": "vit", "depth": 2}}, ["model"], "vgg11") == {"model": {"name": "vgg11"}}
     data = {"name": "digits", "public": 0.1, "partition": "labels"}
-    assert choose({"data": data}, "data", "x.npz") == {"data": {"name": "x.npz", "partition": "labels"}}
+    assert choose({"data": data}, ["data"], "x.npz") == {"data": {"name": "x.npz", "partition": "labels"}}
+
+
+def test_another_name_below_takes_over_what_all_there_have() -> None:
+    def chosen(held: Any, name: str, *path: str) -> Any:
+        settings = choose(assign({}, path, held), path, name)
+        for key in path:
+            settings = settings[key]
+        return settings
+
+    optimiser = "method", "local", "optimiser"
+    assert chosen({"lr": 0.1, "momentum": 0.5}, "adam", *optimiser) == {"lr": 0.1, "name": "adam"}
+    assert chosen({"lr": 0.1, "momentum": 0.5}, "sgd", *optimiser) == {"lr": 0.1, "momentum": 0.5, "name": "sgd"}
+    assert chosen({"name": "labels", "labels": 2, "fraction": 0.5}, "iid", "data", "partition") == {
+        "name": "iid",
+        "fraction": 0.5,
+    }
+    assert chosen({"name": "uniform", "shares": [1.0]}, "income", "fleet", "budgets") == {"name": "income"}
+    assert chosen({"name": "ray", "workers": 2}, "vectorised", "engine") == {"name": "vectorised", "workers": 2}
+    assert chosen(3, "x", "rounds") == {"name": "x"}
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -239,7 +258,7 @@ def everything() -> Experiment:
         evaluation=Evaluation(every=3),
         rounds=7,
         seed=11,
-        init="start.safetensors",
+        init=__file__,  # any file: it is not read here
     )
 
 
@@ -275,18 +294,27 @@ def test_tables_change_single_values_of_nested_settings() -> None:
 
 def test_what_was_left_open_is_settled_by_a_run(own: Path) -> None:
     experiment = small(rounds=25, fleet={})
-    run = experiment.prepare()
-    settled = experiment.settled(run)
+    ground = experiment.ground()
+    run = experiment.prepare(ground)
+    settled = experiment.settled(run, ground)
     assert settled.fleet.clients == run.fleet.num_clients == 20
     assert settled.engine.threads == 1  # a small model
     assert settled.evaluation == Evaluation(every=3)
-    assert settled.settled(settled.prepare()) == settled
+    assert settled.data.partition == Iid()
+    assert settled.settled(settled.prepare(ground), ground) == settled
+
+
+def test_data_that_came_dealt_is_written_without_a_partition(own: Path) -> None:
+    experiment = small(data="mine.py:dealt")
+    ground = experiment.ground()
+    assert experiment.settled(experiment.prepare(ground), ground).data.partition is None
 
 
 def test_an_experiment_repeats_its_run_bit_for_bit(own: Path) -> None:
     one = small(rounds=3, method={"name": "fedprox", "local": {"batch_size": 4}})
-    run = one.prepare().train(3)
-    again = Experiment.of(tomllib.loads(one.settled(run).to_toml())).prepare().train(3)
+    ground = one.ground()
+    run = one.prepare(ground).train(3)
+    again = Experiment.of(tomllib.loads(one.settled(run, ground).to_toml())).prepare().train(3)
     for name, weight in run.server.weights.items():
         assert torch.equal(weight, again.server.weights[name])
 
@@ -295,7 +323,16 @@ def test_settings_reach_the_run(own: Path) -> None:
     run = small(engine={"name": "vectorised", "memory": 1000, "precision": "fp64"}, seed=5).prepare()
     assert run.engine.memory == 1000
     assert run.engine.world.dtype == torch.float64
+    assert run.engine.precision == run.summary["precision"] == "fp64"
     assert run.engine.world.seed == 5
+
+
+def test_tf32_is_refused_where_there_is_none_and_told_with_the_rest(own: Path) -> None:
+    told = refused(engine={"precision": "tf32"}, rounds=0)
+    assert "2 problems" in told
+    assert "engine.precision: 'tf32' was asked for on cpu; only NVIDIA GPUs have it. 'fp32', 'bf16' or" in told
+    assert small(engine={"precision": "tf32", "device": "cuda"}).engine.precision == "tf32"
+    assert "'fp16' was found; one of 'fp32', 'tf32', 'bf16', 'fp64' would fit" in refused(engine={"precision": "fp16"})
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99", "mps:x", ""])
@@ -309,12 +346,36 @@ def test_a_device_this_machine_has_not_is_refused(own: Path, device: str) -> Non
 
 def test_models_are_offered_what_the_data_is(own: Path) -> None:
     images = Pool.of((torch.zeros(4, 3, 16, 16), torch.arange(4)), (torch.zeros(1, 3, 16, 16), torch.tensor([6])))
-    assert offered(images) == {"num_classes": 7, "in_channels": 3, "image_size": 16}
+    assert offered(images) == {"num_classes": 7, "in_features": 768, "in_channels": 3, "image_size": 16}
     rows = Pool.of((torch.zeros(4, 5), torch.arange(4)), (torch.zeros(1, 5), torch.tensor([0])))
-    assert offered(rows) == {"num_classes": 4}
+    assert offered(rows) == {"num_classes": 4, "in_features": 5}
     tokens = torch.zeros(4, 9, dtype=torch.int64)
     text = Pool.of((tokens, tokens), (tokens, tokens), num_classes=50)
     assert offered(text) == {"num_classes": 50, "max_length": 9}
+
+
+@pytest.mark.parametrize(
+    ("inputs", "told"),
+    [
+        (torch.zeros(4, 7), r"data has numbers of shape \(7,\)\. Made for these: mlp; or a module of yours"),
+        (torch.zeros(4, 9, dtype=torch.int64), r"data has tokens of shape \(9,\)\. Made for these: transformer_lm;"),
+        (torch.zeros(4, 1, 8, 8, 8), r"numbers of shape \(1, 8, 8, 8\)\. Made for these: unet3d;"),
+        (torch.zeros(4, 1, 2, 2, 2, 2), r"numbers of shape .*\. Made for these: none of those by name; or"),
+    ],
+)
+def test_a_model_for_other_samples_is_refused_with_those_that_fit(inputs: torch.Tensor, told: str) -> None:
+    targets = torch.arange(4) % 3
+    pool = Pool.of((inputs, targets), (inputs, targets))
+    with pytest.raises(
+        ConfigError, match=rf"'tiny_resnet' was asked for; it is for samples such as \(1, 8, 8\).*{told}"
+    ):
+        Model("tiny_resnet").trace(pool)
+
+
+def test_rows_of_numbers_have_a_model() -> None:
+    x, y = torch.zeros(4, 7), torch.arange(4) % 3
+    family = Model("mlp", {"hidden": (6,)}).trace(Pool.of((x, y), (x, y)))
+    assert family.count(family.whole) == 7 * 6 + 6 + 6 * 3 + 3
 
 
 def test_what_the_user_sets_wins_over_what_the_data_offers() -> None:
@@ -357,8 +418,38 @@ def test_runs_may_start_from_a_file_of_weights(own: Path) -> None:
     assert "0.weight is (2, 2) in the file and (8, 4) in the model" in told
     with pytest.raises(ConfigError, match="it cannot be read as safetensors"):
         small(init="mine.py").prepare()
-    with pytest.raises(ConfigError, match="No such file"):
-        small(init="absent.safetensors").prepare()
+
+
+def test_files_that_are_missing_are_told_with_all_other_mistakes(own: Path) -> None:
+    told = refused(
+        rounds=0,
+        init="absent.safetensors",
+        model="absent.py:net",
+        data={"name": "npz", "path": "absent.npz"},
+        fleet={"clients": 6, "budgets": {"name": "csv", "file": "a.csv"}, "available": "b.csv"},
+    )
+    assert "6 problems" in told
+    for path, file in {
+        "init": "absent.safetensors",
+        "model.name": "absent.py",
+        "data.path": "absent.npz",
+        "fleet.budgets.file": "a.csv",
+        "fleet.available": "b.csv",
+    }.items():
+        (line,) = (line for line in told.splitlines() if line.startswith(f"  {path}: "))
+        assert f"{file}" in line
+        assert "there is no" in line
+
+
+def test_a_run_begins_where_another_ended(own: Path) -> None:
+    ended = small(rounds=2).prepare().train(2)
+    ended.save("one")
+    begun = small(init="one", seed=7).prepare()
+    for name, weight in ended.server.weights.items():
+        assert torch.equal(begun.server.weights[name], weight)
+    Path("empty").mkdir()
+    with pytest.raises(ConfigError, match=r"init = 'empty' was asked for: .* there is no checkpoint there"):
+        small(init="empty").prepare()
 
 
 def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -> None:
@@ -370,10 +461,15 @@ def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -
 # --- data -------------------------------------------------------------------------------------------------------
 
 
+def dealt(source: Source, clients: int | None = None) -> tuple[int, Partition | None]:
+    data, partition = source.deal(clients, 0)
+    return data.num_clients, partition
+
+
 def test_data_is_dealt_as_asked(own: Path) -> None:
-    assert small().data.deal(6, 0).num_clients == 6
-    assert Source("mine.py:pool").deal(None, 0).num_clients == 20
-    assert Source("mine.py:dealt").deal(None, 0).num_clients == 6
+    assert dealt(small().data, 6) == (6, Iid())
+    assert dealt(Source("mine.py:pool")) == (20, Iid())
+    assert dealt(Source("mine.py:dealt")) == (6, None)
     asked = small(data={"name": "mine.py:pool", "samples": 30, "partition": "labels"}).data
     assert asked == Source("mine.py:pool", {"samples": 30}, Labels())
     with pytest.raises(ConfigError, match=r"mine\.py:dealt returned data that is dealt already"):
@@ -387,14 +483,10 @@ def test_data_with_clients_of_its_own_goes_to_them(tmp_path: Path, monkeypatch: 
         "    return Pool.of((x, y), (x, y), clients=torch.arange(12) // 4, domains=y)\n"
     )
     monkeypatch.chdir(tmp_path)
-    assert Source("ours.py:pool").deal(None, 0).num_clients == 3
-    assert Source("ours.py:pool", partition=Natural()).deal(2, 0).num_clients == 2
-    assert (
-        Experiment.of({**demo(), "data": {"name": "ours.py:pool", "partition": "domains"}})
-        .data.deal(None, 0)
-        .num_clients
-        == 2
-    )
+    assert dealt(Source("ours.py:pool")) == (3, Natural())
+    assert dealt(Source("ours.py:pool", partition=Natural()), 2) == (2, Natural())
+    asked = Experiment.of({**demo(), "data": {"name": "ours.py:pool", "partition": "domains"}})
+    assert dealt(asked.data) == (2, Domains())
 
 
 # --- methods in files -------------------------------------------------------------------------------------------

@@ -42,11 +42,20 @@ def test_a_member_is_named_by_a_share_that_gives_it(residual, share):
 def test_a_probe_as_plain_values(perceptron):
     plain = json.loads(json.dumps(probe(perceptron, seconds=BRIEF).to_dict()))
     assert set(plain) == {
-        "device", "cores", "memory", "target", "measured", "samples_per_second", "macs_per_second", "budget", "member",
+        "device", "precision", "cores", "memory", "target", "measured", "samples_per_second", "macs_per_second",
+        "budget", "member",
     }  # fmt: skip
     assert set(plain["budget"]) == {"macs", "memory"}
     assert set(plain["member"]) == set(plain["measured"]) == {"share", "params", "macs", "memory"}
     assert plain["target"] == {"samples": 500, "epoch_seconds": 60.0, "memory": 0.5, "batch_size": 32}
+
+
+@pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
+def test_a_probe_trains_in_the_precision_asked_for(residual, precision):
+    found = probe(residual, seconds=BRIEF, precision=precision)
+    assert found.precision == precision
+    bytes_a_number = 8 if precision == "fp64" else 4  # budgets count numbers of four
+    assert found.budget.memory == found.memory * found.target.memory * 4 / bytes_a_number
 
 
 def test_a_probe_leaves_the_global_random_state_and_the_model_alone(perceptron):

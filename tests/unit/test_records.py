@@ -98,14 +98,16 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     summary = json.loads((out / "summary.json").read_text())
     assert summary == run.summary
     assert list(summary) == [
-        *("method", "model", "data", "engine", "seed", "rounds", "seconds", "bytes_down", "bytes_up"),
-        *("accuracy", "metrics", "fedquilt"),
+        *("method", "model", "data", "engine", "precision", "seed", "rounds", "seconds", "bytes_down", "bytes_up"),
+        *("accuracy", "metrics", "members", "fedquilt"),
     ]
     assert (summary["method"], summary["model"], summary["engine"]) == ("Keeping", "PreResNet", "sequential")
     assert summary["bytes_up"] == sum(record["bytes_up"] for record in lines(out))
     assert summary["accuracy"] == run.accuracy
+    family = run.engine.world.family
+    assert summary["members"]["1.0"] == {"params": family.count(family.whole), "macs": family.cost(family.whole).macs}
     config = tomllib.loads((out / "config.toml").read_text())["python"]
-    assert (config["rounds"], config["seed"], config["engine"], config["dtype"]) == (4, 0, "sequential", "float64")
+    assert (config["rounds"], config["seed"], config["engine"], config["precision"]) == (4, 0, "sequential", "fp64")
     assert "batch_size=4" in config["method"]
     assert start(FedAvg(), rounds=1).summary["method"] == "fedavg"
 
@@ -212,7 +214,7 @@ def test_threads_and_the_engines_choices_are_restored(start, tmp_path, monkeypat
     assert manifest["engine"]["memory"] == 4 << 30
     assert manifest["here"]["torch"] == torch.__version__
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    run = fq.prepare(*_parts(start(rounds=1, engine="vectorised")), engine="vectorised", dtype=torch.float64)
+    run = fq.prepare(*_parts(start(rounds=1, engine="vectorised")), engine="vectorised", precision="fp64")
     run.engine.memory = 1
     with Folder.resume(out) as folder:
         assert folder.load(run) == 1

@@ -49,6 +49,7 @@ def count(factory: Callable[..., nn.Module], **options: object) -> int:
 @pytest.mark.parametrize(
     ("name", "parameters"),
     [
+        ("mlp", 199_210),  # McMahan et al., section 3: the MNIST 2NN
         ("convnet", 1_206_590),  # 320 + 18,496 + 1,179,776 + 7,998
         ("progfed_cnn", 122_570),  # ProgFed, appendix B
         ("digits_cnn", 14_214_090),  # FedResCuE, Table 16

@@ -260,6 +260,13 @@ def test_only_images_are_augmented(local):
         augment(torch.zeros(2, 5, dtype=torch.int64), local, torch.tensor(noise.key(0)))
 
 
+def test_crops_of_nothing_but_padding_are_refused():
+    key, images = torch.tensor(noise.key(0)), torch.ones(50, 1, 6, 4)
+    assert augment(images, Local(crop=3), key).flatten(1).any(1).all()
+    with pytest.raises(ConfigError, match=r"crop = 4 was asked for; images are 6×4, .* Up to 3 fits\."):
+        augment(images, Local(crop=4), key)
+
+
 def test_every_shift_of_a_crop_is_drawn():
     marked = torch.zeros(400, 1, 5, 5)
     marked[:, 0, 2, 2] = 1

@@ -56,7 +56,7 @@ def touches(method, family, make_data, engine: str, num_clients: int, available:
     looks = fq.Evaluation(clients=ASKED)
     parts, tests = CountedParts(data.parts), CountedParts(data.test_parts)
     counted = replace(data, parts=parts, test_parts=tests)
-    run = fq.prepare(method, family, counted, fleet, engine, dtype=torch.float64, evaluation=looks)
+    run = fq.prepare(method, family, counted, fleet, engine, precision="fp64", evaluation=looks)
     object.__setattr__(fleet, "which", which := Counted(fleet.which))
     for round in range(1, 4):
         for seen in (parts, tests, which):

@@ -140,7 +140,7 @@ class Tailless:
 
 def with_link(method, family, data, engine, rounds=1, **lost) -> fq.Run:
     fleet = fq.Fleet.of((1.0,), data.num_clients, data.num_clients)
-    run = fq.prepare(method, family, data, fleet, engine, dtype=torch.float64, evaluation=fq.Evaluation(every=0))
+    run = fq.prepare(method, family, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0))
     run.engine.link = Tailless(family.cutter, **lost)
     return run.train(rounds)
 
@@ -199,7 +199,7 @@ def test_a_failed_round_changes_nothing(perceptron, make_data):
     method = with_local(LocalOnly(), optimiser=fq.SGD(lr=1e200, momentum=0.0), batch_size=2)
     data, fleet = make_data(perceptron, (6, 6)), fq.Fleet.of((1.0,), 2, 2)
     for engine in LOCAL:
-        run = fq.prepare(method, perceptron, data, fleet, engine, dtype=torch.float64)
+        run = fq.prepare(method, perceptron, data, fleet, engine, precision="fp64")
         before: Server = run.server
         with pytest.raises(TrainingError):
             run.train(1)

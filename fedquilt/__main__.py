@@ -1,4 +1,4 @@
-"""`python -m fedquilt.cli` is the `fedquilt` script."""
+"""`python -m fedquilt` is the `fedquilt` script."""
 
 import sys
 

@@ -1,0 +1,39 @@
+"""What the partial-training papers share: how clients train, and the settings in which FedRolex compared them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+from fedquilt.methods.method import Presets
+from fedquilt.round.local import SGD, Local, Steps
+
+# Static norms, a scaler, and a loss over the client's own classes (HeteroFL; FedRolex, section 4).
+PARTIAL = Local(norm="post", scaler=True, masked="client")
+
+_CIFAR10 = replace(PARTIAL, optimiser=SGD(lr=2e-4, momentum=0.9, decay=5e-4), batch_size=10, crop=4)
+_CIFAR100 = replace(_CIFAR10, optimiser=replace(_CIFAR10.optimiser, lr=1e-4), batch_size=24)
+_STACK_OVERFLOW = replace(_CIFAR10, batch_size=24, crop=0)
+
+
+def _at(local: Local, *milestones: int) -> dict[str, Any]:
+    """Clients count alike (equation 10), and a tenth of the learning rate is left after each milestone."""
+    return {"local": replace(local, schedule=Steps(milestones, 0.1)), "weighting": "uniform"}
+
+
+# FedRolex, Tables 8 and 13: "high" is two labels a client and "low" five; CIFAR-100's are alike. Rounds and fleets are
+# no part of a method: examples/fedrolex has whole experiments.
+TABLE_8: Presets = {
+    "fedrolex-cifar10-high": _at(_CIFAR10, 800, 1500),
+    "fedrolex-cifar10-low": _at(_CIFAR10, 800, 1250),
+    "fedrolex-cifar100": _at(_CIFAR100, 1000, 1500),
+    "fedrolex-stackoverflow": _at(_STACK_OVERFLOW, 600, 800),
+}
+
+# FedRolex, Table 9: the same for one common model, by the same names.
+TABLE_9: Presets = {
+    "fedrolex-cifar10-high": _at(_CIFAR10, 500, 1000),
+    "fedrolex-cifar10-low": _at(_CIFAR10, 500, 1000),
+    "fedrolex-cifar100": _at(_CIFAR100, 1000, 1500),
+    "fedrolex-stackoverflow": _at(_STACK_OVERFLOW, 300),
+}
