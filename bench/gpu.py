@@ -36,6 +36,7 @@ from fedquilt.terms import Client, Job, Payload, Submodel, Update, World
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 IMAGES, BATCH = 500, 10
+EXAM = 250  # samples tested at once
 OPTIMISER = SGD(lr=0.02, momentum=0.9, decay=5e-4)
 LOCAL = Local(optimiser=OPTIMISER, batch_size=BATCH)
 DEVICE = torch.device("cuda")
@@ -268,13 +269,13 @@ class EagerRounds(Eager):
                 if isinstance(layer, nn.BatchNorm2d):
                     layer.momentum = None
                     layer.reset_running_stats()
-            for rows in torch.arange(len(self.data.targets), device=DEVICE).split(256):
+            for rows in torch.arange(len(self.data.targets), device=DEVICE).split(EXAM):
                 net(self.data.samples(rows))
             net.eval()
         else:
             _batch_norms(net)
         hits = torch.zeros((), device=DEVICE)
-        for rows in torch.arange(len(self.data.test_targets), device=DEVICE).split(256):
+        for rows in torch.arange(len(self.data.test_targets), device=DEVICE).split(EXAM):
             hits += (net(self.data.test_samples(rows)).argmax(1) == self.data.test_targets[rows]).sum()
 
 

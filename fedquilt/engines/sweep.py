@@ -44,15 +44,17 @@ class Sweep:
     def begin(self, weights: Weights, batches: list[Tensor]) -> None:
         """Look at batches of equal size."""
         rewrite(self._weights, weights)
+        rows = torch.stack(batches)
         if self._stream is not None:
             self._stream.wait_stream(torch.cuda.current_stream())
+            rows.record_stream(self._stream)  # else its memory may be another's before it has been read
         with self._on_stream():
             torch._foreach_zero_(list(self._sums.values()))
-            for first in range(0, len(batches), _CHUNK):
-                some = batches[first : first + _CHUNK]
-                self._rows[: len(some)] = torch.stack(some)
+            for first in range(0, len(rows), _CHUNK):
+                count = min(_CHUNK, len(rows) - first)
+                self._rows[:count] = rows[first : first + count]
                 self._at.zero_()
-                for _ in some:
+                for _ in range(count):
                     self._step() if self._graph is None else self._graph.replay()
 
     def end(self) -> State:

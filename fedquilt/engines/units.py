@@ -328,8 +328,12 @@ def exact() -> Iterator[None]:
 def rewrite(own: State, new: Mapping[str, Tensor]) -> None:
     """Put new values into tensors that stay where they are."""
     names = [name for name in new if new[name] is not own[name]]
-    if names:
-        torch._foreach_copy_([own[name] for name in names], [new[name] for name in names])
+    alike = [name for name in names if new[name].stride() == own[name].stride()]
+    if alike:  # those that are laid out alike are copied by one launch, but only if all of them are
+        torch._foreach_copy_([own[name] for name in alike], [new[name] for name in alike])
+    for name in names:
+        if new[name].stride() != own[name].stride():
+            own[name].copy_(new[name])
 
 
 def _restore(own: State, before: State, who: Tensor) -> None:

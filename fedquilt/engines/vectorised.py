@@ -36,7 +36,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 _CACHED = 256  # samples
-_CROWD = 1.15
+_CROWD = 4  # clients that layouts are timed with, at least
 _AHEAD = 4
 _SWEPT = 4  # batches from which on recording a pass pays
 MEASURE = Pass(statistics="measure")
@@ -147,8 +147,9 @@ class Vectorised(Engine):
         """Stacks that are trained at the same time: on a CPU one, on a GPU as many as fit."""
         wave: list[tuple[Learner, list[Job]]] = []
         room = 0
-        for (arch, learner, _), members in alike.items():
-            need = self._need(arch, learner.local.batch_size, len(learner.local.optimiser.slots))
+        needs = {key: self._need(key[0], key[1].local.batch_size, len(key[1].local.optimiser.slots)) for key in alike}
+        for key in sorted(alike, key=lambda key: -needs[key]):  # the largest take longest: they begin
+            (arch, learner, _), members, need = key, alike[key], needs[key]
             for some in self._split(arch, learner, members, max(1, self.memory // need)):
                 if wave and (self.world.device.type != "cuda" or len(some) * need > room):
                     yield wave
@@ -310,26 +311,27 @@ class Vectorised(Engine):
         return self._chosen[key]
 
     def _fastest(self, shape: Shape) -> Layout:
-        """Record every layout and time its replays."""
+        """Record every layout and time its replays, beside others of its kind, as in a cohort.
+
+        On its own a unit waits for each of its kernels; in a crowd it counts how many there are.
+        """
+        crowd = shape.count * max(1, _CROWD // shape.count)
         taken: dict[Layout, float] = {}
         for layout in ("alone", "laid", "stack"):
-            many = shape.count if layout == "alone" else 1
             one = replace(shape, layout=layout, count=1 if layout == "alone" else shape.count)
             try:
-                units = [self._ready(one) for _ in range(many)]
+                units = [self._ready(one) for _ in range(crowd // one.count)]
             except (CaptureError, LayoutError) as error:
                 self._refuse(one, error)
                 continue
             taken[layout] = replay_time(units)
             self._idle.setdefault(one, []).extend(units)
-        # Alone they are many units, which come off worse in the crowd of a cohort than this clock shows.
-        crowded = {layout: seconds * (_CROWD if layout == "alone" else 1.0) for layout, seconds in taken.items()}
-        best: Layout = min(crowded, key=lambda layout: crowded[layout]) if crowded else "stack"
+        best: Layout = min(taken, key=lambda layout: taken[layout]) if taken else "stack"
         for layout in taken:
             if layout != best and layout != "alone":
                 self._idle.pop(replace(shape, layout=layout), None)
         times = ", ".join(f"{layout} {1e3 * seconds:.2f} ms" for layout, seconds in taken.items())
-        _log.info("%d clients of one member: %s", shape.count, times)
+        _log.info("%d clients of one member, %d at once: %s", crowd, shape.count, times)
         return best
 
     def _ready(self, shape: Shape) -> Unit:
