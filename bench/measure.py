@@ -9,6 +9,7 @@ import time
 from collections import defaultdict
 from collections.abc import Iterator
 from contextlib import contextmanager
+from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # population.py times the import
@@ -18,6 +19,7 @@ SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 NUM_CLASSES = 10
 
 
+@cache  # a client in another process makes them once
 def images(count: int, *shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
     """Random bytes, and a class for each."""
     import torch

@@ -1,4 +1,4 @@
-"""Stitching ten PreResNet-18 clients of mixed shares: slices against index grids, as released codes have them, and masks.
+"""Stitching ten PreResNet-18 clients of mixed shares: slices, the index grids of released codes, and boolean masks.
 
     python bench/stitch.py
 
