@@ -144,21 +144,24 @@ def in_flower(work: Work, clients: int, rounds: int, home: str) -> None:
     from flwr.simulation import run_simulation
 
     logging.getLogger("flwr").setLevel(logging.ERROR)
-    client, server = ClientApp(), ServerApp()
+    client_app, server_app = ClientApp(), ServerApp()
     turns = Turns(work, clients)
     last: dict[str, Tensor] = {}
 
-    @client.train()  # type: ignore[untyped-decorator]
+    @client_app.train()
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
         net = work.net()
-        net.load_state_dict(message.content["arrays"].to_torch_state_dict())
-        round = int(message.content["config"]["server-round"]) - 1
-        fit(work, clients, int(context.node_config["partition-id"]), round, net)
+        received, config = message.content.array_records["arrays"], message.content.config_records["config"]
+        net.load_state_dict(received.to_torch_state_dict())
+        client, round = context.node_config["partition-id"], config["server-round"]
+        assert isinstance(client, int)
+        assert isinstance(round, int)
+        fit(work, clients, client, round - 1, net)  # Flower counts from 1
         learnt, size = ArrayRecord(net.state_dict()), MetricRecord({"num-examples": work.samples})
         return Message(content=RecordDict({"arrays": learnt, "metrics": size}), reply_to=message)
 
-    @server.main()  # type: ignore[untyped-decorator]
+    @server_app.main()
     def main(grid: Grid, context: Context) -> None:
         def after(round: int, arrays: ArrayRecord) -> None:
             if round:
@@ -170,10 +173,12 @@ def in_flower(work: Work, clients: int, rounds: int, home: str) -> None:
 
     cores = os.cpu_count() or 1
     own = {"address": "local", "_node_ip_address": "127.0.0.1"}  # not somebody's cluster that happens to be there
-    local = {**own, "num_cpus": cores, "include_dashboard": False, "log_to_driver": False}
+    backend: Any = {
+        "init_args": {**own, "num_cpus": cores, "include_dashboard": False, "log_to_driver": False},
+        "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
+    }
     try:
-        resources = {"num_cpus": 1, "num_gpus": 0.0}
-        run_simulation(server, client, clients, backend_config={"init_args": local, "client_resources": resources})
+        run_simulation(server_app, client_app, clients, backend_config=backend)
     finally:
         ray.shutdown()
     turns.tell(work, "Flower", last)
