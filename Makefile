@@ -29,7 +29,7 @@ test: check
 test-all: check
 	$(BIN)/pytest -n 2 -m 'not gpu'
 
-# On two cores about twelve minutes. Frameworks to compare with are measured where they are installed: pip install -e '.[bench]'.
+# About seven minutes on two idle cores. Other frameworks are measured where they are installed: pip install -e '.[bench]'.
 bench: $(READY)
 	$(BIN)/python bench/stitch.py
 	$(BIN)/python bench/rounds.py

@@ -1,10 +1,10 @@
 """What a framework costs: the same rounds of FedAvg in Flower's simulation and Apple's pfl, and in fedquilt.
 
     pip install -e '.[bench]'
-    python bench/flower.py [--clients 20] [--rounds 5]
+    python bench/flower.py [--clients 20] [--rounds 5] [--cores 2]
 
 `trivial` clients take one step of a linear layer: what is left is the framework. `real` ones train a small PreResNet
-for ten steps. Every framework has the clients, batches and initial weights of fedquilt's `vectorised`, and all the
+for ten steps. Every framework has the clients, batches and initial weights of fedquilt's `vectorised`, and as many
 cores: Flower as workers of one thread, the others as threads. After each of its rounds comes one of fedquilt's, so that
 other work on the machine disturbs both; how far the weights are apart in the end says that the work was the same.
 Medians of warm rounds; what came before the first is `start`. A framework that is not installed is left out. Nothing
@@ -127,10 +127,11 @@ class Turns:
         )
 
 
-def in_flower(work: Work, clients: int, rounds: int, home: str) -> None:
+def in_flower(work: Work, clients: int, rounds: int, cores: int) -> None:
     """Flower's own FedAvg and simulation engine, a client a message."""
+    home = tempfile.TemporaryDirectory()
     os.environ |= {
-        "FLWR_HOME": home,
+        "FLWR_HOME": home.name,
         "FLWR_TELEMETRY_ENABLED": "0",
         "FLWR_DISABLE_UPDATE_CHECK": "1",
         "FLWR_DISABLE_RUNTIME_DEPENDENCY_INSTALLATION": "1",
@@ -171,7 +172,6 @@ def in_flower(work: Work, clients: int, rounds: int, home: str) -> None:
         strategy = FlowerFedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
         strategy.start(grid, ArrayRecord(turns.weights), num_rounds=rounds + 1, evaluate_fn=after)
 
-    cores = os.cpu_count() or 1
     own = {"address": "local", "_node_ip_address": "127.0.0.1"}  # not somebody's cluster that happens to be there
     backend: Any = {
         "init_args": {**own, "num_cpus": cores, "include_dashboard": False, "log_to_driver": False},
@@ -181,10 +181,11 @@ def in_flower(work: Work, clients: int, rounds: int, home: str) -> None:
         run_simulation(server_app, client_app, clients, backend_config=backend)
     finally:
         ray.shutdown()
+        home.cleanup()
     turns.tell(work, "Flower", last)
 
 
-def in_pfl(work: Work, clients: int, rounds: int, home: str) -> None:
+def in_pfl(work: Work, clients: int, rounds: int, cores: int) -> None:
     """pfl's FederatedAveraging in its simulated backend: one client after another in this process."""
     from pfl.aggregate.simulate import SimulatedBackend
     from pfl.algorithm.base import NNAlgorithmParams
@@ -240,15 +241,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=20, help="all of them in every round")
     parser.add_argument("--rounds", type=int, default=5, help="after the first")
+    parser.add_argument("--cores", type=int, default=1)
     asked = parser.parse_args()
+    torch.set_num_threads(asked.cores)
     print(f"{asked.clients} clients; a round{'':<3}framework     fedquilt{'':>15}start   weights apart")
     for package, play in FRAMEWORKS.items():
         if importlib.util.find_spec(package) is None or (package == "flwr" and importlib.util.find_spec("ray") is None):
             print(f"{package} is not installed: left out (pip install -e '.[bench]')")
             continue
         for work in WORKS:
-            with tempfile.TemporaryDirectory() as home:
-                play(work, asked.clients, asked.rounds, home)
+            play(work, asked.clients, asked.rounds, asked.cores)
     print(machine())
 
 

@@ -1,7 +1,7 @@
 """A whole HeteroFL round on the CPU: `vectorised` against the released codes' way (published.py), in one run.
 
     python bench/rounds.py                                       a PreResNet-18 of quarter width, 100 images a client
-    python bench/rounds.py --width 64 --images 500 --tests 10000 --rounds 1     the paper's size: a quarter of an hour
+    python bench/rounds.py --width 64 --images 500 --tests 10000 --rounds 1     the paper's size: half an hour
 
 100 clients of two classes each, 10 a round, two of every share 1 … 1/16, one epoch in batches of 10, SGD with momentum,
 decay and clipping, masked loss, scaler, static norms. An evaluation measures the norms of the whole net over all
@@ -163,8 +163,12 @@ def main() -> None:
     parser.add_argument("--tests", type=int, default=2_000, help="test images")
     parser.add_argument("--rounds", type=int, default=2, help="that are timed, after one that is not")
     parser.add_argument("--every", type=int, default=10, help="rounds between evaluations, of fedquilt")
+    parser.add_argument(
+        "--threads", type=int, default=1, help="one is disturbed least by other work, and waits for none"
+    )
     parser.add_argument("--all-shares", action="store_true", help="also time an evaluation of all five sizes")
     asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
     ours = Ours(asked.width, data(asked.images, asked.tests))
     theirs = Theirs(asked.width, ours.run)
     for one in (theirs, ours):  # once for what is done once
