@@ -13,13 +13,11 @@ imported in place of Ray.)
 from __future__ import annotations
 
 import argparse
-import datetime
-import os
-import platform
 import statistics
 import time
 
 import torch
+from measure import images, machine
 
 import fedquilt as fq
 from fedquilt.engines import Ray
@@ -41,6 +39,45 @@ def in_chunks(run: fq.Run, chunks: int) -> float:
     return time.perf_counter() - began
 
 
+def prepare(clients: int, samples: int, engine: str = "vectorised") -> fq.Run:
+    """HeteroFL with three shares on a small PreResNet, everybody in every round, nothing evaluated."""
+    pool, parts = images(clients * samples, 3, 16, 16), torch.arange(clients * samples)
+    data = fq.FederatedData.of(pool, images(100, 3, 16, 16), list(torch.split(parts, samples)))
+    family = fq.trace(lambda: PreResNet((1, 1, 1), 10, 3, widths=(16, 32, 64)), data.example)
+    fleet = fq.Fleet.of((1.0, 0.5, 0.25), clients, clients)
+    return fq.prepare(fq.methods.HeteroFL(), family, data, fleet, engine, evaluation=fq.Evaluation(every=0))
+
+
+def play(run: fq.Run) -> float:
+    """Seconds of the next round. One more is announced than is played: the last would be evaluated."""
+    rounds = run.server.round + 2
+    played = fq.round.play(run.method, run.server, run.fleet, run.engine, rounds, run.evaluation)
+    run.server = played.server
+    return played.record.seconds
+
+
+def compare(clients: int = 20, samples: int = 64, rounds: int = 8, chunks: int = 8) -> None:
+    """The table: a round in every engine."""
+    runs = {"vectorised": prepare(clients, samples)}
+    for name, workers in (("ray, 1 worker", 1), ("ray, 2 workers", 2)):
+        run = runs[name] = prepare(clients, samples, "ray")
+        assert isinstance(run.engine, Ray)
+        run.engine.cluster, run.engine.chunks = Cluster(workers=workers), chunks
+    chunked = "vectorised, in chunks"
+    taken: dict[str, list[float]] = {name: [] for name in (*runs, chunked)}
+    for _ in range(WARM + rounds):
+        taken[chunked].append(in_chunks(runs["vectorised"], chunks))
+        for name, run in runs.items():
+            taken[name].append(play(run))
+    state = sum(weight.nbytes for weight in runs["vectorised"].server.weights.values())
+    print(f"{clients} clients of {samples} images, {state / 1e6:.1f} MB of weights, {chunks} chunks")
+    one = {name: statistics.median(seconds[WARM:]) for name, seconds in taken.items()}
+    for name, seconds in one.items():
+        print(f"{name:<24}{1e3 * seconds:>9.1f} ms a round {seconds / one['vectorised']:>7.2f} times")
+    print(f"started: {taken['ray, 1 worker'][0]:.1f} s for the first round with a cluster of its own")
+    print(f"a round's overhead with one worker: {1e3 * (one['ray, 1 worker'] - one[chunked]):.0f} ms")
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--clients", type=int, default=20, help="all of them in every round")
@@ -49,40 +86,8 @@ def main() -> None:
     parser.add_argument("--chunks", type=int, default=8)
     asked = parser.parse_args()
     torch.set_num_threads(1)
-    generator = torch.Generator().manual_seed(0)
-
-    def pool(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        images = torch.randint(256, (count, 3, 16, 16), dtype=torch.uint8, generator=generator)
-        return images, torch.randint(10, (count,), generator=generator)
-
-    count = asked.clients * asked.samples
-    data = fq.FederatedData.of(pool(count), pool(100), torch.arange(count).split(asked.samples))
-    family = fq.trace(lambda: PreResNet((1, 1, 1), 10, 3, widths=(16, 32, 64)), data.example)
-    fleet = fq.Fleet.of((1.0, 0.5, 0.25), asked.clients, asked.clients)
-    method = fq.methods.HeteroFL()
-    runs = {}
-    for name, workers in (("vectorised", 0), ("ray, 1 worker", 1), ("ray, 2 workers", 2)):
-        engine = "ray" if workers else "vectorised"
-        run = runs[name] = fq.prepare(method, family, data, fleet, engine, evaluation=fq.Evaluation(every=0))
-        if isinstance(run.engine, Ray):
-            run.engine.cluster, run.engine.chunks = Cluster(workers=workers), asked.chunks
-    chunked = "vectorised, in chunks"
-    taken: dict[str, list[float]] = {name: [] for name in (*runs, chunked)}
-    for done in range(1, WARM + asked.rounds + 1):
-        taken[chunked].append(in_chunks(runs["vectorised"], asked.chunks))
-        for name, run in runs.items():
-            # One more is announced than is played: the last would be evaluated.
-            played = fq.round.play(run.method, run.server, run.fleet, run.engine, done + 1, run.evaluation)
-            run.server = played.server
-            taken[name].append(played.record.seconds)
-    state = sum(weight.nbytes for weight in runs["vectorised"].server.weights.values())
-    print(f"{asked.clients} clients of {asked.samples} images, {state / 1e6:.1f} MB of weights, {asked.chunks} chunks")
-    one = {name: statistics.median(seconds[WARM:]) for name, seconds in taken.items()}
-    for name, seconds in one.items():
-        print(f"{name:<24}{1e3 * seconds:>9.1f} ms a round {seconds / one['vectorised']:>7.2f} times")
-    print(f"started: {taken['ray, 1 worker'][0]:.1f} s for the first round with a cluster of its own")
-    print(f"a round's overhead with one worker: {1e3 * (one['ray, 1 worker'] - one[chunked]):.0f} ms")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, {datetime.date.today()}")
+    compare(asked.clients, asked.samples, asked.rounds, asked.chunks)
+    print(machine())
 
 
 if __name__ == "__main__":

@@ -12,16 +12,17 @@ CPU, which other work on the machine disturbs less; the ratio is that of the lat
 from __future__ import annotations
 
 import argparse
-import datetime
 import json
-import os
-import platform
-import resource
+import re
 import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from itertools import pairwise
+from pathlib import Path
+
+from measure import images, machine
 
 POPULATIONS = (2_000, 342_477)
 SAMPLES = (2, 8)  # a client has at least and at most
@@ -38,16 +39,11 @@ def measure(num_clients: int, sample: int, rounds: int, engine: str, available: 
     from fedquilt.round.clients import Devices
 
     torch.set_num_threads(1)  # tiny tensors: more threads would wait for each other
-    generator = torch.Generator().manual_seed(0)
     low, high = SAMPLES
-    sizes = torch.randint(low, high + 1, (num_clients,), generator=generator)
-
-    def pool(count: int) -> tuple[torch.Tensor, torch.Tensor]:
-        images = torch.randint(256, (count, 1, 8, 8), dtype=torch.uint8, generator=generator)
-        return images, torch.randint(10, (count,), generator=generator)
-
+    sizes = torch.randint(low, high + 1, (num_clients,), generator=torch.Generator().manual_seed(0))
     count = int(sizes.sum())
-    data = fq.FederatedData.of(pool(count), pool(1_000), Parts.split(torch.arange(count), sizes))
+    pool, tests = images(count, 1, 8, 8), images(1_000, 1, 8, 8, seed=1)
+    data = fq.FederatedData.of(pool, tests, Parts.split(torch.arange(count), sizes))
     net = nn.Sequential(nn.Flatten(), nn.Linear(64, 32), nn.ReLU(), nn.Linear(32, 10))
     family = fq.trace(net, data.example)
     fleet = Devices(sample=sample, available=available).fleet(num_clients)
@@ -59,10 +55,36 @@ def measure(num_clients: int, sample: int, rounds: int, engine: str, available: 
     return {
         "clients": num_clients,
         "start": start,
-        "memory": resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024,
+        "memory": resident(),
         "round": statistics.median(seconds[3:] or seconds),
         "cpu": statistics.median(cpu[3:] or cpu),
     }
+
+
+def resident() -> int:
+    """The most bytes this process had in memory. `ru_maxrss` would count those of its parent, from before the exec."""
+    found = re.search(r"VmHWM:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found, "Linux tells it"
+    return int(found[1]) * 1024
+
+
+def compare(populations: Sequence[int], options: Sequence[str] = ()) -> None:
+    """The table: every population in a process of its own."""
+    found = []
+    print(f"{'clients':>10} {'start':>9} {'memory':>10} {'round':>11} {'of CPU':>11}")
+    for population in populations:
+        command = [sys.executable, __file__, "--child", f"--clients={population}", *options]
+        began = time.perf_counter()
+        answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+        one = json.loads(answer.splitlines()[-1])
+        found.append(one)
+        print(
+            f"{population:>10,} {one['start']:>7.1f} s {one['memory'] / 1e6:>7,.0f} MB {1e3 * one['round']:>8.1f} ms"
+            f" {1e3 * one['cpu']:>8.1f} ms   {time.perf_counter() - began:.1f} s in all",
+            flush=True,
+        )
+    ratio = found[-1]["cpu"] / found[0]["cpu"]
+    print(f"time per round, {populations[-1]:,} clients against {populations[0]:,}: {ratio:.2f} times")
 
 
 def main() -> None:
@@ -77,22 +99,8 @@ def main() -> None:
     if asked.child:
         print(json.dumps(measure(asked.clients[0], asked.sample, asked.rounds, asked.engine, asked.available)))
         return
-    options = [f"--{name}={getattr(asked, name)}" for name in ("sample", "rounds", "engine", "available")]
-    found = []
-    print(f"{'clients':>10} {'start':>9} {'memory':>10} {'round':>11} {'of CPU':>11}   {asked.sample} a round")
-    for population in asked.clients:
-        command = [sys.executable, __file__, "--child", f"--clients={population}", *options]
-        began = time.perf_counter()
-        answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
-        one = json.loads(answer.splitlines()[-1])
-        found.append(one)
-        print(
-            f"{population:>10,} {one['start']:>7.1f} s {one['memory'] / 1e6:>7,.0f} MB {1e3 * one['round']:>8.1f} ms"
-            f" {1e3 * one['cpu']:>8.1f} ms   {time.perf_counter() - began:.1f} s in all"
-        )
-    ratio = found[-1]["cpu"] / found[0]["cpu"]
-    print(f"time per round, {asked.clients[-1]:,} clients against {asked.clients[0]:,}: {ratio:.2f} times")
-    print(f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, one thread, {datetime.date.today()}")
+    compare(asked.clients, [f"--{name}={getattr(asked, name)}" for name in ("sample", "rounds", "engine", "available")])
+    print(machine())
 
 
 if __name__ == "__main__":

@@ -1,31 +1,47 @@
-"""Stitching ten ResNet-18 clients of mixed shares: slices against the boolean masks that published codes use.
+"""Stitching ten PreResNet-18 clients of mixed shares: slices, the index grids of released codes, and boolean masks.
 
     python bench/stitch.py
 
-Prints CPU seconds (all threads together), the ratio, and the largest difference between the two results.
+Prints CPU seconds (all threads together), the ratios, and the largest difference between the results.
 """
 
 from __future__ import annotations
 
-import platform
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
 
+import published
 import torch
+from measure import SHARES, machine
 from torch import Tensor
 
 import fedquilt as fq
 from fedquilt.round.merge import Mean
 from fedquilt.terms import Client, Job, Payload, Server, Submodel, Update
 
-SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 REPEATS = 5
 
 
+def gridded_mean(family: fq.Family, server: Server, updates: list[Update]) -> dict[str, Tensor]:
+    """As HeteroFL's and FedRolex's released codes have it: index tensors a client and weight, and counts."""
+    weights = {name: value.clone() for name, value in server.weights.items()}
+    payloads = [update.sent[0] for update in updates]
+    indices = [
+        {
+            name: tuple(kept.tensor for kept in family.layout.positions(name, payload.submodel.index)[:2])
+            for name in weights
+        }
+        for payload in payloads
+    ]
+    everything = [torch.ones(family.num_classes, dtype=torch.bool)] * len(payloads)
+    published.combine(weights, [payload.weights for payload in payloads], indices, everything)
+    return weights
+
+
 def masked_mean(family: fq.Family, server: Server, updates: list[Update]) -> dict[str, Tensor]:
-    """The reference: a boolean mask a client and weight, indexed sums and counts."""
+    """A boolean mask a client and weight, indexed sums and counts."""
     merged = {}
     for name, old in server.weights.items():
         total, count = torch.zeros_like(old), torch.zeros_like(old)
@@ -64,6 +80,7 @@ def main() -> None:
     family = fq.trace(lambda: fq.models.MODELS["preresnet18"].factory(num_classes=10), torch.zeros(2, 3, 32, 32))
     server = fq.methods.FedRolex().init(fq.World(family))
     torch.manual_seed(0)
+    print(f"{'ten PreResNet-18 clients':<26}{'masks':>9}{'grids':>9}{'slices':>9}   of CPU")
     for method in (fq.methods.HeteroFL(), fq.methods.FedRolex()):
         updates = []
         for number in range(10):
@@ -72,18 +89,15 @@ def main() -> None:
             cut = family.cutter.gather(server.weights, submodel, list(server.weights))
             weights = {name: torch.randn_like(value) for name, value in cut.items()}
             updates.append(Update(Job(client, submodel, 7), (Payload(submodel, weights),), 1))
-        # A window that wraps holds its channels out of order; masks know only ascending ones.
-        if isinstance(method, fq.methods.HeteroFL):
-            slow, fast = masked_mean(family, server, updates), sliced_mean(family, server, updates)
-            worst = max(float((slow[name] - fast[name]).abs().max()) for name in slow)
-            print(f"largest difference between the two: {worst:.1e}")
-        masks = cpu_seconds(partial(masked_mean, family, server, updates))
-        slices = cpu_seconds(partial(sliced_mean, family, server, updates))
+        slow, fast = gridded_mean(family, server, updates), sliced_mean(family, server, updates)
+        worst = max(float((slow[name] - fast[name]).abs().max()) for name in slow)
+        means = (masked_mean, gridded_mean, sliced_mean)
+        masks, grids, slices = (cpu_seconds(partial(mean, family, server, updates)) for mean in means)
         print(
-            f"{type(method).__name__:9} ten PreResNet-18 clients of shares 1 … 1/16: masks {masks:.3f} s, "
-            f"slices {slices:.3f} s of CPU, {masks / slices:.1f} times less"
+            f"{type(method).__name__:<26}{masks:>7.3f} s{grids:>7.3f} s{slices:>7.3f} s   "
+            f"{masks / slices:.0f} and {grids / slices:.0f} times less; results differ by {worst:.0e}"
         )
-    print(f"{platform.processor() or platform.machine()}, {torch.get_num_threads()} threads, torch {torch.__version__}")
+    print(machine())
 
 
 if __name__ == "__main__":

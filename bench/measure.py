@@ -1,0 +1,73 @@
+"""What the benchmarks share: random data, a clock, and the line that says where numbers come from."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import platform
+import time
+from collections import defaultdict
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:  # population.py times the import
+    import torch
+
+SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
+NUM_CLASSES = 10
+
+
+@cache  # a client in another process makes them once
+def images(count: int, *shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
+    """Random bytes, and a class for each."""
+    import torch
+
+    generator = torch.Generator().manual_seed(seed)
+    inputs = torch.randint(256, (count, *shape), dtype=torch.uint8, generator=generator)
+    return inputs, torch.randint(NUM_CLASSES, (count,), generator=generator)
+
+
+class Clock:
+    """Seconds by stage, as the wall has them and of CPU; a stage within another stops the outer one."""
+
+    def __init__(self) -> None:
+        self._open: list[str] = []
+        self._since = (0.0, 0.0)
+        self.reset()
+
+    def reset(self) -> None:
+        self.wall: defaultdict[str, float] = defaultdict(float)
+        self.cpu: defaultdict[str, float] = defaultdict(float)
+
+    @contextmanager
+    def __call__(self, stage: str) -> Iterator[None]:
+        self._book()
+        self._open.append(stage)
+        try:
+            yield
+        finally:
+            self._book()
+            self._open.pop()
+
+    def __str__(self) -> str:
+        return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.cpu.items()) + " of CPU"
+
+    def _book(self) -> None:
+        now = time.perf_counter(), time.process_time()
+        if self._open:
+            self.wall[self._open[-1]] += now[0] - self._since[0]
+            self.cpu[self._open[-1]] += now[1] - self._since[1]
+        self._since = now
+
+
+def machine() -> str:
+    """Where and when, and how busy the machine was."""
+    import torch
+
+    return (
+        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"{torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, "
+        f"{datetime.date.today()}"
+    )

@@ -1,0 +1,57 @@
+"""The released codes' way that benchmarks compare with is HeteroFL: the same numbers as fedquilt's."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import fedquilt as fq
+from bench import published
+from fedquilt.models import PreResNet
+from fedquilt.round.local import SGD
+from fedquilt.round.serve import ready
+from fedquilt.terms import Job
+
+SHARES = (1.0, 0.5, 0.25)
+BATCH = 5
+
+
+def _net(share: float) -> nn.Module:
+    return PreResNet((1, 1), 4, 1, widths=[int(share * width) for width in (4, 8)]).double()
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_published_round_is_a_round(residual: fq.Family, make_data: Any, play: Any, engine: str) -> None:
+    data = make_data(residual, [12, 10, 15, 10, 7], labels=2)
+    optimiser = SGD(lr=0.1, momentum=0.9, decay=5e-4, clip=published.CLIP)
+    method = replace(
+        fq.methods.HeteroFL(), local=replace(fq.methods.HeteroFL().local, optimiser=optimiser, batch_size=BATCH)
+    )
+    run = play(method, residual, data, SHARES, engine, rounds=1, evaluation=fq.Evaluation(batch_size=BATCH))
+    weights = {name: value.clone() for name, value in method.init(run.engine.world).weights.items()}
+    states, indices = [], []
+    held = [run.engine.held(id) for id in range(data.num_clients)]
+    for id, own in enumerate(held):
+        client = run.fleet.client(id, 0, 0, data.size(id))
+        job = Job(client, method.plan(run.server, client, run.engine.world)[0], 0)
+        net = published.build(_net, SHARES[id % len(SHARES)])
+        indices.append(published.split(net))
+        start = published.distribute(weights, indices[-1])
+        batches = run.engine.batches(job, method.learner(job, run.engine.world))
+        settings = {"lr": optimiser.lr, "momentum": optimiser.momentum, "weight_decay": optimiser.decay}
+        states.append(published.train(net, start, batches, data.inputs, data.targets, own, **settings))
+    published.combine(weights, states, indices, held)
+    torch.testing.assert_close(dict(run.server.weights), weights, rtol=0, atol=1e-9)
+
+    whole = method.deploy(run.server, fq.Budget(share=1.0), run.engine.world)
+    served = ready(method, run.server, whole, run.engine, BATCH)
+    net = published.calibrate(_net, weights, data.inputs[run.engine.pooled], BATCH)
+    measured = net.state_dict()
+    for name in residual.statistics:
+        torch.testing.assert_close(served[name], measured[name], rtol=0, atol=1e-9)
+    right = published.evaluate(net, data.test_inputs, data.test_targets, BATCH)
+    assert run.accuracy["1.0"] == right / len(data.test_targets)
