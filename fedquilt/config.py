@@ -172,7 +172,7 @@ class Machine:
     name: str = "vectorised"  # of an engine
     device: str = "cpu"  # as torch names it
     precision: Precision = "fp32"  # tf32 and bf16 are of products; weights and sums stay fp32
-    memory: int = 0  # bytes that clients trained at the same time may take; 0: 4 GiB, or half of what a GPU has free
+    memory: int = 0  # bytes that clients trained at the same time may take; 0: 256 MiB, or half of what a GPU has free
     memories: int = LIMIT  # bytes of what clients remember that are held; what is more lies on disk
     deterministic: bool = False  # on CUDA: bit-identical repetitions, slower
     threads: int = 0  # 0: one for small models, else what torch takes

@@ -154,14 +154,22 @@ class Unit:
             size = self.shape.learner.local.batch_size
             groups = self._stack.groups(step)
             whole = next((group for group in groups if self._stack.sizes[group[0]][step] == size), [])
-            if whole:
-                self._replay(masked=len(whole) < self.shape.count)
+            everyone = len(whole) == self.shape.count
+            if whole and (everyone or self._masking):
+                self._replay(masked=not everyone)
             else:
+                whole = []
                 self.at += 1
+                self.age += len(self.shape.learner.phases)
             for clients in groups:
                 if clients is not whole:
                     self.engine.step(self._stack, step, clients)
                     self._take_back()
+
+    @property
+    def _masking(self) -> bool:
+        """Whether clients without a batch take part and are put back: a launch less, but no work less."""
+        return self.stream is not None or bool(self.engine.record)
 
     def _fill(self, step: int) -> None:
         """Put the batches of the next steps onto the device."""
@@ -175,6 +183,8 @@ class Unit:
             if full:
                 rows[full, client] = torch.stack([own[step + place] for place in full])
                 active[full, client] = True
+        if not self._masking:  # where not everyone has a full batch, steps are taken as they come
+            active &= active.all(1, keepdim=True)
         device = self.at.device
         self.rows.copy_(onto(device, rows))
         self.active.copy_(onto(device, active))

@@ -35,7 +35,10 @@ if TYPE_CHECKING:
     from fedquilt.methods.method import Method
 
 _log = logging.getLogger(__name__)
-_CACHED = 256  # samples
+# Bytes that are worked on at once on a CPU: with more, the system hands out and takes back pages for every operation.
+_AT_ONCE = 64 << 20
+_STACKED = 256 << 20
+_SMALLEST = 16  # samples tested at once
 _CROWD = 4  # clients that layouts are timed with, at least
 _AHEAD = 4
 _SWEPT = 4  # batches from which on recording a pass pays
@@ -95,7 +98,7 @@ class Stack:
 class Vectorised(Engine):
     """Trains stacks of clients. `memory` bounds a stack: more clients than fit are trained in several."""
 
-    memory: int = 0  # bytes stacks may take, by the family's own estimate; 0: 4 GiB, or half of what a GPU has free
+    memory: int = 0  # bytes stacks may take, by the family's own estimate; 0: 256 MiB, or half of what a GPU has free
     record: bool | None = None  # steps are recorded and replayed; None: on a GPU
     layout: Literal["auto", "alone", "laid", "stack"] = "auto"
 
@@ -108,7 +111,7 @@ class Vectorised(Engine):
         self._unswept: set[Hashable] = set()
         super().__post_init__()
         device = self.world.device
-        self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else 4 << 30)
+        self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _STACKED)
 
     def deal(self, data: FederatedData) -> None:
         """What was recorded stays good as long as its samples lie where they lay."""
@@ -177,9 +180,21 @@ class Vectorised(Engine):
         return memory.steps if memory else 0
 
     def _batches_at_once(self, arch: Arch, batch_size: int) -> int:
-        """How many batches of a member are tested at once: on a CPU few, which its caches hold."""
-        most = max(1, self.memory // self._need(arch, batch_size, 0))
-        return most if self.world.device.type == "cuda" else min(most, max(1, _CACHED // batch_size))
+        """How many batches of a member are tested at once: on a CPU few."""
+        if self.world.device.type == "cuda":
+            return max(1, self.memory // self._need(arch, batch_size, 0))
+        return max(1, _AT_ONCE // self._activations(arch, batch_size))
+
+    def _exam_size(self, arch: Arch, batch_size: int, mode: Pass) -> int:
+        """The batches a test is cut into: on a CPU smaller ones, where nothing depends on who is tested together."""
+        if self.world.device.type == "cuda" or mode.statistics == "batch":
+            return batch_size
+        return min(batch_size, max(_SMALLEST, _AT_ONCE * _SMALLEST // self._activations(arch, _SMALLEST)))
+
+    def _activations(self, arch: Arch, batch_size: int) -> int:
+        """The bytes of what a training step keeps for its way back."""
+        cost = self.world.family.cost(arch, batch_size, 0)
+        return max(1, (cost.memory - 2 * cost.bytes) * self.world.dtype.itemsize // 4)
 
     def _need(self, arch: Arch, batch_size: int, slots: int) -> int:
         """The bytes one client of a member takes in training."""
@@ -271,8 +286,8 @@ class Vectorised(Engine):
     # --- units -------------------------------------------------------------------------------------------------
 
     def _unit(self, stack: Stack) -> Unit | None:
-        """A unit that can train a stack, recorded; None if its steps cannot be."""
-        if not self._recorded:
+        """A unit that can train a stack, recorded where that helps; None if its steps cannot be."""
+        if self.record is False:
             return None
         full = stack.learner.local.batch_size
         if not any(full in own for own in stack.sizes):
@@ -299,11 +314,11 @@ class Vectorised(Engine):
         """How clients of a member are trained: as asked, or as is found to be fastest on this machine."""
         if self.layout != "auto":
             return self.layout
-        if self.world.device.type != "cuda" or not self._recorded:
-            return "stack"
         if count == 1:
             return "alone"
-        if torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
+        if self.world.device.type != "cuda":  # measured: never slower than stacked, and up to a quarter faster
+            return "laid"
+        if not self._recorded or torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
             return "stack"
         key = Shape.of(arch, learner, count, "stack")
         if key not in self._chosen:
@@ -345,7 +360,8 @@ class Vectorised(Engine):
     def _refuse(self, shape: Shape, error: FedquiltError) -> None:
         if shape not in self._refused:
             self._refused[shape] = str(error)
-            _log.warning("%d clients of one member cannot be trained %s: %s", shape.count, shape.layout, error)
+            level = logging.INFO if isinstance(error, LayoutError) else logging.WARNING  # another layout will do
+            _log.log(level, "%d clients of one member cannot be trained %s: %s", shape.count, shape.layout, error)
 
     def _accuse(self, stack: Stack, step: int, clients: list[int]) -> None:
         """Once more, one client after another, to say whose batch it was."""
@@ -467,7 +483,8 @@ class Vectorised(Engine):
         swept: list[tuple[int, Swept]] = []
         mode = exam_pass(method.local.norm)
         for place, exam in enumerate(exams):
-            batches = self._batches_of(self.exam_samples(exam), batch_size)
+            size = self._exam_size(exam.submodel.arch, batch_size, mode)
+            batches = self._batches_of(self.exam_samples(exam), size)
             if exam.held is None:
                 sweep, batches = self._sweep(exam.submodel.arch, exam.weights, batches, mode)
                 swept += [(place, sweep)] if sweep else []

@@ -35,6 +35,7 @@ def test_every_method_gives_the_same_numbers_in_every_layout(name, layout, resid
     assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout))
 
 
+@pytest.mark.parametrize("record", [True, None])  # None: on a CPU those without a batch do not take part
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "changes",
@@ -42,12 +43,13 @@ def test_every_method_gives_the_same_numbers_in_every_layout(name, layout, resid
         {"optimiser": fq.SGD(lr=0.1, momentum=0.9, nesterov=True, decay=1e-3, clip=0.5)},
         {"optimiser": fq.SGD(lr=0.1, momentum=0.0)},
         {"optimiser": Adam(lr=0.01, decay=1e-3), "norm": "tracked"},
+        {"optimiser": Adam(lr=0.01), "epochs": 2},  # steps are counted through tails, too
         {"crop": 1, "flip": True, "scaler": True},
     ],
 )
-def test_every_setting(changes, layout, residual, make_data, play):
+def test_every_setting(changes, layout, record, residual, make_data, play):
     method, data = with_local(HeteroFL(), batch_size=3, **changes), make_data(residual, RAGGED)
-    assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout))
+    assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout, record=record))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -211,7 +211,7 @@ def test_threads_and_the_engines_choices_are_restored(start, tmp_path, monkeypat
     start(rounds=1, out=out, engine="vectorised")
     manifest = json.loads((out / "checkpoint" / "00000001.json").read_text())["about"]
     assert manifest["threads"] == torch.get_num_threads() == 1
-    assert manifest["engine"]["memory"] == 4 << 30
+    assert manifest["engine"]["memory"] == 256 << 20
     assert manifest["here"]["torch"] == torch.__version__
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
     run = fq.prepare(*_parts(start(rounds=1, engine="vectorised")), engine="vectorised", precision="fp64")
@@ -220,7 +220,7 @@ def test_threads_and_the_engines_choices_are_restored(start, tmp_path, monkeypat
         assert folder.load(run) == 1
         assert folder.config.startswith("#")
     assert asked == [1]
-    assert run.engine.memory == 4 << 30
+    assert run.engine.memory == 256 << 20
 
 
 def _parts(run: fq.Run):
