@@ -9,7 +9,7 @@ training images, and tests it on every client's part and on all test images. The
 same clients and batches.
 
 `published` evaluates every round, in batches of 10 and 50, as released; `fedquilt` as often as it is told, in its own
-batches of 256. Printed are the ratios for the same work on both sides, every round or seldom, and for each as it is
+batches of 50. Printed are the ratios for the same work on both sides, every round or seldom, and for each as it is
 used.
 """
 
@@ -101,7 +101,7 @@ class Ours:
         assert parts is not None
         whole = run.method.deploy(run.server, fq.Budget(share=1.0), world)
         with self.clock("calibration"):
-            weights = ready(run.method, run.server, whole, run.engine, batch_size)
+            weights = ready(run.method, run.server, [whole], run.engine, batch_size)[whole]
         with self.clock("evaluation"):
             exam = Exam("1.0", whole, weights)
             own = [replace(exam, samples=parts[id], held=run.engine.held(id)) for id in range(CLIENTS)]
@@ -157,6 +157,7 @@ class Theirs:
 
 
 def main() -> None:
+    fq.keep_pages()
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--width", type=int, default=16, help="channels of the first stage; 64 is PreResNet-18")
     parser.add_argument("--images", type=int, default=100, help="a client")

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from fedquilt.checkpoint import Checkpointing
     from fedquilt.config import Experiment
     from fedquilt.data import FederatedData
+    from fedquilt.devices import keep_pages
     from fedquilt.experiment import Run, prepare, run
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
@@ -25,6 +26,7 @@ _HOMES = {
     "fedquilt.checkpoint": ("Checkpointing",),
     "fedquilt.config": ("Experiment",),
     "fedquilt.data": ("FederatedData",),
+    "fedquilt.devices": ("keep_pages",),
     "fedquilt.experiment": ("Run", "prepare", "run"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
@@ -77,6 +79,7 @@ __all__ = [
     "data",
     "errors",
     "fleets",
+    "keep_pages",
     "load",
     "methods",
     "models",

@@ -24,6 +24,7 @@ import fedquilt as fq
 from fedquilt.checkpoint import Checkpointing
 from fedquilt.checks import File, outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
+from fedquilt.devices import keep_pages
 from fedquilt.engines import ENGINES, Ray, Vectorised
 from fedquilt.engines.ray import CHUNKS, Cluster
 from fedquilt.errors import ConfigError, RecordError, TraceError
@@ -250,6 +251,7 @@ class Experiment:
     def prepare(self, ground: Ground | None = None) -> Run:
         """A run that has not begun; with `ground`, on what another experiment has laid."""
         ground = ground or self.ground()
+        keep_pages()
         small = ground.family.cost(ground.family.whole).macs < SMALL
         torch.set_num_threads(self.engine.threads or (1 if small else torch.get_num_threads()))
         if self.engine.deterministic:

@@ -1,6 +1,8 @@
-"""Between host and device."""
+"""Between host and device, and what a host does with its memory."""
 
 from __future__ import annotations
+
+import ctypes
 
 import torch
 from torch import Tensor
@@ -9,3 +11,20 @@ from torch import Tensor
 def onto(device: torch.device, tensor: Tensor) -> Tensor:
     """A tensor of the host on a device, without waiting for what a GPU is doing at the moment."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def keep_pages() -> None:
+    """Have the C library keep what is freed, for the whole process: training on a CPU is then up to a third faster.
+
+    A net's activations are a few megabytes each. glibc gives such pieces back to the system and asks for them again at
+    every operation, page by page. Where there is another C library nothing happens.
+    """
+    try:
+        mallopt = ctypes.CDLL(None).mallopt
+    except (OSError, AttributeError):
+        return
+    mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most glibc takes: larger pieces are still the system's
+    mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
+
+
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h

@@ -24,6 +24,7 @@ from weakref import WeakValueDictionary, finalize
 
 import torch
 
+from fedquilt.devices import keep_pages
 from fedquilt.engines.engine import Outcome
 from fedquilt.engines.parcel import Parcel, pack, unpack
 from fedquilt.engines.vectorised import Vectorised
@@ -158,6 +159,7 @@ class Worker:
     """A process of the cluster: holds family and data once, and trains chunks."""
 
     def __init__(self, threads: int, deterministic: bool) -> None:
+        keep_pages()
         torch.set_num_threads(threads)
         if deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -225,7 +227,7 @@ class Call:
     def who(self) -> str:
         ids = list(dict.fromkeys(str(job.client.id) for job in self.jobs))
         some = ", ".join(ids[:8]) + (f" and {len(ids) - 8} more" if len(ids) > 8 else "")
-        return f"the worker that trained clients {some} in round {self.jobs[0].round}"
+        return f"the worker that trained clients {some} in round {self.jobs[0].round + 1}"
 
 
 class Crew:

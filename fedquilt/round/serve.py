@@ -81,7 +81,7 @@ class Evaluation:
     """When and on what a run is evaluated."""
 
     every: int = 1  # rounds; the last round is always evaluated, 0: only that one
-    batch_size: int = 256
+    batch_size: int = 50  # norm statistics are means over batches of so many; a CPU is fastest with about so many
     clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
 

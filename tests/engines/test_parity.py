@@ -9,7 +9,8 @@ import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL
+from fedquilt.engines import Vectorised
+from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly
 from fedquilt.models import TransformerLM
 from fedquilt.round.local import Between, CrossEntropy, Learner, MaskedCrossEntropy, Phase
 from fedquilt.terms import Job, World
@@ -258,7 +259,7 @@ def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
 
 
 class Recurrent(nn.Module):
-    """torch's own recurrent layers have no batching rule."""
+    """torch's own recurrent layers have no batching rule where only some of their inputs are stacked."""
 
     def __init__(self, kind: type[nn.RNNBase]) -> None:
         super().__init__()
@@ -269,16 +270,32 @@ class Recurrent(nn.Module):
 
 
 @pytest.mark.filterwarnings("ignore:There is a performance drop")
+@pytest.mark.parametrize("method", [HeteroFL(), LocalOnly()], ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_nets_that_cannot_be_stacked_are_trained_one_after_another(kind, play, make_data, caplog):
+def test_recurrent_nets_give_the_same_numbers(kind, method, play, make_data):
     family = fq.trace(lambda: Recurrent(kind), torch.zeros(2, 5, 3))
-    data = make_data(family, RAGGED)
-    truth, others = both(play, with_local(HeteroFL(), batch_size=4), family, data, shares=SHARES)
-    assert "are trained one after another: Batching rule not implemented" in caplog.text
+    truth, others = both(play, with_local(method, batch_size=4), family, make_data(family, RAGGED), shares=SHARES)
     for other in others:
         assert_same(truth, other)
-        assert other.records[-1].bytes_down == truth.records[-1].bytes_down
         assert other.accuracy == truth.accuracy
+
+
+@pytest.mark.parametrize("layout", ["auto", "stack"])
+def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
+    layout, residual, make_data, play, caplog, monkeypatch
+):
+    def refused(*_args):
+        raise RuntimeError("Batching rule not implemented for aten::something. We could not")
+
+    monkeypatch.setattr(Vectorised, "gradients", refused)
+    data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
+    truth = play(method, residual, data, shares=SHARES)
+    fleet = fq.Fleet.of(SHARES, data.num_clients, data.num_clients)
+    run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0))
+    run.engine.layout = layout
+    assert_same(truth, run.train(2))
+    assert run.records[-1].bytes_down == truth.records[-1].bytes_down
+    assert "are trained one after another: Batching rule not implemented for aten::something" in caplog.text
 
 
 def test_the_whole_model_is_among_the_rows_whatever_devices_hold(residual, make_data, play):

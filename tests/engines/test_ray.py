@@ -149,14 +149,14 @@ def test_a_worker_killed_in_a_round_changes_nothing(residual, start, tmp_path, c
     plain = start(HeteroFL(), residual).train(2)
     other = start(Deadly(trace=str(trace), driver=os.getpid()), residual).train(2)
     assert trace.exists()
-    assert "clients 3 in round 0 died; another does it again" in caplog.text
+    assert "clients 3 in round 1 died; another does it again" in caplog.text
     assert_identical(plain, other)
 
 
 def test_a_client_that_kills_every_worker_is_named_and_nothing_is_lost(residual, start):
     run = start(Deadly(driver=os.getpid()), residual)
     before = dict(run.server.weights)
-    with pytest.raises(TrainingError, match=r"trained clients 3 in round 0 died, and so did 2 others"):
+    with pytest.raises(TrainingError, match=r"trained clients 3 in round 1 died, and so did 2 others"):
         run.train(1)
     assert run.server.round == 0
     assert all(torch.equal(weight, before[name]) for name, weight in run.server.weights.items())
@@ -197,7 +197,7 @@ def test_what_diverges_in_a_worker_is_told_as_on_one_machine(residual, start):
 def test_a_failing_method_names_the_clients_and_the_round(residual, start):
     run = start(Failing(), residual)
     with pytest.raises(
-        TrainingError, match=r"trained clients 2 in round 0 failed: ValueError: on purpose \(in process"
+        TrainingError, match=r"trained clients 2 in round 1 failed: ValueError: on purpose \(in process"
     ):
         run.train(1)
     run.method = start(FedAvg(), residual).method  # the crew is as good as before

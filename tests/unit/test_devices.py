@@ -1,0 +1,31 @@
+"""Between host and device."""
+
+from __future__ import annotations
+
+import ctypes
+
+import torch
+
+import fedquilt as fq
+from fedquilt.devices import onto
+
+
+def test_a_tensor_of_the_host_is_on_the_device():
+    cpu = torch.device("cpu")
+    assert torch.equal(onto(cpu, torch.arange(3)), torch.arange(3))
+
+
+def test_pages_are_kept_where_the_c_library_can_and_nothing_happens_elsewhere(monkeypatch):
+    asked = []
+
+    class Library:
+        @staticmethod
+        def mallopt(which: int, value: int) -> int:
+            asked.append((which, value))
+            return 1
+
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: Library)
+    fq.keep_pages()
+    assert asked == [(-3, 32 << 20), (-1, (1 << 31) - 1)]
+    monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
+    fq.keep_pages()
