@@ -47,6 +47,7 @@ T = TypeVar("T")
 
 # Below so many multiply-adds a sample threads gain nothing, and waiting for each other on a busy machine they lose all.
 SMALL = 1_000_000
+AUTO = "auto"
 CLIENTS = 20  # where neither the settings nor the data say how many
 
 TABLES |= {
@@ -170,7 +171,7 @@ def load_weights(module: nn.Module, file: str) -> None:
 class Machine:
     """Where and how clients are trained."""
 
-    name: str = "vectorised"  # of an engine
+    name: str = "vectorised"  # of an engine; "auto": the fastest way on this machine, found by a short trial
     device: str = "cpu"  # as torch names it
     precision: Precision = "fp32"  # tf32 and bf16 are of products; weights and sums stay fp32
     memory: int = 0  # bytes that clients trained at the same time may take; 0: 256 MiB, or half of what a GPU has free
@@ -185,8 +186,9 @@ class Machine:
         wrong = outside(
             self, memory="[0, inf)", memories="[0, inf)", threads="[0, 1024]", workers="[0, inf)", chunks="[1, inf)"
         )
-        if self.name not in ENGINES:
-            wrong["name"] = f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, ENGINES)}"
+        if self.name not in (*ENGINES, AUTO):
+            known = (*ENGINES, AUTO)
+            wrong["name"] = f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, known)}"
         if why := unfit(self.precision, self.device):
             wrong["precision"] = why
         refuse(self, wrong)
@@ -238,7 +240,8 @@ class Experiment:
     def ground(self) -> Ground:
         """Load and deal the data, trace the model, count the devices."""
         self.engine.check_device()
-        ENGINES[self.engine.name].check()
+        if self.engine.name != AUTO:
+            ENGINES[self.engine.name].check()
         for tracking in self.tracking:
             tracking.check()
         data, partition = self.data.deal(self.fleet.clients, self.seed)
@@ -252,6 +255,10 @@ class Experiment:
         """A run that has not begun; with `ground`, on what another experiment has laid."""
         ground = ground or self.ground()
         keep_pages()
+        if self.engine.name == AUTO:
+            from fedquilt.trial import quickest
+
+            return replace(self, engine=quickest(self, ground)).prepare(ground)
         small = ground.family.cost(ground.family.whole).macs < SMALL
         torch.set_num_threads(self.engine.threads or (1 if small else torch.get_num_threads()))
         if self.engine.deterministic:
@@ -286,8 +293,10 @@ class Experiment:
             fleet=replace(self.fleet, clients=run.fleet.num_clients),
             engine=replace(
                 self.engine,
+                name=next(name for name, kind in ENGINES.items() if kind is type(run.engine)),
                 threads=torch.get_num_threads(),
                 memory=run.engine.memory if isinstance(run.engine, Vectorised) else self.engine.memory,
+                workers=run.engine.cluster.workers if isinstance(run.engine, Ray) else self.engine.workers,
             ),
             evaluation=run.evaluation,
         )

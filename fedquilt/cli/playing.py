@@ -89,9 +89,9 @@ def begun(experiment: Experiment, out: Path | None, stack: ExitStack, ground: Gr
     refuse_taken(out)
     ground = ground or experiment.ground()
     run = experiment.prepare(ground)
-    if out is None:
-        return Playing(experiment, run)
     settled = experiment.settled(run, ground)
+    if out is None:
+        return Playing(settled, run)
     folder = stack.enter_context(Folder.create(out, settled.to_toml(), settled.checkpoint))
     return Playing(settled, run, folder)
 

@@ -67,6 +67,12 @@ class Parts(Sequence[Tensor]):
         chosen = drawn[rank < kept.repeat_interleave(sizes)].sort().values  # in the order they had
         return Parts.split(self.order[chosen], kept)
 
+    def head(self, count: int) -> Parts:
+        """The first so many samples of every client."""
+        sizes = self.sizes
+        rank = torch.arange(len(self.order)) - self.offsets[:-1].repeat_interleave(sizes)
+        return Parts.split(self.order[rank < count], sizes.clamp(max=count))
+
     def __len__(self) -> int:
         return len(self.offsets) - 1
 
