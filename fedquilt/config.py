@@ -13,7 +13,7 @@ import os
 import re
 import tomllib
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
 
@@ -25,7 +25,7 @@ from fedquilt.checkpoint import Checkpointing
 from fedquilt.checks import File, outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
 from fedquilt.devices import keep_pages
-from fedquilt.engines import ENGINES, Ray, Vectorised
+from fedquilt.engines import ENGINES, Engine, Ray, Vectorised
 from fedquilt.engines.ray import CHUNKS, Cluster
 from fedquilt.errors import ConfigError, RecordError, TraceError
 from fedquilt.experiment import Run
@@ -213,6 +213,8 @@ class Ground:
     family: Family
     fleet: Fleet
     partition: Partition | None  # by which the data was dealt; None: it came so
+    # What one method's run has recorded on a GPU serves the next.
+    engines: dict[tuple[Machine, int], Engine] = field(default_factory=dict, compare=False)
 
 
 # --- the whole --------------------------------------------------------------------------------------------------
@@ -271,7 +273,7 @@ class Experiment:
             ground.family,
             ground.data,
             ground.fleet,
-            self.engine.name,
+            ground.engines.get((self.engine, self.seed), self.engine.name),
             self.seed,
             self.engine.device,
             self.engine.precision,
@@ -283,6 +285,7 @@ class Experiment:
         if isinstance(run.engine, Ray):
             run.engine.cluster = Cluster(self.engine.address, self.engine.workers)
             run.engine.chunks = self.engine.chunks
+        ground.engines[self.engine, self.seed] = run.engine
         return run
 
     def settled(self, run: Run, ground: Ground) -> Experiment:

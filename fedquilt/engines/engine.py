@@ -107,7 +107,7 @@ class Engine(ABC):
             raise ConfigError(f"precision = {why}")
         self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
         self._cut_from: Weights | None = None
-        self._first: dict[str, Tensor] | None = None
+        self._first: dict[frozenset[str], dict[str, Tensor]] = {}  # by scopes
         self.deal(self.data)
 
     def deal(self, data: FederatedData) -> None:
@@ -204,10 +204,11 @@ class Engine(ABC):
 
     def _initial(self, server: Server) -> dict[str, Tensor]:
         """The weights everyone started from, under every scope the server has."""
-        if self._first is None:
-            scopes = {name[: name.rfind("/") + 1] for name in server.weights}  # "base3/fc.weight" has scope "base3/"
-            self._first = {f"{scope}{name}": value for scope in scopes for name, value in self.initial.items()}
-        return self._first
+        scopes = frozenset(name[: name.rfind("/") + 1] for name in server.weights)  # "base3/fc.weight" has "base3/"
+        if scopes not in self._first:
+            first = {f"{scope}{name}": value for scope in sorted(scopes) for name, value in self.initial.items()}
+            self._first[scopes] = first
+        return self._first[scopes]
 
     def remember(
         self, server: Server, job: Job, learner: Learner, state: State, slots: OptimiserState, steps: int

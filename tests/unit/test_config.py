@@ -36,6 +36,7 @@ from fedquilt.round import Evaluation
 from fedquilt.round.clients import Devices
 from fedquilt.round.local import SGD, Adam
 from fedquilt.settings import read
+from tests.conftest import assert_same
 
 OWN = """
 from __future__ import annotations
@@ -554,3 +555,12 @@ def test_a_name_nobody_has_does_not_hide_what_is_wrong_below_it():
         "data.partition.name",
         "data.partition.alpha",
     }
+
+
+def test_methods_on_one_ground_share_an_engine_and_give_the_numbers_of_their_own(own: Path) -> None:
+    one, other = (Experiment.of(demo(name)) for name in ("fedavg", "heterofl"))
+    ground = one.ground()
+    shared = [experiment.prepare(ground).train(1) for experiment in (one, other, one)]
+    assert shared[0].engine is shared[1].engine is shared[2].engine
+    for run, experiment in zip(shared, (one, other, one), strict=True):
+        assert_same(experiment.prepare(experiment.ground()).train(1), run, atol=0)
