@@ -110,7 +110,7 @@ def main() -> None:
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--labels", type=int, default=2, choices=SCHEDULES)
     parser.add_argument("--batch-size", type=int, default=50)
-    parser.add_argument("--lrs", default="0.03,0.06,0.12", help="tuned over; a single one is taken as it is")
+    parser.add_argument("--lrs", default="0.007,0.015,0.03,0.06", help="tuned over; a single one is taken as it is")
     parser.add_argument("--tuning-rounds", type=int, default=150)
     parser.add_argument("--rounds", type=int, default=0, help="0: the paper's schedule")
     parser.add_argument("--every", type=int, default=250, help="rounds between evaluations")

@@ -36,6 +36,7 @@ class Sweep:
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._sums: State = {}
+        self._follow()
         with self._on_stream():
             self._sums = {name: torch.zeros_like(value) for name, value in self._see().items()}
         if self._stream is not None:
@@ -45,8 +46,8 @@ class Sweep:
         """Look at batches of equal size."""
         rewrite(self._weights, weights)
         rows = torch.stack(batches)
+        self._follow()
         if self._stream is not None:
-            self._stream.wait_stream(torch.cuda.current_stream())
             rows.record_stream(self._stream)  # else its memory may be another's before it has been read
         with self._on_stream():
             torch._foreach_zero_(list(self._sums.values()))
@@ -71,6 +72,11 @@ class Sweep:
     def _see(self) -> State:
         with torch.no_grad():
             return self._look(self._weights, self._rows.index_select(0, self._at)[0])
+
+    def _follow(self) -> None:
+        """What comes next on the sweep's stream sees what has been asked for until now."""
+        if self._stream is not None:
+            self._stream.wait_stream(torch.cuda.current_stream())
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
