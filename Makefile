@@ -29,9 +29,10 @@ test: check
 test-all: check
 	$(BIN)/pytest -n 2 -m 'not gpu'
 
-# About seven minutes on two idle cores. Other frameworks are measured where they are installed: pip install -e '.[bench]'.
+# About nine minutes on two idle cores. Other frameworks are measured where they are installed: pip install -e '.[bench]'.
 bench: $(READY)
 	$(BIN)/python bench/stitch.py
+	$(BIN)/python bench/layouts.py
 	$(BIN)/python bench/rounds.py
 	$(BIN)/python bench/scaling.py
 	$(BIN)/python bench/flower.py

@@ -231,9 +231,9 @@ class Unit:
             self._graphs[masked].replay()
 
     def replay_alone(self) -> None:
-        """One recorded step of whatever the tensors hold."""
+        """One step of whatever the tensors hold."""
         with self._on_stream():
-            self._graphs[False].replay()
+            self._replay(masked=False)
 
     def _step(self, masked: bool) -> None:
         learner = self.shape.learner

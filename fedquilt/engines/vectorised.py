@@ -1,4 +1,4 @@
-"""Clients of equal shape as one: stacked weights, one vmapped gradient, one optimiser step for all of them.
+"""Clients of equal shape as one: one gradient and one optimiser step for all of them, side by side or stacked.
 
 Clients stack when their member, learner and optimiser age are equal; within a stack, a step groups those whose batch
 has the same size, so that unequal amounts of data are exact: padding a batch would change its statistics.
@@ -117,6 +117,7 @@ class Vectorised(Engine):
         """What was recorded stays good as long as its samples lie where they lay."""
         before = self.data
         super().deal(data)
+        self.__dict__.pop("_truth", None)
         if self.data.inputs is not before.inputs or self.data.targets is not before.targets:
             self._idle, self._sweeps = {}, {}
         elif self.data.test_inputs is not before.test_inputs or self.data.test_targets is not before.test_targets:
@@ -257,10 +258,23 @@ class Vectorised(Engine):
                 self._play(stack, unit, step)
         for _, unit in playing:
             unit.unload()
-            self._idle.setdefault(unit.shape, []).append(unit)
+            self._put_by(unit)
         for stack in plain:
             self._run_one(stack)
         return [*(stack for stack, _ in playing), *plain]
+
+    def _put_by(self, unit: Unit) -> None:
+        """Keep a unit for its like; of all that nobody uses, as much as `memory` allows, those used last."""
+        self._idle[unit.shape] = [*self._idle.pop(unit.shape, []), unit]
+        while len(self._idle) > 1 and sum(self._held_by(shape) for shape in self._idle) > self.memory:
+            self._idle.pop(next(iter(self._idle)))
+
+    def _held_by(self, shape: Shape) -> int:
+        """The bytes that idle units of a shape hold, by the family's estimate."""
+        local = shape.learner.local
+        return (
+            len(self._idle[shape]) * shape.count * self._need(shape.arch, local.batch_size, len(local.optimiser.slots))
+        )
 
     def _play(self, stack: Stack, unit: Unit, step: int) -> None:
         self._tried(stack, step, range(len(stack.jobs)), partial(unit.play, step))
@@ -316,7 +330,7 @@ class Vectorised(Engine):
             return self.layout
         if count == 1:
             return "alone"
-        if self.world.device.type != "cuda":  # measured: never slower than stacked, and up to a quarter faster
+        if self.world.device.type != "cuda":  # never slower than stacked: bench/layouts.py
             return "laid"
         if not self._recorded or torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
             return "stack"

@@ -296,6 +296,9 @@ def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
     assert_same(truth, run.train(2))
     assert run.records[-1].bytes_down == truth.records[-1].bytes_down
     assert "are trained one after another: Batching rule not implemented for aten::something" in caplog.text
+    other = make_data(residual, RAGGED[::-1])  # who trains them has the data the engine has now
+    again = fq.prepare(method, residual, other, fleet, run.engine, evaluation=fq.Evaluation(every=0)).train(2)
+    assert_same(play(method, residual, other, shares=SHARES), again)
 
 
 def test_the_whole_model_is_among_the_rows_whatever_devices_hold(residual, make_data, play):

@@ -1,0 +1,72 @@
+"""A client's step on the CPU, alone, laid side by side and stacked: what `vectorised` chooses from.
+
+    python bench/layouts.py [--threads 1] [--width 64]
+
+PreResNet-18 on 32×32 images, batches of 10, shares 1 … 1/16; the layouts take turns, and the least of three is printed.
+"""
+
+from __future__ import annotations
+
+import argparse
+import time
+from functools import partial
+
+import torch
+from measure import SHARES, images, machine
+
+import fedquilt as fq
+from fedquilt.engines.units import Layout, Shape, Unit
+from fedquilt.engines.vectorised import Vectorised
+from fedquilt.methods import HeteroFL
+from fedquilt.round.local import SGD, Local
+from fedquilt.terms import Client, Job, World
+
+LAYOUTS: tuple[Layout, ...] = ("alone", "laid", "stack")
+SAMPLES = 100
+
+
+def units(engine: Vectorised, share: float, count: int, layout: Layout) -> list[Unit]:
+    """Units that together train so many clients of a share."""
+    method, client = (
+        HeteroFL(local=Local(optimiser=SGD(lr=0.01, momentum=0.9), batch_size=10)),
+        Client(0, fq.Budget(share=share), SAMPLES),
+    )
+    submodel = method.plan(method.init(engine.world), client, engine.world)[0]
+    learner = method.learner(Job(client, submodel, 0), engine.world)
+    each = 1 if layout == "alone" else count
+    return [Unit(engine, Shape.of(submodel.arch, learner, each, layout)) for _ in range(count // each)]
+
+
+def step(some: list[Unit]) -> float:
+    """Seconds of CPU of one step of all of them."""
+    began = time.process_time()
+    for unit in some:
+        unit.replay_alone()
+        unit.at.zero_()
+    return time.process_time() - began
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--threads", type=int, default=1)
+    parser.add_argument("--width", type=int, default=64, help="channels of the first stage")
+    asked = parser.parse_args()
+    torch.set_num_threads(asked.threads)
+    fq.keep_pages()
+    widths = [asked.width << stage for stage in range(4)]
+    family = fq.trace(partial(fq.models.MODELS["preresnet18"].factory, widths=widths), torch.zeros(2, 3, 32, 32))
+    inputs, targets = images(SAMPLES, 3, 32, 32)
+    data = fq.FederatedData.of((inputs, targets), (inputs, targets), [range(SAMPLES)])
+    engine = Vectorised(World(family), data)
+    print(f"{'share':>8}{'clients':>9}" + "".join(f"{layout:>9}" for layout in LAYOUTS) + "   ms of CPU a client")
+    for share in SHARES:
+        for count in (2, 8):
+            ready = {layout: units(engine, share, count, layout) for layout in LAYOUTS}
+            taken = [{layout: step(some) for layout, some in ready.items()} for _ in range(4)][1:]
+            least = [1e3 * min(one[layout] for one in taken) / count for layout in LAYOUTS]
+            print(f"{share:>8}{count:>9}" + "".join(f"{ms:>9.1f}" for ms in least), flush=True)
+    print(machine())
+
+
+if __name__ == "__main__":
+    main()
