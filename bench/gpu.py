@@ -313,6 +313,8 @@ def main() -> None:
     parser.add_argument("--only", default="a,b,c,d,e")
     parser.add_argument("--precision", default="tf32,bf16")
     asked = parser.parse_args()
+    if not torch.cuda.is_available():
+        raise SystemExit("this benchmark needs a GPU; torch finds no CUDA here.")
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
     print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
     resnet = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))

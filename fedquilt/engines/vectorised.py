@@ -38,6 +38,7 @@ _log = logging.getLogger(__name__)
 # Bytes that are worked on at once on a CPU: with more, the system hands out and takes back pages for every operation.
 _AT_ONCE = 64 << 20
 _STACKED = 256 << 20
+_KEPT = 4  # times a stack's memory that idle units may hold
 _SMALLEST = 16  # samples tested at once
 _CROWD = 4  # clients that layouts are timed with, at least
 _AHEAD = 4
@@ -264,14 +265,18 @@ class Vectorised(Engine):
         return [*(stack for stack, _ in playing), *plain]
 
     def _put_by(self, unit: Unit) -> None:
-        """Keep a unit for its like; of all that nobody uses, as much as `memory` allows, those used last."""
+        """Keep a unit for its like; of all that nobody uses, those used last: rebuilt every round they would cost."""
         self._idle[unit.shape] = [*self._idle.pop(unit.shape, []), unit]
-        while len(self._idle) > 1 and sum(self._held_by(shape) for shape in self._idle) > self.memory:
+        most = self.memory if self.world.device.type == "cuda" else _KEPT * self.memory
+        while len(self._idle) > 1 and sum(self._held_by(shape) for shape in self._idle) > most:
             self._idle.pop(next(iter(self._idle)))
 
     def _held_by(self, shape: Shape) -> int:
-        """The bytes that idle units of a shape hold, by the family's estimate."""
+        """The bytes that idle units of a shape hold: their weights, and on a GPU what their recording works in."""
         local = shape.learner.local
+        if self.world.device.type != "cuda":
+            weights = self.world.family.cost(shape.arch, local.batch_size, 0).bytes * self.world.dtype.itemsize // 4
+            return len(self._idle[shape]) * shape.count * weights * (2 + len(local.optimiser.slots))
         return (
             len(self._idle[shape]) * shape.count * self._need(shape.arch, local.batch_size, len(local.optimiser.slots))
         )
