@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,7 +12,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome
 from fedquilt.family.net import Pass
-from fedquilt.round.local import Batch, Learner, augment, gradient, move, spans
+from fedquilt.round.local import Batch, Learner, augment, clipped, gradient, move, spans, teach
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
 from fedquilt.terms import Job, Payload, Server, Submodel, Update, Weights
@@ -41,12 +41,14 @@ class Sequential(Engine):
         with self.blame(job, "training"):
             for step, rows in enumerate(batches):
                 batch = self._batch(job, learner, rows, held, step)
-                before = state
+                if learner.taught:
+                    batch = replace(batch, taught=teach(family, arch, learner.local, state, batch))
                 for place, phase in enumerate(learner.phases_at(step)):
-                    grads, (loss, seen) = gradient(learner, family, arch, phase, state, received, before, batch)
+                    grads, (loss, seen) = gradient(learner, family, arch, phase.objective, state, received, batch)
+                    grads = clipped(grads, learner.local.optimiser.clip)
                     masks = learner.masks(family, arch, phase, self.world.device)
                     count = start.steps + learner.moves(step) + place
-                    state, slots = move(learner, state, slots, grads, masks, count)
+                    state, slots = move(learner, phase, state, slots, grads, masks, count)
                     state = {**state, **seen}
                 losses.append(loss)
         memory = self.remember(server, job, learner, state, slots, start.steps + learner.moves(len(batches)))
@@ -54,7 +56,7 @@ class Sequential(Engine):
             outcome.memory[job.client.id, job.submodel.scope] = memory
         self.check_finite(job, torch.stack(losses), [state[name] for name in family.trainable])
         outcome.losses.append(float(torch.stack(losses).mean()))
-        outcome.macs += sum(map(len, batches)) * learner.macs(family, arch)
+        outcome.macs += learner.macs(family, arch, list(map(len, batches)))
         sent = []
         for wanted in learner.uploads(family, job.submodel, held):
             own = {name: state[name] for name in learner.sent(family)}

@@ -25,7 +25,21 @@ from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_tim
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
-from fedquilt.round.local import Batch, Learner, OptimiserState, Phase, State, augment, gradient, move, spans
+from fedquilt.round.local import (
+    Batch,
+    Learner,
+    Local,
+    Objective,
+    OptimiserState,
+    Region,
+    State,
+    augment,
+    clipped,
+    gradient,
+    move,
+    spans,
+    teach,
+)
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
 from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
@@ -42,6 +56,7 @@ _KEPT = 4  # times a stack's memory that idle units may hold
 _SMALLEST = 16  # samples tested at once
 _CROWD = 4  # clients that layouts are timed with, at least
 _AHEAD = 4
+_REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
 _SWEPT = 4  # batches from which on recording a pass pays
 MEASURE = Pass(statistics="measure")
 Swept = tuple[Hashable, Sweep]
@@ -108,6 +123,7 @@ class Vectorised(Engine):
         self._refused: dict[Shape, str] = {}
         self._chosen: dict[Shape, Layout] = {}
         self._single: set[Arch] = set()  # members that vmap cannot stack
+        self._regions: dict[Hashable, Tensor] = {}
         self._sweeps: dict[Hashable, list[Sweep]] = {}
         self._unswept: set[Hashable] = set()
         super().__post_init__()
@@ -399,13 +415,15 @@ class Vectorised(Engine):
             state, received = _of(state, who), _of(received, who)
             slots = {slot: _of(values, who) for slot, values in slots.items()}
         rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
-        inputs, targets = self.data.samples(rows), self.data.targets[rows]
-        keys, before = noise.fold_in(stack.keys[who], step), state
+        inputs, targets, keys = self.data.samples(rows), self.data.targets[rows], noise.fold_in(stack.keys[who], step)
+        batch = Batch(self.augmented(learner.local, inputs, keys), targets, stack.held[who], keys)
+        if learner.taught:
+            batch = replace(batch, taught=self.taught(learner, stack.arch, state, batch))
         for place, phase in enumerate(learner.phases_at(step)):
-            gradients = self.gradients(learner, stack.arch, phase)
-            grads, (loss, seen) = gradients(state, received, before, inputs, targets, stack.held[who], keys)
+            grads, (loss, seen) = self.gradients(learner, stack.arch, phase.objective, state, received, batch)
+            grads = self.clipped(learner, grads)
             masks = learner.masks(self.world.family, stack.arch, phase, device)
-            state, slots = move(learner, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
+            state, slots = move(learner, phase, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
             state = {**state, **seen}
         stack.losses[step, who] = loss
         if everyone:
@@ -415,16 +433,60 @@ class Vectorised(Engine):
             assert stack.slots is not None
             stack.slots = {slot: _put(stack.slots[slot], values, who) for slot, values in slots.items()}
 
-    def gradients(self, learner: Learner, arch: Arch, phase: Phase) -> Callable[..., Any]:
-        """`gradient` of one client, for all clients of a stack."""
+    # --- what the truth does for one client, for all of a stack -------------------------------------------------
 
+    @staticmethod
+    def augmented(local: Local, inputs: Tensor, keys: Tensor) -> Tensor:
+        if len(inputs) == 1:
+            return augment(inputs[0], local, keys[0]).unsqueeze(0)
+        return vmap(lambda own, key: augment(own, local, key))(inputs, keys)
+
+    def taught(self, learner: Learner, arch: Arch, state: State, batch: Batch) -> Tensor:
+        def one(state: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor) -> Tensor:
+            return teach(self.world.family, arch, learner.local, state, Batch(inputs, targets, held, key))
+
+        return vmap(one)(state, batch.inputs, batch.targets, batch.held, batch.key)
+
+    def gradients(
+        self, learner: Learner, arch: Arch, objective: Objective, state: State, received: State, batch: Batch
+    ) -> tuple[State, tuple[Tensor, State]]:
         def one(
-            state: State, received: State, before: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor
+            state: State, received: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, taught: Any
         ) -> tuple[State, tuple[Tensor, State]]:
-            batch = Batch(augment(inputs, learner.local, key), targets, held, key)
-            return gradient(learner, self.world.family, arch, phase, state, received, before, batch)
+            own = Batch(inputs, targets, held, key, taught)
+            return gradient(learner, self.world.family, arch, objective, state, received, own)
 
-        return vmap(one)
+        mapped = vmap(one, (0, 0, 0, 0, 0, 0, None if batch.taught is None else 0))
+        found: tuple[State, tuple[Tensor, State]] = mapped(
+            state, received, batch.inputs, batch.targets, batch.held, batch.key, batch.taught
+        )
+        return found
+
+    def region(self, arch: Arch, moves: Region, channels_last: bool) -> Tensor:
+        """Where a phase may move, for all weights of a member in one vector of booleans; those asked for last are kept.
+
+        Entries stand in it as convolutions are laid out in memory, which on a GPU may be with their channels last.
+        """
+        key = arch, moves, channels_last
+        if key not in self._regions:
+            family, parts = self.world.family, []
+            sizes = family.layout.sizes | arch.sizes
+            for name in family.trainable:
+                mask = moves.mask(family, arch, name)
+                if not isinstance(mask, Tensor):
+                    mask = torch.full(family.layout.shape(name, sizes), mask)
+                parts.append((mask.permute(0, 2, 3, 1) if channels_last and mask.dim() == 4 else mask).reshape(-1))
+            self._regions[key] = torch.cat(parts).to(self.world.device)
+            while len(self._regions) > 1 and sum(known.numel() for known in self._regions.values()) > _REGIONS:
+                self._regions.pop(next(iter(self._regions)))
+        return self._regions[key]
+
+    @staticmethod
+    def clipped(learner: Learner, grads: State) -> State:
+        clip = learner.local.optimiser.clip
+        return vmap(lambda own: clipped(own, clip))(grads) if clip else grads
+
+    # --- sending back ------------------------------------------------------------------------------------------
 
     def _fold(self, stack: Stack, fold: Fold, outcome: Outcome) -> None:
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
@@ -433,7 +495,7 @@ class Vectorised(Engine):
         outcome.stacks += 1
         alike: dict[tuple[Submodel, ...], list[int]] = {}
         for client, job in enumerate(stack.jobs):
-            outcome.macs += sum(stack.sizes[client]) * learner.macs(family, stack.arch)
+            outcome.macs += learner.macs(family, stack.arch, stack.sizes[client])
             alike.setdefault(learner.uploads(family, job.submodel, self.held(job.client.id)), []).append(client)
         own = {name: stack.state[name] for name in learner.sent(family)}
         for wanted, clients in alike.items():

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import fedquilt as fq
-from fedquilt.methods import FedAvg, FedNova, FedProx, FedRolex, HeteroFL
+from fedquilt.methods import FedAvg, FedNova, FedProx, FedResCuE, FedRolex, FedSeq, HeteroFL
 from tests.conftest import LOCAL, assert_same, with_local
 
 PLAIN = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.0))
@@ -30,6 +30,14 @@ REDUCTIONS = {
         RAGGED,
         0.0,
     ),
+    "fedrescue(S 0) = heterofl": (
+        FedResCuE(samples=0),
+        HeteroFL(local=FedResCuE().local),
+        (1.0, 0.5, 0.25),
+        RAGGED,
+        0.0,
+    ),
+    "fedrescue(KL weight 0) = fedseq": (FedResCuE(alpha=0.0), FedSeq(), (1.0, 0.5, 0.25), RAGGED, 0.0),
     "fedprox(mu 0) = fedavg": (FedProx(mu=0.0), FedAvg(), (1.0,), RAGGED, 0.0),
     "fednova(equal steps, no momentum) = fedavg": (
         FedNova(local=PLAIN),
@@ -61,6 +69,7 @@ def test_reductions(name, family, engine, play, make_data):
         (FedRolex(shift=1), HeteroFL(), (1.0, 0.5)),
         (HeteroFL(local=PLAIN), FedAvg(local=PLAIN), (0.5,)),
         (FedProx(mu=1.0), FedAvg(), (1.0,)),
+        (FedResCuE(), FedSeq(), (1.0, 0.5)),
         (FedNova(), FedAvg(), (1.0,)),
     ],
 )
