@@ -286,9 +286,8 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     base, exam = median(eager.round, 3, warm=1), median(eager.evaluate, 3, warm=1)
     case.family.cutter.flat = None
     fleet = fq.Fleet.of(SHARES, 100, 10)
-    run = fq.prepare(
-        case.method, case.family, data, fleet, device="cuda", precision=precision, evaluation=fq.Evaluation(every)
-    )
+    how = fq.Evaluation(every, EXAM)
+    run = fq.prepare(case.method, case.family, data, fleet, device="cuda", precision=precision, evaluation=how)
     run.engine.memory = MEMORY
     began = time.perf_counter()
     run.train(every)
