@@ -176,7 +176,8 @@ def test_accuracy_by_domain_is_what_the_module_scores_there(engine, residual, pl
         hits = (model(run.engine.data.test_inputs).argmax(1) == data.test_targets).double()
         assert run.accuracy[share] == pytest.approx(float(hits.mean()), abs=1e-12)
         for code, name in enumerate(("mnist", "svhn", "usps")):
-            assert metrics[f"accuracy/{name}"][share] == pytest.approx(float(hits[HOMES == code].mean()), abs=1e-12)
+            there = float(hits[HOMES.eq(code)].mean())
+            assert metrics[f"accuracy/{name}"][share] == pytest.approx(there, abs=1e-12)
     assert run.summary["metrics"] == metrics
 
 
@@ -191,7 +192,7 @@ def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(engine, residua
     assert run.accuracy == without.accuracy
     submodel = method.deploy(run.server, fq.Budget(share=0.5), run.engine.world)
     cut = residual.cutter.gather(run.server.weights, submodel, residual.trainable)
-    samples = (HOMES == 0).nonzero().flatten()
+    samples = HOMES.eq(0).nonzero().flatten()
     [score] = run.engine.evaluate(method, [Exam("", submodel, cut, samples)], 5)
     assert run.records[-1].grades.metrics["accuracy/mnist"]["0.5"] == score.accuracy
 
