@@ -10,6 +10,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.engines import Engine
+from fedquilt.errors import DataError
 from fedquilt.family import Pass
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.round.serve import Exam, Score, exam_pass, mean_by_label, mean_statistics, right, share_label
@@ -219,6 +220,12 @@ def test_domains_have_names_or_numbers_and_can_be_left_out(perceptron, play, mak
     ]
     assert asked == [(24, 3), (24, 1), (24, 1)]
     assert runs[0].accuracy == runs[1].accuracy == runs[2].accuracy
+
+
+def test_domains_of_another_test_set_are_refused(perceptron, play, make_data):
+    data = replace(make_data(perceptron, (5, 6)), test_domains=torch.zeros(23, dtype=torch.int64))
+    with pytest.raises(DataError, match="data has 24 test samples and the domains of 23"):
+        play(FedAvg(), perceptron, data)
 
 
 @pytest.mark.parametrize("norm", ["batch", "local"])
