@@ -46,7 +46,12 @@ def held_out(data: FederatedData) -> FederatedData:
         out += part[::10].tolist()
         kept.append([row for place, row in enumerate(part.tolist()) if place % 10])
     return replace(
-        data, parts=Parts.of(kept), test_parts=None, test_inputs=data.inputs[out], test_targets=data.targets[out]
+        data,
+        parts=Parts.of(kept),
+        test_parts=None,
+        test_inputs=data.inputs[out],
+        test_targets=data.targets[out],
+        test_domains=None if data.domains is None else data.domains[out],
     )
 
 

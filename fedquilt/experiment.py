@@ -18,6 +18,7 @@ from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
+from fedquilt.milestones import Milestone, reached
 from fedquilt.names import known
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
@@ -52,6 +53,10 @@ class Run:
     def summary(self) -> dict[str, Any]:
         """How the run stands, in one object, as `summary.json` has it."""
         return summarise(self)
+
+    def reached(self, target: float, share: float = 1.0, metric: str = "accuracy") -> Milestone | None:
+        """When a share first had so good a metric, and what that took; None: never so far."""
+        return reached(self.records, target, share, metric)
 
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""

@@ -147,7 +147,7 @@ class Folder:
 
     def _read(self, length: int) -> list[Record]:
         with self._file.open("rb") as file:
-            return [Record.from_dict(json.loads(line)) for line in file.read(length).splitlines()]
+            return _parsed(file.read(length))
 
     def _damage(self, manifest: Manifest) -> str:
         """A checkpoint is of use only with the records of its rounds."""
@@ -220,6 +220,21 @@ def holds_a_run(path: Path) -> bool:
     rounds = path / "rounds.jsonl"
     begun = rounds.is_file() and rounds.stat().st_size > 0
     return begun or (path / "summary.json").exists() or Checkpoints(path / "checkpoint").exist
+
+
+def read(path: str | Path) -> list[Record]:
+    """The records of all rounds in a run's folder."""
+    file = Path(path) / "rounds.jsonl"
+    try:
+        return _parsed(file.read_bytes())
+    except OSError as error:
+        raise RecordError(f"the rounds of {path} were asked for; {file} cannot be read: {why(error)}.") from error
+    except (ValueError, TypeError) as error:
+        raise RecordError(f"the rounds of {path} were asked for; {file} is not what was written: {error}.") from error
+
+
+def _parsed(lines: bytes) -> list[Record]:
+    return [Record.from_dict(json.loads(line)) for line in lines.splitlines()]
 
 
 def load(path: str | Path, device: str = "cpu") -> Server:

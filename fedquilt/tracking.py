@@ -13,6 +13,7 @@ import json
 import logging
 import math
 import os
+import re
 import time
 import uuid
 from abc import ABC, abstractmethod
@@ -220,7 +221,9 @@ class _MLflow:
         from mlflow.entities import Metric
 
         now, step = int(time.time() * 1000), record.round
-        new = {name: value for name, value in scalars(record).items() if step > self.told.get(name, 0)}
+        # Domains are called what they like, and are part of a metric's name, of which MLflow takes few characters.
+        plain = {re.sub(r"[^\w./: -]", "_", name): value for name, value in scalars(record).items()}
+        new = {name: value for name, value in plain.items() if step > self.told.get(name, 0)}
         self.client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, value in new.items()])
 
     def finish(self, summary: Mapping[str, Any], whole: bool) -> None:

@@ -49,6 +49,7 @@ class RunRequest(Options):
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, progress, say, show_result
 
+        self.check_target()
         with _output(self.json) as (console, stdout), ExitStack() as stack:
             if self.resume:
                 self.check_resume()
@@ -59,10 +60,11 @@ class RunRequest(Options):
                 say(console, playing.title)
                 with progress(console, [""], playing.experiment.rounds) as begin:
                     playing.play(begin)
+            summary = playing.told(self.target)
             if self.json:
-                print_json(playing.summary, stdout)
+                print_json(summary, stdout)
             else:
-                show_result(console, playing.summary)
+                show_result(console, summary)
 
 
 @dataclass(frozen=True)
@@ -79,6 +81,7 @@ class CompareRequest(Options):
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, progress, say, show_comparison
 
+        self.check_target()
         with _output(self.json) as (console, stdout), ExitStack() as stack:
             if self.resume:
                 self.check_resume()
@@ -90,7 +93,7 @@ class CompareRequest(Options):
                 with progress(console, [one.name for one in left], left[0].experiment.rounds) as begin:
                     for one in left:
                         one.play(begin)
-            summaries = {one.name: one.summary for one in all_of_them}
+            summaries = {one.name: one.told(self.target) for one in all_of_them}
             if folder := self.out or self.resume:
                 write_text(folder / "compare.json", json.dumps(summaries, indent=2) + "\n")
             if self.json:

@@ -119,7 +119,8 @@ class Options(DataOptions):
     init: File = None  # weights to start from: a safetensors file, or a run's folder
     out: Place = None  # write the run's records and checkpoints into this folder
     track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
-    resume: Place = None  # go on with the run in this folder; only --rounds and --json go with it
+    target: Real = None  # an accuracy, as 0.6: also tell the rounds, bytes and seconds it took to reach it
+    resume: Place = None  # go on with the run in this folder; only --rounds, --target and --json go with it
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 
     def experiment(self, config: str | None, method: str | None) -> Experiment:
@@ -131,15 +132,23 @@ class Options(DataOptions):
         settings, asked = self.layers(base, method)
         return Experiment.of(settings, asked, config or "")
 
+    def check_target(self) -> None:
+        """Before anything heavy."""
+        from fedquilt.milestones import check_target
+
+        if self.target is not None:
+            check_target(self.target)
+
     def check_resume(self) -> None:
         """A resumed run has its own settings."""
         beside = [
             f"--{'set' if one.name == 'assign' else one.name.replace('_', '-')}"
             for one in fields(self)
-            if one.name not in ("resume", "rounds", "json", "methods") and getattr(self, one.name) != one.default
+            if one.name not in ("resume", "rounds", "target", "json", "methods")
+            and getattr(self, one.name) != one.default
         ]
         if beside:
             raise ConfigError(
                 f"--resume {self.resume} was asked for together with {', '.join(beside)}; a run goes on with its own "
-                "settings, and only --rounds (to train longer) and --json go with it."
+                "settings, and only --rounds (to train longer), --target and --json go with it."
             )

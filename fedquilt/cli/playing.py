@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -31,6 +31,7 @@ class Playing:
     run: Run | None = None
     folder: Folder | None = None
     finished: dict[str, Any] | None = None
+    rounds: Path | None = None  # the folder that has its rounds, of one that is finished
     name: str = ""
     command: str = "run"
 
@@ -81,6 +82,17 @@ class Playing:
             return self.finished
         return self.run.summary | self.experiment.names
 
+    def told(self, target: float | None) -> dict[str, Any]:
+        """The summary, and, if a target was asked for, when each share reached it."""
+        if target is None:
+            return self.summary
+        from fedquilt.milestones import milestones
+        from fedquilt.records import read
+
+        records = self.run.records if self.run else read(self.rounds) if self.rounds else []
+        reached = {share: found and asdict(found) for share, found in milestones(records, target).items()}
+        return {**self.summary, "target": target, "reached": reached}
+
 
 def begun(experiment: Experiment, out: Path | None, stack: ExitStack, ground: Ground | None = None) -> Playing:
     """A new run, with a folder if one was asked for."""
@@ -121,7 +133,7 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
         experiment = replace(experiment, rounds=rounds)
     finished = _summary_of(path)
     if finished and experiment.rounds <= finished["rounds"]:
-        return Playing(experiment, finished=finished)
+        return Playing(experiment, finished=finished, rounds=path)
     folder = stack.enter_context(Folder.resume(path, experiment.checkpoint))
     run = experiment.prepare()
     if (done := folder.load(run)) > experiment.rounds:

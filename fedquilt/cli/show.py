@@ -6,7 +6,7 @@ import json
 import math
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
@@ -107,17 +107,58 @@ def _accuracies(record: Record) -> str:
 
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
-    """A table of the shares, and a line of bytes and seconds."""
-    accuracy = {f"{float(share):g}": f"{value:.1%}" for share, value in summary["accuracy"].items()}
-    rows = {share: {"accuracy": accuracy.get(share, "nan%"), **row} for share, row in _members(summary).items()}
+    """A table of the shares, one of the domains if there are any, and a line of bytes and seconds."""
+    columns = {"accuracy": {_short(share): _percent(value) for share, value in summary["accuracy"].items()}}
+    if "reached" in summary:
+        columns[_to(summary)] = {_short(share): _milestone(found) for share, found in summary["reached"].items()}
+    rows = {
+        share: {**{title: cells.get(share, "–") for title, cells in columns.items()}, **member}
+        for share, member in _members(summary).items()
+    }
     show_table(console, "share", rows)
+    if domains := _domains(summary):
+        say(console, "")
+        shares = summary["accuracy"]
+        show_table(console, "domain", {name: _row(values, shares) for name, values in domains.items()})
+        say(console, "")
     say(console, _totals(summary))
+
+
+def _short(share: str) -> str:
+    return f"{float(share):g}"
+
+
+def _percent(accuracy: float | None) -> str:
+    return "–" if accuracy is None else f"{accuracy:.1%}"
+
+
+def _row(accuracy: Mapping[str, float], shares: Iterable[str]) -> dict[str, str]:
+    """Accuracies with a column a share."""
+    return {_short(share): _percent(accuracy.get(share)) for share in shares}
+
+
+def _domains(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    """Accuracies by domain, and then by share."""
+    lead = "accuracy/"
+    return {name.removeprefix(lead): values for name, values in summary["metrics"].items() if name.startswith(lead)}
+
+
+def _to(summary: Mapping[str, Any]) -> str:
+    return f"to {100 * summary['target']:g}%"
+
+
+def _milestone(found: Mapping[str, Any] | None) -> str:
+    """What it took to reach a target."""
+    if found is None:
+        return "–"
+    rounds = f"{found['round']} round{'s'[: found['round'] != 1]}"
+    return f"{rounds}, {size(found['bytes'])}, {found['seconds']:.1f} s"
 
 
 def _members(summary: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """What a device of each share holds. It need not be a share of the parameters: embeddings are held whole."""
     return {
-        f"{float(share):g}": {"parameters": member["params"], "MACs a sample": member["macs"]}
+        _short(share): {"parameters": member["params"], "MACs a sample": member["macs"]}
         for share, member in summary["members"].items()
     }
 
@@ -128,11 +169,14 @@ def _totals(summary: Mapping[str, Any]) -> str:
 
 
 def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """A row a method: accuracy at every share, bytes both ways, seconds; and below, what a device of a share holds."""
-    shares = dict.fromkeys(share for summary in summaries.values() for share in summary["accuracy"])
+    """A row a method: accuracy at every share, bytes both ways, seconds; and below, what a device of a share holds.
+
+    In between the widest share's accuracy by domain, if there are domains, and what a target took, if there is one.
+    """
+    shares = list(dict.fromkeys(share for summary in summaries.values() for share in summary["accuracy"]))
     rows = {
         name: {
-            **{f"{float(share):g}": f"{summary['accuracy'].get(share, math.nan):.1%}" for share in shares},
+            **_row(summary["accuracy"], shares),
             "to clients": size(summary["bytes_down"]),
             "back": size(summary["bytes_up"]),
             "seconds": f"{summary['seconds']:.1f}",
@@ -140,6 +184,22 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
         for name, summary in summaries.items()
     }
     show_table(console, "method", rows)
+    by_domain = {name: _domains(summary) for name, summary in summaries.items()}
+    if domains := dict.fromkeys(domain for own in by_domain.values() for domain in own):
+        widest = max(shares, key=float)
+        rows = {
+            name: {domain: _percent(own.get(domain, {}).get(widest)) for domain in domains}
+            for name, own in by_domain.items()
+        }
+        say(console, "")
+        show_table(console, f"share {_short(widest)}", rows)
+    if all("reached" in summary for summary in summaries.values()):
+        rows = {
+            name: {_short(share): _milestone(summary["reached"].get(share)) for share in shares}
+            for name, summary in summaries.items()
+        }
+        say(console, "")
+        show_table(console, _to(next(iter(summaries.values()))), rows)
     alike: dict[str, list[str]] = {}  # methods by their members, which may differ: one common net, or rounded up
     for name, summary in summaries.items():
         alike.setdefault(json.dumps(summary["members"]), []).append(name)

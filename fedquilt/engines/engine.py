@@ -322,6 +322,9 @@ class Engine(ABC):
                 f"{self.data.name} has {self.data.num_classes} classes; the model's output has "
                 f"{self.world.family.num_classes}."
             )
+        homes, tests = self.data.test_domains, len(self.data.test_targets)
+        if homes is not None and len(homes) != tests:  # a test set that was put in another's place
+            raise DataError(f"{self.data.name} has {tests} test samples and the domains of {len(homes)}.")
 
 
 @contextmanager

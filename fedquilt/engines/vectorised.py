@@ -561,14 +561,19 @@ class Vectorised(Engine):
         """
         totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
         work: dict[tuple[Arch, int, bool], list[tuple[int, Tensor]]] = {}
-        swept: list[tuple[int, Swept]] = []
+        swept: dict[int, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
         mode = exam_pass(method.local.norm)
         for place, exam in enumerate(exams):
             size = self._exam_size(exam.submodel.arch, batch_size, mode)
             batches = self._batches_of(self.exam_samples(exam), size)
             if exam.held is None:
-                sweep, batches = self._sweep(exam.submodel.arch, exam.weights, batches, mode)
-                swept += [(place, sweep)] if sweep else []
+                net = id(exam.weights)
+                if net in swept:
+                    before, sweep = swept.pop(net)
+                    totals[before] += self._end(sweep)["right"]
+                begun, batches = self._sweep(exam.submodel.arch, exam.weights, batches, mode)
+                if begun:
+                    swept[net] = place, begun
             for rows in batches:
                 work.setdefault((exam.submodel.arch, len(rows), exam.held is not None), []).append((place, rows))
         for (arch, size, masked), some in work.items():
@@ -580,7 +585,7 @@ class Vectorised(Engine):
                     torch.tensor([place for place, _ in now], device=self.world.device),
                     self._right(method, arch, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
                 )
-        for place, sweep in swept:
+        for place, sweep in swept.values():
             totals[place] += self._end(sweep)["right"]
         return [Score(exam.label, *map(int, total)) for exam, total in zip(exams, totals.tolist(), strict=True)]
 

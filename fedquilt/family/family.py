@@ -12,6 +12,7 @@ from typing import Any, Literal, cast
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from fedquilt.axes import Axis, axes_in, write
@@ -20,7 +21,7 @@ from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
 from fedquilt.family.laid import LaidNet
 from fedquilt.family.layout import Layout
-from fedquilt.family.net import Net
+from fedquilt.family.net import Net, Pass
 from fedquilt.family.tracer import trace_layout
 from fedquilt.round.cut import Cutter, prefix
 from fedquilt.terms import Arch, Budget, Submodel, Weights
@@ -92,6 +93,11 @@ class Family:
         """Names of the norms' running statistics."""
         learnt = dict(self._module.named_parameters())
         return tuple(name for name in self.layout.parts.get("norm", ()) if name not in learnt)
+
+    def mixes(self, mode: Pass) -> bool:
+        """Whether an output depends on who else is in the batch: some batch norm has no statistics but the batch's."""
+        norms = [layer for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
+        return any(mode.statistics != "stored" or layer.running_mean is None for layer in norms)
 
     @cached_property
     def carried(self) -> tuple[str, ...]:

@@ -84,6 +84,7 @@ class Evaluation:
     batch_size: int = 50  # norm statistics are means over batches of so many; a CPU is fastest with about so many
     clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
+    domains: bool = True  # also tell the accuracy on each domain of the test set, if it has domains
 
     def __post_init__(self) -> None:
         within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)")
@@ -103,16 +104,16 @@ class Grades:
 def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
     """Test what a device of each budget would get: from the server, or, where results live on clients, theirs."""
     world = engine.world
+    tally = _Tally(method, engine, how)
     if method.personal:
-        scores: list[Score] = []
         for some in _few(_asked(fleet, server, engine, how)):
-            exams = [_own_exam(method, server, client, engine, how.batch_size) for client in some]
-            scores += engine.evaluate(method, exams, how.batch_size)
-        return Grades(mean_by_label(scores))
+            tally.take([_own_exam(method, server, client, engine, how.batch_size) for client in some])
+        return tally.grades
     members = members_by_share(method, server, fleet, world)
     weights = ready(method, server, list(dict.fromkeys(members.values())), engine, how.batch_size)
     exams = [Exam(label, submodel, weights[submodel]) for label, submodel in members.items()]
-    grades = Grades(mean_by_label(engine.evaluate(method, exams, how.batch_size)))
+    tally.take(exams)
+    grades = tally.grades
     if how.local and engine.data.test_parts is not None:
         widest = max(exams, key=lambda exam: world.family.count(exam.submodel.arch))
         own = [
@@ -121,6 +122,74 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
         ]
         grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(method, own, how.batch_size))
     return grades
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """An exam, or what it has of one domain."""
+
+    exam: Exam
+    of: int  # which exam
+    domain: int | None = None  # None: of all of them
+    counts: bool = True  # in the score of the whole
+
+
+class _Tally:
+    """Scores of exams, on all of their samples and by domain.
+
+    An exam is taken domain by domain, which is no more work, and its score is the sum. Where a prediction depends on
+    who is in the batch that would be another score: there the whole is tested as without domains, and they besides.
+    """
+
+    def __init__(self, method: Method, engine: Engine, how: Evaluation) -> None:
+        self._method, self._engine, self._batch_size = method, engine, how.batch_size
+        self._domains = engine.data.test_domains if how.domains else None
+        self._mixes = engine.world.family.mixes(exam_pass(method.local.norm))
+        self._scores: list[Score] = []
+        self._by_domain: dict[int, list[Score]] = {}
+
+    def take(self, exams: Sequence[Exam]) -> None:
+        """Hold exams, all of them at once."""
+        pieces = [piece for place, exam in enumerate(exams) for piece in self._pieces(place, exam)]
+        # Domain by domain: on a GPU a net's exams follow each other, and those of unequal nets overlap.
+        pieces.sort(key=lambda piece: -1 if piece.domain is None else piece.domain)
+        scores = self._engine.evaluate(self._method, [piece.exam for piece in pieces], self._batch_size)
+        whole = [Score(exam.label, 0, 0) for exam in exams]
+        for piece, score in zip(pieces, scores, strict=True):
+            if piece.counts:
+                so_far = whole[piece.of]
+                whole[piece.of] = Score(score.label, so_far.right + score.right, so_far.count + score.count)
+            if piece.domain is not None:
+                self._by_domain.setdefault(piece.domain, []).append(score)
+        self._scores += whole
+
+    def _pieces(self, place: int, exam: Exam) -> Iterator[_Piece]:
+        if self._domains is None:
+            yield _Piece(exam, place)
+            return
+        samples = torch.arange(len(self._domains)) if exam.samples is None else exam.samples.cpu()
+        codes = self._domains[samples]
+        found = torch.bincount(codes).nonzero().flatten().tolist()
+        if len(found) == 1:
+            yield _Piece(exam, place, found[0])
+            return
+        if self._mixes:
+            yield _Piece(exam, place)
+        for domain in found:
+            rows = samples[codes == domain]
+            if len(rows) > 1 or not self._mixes:  # one sample alone has no statistics
+                yield _Piece(replace(exam, samples=rows), place, domain, not self._mixes)
+
+    @property
+    def grades(self) -> Grades:
+        """Accuracy, and that on every domain as a metric of its own: `accuracy/mnist`, or its number without a name."""
+        names = self._engine.data.domain_names
+        metrics = {
+            f"accuracy/{names[domain] if domain < len(names) else domain}": values
+            for domain, scores in sorted(self._by_domain.items())
+            if (values := mean_by_label(scores))
+        }
+        return Grades(mean_by_label(self._scores), metrics)
 
 
 def members_by_share(method: Method, server: Server, fleet: Fleet, world: World) -> dict[str, Submodel]:

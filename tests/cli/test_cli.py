@@ -49,7 +49,7 @@ ROUND = {"round", "seconds", "clients", "bytes_down", "bytes_up", "macs", "loss"
 
 OWN = """
 from __future__ import annotations
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 import torch
 from torch import nn
 import fedquilt as fq
@@ -72,6 +72,9 @@ def pool():
 
 def data():
     return pool().deal(6)
+
+def homes():
+    return replace(pool(), test_domains=torch.arange(60) % 2, domain_names=("mnist", "syn")).deal(6)
 
 def nothing():
     return 3
@@ -474,6 +477,54 @@ def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]
     assert [row.split()[0] for row in (whole, half, quarter)] == ["1", "0.5", "0.25"]
 
 
+def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = ["--model", "mine.py:net", "--data", "mine.py:homes", "--cohort", "3", "--rounds", "1"]
+    assert main(["run", "--method", "heterofl", *quick]) == 0
+    *_, space, head, one, other, below, last = capsys.readouterr().out.splitlines()
+    assert (space, head.split(), below) == ("", ["domain", "1", "0.5", "0.25"], "")
+    assert (one.split()[0], other.split()[0]) == ("mnist", "syn")
+    assert last.startswith("1 round in ")
+    found = told(capsys, "compare", "fedavg", "heterofl", *quick)
+    assert all(list(summary["metrics"]["accuracy/syn"]) == ["1.0", "0.5", "0.25"] for summary in found.values())
+    assert main(["compare", "fedavg", "heterofl", *quick]) == 0
+    _, table, *_ = capsys.readouterr().out.split("\n\n")
+    head, one, other = table.splitlines()
+    assert head.split() == ["share", "1", "mnist", "syn"]
+    both = [found["fedavg"]["metrics"][f"accuracy/{name}"]["1.0"] for name in ("mnist", "syn")]
+    assert one.split() == ["fedavg", *(f"{value:.1%}" for value in both)]
+    assert other.split()[0] == "heterofl"
+    assert told(capsys, "run", *quick, "--set", "evaluation.domains=false")["metrics"].keys() == {"local_accuracy"}
+
+
+def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    quick = [*TINY[:4], "--cohort", "3", "--rounds", "3"]
+    found = told(capsys, "compare", "fedavg", "heterofl", *quick, "--out", "c", "--target", "0.01")
+    assert json.loads(Path("c/compare.json").read_text()) == found
+    for name, summary in found.items():
+        assert summary["target"] == 0.01
+        assert list(summary["reached"]) == list(summary["accuracy"])
+        plain = json.loads(Path("c", name, "summary.json").read_text())
+        assert plain == {key: value for key, value in summary.items() if key not in ("target", "reached")}
+        first = json.loads(Path("c", name, "rounds.jsonl").read_text().splitlines()[0])
+        sent = first["bytes_down"] + first["bytes_up"]
+        assert summary["reached"]["1.0"] == {"round": 1, "bytes": sent, "seconds": first["seconds"]}
+    high = told(capsys, "compare", "--resume", "c", "--target", "1")["heterofl"]["reached"]  # from what is on disk
+    assert high == {"1.0": None, "0.5": None, "0.25": None}
+    assert main(["compare", "--resume", "c", "--target", "0.01"]) == 0
+    _, table, *_ = capsys.readouterr().out.split("\n\n")
+    head, one, _ = table.splitlines()
+    assert head.split() == ["to", "1%", "1", "0.5", "0.25"]
+    assert one.startswith("fedavg    1 round, ")
+    assert main(["run", "--resume", "c/fedavg", "--target", "1"]) == 0
+    head, row, *_ = capsys.readouterr().out.splitlines()
+    assert head.split()[:4] == ["share", "accuracy", "to", "100%"]
+    assert row.split()[2] == "–"
+    assert told(capsys, "run", *TINY, "--rounds", "1", "--target", "0.01")["reached"]["1.0"]["round"] == 1
+    Path("c/fedavg/rounds.jsonl").write_text("{")
+    assert main(["run", "--resume", "c/fedavg", "--target", "1"]) == 1
+    assert "c/fedavg/rounds.jsonl is not what was written" in capsys.readouterr().err
+
+
 def test_methods_of_other_members_are_told_apart(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """HeteroFL as released rounds up."""
     Path("up.py").write_text("import fedquilt as fq\ndef up():\n    return fq.methods.HeteroFL(rounding='ceil')\n")
@@ -500,6 +551,7 @@ def test_a_terminal_gets_a_bar_for_every_method(own: Path) -> None:
         (["fedavg", "fedrolex", "--set", "method.shift=2"], "fedavg has no such key"),
         (["--resume", "absent"], "--resume absent was asked for; there are no runs in it."),
         (["--resume", "absent", "--seed", "2"], "together with --seed"),
+        (["fedavg", "--target", "60"], "a target of 60 was asked for; accuracies lie in (0, 1]"),
     ],
 )
 def test_a_wrong_comparison_exits_with_2(

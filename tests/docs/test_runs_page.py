@@ -5,7 +5,10 @@ from __future__ import annotations
 import json
 import re
 import shlex
+from dataclasses import replace
 from pathlib import Path
+
+import torch
 
 import fedquilt as fq
 from fedquilt.cli import main
@@ -44,3 +47,15 @@ def test_python_begins_and_resumes(tmp_path, monkeypatch, perceptron, make_data)
     exec(code.replace("rounds=500", "rounds=2"), names)
     assert [record.round for record in names["run"].records] == [1, 2]
     assert fq.load("runs/one").round == 2
+
+
+def test_a_target_is_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptron, make_data, capsys):
+    monkeypatch.chdir(tmp_path)
+    begin, again = (shlex.split(line, comments=True)[1:] for line in blocks("sh")[1].splitlines())
+    assert main([*begin, "--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"]) == 0
+    assert main([*again, "--json"]) == 0
+    found = json.loads(Path("runs/two/compare.json").read_text())
+    assert [summary["target"] for summary in found.values()] == [0.7, 0.7]
+    data = replace(make_data(perceptron, (4, 4)), test_domains=torch.arange(24) % 2, domain_names=("mnist", "svhn"))
+    run = fq.run(fq.methods.FedAvg(), perceptron, data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
+    exec(blocks("python")[1], {"run": run})

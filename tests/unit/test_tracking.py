@@ -10,6 +10,7 @@ import tomllib
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import pytest
@@ -20,7 +21,19 @@ from fedquilt.config import Experiment
 from fedquilt.errors import ConfigError
 from fedquilt.round import Grades, Record
 from fedquilt.settings import write
-from fedquilt.tracking import TRACKERS, About, MLflow, TensorBoard, Tracker, Tracking, WandB, _WandB, flat, scalars
+from fedquilt.tracking import (
+    TRACKERS,
+    About,
+    MLflow,
+    TensorBoard,
+    Tracker,
+    Tracking,
+    WandB,
+    _MLflow,
+    _WandB,
+    flat,
+    scalars,
+)
 
 # What mlflow's database layer says to sqlalchemy 2.1 is between the two of them.
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning")
@@ -135,6 +148,17 @@ def test_tensorboard_without_a_folder_of_the_run(train, tmp_path, monkeypatch):
     assert len(list(Path("tensorboard").glob("heterofl-*"))) == 2  # each has one of its own
     (own,) = Path("curves").glob("heterofl-*")
     assert [event.step for event in events(own).Scalars("loss")] == [1]
+
+
+def test_mlflow_is_told_of_domains_by_names_it_takes():
+    pytest.importorskip("mlflow.entities")
+    grades = Grades({"1.0": 0.5}, {"accuracy/rotated (30°), left": {"1.0": 0.25}})
+    sent = []
+    client = SimpleNamespace(log_batch=lambda id, metrics: sent.extend(metrics))
+    _MLflow(client, "id").log(Record(1, 1.0, 2, 3, 4, 5, 0.5, grades=grades))
+    names = {one.key: one.value for one in sent}
+    assert names["accuracy/rotated _30___ left/1.0"] == 0.25
+    assert names["accuracy/1.0"] == 0.5
 
 
 @quiet

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.engines import Engine
+from fedquilt.errors import DataError
 from fedquilt.family import Pass
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.round.serve import Exam, Score, exam_pass, mean_by_label, mean_statistics, right, share_label
@@ -136,3 +139,110 @@ def test_a_large_fleets_own_accuracy_is_a_fixed_draw_of_clients(residual, play, 
     run, again = (play(fq.methods.LocalOnly(), residual, data, evaluation=how, rounds=1) for _ in range(2))
     assert run.accuracy == again.accuracy
     assert round(run.accuracy["1.0"] * 8) == pytest.approx(run.accuracy["1.0"] * 8)  # two clients of four tests each
+
+
+# --- by domain --------------------------------------------------------------------------------------------------
+
+HOMES = torch.tensor([2, 0, 0, 1] * 6)  # of the 24 test samples, not sorted
+
+
+def with_domains(data, names=("mnist", "svhn", "usps")):
+    return replace(data, test_domains=HOMES, domain_names=names)
+
+
+@pytest.fixture
+def asked(monkeypatch):
+    """How many samples every evaluation was asked for, and in how many exams."""
+    calls = []
+
+    def counted(engine, method, exams, batch_size, own=Engine.evaluate):
+        calls.append((sum(len(engine.exam_samples(exam)) for exam in exams), len(exams)))
+        return own(engine, method, exams, batch_size)
+
+    monkeypatch.setattr(Engine, "evaluate", counted)
+    return calls
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_accuracy_by_domain_is_what_the_module_scores_there(engine, residual, play, make_data, asked):
+    """At every share; and where nobody depends on the batch, it costs no more than the whole test."""
+    method = with_local(HeteroFL(), batch_size=4, norm="tracked")
+    data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0, local=False)
+    run = play(method, residual, with_domains(data), (1.0, 0.5), engine=engine, evaluation=how)
+    assert asked == [(2 * 24, 2 * 3)]
+    metrics = run.records[-1].grades.metrics
+    assert list(metrics) == ["accuracy/mnist", "accuracy/svhn", "accuracy/usps"]
+    for share in ("1.0", "0.5"):
+        model = run.deploy(fq.Budget(share=float(share)))
+        hits = (model(run.engine.data.test_inputs).argmax(1) == data.test_targets).double()
+        assert run.accuracy[share] == pytest.approx(float(hits.mean()), abs=1e-12)
+        for code, name in enumerate(("mnist", "svhn", "usps")):
+            there = float(hits[HOMES.eq(code)].mean())
+            assert metrics[f"accuracy/{name}"][share] == pytest.approx(there, abs=1e-12)
+    assert run.summary["metrics"] == metrics
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(engine, residual, play, make_data, asked):
+    """There a sample's prediction depends on its batch: domains are tested by themselves, and besides."""
+    method = with_local(HeteroFL(), batch_size=4, norm="batch")
+    data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0, batch_size=5, local=False)
+    without = play(method, residual, data, (1.0, 0.5), engine=engine, evaluation=how)
+    run = play(method, residual, with_domains(data), (1.0, 0.5), engine=engine, evaluation=how)
+    assert asked == [(2 * 24, 2), (2 * 2 * 24, 2 * 4)]
+    assert run.accuracy == without.accuracy
+    submodel = method.deploy(run.server, fq.Budget(share=0.5), run.engine.world)
+    cut = residual.cutter.gather(run.server.weights, submodel, residual.trainable)
+    samples = HOMES.eq(0).nonzero().flatten()
+    [score] = run.engine.evaluate(method, [Exam("", submodel, cut, samples)], 5)
+    assert run.records[-1].grades.metrics["accuracy/mnist"]["0.5"] == score.accuracy
+
+
+def test_a_prediction_depends_on_the_batch_where_a_norm_has_nothing_else(residual, perceptron):
+    assert residual.mixes(Pass(statistics="batch"))
+    assert not residual.mixes(Pass(statistics="stored"))
+    assert not perceptron.mixes(Pass(statistics="batch"))
+    free = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6, track_running_stats=False))
+    assert fq.trace(free, torch.zeros(2, 4)).mixes(Pass(statistics="stored"))
+
+
+def test_domains_have_names_or_numbers_and_can_be_left_out(perceptron, play, make_data, asked):
+    data, how = make_data(perceptron, (5, 6)), fq.Evaluation(every=0, local=False)
+    runs = [
+        play(FedAvg(), perceptron, with_domains(data, names=("mnist",)), evaluation=how),
+        play(FedAvg(), perceptron, with_domains(data), evaluation=replace(how, domains=False)),
+        play(FedAvg(), perceptron, data, evaluation=how),
+    ]
+    assert [list(run.records[-1].grades.metrics) for run in runs] == [
+        ["accuracy/mnist", "accuracy/1", "accuracy/2"],
+        [],
+        [],
+    ]
+    assert asked == [(24, 3), (24, 1), (24, 1)]
+    assert runs[0].accuracy == runs[1].accuracy == runs[2].accuracy
+
+
+def test_domains_of_another_test_set_are_refused(perceptron, play, make_data):
+    data = replace(make_data(perceptron, (5, 6)), test_domains=torch.zeros(23, dtype=torch.int64))
+    with pytest.raises(DataError, match="data has 24 test samples and the domains of 23"):
+        play(FedAvg(), perceptron, data)
+
+
+@pytest.mark.parametrize("norm", ["batch", "local"])
+def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(norm, residual, play, make_data, asked):
+    """The mean over each domain's clients; one that has a single domain is tested once."""
+    data = make_data(residual, (4, 4, 4))
+    homes = torch.tensor([0] * 8 + [0] * 8 + [0, 0, 0, 1, 1, 1, 1, 1])  # eight tests a client
+    data = replace(data, test_domains=homes, domain_names=("mnist", "syn"))
+    method = with_local(fq.methods.LocalOnly(), batch_size=4, norm=norm)
+    run = play(method, residual, data, evaluation=fq.Evaluation(every=0, batch_size=8))
+    assert asked == [(32, 5) if norm == "batch" else (24, 4)]
+    metrics, own = run.records[-1].grades.metrics, {}
+    for client, part in enumerate(data.test_parts):
+        memory = run.server.memory[client, ""]
+        for domain in (0, 1):
+            exam = Exam("", memory.submodel, memory.weights, part[homes[part] == domain])
+            [score] = run.engine.evaluate(method, [exam], 8)
+            own[client, domain] = score.accuracy
+    assert metrics["accuracy/mnist"]["1.0"] == pytest.approx((own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12)
+    assert metrics["accuracy/syn"] == {"1.0": own[2, 1]}

@@ -1,0 +1,68 @@
+"""Rounds, bytes and seconds to an accuracy, worked out by hand."""
+
+from __future__ import annotations
+
+import pytest
+
+import fedquilt as fq
+from fedquilt.errors import ConfigError
+from fedquilt.methods import FedAvg
+from fedquilt.milestones import Milestone, milestones, reached
+from fedquilt.round import Grades, Record
+
+
+def record(round, accuracy=None, **metrics):
+    grades = Grades({"1.0": accuracy[0], "0.5": accuracy[1]}, metrics) if accuracy else Grades()
+    return Record(round, 0.5, 2, bytes_down=100, bytes_up=10, macs=1, loss=1.0, grades=grades)
+
+
+RECORDS = [
+    record(1),
+    record(2, (0.5, 0.4), **{"accuracy/svhn": {"1.0": 0.7, "0.5": 0.1}}),
+    record(3),
+    record(4, (0.6, 0.3), **{"accuracy/svhn": {"1.0": 0.2, "0.5": float("nan")}}),
+    record(5, (0.55, 0.45), **{"accuracy/svhn": {"1.0": 0.9, "0.5": 0.3}}),
+]
+
+
+def test_a_target_is_reached_in_the_first_evaluated_round_that_has_it():
+    """All that was sent until then counts, in rounds nobody looked at too; what comes later does not."""
+    assert reached(RECORDS, 0.6) == Milestone(round=4, bytes=440, seconds=2.0)
+    assert reached(RECORDS, 0.55, share=1) == Milestone(4, 440, 2.0)
+    assert reached(RECORDS, 0.4, share=0.5) == Milestone(2, 220, 1.0)
+    assert reached(RECORDS, 0.61) is None
+    assert milestones(RECORDS, 0.45) == {"1.0": Milestone(2, 220, 1.0), "0.5": Milestone(5, 550, 2.5)}
+
+
+def test_a_target_of_another_metric():
+    assert reached(RECORDS, 0.6, metric="accuracy/svhn") == Milestone(2, 220, 1.0)
+    assert reached(RECORDS, 0.3, share=0.5, metric="accuracy/svhn") == Milestone(5, 550, 2.5)
+
+
+def test_nothing_is_reached_before_anything_was_evaluated():
+    assert reached(RECORDS[:1], 0.1) is None
+    assert milestones([], 0.1, "accuracy/svhn") == {}
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [
+        ({"target": 60}, r"a target of 60 was asked for; accuracies lie in \(0, 1\]: for 60 % say 0.6."),
+        ({"target": 0.5, "share": 0.25}, "the share 0.25 was asked for; the records have accuracy at 1.0, 0.5."),
+        (
+            {"target": 0.5, "metric": "accuracy/svnh"},
+            "the metric 'accuracy/svnh' was asked for; the records have accuracy, accuracy/svhn.",
+        ),
+    ],
+)
+def test_what_can_never_be_reached_is_refused(asked, said):
+    with pytest.raises(ConfigError, match=said):
+        reached(RECORDS, **asked)
+
+
+def test_a_run_knows_what_it_reached(perceptron, play, make_data):
+    run = play(FedAvg(), perceptron, make_data(perceptron, (5, 6)), evaluation=fq.Evaluation())
+    best = max(record.grades.accuracy["1.0"] for record in run.records)
+    found = run.reached(best)
+    assert found.bytes == sum(r.bytes_down + r.bytes_up for r in run.records[: found.round])
+    assert run.reached(min(1.0, best + 0.01)) is None
