@@ -260,7 +260,7 @@ class EagerRounds(Eager):
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16"):
             for share in dict.fromkeys(self.case.shares):
                 budget = fq.Budget(share=share)
-                self._test(self.case.method.deploy(self.server, budget, self.world))
+                self._test(*self.case.method.deploy(self.server, budget, self.world))
 
     def _test(self, submodel: Submodel) -> None:
         net = self.case.family.module(submodel, self.server.weights).to(DEVICE).train()

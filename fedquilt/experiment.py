@@ -16,6 +16,7 @@ from fedquilt.data import FederatedData
 from fedquilt.engines import ENGINES, Engine
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
+from fedquilt.family.ensemble import Ensemble
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.milestones import Milestone, reached
@@ -86,27 +87,30 @@ class Run:
             if not 0 <= client < self.fleet.num_clients:
                 raise ConfigError(f"client {client} was asked for; the fleet has {self.fleet.num_clients}, from 0 on.")
             samples = self.engine.data.parts[client]
-            submodel = self.method.plan(self.server, Client(client, budget, len(samples)), world)[0]
-            size, most = family.count(submodel.arch), family.count(family.fit(budget))
+            nets = self.method.own(self.server, Client(client, budget, len(samples)), world)
+            size, most = sum(family.count(net.arch) for net in nets), family.count(family.fit(budget))
             if size > most:
                 raise BudgetError(
                     f"{type(self.method).__name__} trains one common net, of {size:,} parameters; "
                     f"the budget {budget} allows {most:,}."
                 )
-            job = Job(Client(client, budget, len(samples)), submodel, self.server.round)
-            weights = self.engine.start(self.server, job, self.method.learner(job, world)).state
+            jobs = [Job(Client(client, budget, len(samples)), net, self.server.round) for net in nets]
+            states = [self.engine.start(self.server, job, self.method.learner(job, world)).state for job in jobs]
         elif self.method.personal:
             raise ConfigError(
                 f"{type(self.method).__name__} leaves its result on the clients, each its own. "
                 "Say whose: deploy(budget, client=0)."
             )
         else:
-            submodel = self.method.deploy(self.server, budget, world)
-            weights = ready(self.method, self.server, [submodel], self.engine, self.evaluation.batch_size)[submodel]
-        if family.statistics and not set(family.statistics) <= set(weights):
-            nets = [(submodel, weights)]
-            weights = {**weights, **self.engine.calibrate(nets, self.evaluation.batch_size, samples)[0]}
-        return family.assemble(submodel, weights).eval()
+            nets = self.method.deploy(self.server, budget, world)
+            found = ready(self.method, self.server, nets, self.engine, self.evaluation.batch_size)
+            states = [found[net] for net in nets]
+        if family.statistics and not all(set(family.statistics) <= set(state) for state in states):
+            pairs = list(zip(nets, states, strict=True))
+            measured = self.engine.calibrate(pairs, self.evaluation.batch_size, samples)
+            states = [{**state, **own} for state, own in zip(states, measured, strict=True)]
+        modules = [family.assemble(net, state) for net, state in zip(nets, states, strict=True)]
+        return (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
 
 
 def run(

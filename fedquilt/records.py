@@ -445,7 +445,7 @@ def summarise(run: Run) -> dict[str, Any]:
 
     family = run.engine.world.family
     members = members_by_share(run.method, run.server, run.fleet, run.engine.world)
-    costs = {share: family.cost(submodel) for share, submodel in members.items()}
+    costs = {share: [family.cost(net) for net in nets] for share, nets in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     return {
         "method": _registered(METHODS, run.method),
@@ -460,7 +460,10 @@ def summarise(run: Run) -> dict[str, Any]:
         "bytes_up": sum(record.bytes_up for record in run.records),
         "accuracy": last.accuracy,
         "metrics": last.metrics,
-        "members": {share: {"params": cost.params, "macs": cost.macs} for share, cost in costs.items()},
+        "members": {
+            share: {"params": sum(cost.params for cost in some), "macs": sum(cost.macs for cost in some)}
+            for share, some in costs.items()
+        },
         "fedquilt": __version__,
     }
 

@@ -14,7 +14,7 @@ from fedquilt.engines.engine import Engine, Outcome
 from fedquilt.family.net import Pass
 from fedquilt.round.local import Batch, Learner, augment, clipped, gradient, move, spans, teach
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
+from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, mixed, right
 from fedquilt.terms import Job, Payload, Server, Submodel, Update, Weights
 
 if TYPE_CHECKING:
@@ -79,9 +79,7 @@ class Sequential(Engine):
             for start, stop in spans(len(samples), batch_size, "keep"):
                 rows = samples[start:stop]
                 with torch.no_grad():
-                    net = self.world.family.net(exam.submodel.arch)
-                    logits, _ = net(exam.weights, self.data.test_samples(rows), mode)
-                    logits = logits.movedim(self.world.family.layout.class_dim, 1)
+                    logits = mixed(self.world.family, exam.nets, exam.weights, self.data.test_samples(rows), mode)
                     total += right(logits, self.data.test_targets[rows], exam.held)
             scores.append(Score(exam.label, *map(int, total)))
         return scores

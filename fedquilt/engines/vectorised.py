@@ -41,8 +41,8 @@ from fedquilt.round.local import (
     teach,
 )
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
-from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
+from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, mixed, right
+from fedquilt.terms import Arch, Job, Mix, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -560,30 +560,30 @@ class Vectorised(Engine):
         Where steps are recorded, whole batches of a long exam are too.
         """
         totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
-        work: dict[tuple[Arch, int, bool], list[tuple[int, Tensor]]] = {}
+        work: dict[tuple[Mix, int, bool], list[tuple[int, Tensor]]] = {}
         swept: dict[int, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
         mode = exam_pass(method.local.norm)
         for place, exam in enumerate(exams):
-            size = self._exam_size(exam.submodel.arch, batch_size, mode)
+            size = self._exam_size(self._widest(exam.kind), batch_size, mode)
             batches = self._batches_of(self.exam_samples(exam), size)
             if exam.held is None:
                 net = id(exam.weights)
                 if net in swept:
                     before, sweep = swept.pop(net)
                     totals[before] += self._end(sweep)["right"]
-                begun, batches = self._sweep(exam.submodel.arch, exam.weights, batches, mode)
+                begun, batches = self._sweep(exam.kind, exam.weights, batches, mode)
                 if begun:
                     swept[net] = place, begun
             for rows in batches:
-                work.setdefault((exam.submodel.arch, len(rows), exam.held is not None), []).append((place, rows))
-        for (arch, size, masked), some in work.items():
-            most = self._batches_at_once(arch, size)
+                work.setdefault((exam.kind, len(rows), exam.held is not None), []).append((place, rows))
+        for (kind, size, masked), some in work.items():
+            most = self._batches_at_once(self._widest(kind), size)
             for first in range(0, len(some), most):
                 now = some[first : first + most]
                 totals.index_add_(
                     0,
                     torch.tensor([place for place, _ in now], device=self.world.device),
-                    self._right(method, arch, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
+                    self._right(mode, kind, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
                 )
         for place, sweep in swept.values():
             totals[place] += self._end(sweep)["right"]
@@ -593,20 +593,24 @@ class Vectorised(Engine):
     def _batches_of(samples: Tensor, batch_size: int) -> list[Tensor]:
         return [samples[start:stop] for start, stop in spans(len(samples), batch_size, "keep")]
 
+    def _widest(self, nets: Mix) -> Arch:
+        """Of several nets, which run one after another, the one that needs most."""
+        return max((net.arch for net in nets), key=self.world.family.count)
+
     def _sweep(
-        self, arch: Arch, weights: Weights, batches: list[Tensor], mode: Pass
+        self, nets: Mix, weights: Weights, batches: list[Tensor], mode: Pass
     ) -> tuple[Swept | None, list[Tensor]]:
         """Begin a recorded sweep over those batches that are of full size, if that pays; and the other batches."""
         size = len(batches[0]) if batches else 0
         whole = [rows for rows in batches if len(rows) == size]
-        key = arch, size, mode, tuple(weights)
+        key = nets, size, mode, tuple(weights)
         if not self._recorded or len(whole) < _SWEPT or key in self._unswept:
             return None, batches
-        if self._need(arch, size, 0) > self.memory:
+        if self._need(self._widest(nets), size, 0) > self.memory:
             return None, batches
         idle = self._sweeps.setdefault(key, [])
         try:
-            sweep = idle.pop() if idle else Sweep(self._look(arch, mode), weights, size, self.world.device)
+            sweep = idle.pop() if idle else Sweep(self._look(nets, mode), weights, size, self.world.device)
         except CaptureError as error:
             self._unswept.add(key)
             _log.warning("the evaluation of a member cannot be recorded: %s", error)
@@ -619,31 +623,28 @@ class Vectorised(Engine):
         self._sweeps[key].append(sweep)
         return sweep.end()
 
-    def _look(self, arch: Arch, mode: Pass) -> Look:
+    def _look(self, nets: Mix, mode: Pass) -> Look:
         """What a sweep sees in a batch: norm statistics of training samples, or right answers on test samples."""
-        net, class_dim = self.world.family.net(arch), self.world.family.layout.class_dim
+        family = self.world.family
 
         def measured(weights: Weights, rows: Tensor) -> State:
-            return net(weights, _channels_last(self.data.samples(rows)), mode)[1]
+            return family.net(nets[0].arch)(weights, _channels_last(self.data.samples(rows)), mode)[1]
 
         def tested(weights: Weights, rows: Tensor) -> State:
-            logits, _ = net(weights, _channels_last(self.data.test_samples(rows)), mode)
-            return {"right": right(logits.movedim(class_dim, 1), self.data.test_targets[rows], None)}
+            logits = mixed(family, nets, weights, _channels_last(self.data.test_samples(rows)), mode)
+            return {"right": right(logits, self.data.test_targets[rows], None)}
 
         return measured if mode == MEASURE else tested
 
-    def _right(self, method: Method, arch: Arch, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
-        net, mode, class_dim = (
-            self.world.family.net(arch),
-            exam_pass(method.local.norm),
-            self.world.family.layout.class_dim,
-        )
+    def _right(self, mode: Pass, kind: Mix, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
+        def run(weights: Weights, inputs: Tensor) -> Tensor:
+            return mixed(self.world.family, kind, weights, inputs, mode)
 
         def one(weights: Weights, inputs: Tensor, targets: Tensor, held: Tensor | None) -> Tensor:
-            logits, _ = net(weights, inputs, mode)
-            return right(logits.movedim(class_dim, 1), targets, held)
+            return right(run(weights, inputs), targets, held)
 
-        if len(exams) == 1 or arch in self._single:  # nothing to stack, and plain kernels are faster
+        # Nothing to stack, and plain kernels are faster; or it cannot be.
+        if len(exams) == 1 or any(net.arch in self._single for net in kind):
             with torch.no_grad():
                 scores = [
                     one(exam.weights, self.data.test_samples(own), self.data.test_targets[own], exam.held)
@@ -655,7 +656,7 @@ class Vectorised(Engine):
         held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
         if shared and mode.statistics != "batch":  # nobody depends on who else is there: one large batch
             with torch.no_grad():
-                together = net(exams[0].weights, self.data.test_samples(index.flatten()), mode)[0].movedim(class_dim, 1)
+                together = run(exams[0].weights, self.data.test_samples(index.flatten()))
                 logits = together.reshape(*index.shape, *together.shape[1:])
                 return vmap(right, in_dims=(0, 0, 0 if masked else None))(logits, self.data.test_targets[index], held)
         weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
@@ -666,14 +667,15 @@ class Vectorised(Engine):
             except RuntimeError as error:
                 if _NO_RULE not in str(error):
                     raise
-                self._set_apart(arch, _first_line(error))
-                return self._right(method, arch, exams, rows, masked)
+                for net in kind:
+                    self._set_apart(net.arch, _first_line(error))
+                return self._right(mode, kind, exams, rows, masked)
 
     def _calibrate(
         self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor
     ) -> list[dict[str, Tensor]]:
         batches = self._batches_of(samples, batch_size)
-        swept = [self._sweep(submodel.arch, weights, batches, MEASURE) for submodel, weights in nets]
+        swept = [self._sweep((Submodel(submodel.arch),), weights, batches, MEASURE) for submodel, weights in nets]
         found = []
         for (submodel, weights), (sweep, rest) in zip(nets, swept, strict=True):
             measured = self._measured(submodel.arch, weights, rest)

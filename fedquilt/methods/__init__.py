@@ -12,6 +12,7 @@ from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.local import LocalOnly
 from fedquilt.methods.method import Method
 from fedquilt.methods.sheterofl import SHeteroFL
+from fedquilt.methods.splitmix import SplitMix
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
@@ -28,6 +29,7 @@ METHODS: dict[str, type[Method]] = {
     "fedrush": FedRush,
     "fedslim": FedSlim,
     "fjord": FjORD,
+    "splitmix": SplitMix,
 }
 
 __all__ = [
@@ -47,4 +49,5 @@ __all__ = [
     "LocalOnly",
     "Method",
     "SHeteroFL",
+    "SplitMix",
 ]

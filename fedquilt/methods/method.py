@@ -11,7 +11,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
-from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, World
+from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
 
 Presets = Mapping[str, Mapping[str, Any]]
 
@@ -57,6 +57,10 @@ class Method:
         """What a client trains this round."""
         return [prefix(world.family.whole)]
 
+    def own(self, server: Server, client: Client, world: World) -> Mix:
+        """The nets that are a client's, where results live on clients."""
+        return tuple(self.plan(server, client, world))
+
     def learner(self, job: Job, world: World) -> Learner:
         """How it trains it; a pure function of the job and the configuration."""
         # A client that never saw a class has nothing to say about its output row (HeteroFL).
@@ -71,9 +75,9 @@ class Method:
         plain = frozenset(world.family.statistics)
         return Mean(world.family.cutter, self.weighting, self.server, plain=plain).begin(server)
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
-        """The sub-model for a device of this budget, once trained."""
-        return prefix(world.family.fit(budget))
+    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+        """The sub-model for a device of this budget, once trained; several give the mean of their logits."""
+        return (prefix(world.family.fit(budget)),)
 
 
 def narrower(one: Arch, other: Arch) -> Arch:

@@ -59,8 +59,8 @@ def play(method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: i
     """The next of `rounds` rounds; nothing that was handed in changes."""
     began, world = time.perf_counter(), engine.world
     cohort = [
-        fleet.client(id, server.round, world.seed, engine.data.size(id))
-        for id in fleet.cohort(server.round, world.seed)
+        fleet.client(id, server.round, world.seed, engine.data.size(id), place)
+        for place, id in enumerate(fleet.cohort(server.round, world.seed))
     ]
     jobs = [Job(c, submodel, server.round) for c in cohort for submodel in method.plan(server, c, world)]
     fold = method.fold(server, world)
