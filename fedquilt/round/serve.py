@@ -13,6 +13,7 @@ from fedquilt import noise
 from fedquilt.checks import within
 from fedquilt.family.net import Pass
 from fedquilt.round.clients import Fleet
+from fedquilt.round.link import PERFECT
 from fedquilt.round.local import NormPolicy
 from fedquilt.terms import Budget, Client, Job, Server, Submodel, Weights, World
 
@@ -179,7 +180,7 @@ def _own_exam(method: Method, server: Server, client: Client, engine: Engine, ba
     world = engine.world
     submodel = method.plan(server, client, world)[0]
     job = Job(client, submodel, server.round)
-    state = engine.start(server, job, method.learner(job, world)).state
+    state = engine.start(server, job, method.learner(job, world), PERFECT).state
     if method.local.norm == "post" and world.family.statistics:
         state = {**state, **engine.calibrate([(submodel, state)], batch_size, engine.data.parts[client.id])[0]}
     samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
