@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 
 import fedquilt as fq
 from fedquilt.engines import Vectorised
-from fedquilt.engines.ray import Cluster
 from fedquilt.methods import METHODS, FedRolex, HeteroFL
 from tests.conftest import LOCAL, assert_same, with_local
 
@@ -134,30 +131,3 @@ def test_nets_that_cannot_be_stacked_go_over_the_same_link(residual, make_data, 
     run.train(1)  # over a perfect one
     again = fq.prepare(method, residual, data, fleet, run.engine, evaluation=how, link=LINKS["everything"]).train(2)
     assert_same(truth, again)
-
-
-# --- the workers of a cluster ------------------------------------------------------------------------------------
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("name", METHODS)
-def test_workers_of_a_cluster_have_the_link(name, residual, make_data):
-    pytest.importorskip("ray")
-    method, data = with_local(METHODS[name](), batch_size=4), make_data(residual, RAGGED, labels=2)
-    runs = []
-    for engine in ("sequential", "ray"):
-        run = fq.prepare(
-            replace(method, local=replace(method.local, optimiser=SHARP)),
-            residual,
-            data,
-            fq.Fleet.of(SHARES, 6, sample=5, dynamic=True),
-            engine,
-            precision="fp64",
-            evaluation=fq.Evaluation(every=0),
-            link=LINKS["everything"],
-        )
-        if engine == "ray":
-            run.engine.cluster = Cluster(workers=2)
-        runs.append(run.train(2))
-    assert_same(*runs)
-    assert [r.link_seconds for r in runs[0].records] == [r.link_seconds for r in runs[1].records]
