@@ -408,6 +408,7 @@ def portrait(run: Run, rounds: int) -> dict[str, Any]:
         "engine": type(run.engine).__name__.lower(),
         "device": str(world.device),
         "precision": run.engine.precision,
+        "link": str(run.link),
         "method": repr(run.method),
         "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
         "data": run.engine.data.name,
