@@ -24,6 +24,7 @@ from fedquilt.names import known
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
+from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import ready
 from fedquilt.terms import Budget, Client, Job, Server, World
 from fedquilt.tracking import Tracking, tracked
@@ -39,6 +40,7 @@ class Run:
     evaluation: Evaluation
     server: Server
     records: list[Record] = field(default_factory=list)
+    link: Link = PERFECT
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -62,6 +64,7 @@ class Run:
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
         self.fleet.check(rounds)
+        self.engine.link = self.link  # runs may share an engine, one after another
         while self.server.round < rounds:
             played = play(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
             with undisturbed():
@@ -95,7 +98,8 @@ class Run:
                     f"the budget {budget} allows {most:,}."
                 )
             jobs = [Job(Client(client, budget, len(samples)), net, self.server.round) for net in nets]
-            states = [self.engine.start(self.server, job, self.method.learner(job, world)).state for job in jobs]
+            begin = self.engine.start
+            states = [begin(self.server, job, self.method.learner(job, world), PERFECT).state for job in jobs]
         elif self.method.personal:
             raise ConfigError(
                 f"{type(self.method).__name__} leaves its result on the clients, each its own. "
@@ -130,8 +134,11 @@ def run(
     checkpointing: Checkpointing = Checkpointing(),
     memory_limit: int = LIMIT,
     trackers: Sequence[Tracking] = (),
+    link: Link = PERFECT,
 ) -> Run:
     """Train a family on a fleet's data and return the finished run. `watch` is called after every round.
+
+    What travels goes over `link`: fq.Link(loss=…, codec=…, clock=…), or fq.Link.preset("lossy-mild").
 
     With `out` the run is recorded in that folder, and with `resume` it goes on from what is there, if anything is.
     Its numbers go to `trackers` as well: TensorBoard, Weights & Biases, MLflow (`tracking.py`).
@@ -139,7 +146,7 @@ def run(
     """
     for one in trackers:
         one.check()
-    prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit)
+    prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link)
     try:
         with ExitStack() as stack:
             folder = None
@@ -187,6 +194,7 @@ def prepare(
     precision: Precision = "fp32",
     evaluation: Evaluation | None = None,
     memory_limit: int = LIMIT,
+    link: Link = PERFECT,
 ) -> Run:
     """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk.
 
@@ -196,6 +204,8 @@ def prepare(
     _check_kind("run", family, Family, "fq.trace(module, data.example)")
     _check_kind("run", data, FederatedData, "pool.deal(20)")
     _check_kind("run", fleet, Fleet, "fq.Fleet.of([1, 1/2], num_clients=20)")
+    _check_kind("run", link, Link, 'fq.Link.preset("lossy-mild")')
+    link.check(fleet.num_clients)
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
@@ -212,7 +222,9 @@ def prepare(
     server = method.init(engine.world)
     memory = Memories(memory_limit, engine.world.device)
     memory.update(server.memory)
-    return Run(method, fleet, engine, evaluation or Evaluation(), replace(server, memory=memory))
+    engine.link = link
+    engine.follow(method)
+    return Run(method, fleet, engine, evaluation or Evaluation(), replace(server, memory=memory), link=link)
 
 
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands

@@ -34,7 +34,6 @@ class Sequential(Engine):
     def _train_one(self, server: Server, job: Job, learner: Learner, outcome: Outcome) -> Update:
         family, arch = self.world.family, job.submodel.arch
         start = self.start(server, job, learner)
-        outcome.bytes_down += start.bytes
         state, received = start.state, start.state
         slots = learner.start_slots(state, family) if start.slots is None else start.slots
         held, losses, batches = self.held(job.client.id).to(self.world.device), [], self.batches(job, learner)
@@ -51,20 +50,21 @@ class Sequential(Engine):
                     state, slots = move(learner, phase, state, slots, grads, masks, count)
                     state = {**state, **seen}
                 losses.append(loss)
-        memory = self.remember(server, job, learner, state, slots, start.steps + learner.moves(len(batches)))
-        if memory:
-            outcome.memory[job.client.id, job.submodel.scope] = memory
         self.check_finite(job, torch.stack(losses), [state[name] for name in family.trainable])
         outcome.losses.append(float(torch.stack(losses).mean()))
-        outcome.macs += learner.macs(family, arch, list(map(len, batches)))
-        sent = []
-        for wanted in learner.uploads(family, job.submodel, held):
-            own = {name: state[name] for name in learner.sent(family)}
-            payload = Payload(wanted, family.cutter.narrow(own, job.submodel.index, wanted.index))
-            arrived, size = self.link.up(payload, job, memory)
-            outcome.bytes_up += size
-            sent.append(arrived)
-        return self.update(job, learner, tuple(sent), len(batches))
+        own = {name: state[name] for name in learner.sent(family)}
+        uploads = [
+            Payload(wanted, family.cutter.narrow(own, job.submodel.index, wanted.index))
+            for wanted in learner.uploads(family, job.submodel, held)
+        ]
+        delivery = self.deliver(server, job, uploads, start.known)
+        macs = learner.macs(family, arch, list(map(len, batches)))
+        outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
+        steps = start.steps + learner.moves(len(batches))
+        memory = self.remember(server, job, learner, state, slots, steps, delivery.slots)
+        if memory:
+            outcome.memory[job.client.id, job.submodel.scope] = memory
+        return self.update(job, learner, delivery.sent, len(batches))
 
     def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
         rows = rows.to(self.world.device)

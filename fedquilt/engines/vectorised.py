@@ -80,12 +80,13 @@ class Stack:
     """Clients that train as one: every tensor has them in its first dimension."""
 
     server: Server  # what they started from
-    received_bytes: int
+    received_bytes: list[int]  # of each client
     learner: Learner
     jobs: list[Job]
     state: State
     slots: OptimiserState | None  # None: empty
     received: State
+    known: list[Weights]  # of each client, what the server knows that it received, where links code changes
     held: Tensor  # (client, class)
     keys: Tensor  # (client,)
     batches: list[list[Tensor]]  # of each client, the positions of its samples in the pool
@@ -134,7 +135,7 @@ class Vectorised(Engine):
         """What was recorded stays good as long as its samples lie where they lay."""
         before = self.data
         super().deal(data)
-        self.__dict__.pop("_truth", None)
+        self.__dict__.pop("_one_by_one", None)
         if self.data.inputs is not before.inputs or self.data.targets is not before.targets:
             self._idle, self._sweeps = {}, {}
         elif self.data.test_inputs is not before.test_inputs or self.data.test_targets is not before.test_targets:
@@ -162,6 +163,7 @@ class Vectorised(Engine):
                 self._check(stacks, outcome)
                 break
             apart = [job for _, some in wave for job in some if job.submodel.arch in self._single]
+            self._truth.follow(method)
             self._truth._train(method, server, apart, fold, outcome)
 
     def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:
@@ -220,9 +222,14 @@ class Vectorised(Engine):
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
         return max(1, (cost.memory + cost.bytes * (2 + slots)) * self.world.dtype.itemsize // 4)
 
-    @cached_property
+    @property
     def _truth(self) -> Sequential:
-        """Who trains what cannot be stacked."""
+        """Who trains what cannot be stacked, over the link that is there now."""
+        self._one_by_one.link = self.link
+        return self._one_by_one
+
+    @cached_property
+    def _one_by_one(self) -> Sequential:
         return Sequential(self.world, self.data, self.link, self.precision)
 
     def _set_apart(self, arch: Arch, why: str) -> None:
@@ -236,12 +243,13 @@ class Vectorised(Engine):
         batches = [self.batches(job, learner) for job in jobs]
         return Stack(
             server=server,
-            received_bytes=sum(start.bytes for start in starts),
+            received_bytes=[start.bytes for start in starts],
             learner=learner,
             jobs=jobs,
             state=state,
             slots=self._slots(starts, learner),
             received=state,
+            known=[start.known for start in starts],
             held=onto(device, torch.stack([self.held(job.client.id) for job in jobs])),
             keys=onto(device, torch.tensor([self.keys(job)[1] for job in jobs])),
             batches=batches,
@@ -491,11 +499,9 @@ class Vectorised(Engine):
     def _fold(self, stack: Stack, fold: Fold, outcome: Outcome) -> None:
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
-        outcome.bytes_down += stack.received_bytes
         outcome.stacks += 1
         alike: dict[tuple[Submodel, ...], list[int]] = {}
         for client, job in enumerate(stack.jobs):
-            outcome.macs += learner.macs(family, stack.arch, stack.sizes[client])
             alike.setdefault(learner.uploads(family, job.submodel, self.held(job.client.id)), []).append(client)
         own = {name: stack.state[name] for name in learner.sent(family)}
         for wanted, clients in alike.items():
@@ -517,21 +523,23 @@ class Vectorised(Engine):
         updates, intact = [], True
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
-            own = {name: stack.state[name][client] for name in learner.kept(self.world.family)}
+            uploads = [
+                Payload(submodel, {name: value[place] for name, value in state.items()})
+                for submodel, state in zip(wanted, states, strict=True)
+            ]
+            delivery = self.deliver(stack.server, job, uploads, stack.known[client])
+            intact = intact and delivery.intact
+            macs = learner.macs(self.world.family, stack.arch, stack.sizes[client])
+            outcome.charge(job.client.id, stack.received_bytes[client], delivery.bytes, macs)
+            own = {name: stack.state[name][client] for name in self.kept(learner)}
             kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             steps = len(stack.batches[client])
-            memory = self.remember(stack.server, job, learner, own, slots, stack.ages[client] + learner.moves(steps))
+            age = stack.ages[client] + learner.moves(steps)
+            memory = self.remember(stack.server, job, learner, own, slots, age, delivery.slots)
             if memory:
                 outcome.memory[job.client.id, job.submodel.scope] = memory
-            sent = []
-            for submodel, state in zip(wanted, states, strict=True):
-                payload = Payload(submodel, {name: value[place] for name, value in state.items()})
-                arrived, size = self.link.up(payload, job, memory)
-                outcome.bytes_up += size
-                intact = intact and arrived is payload
-                sent.append(arrived)
-            updates.append(self.update(job, learner, tuple(sent), steps))
+            updates.append(self.update(job, learner, delivery.sent, steps))
         if intact:
             fold.add_stack(updates, states)
         else:

@@ -6,6 +6,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from torch import Tensor
+
 from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
 from fedquilt.round.cut import prefix
@@ -44,14 +46,20 @@ class Method:
         """Whether the result lives on the clients: then accuracy is the mean of theirs."""
         return self.local.norm == "local"
 
+    def initial(self, world: World) -> dict[str, Tensor]:
+        """All weights before the first round, by scope and name; whoever knows the seed has them."""
+        return {
+            name: value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
+            for name, value in world.family.init(world.seed).items()
+        }
+
     def init(self, world: World) -> Server:
         """The state before the first round."""
         family = world.family
         tracked = family.statistics if self.local.norm == "tracked" else ()  # local ones never come here
-        fresh = family.init(world.seed)
-        names = (*family.trainable, *tracked, *family.carried)
-        dtypes = {name: world.dtype if fresh[name].is_floating_point() else fresh[name].dtype for name in names}
-        return Server(0, {name: fresh[name].to(world.device, dtypes[name]) for name in names})
+        names = {*family.trainable, *tracked, *family.carried}
+        initial = self.initial(world).items()
+        return Server(0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names})
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """What a client trains this round."""

@@ -57,21 +57,21 @@ class SplitMix(Method):
         """M, the number of base nets."""
         return _whole(1 / self.base)
 
-    def init(self, world: World) -> Server:
+    def initial(self, world: World) -> dict[str, Tensor]:
         """Neighbouring pieces of one whole net: they are independent, and vary as its weights do.
 
         Kaiming's method draws from a range that falls with the width a layer reads from. Without `rescale_init` base
         nets have the range of their own width.
         """
-        whole, family = super().init(world), world.family
+        whole, family = super().initial(world), world.family
         member, sizes = self._member(world), family.layout.sizes
         weights: dict[str, Tensor] = {}
         for place in range(self.count):
             starts = {axis: place * width for axis, width in member.widths}
-            cut = family.cutter.gather(whole.weights, windows(member, starts, sizes), list(whole.weights))
+            cut = family.cutter.gather(whole, windows(member, starts, sizes), list(whole))
             own = {name: value.clone() for name, value in cut.items()}
-            weights |= {_scope(place) + name: value for name, value in self._scaled(own, whole.weights).items()}
-        return replace(whole, weights=weights)
+            weights |= {_scope(place) + name: value for name, value in self._scaled(own, whole).items()}
+        return weights
 
     def _scaled(self, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         if self.rescale_init:

@@ -575,9 +575,8 @@ class Learner:
             return (replace(submodel, index=Index({**submodel.index, **rows})),)
         uploads = []
         for share in self.send_widths:
-            nested = family.nested(submodel.arch, share)
-            index = {axis: kept.take(nested.index[axis]) for axis, kept in submodel.index.items()}
-            uploads.append(Submodel(nested.arch, Index({**index, **rows}), submodel.scope))
+            part = family.part(submodel, share)
+            uploads.append(replace(part, index=Index({**part.index, **rows})))
         return tuple(uploads)
 
     def masks(self, family: Family, arch: Arch, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:

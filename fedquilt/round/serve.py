@@ -14,6 +14,7 @@ from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.family.net import Pass
 from fedquilt.round.clients import Fleet
+from fedquilt.round.link import PERFECT
 from fedquilt.round.local import NormPolicy
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights, World
 
@@ -270,7 +271,7 @@ def _own_exam(method: Method, server: Server, client: Client, engine: Engine, ba
     world = engine.world
     nets = method.own(server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]
-    states = {job.submodel: engine.start(server, job, method.learner(job, world)).state for job in jobs}
+    states = {job.submodel: engine.start(server, job, method.learner(job, world), PERFECT).state for job in jobs}
     if method.local.norm == "post" and world.family.statistics:
         found = engine.calibrate(list(states.items()), batch_size, engine.data.parts[client.id])
         states = {net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)}
