@@ -198,7 +198,7 @@ def prepare(
 ) -> Run:
     """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk.
 
-    The engine of another run of the same family may be given: seed, device, precision and all it has recorded are its.
+    The engine of another run of the same family may be given: device, precision and all it has recorded are its.
     """
     _check_kind("run", method, Method, "fq.methods.FedAvg()")
     _check_kind("run", family, Family, "fq.trace(module, data.example)")
@@ -215,7 +215,7 @@ def prepare(
     if isinstance(engine, Engine):
         if engine.world.family is not family:
             raise ConfigError("the engine of another run was given; it trains another family than this run's.")
-        engine.deal(data)
+        engine.deal(data, seed)
     else:
         world = World(family, seed, torch.device(device), known(DTYPES, precision, "precision"), data.public)
         engine = known(ENGINES, engine, "engine")(world, data, precision=precision)

@@ -138,8 +138,12 @@ class Engine(ABC):
         self._first: Weights | None = None
         self.deal(self.data)
 
-    def deal(self, data: FederatedData) -> None:
-        """Go on with other data, or the same dealt otherwise."""
+    def deal(self, data: FederatedData, seed: int | None = None) -> None:
+        """Go on with other data, or the same dealt otherwise; and with another seed."""
+        if seed is not None and seed != self.world.seed:
+            self.world = replace(self.world, seed=seed)
+            self.__dict__.pop("initial", None)
+            self._first = None
         self.data = data.to(self.world.device, self.world.dtype)
         self._holds: dict[int, Tensor] = {}
         self.__dict__.pop("pooled", None)

@@ -131,10 +131,10 @@ class Vectorised(Engine):
         device = self.world.device
         self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _STACKED)
 
-    def deal(self, data: FederatedData) -> None:
+    def deal(self, data: FederatedData, seed: int | None = None) -> None:
         """What was recorded stays good as long as its samples lie where they lay."""
         before = self.data
-        super().deal(data)
+        super().deal(data, seed)
         self.__dict__.pop("_one_by_one", None)
         if self.data.inputs is not before.inputs or self.data.targets is not before.targets:
             self._idle, self._sweeps = {}, {}

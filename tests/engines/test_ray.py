@@ -66,6 +66,17 @@ def assert_identical(one: fq.Run, other: fq.Run) -> None:
     assert_same(one, other, atol=0)
 
 
+def test_an_engine_goes_on_with_other_data_and_another_seed(residual, start, make_data):
+    """Its workers have what they are given once; they must be given the new."""
+    run = start(HeteroFL(), residual).train(1)
+    other, fleet = make_data(residual, RAGGED[::-1], labels=2), run.fleet
+    runs = [
+        fq.prepare(run.method, residual, other, fleet, engine, 3, precision="fp64", evaluation=run.evaluation).train(2)
+        for engine in (run.engine, "sequential")
+    ]
+    assert_same(*runs)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual, start):
     truth, other = (
