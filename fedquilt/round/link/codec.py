@@ -71,7 +71,7 @@ class Codec:
         dither = noise.uniform(_key(luck, change.device), change.shape, change.dtype)
         if where is not None:
             change, owner, dither = change[where], owner[where], dither[where]
-        steps = step[owner]
+        steps = step[owner]  # 0 where a weight changed alike everywhere
         exact = torch.where(steps > 0, (change - low[owner]) / steps, 0.0)
         codes = (exact + dither).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return torch.cat([*pieces, ranges.reshape(-1).view(torch.uint8), pack(codes, self.bits)])
