@@ -252,7 +252,7 @@ class Engine(ABC):
                     if arrival.error:  # of what did not arrive the residual stays as it was
                         lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.index)
             slots = {"residual": lost} if lost else {}
-            if link.tracks and known:  # as the difference from the beginning, so that nothing is zero, as in every slot
+            if link.tracks and known:  # kept as the change since the beginning: an empty slot is zero
                 first = cutter.gather(self._initial(server), job.submodel, list(known))
                 slots["received"] = {name: value - first[name] for name, value in known.items()}
         return Delivery(tuple(sent), size, intact, slots)
