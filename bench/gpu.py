@@ -23,6 +23,7 @@ from functools import partial
 
 import torch
 import torch.nn.functional as F
+from measure import batch_norms, median
 from torch import Tensor, nn
 
 import fedquilt as fq
@@ -96,12 +97,12 @@ class Eager:
         self.case, self.precision, family = case, precision, case.family
         self.data = case.data.to(DEVICE, torch.float32)
         arches = [family.fit(fq.Budget(share=share)) for share in case.shares]
-        self.nets = [_batch_norms(family.module(arch)).to(DEVICE).train() for arch in arches]
+        self.nets = [batch_norms(family.module(arch)).to(DEVICE).train() for arch in arches]
         settings = {"lr": OPTIMISER.lr, "momentum": OPTIMISER.momentum, "weight_decay": OPTIMISER.decay}
         self.optimisers = [torch.optim.SGD(net.parameters(), fused=True, **settings) for net in self.nets]
         if case.phases == 2:
             self.inner = [family.nested(arch, 0.5) for arch in arches]
-            self.halves = [_batch_norms(family.module(inner)).to(DEVICE).train() for inner in self.inner]
+            self.halves = [batch_norms(family.module(inner)).to(DEVICE).train() for inner in self.inner]
             self.insides = [self._inside(arch) for arch in arches]
             self.outsides = [[1 - mask for mask in inside] for inside in self.insides]
 
@@ -151,27 +152,6 @@ def _put_back(own: list[nn.Parameter], free: list[Tensor], before: Sequence[Tens
     """Weights are what they were where they were not free to move. (Their momentum is not put back: less work.)"""
     torch._foreach_mul_(own, free)
     torch._foreach_add_(own, before)
-
-
-def _batch_norms(net: nn.Module) -> nn.Module:
-    """As ours: batch statistics, nothing tracked."""
-    for layer in net.modules():
-        if isinstance(layer, nn.BatchNorm2d):
-            layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
-    return net
-
-
-def median(step: Callable[[], object], times: int, warm: int = 3) -> float:
-    """Milliseconds, warm."""
-    taken = []
-    for count in range(times + warm):
-        torch.cuda.synchronize()
-        began = time.perf_counter()
-        step()
-        torch.cuda.synchronize()
-        if count >= warm:
-            taken.append(1e3 * (time.perf_counter() - began))
-    return statistics.median(taken)
 
 
 # --- ours -------------------------------------------------------------------------------------------------------
@@ -273,7 +253,7 @@ class EagerRounds(Eager):
                 net(self.data.samples(rows))
             net.eval()
         else:
-            _batch_norms(net)
+            batch_norms(net)
         hits = torch.zeros((), device=DEVICE)
         for rows in torch.arange(len(self.data.test_targets), device=DEVICE).split(EXAM):
             hits += (net(self.data.test_samples(rows)).argmax(1) == self.data.test_targets[rows]).sum()

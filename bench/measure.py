@@ -5,15 +5,17 @@ from __future__ import annotations
 import datetime
 import os
 import platform
+import statistics
 import time
 from collections import defaultdict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:  # population.py times the import
     import torch
+    from torch import nn
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 NUM_CLASSES = 10
@@ -71,3 +73,28 @@ def machine() -> str:
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{datetime.date.today()}"
     )
+
+
+def median(step: Callable[[], object], times: int, warm: int = 3) -> float:
+    """Milliseconds, warm; on a GPU until it is done."""
+    import torch
+
+    taken = []
+    for count in range(times + warm):
+        began = time.perf_counter()
+        step()
+        if torch.cuda.is_available():
+            torch.cuda.synchronize()
+        if count >= warm:
+            taken.append(1e3 * (time.perf_counter() - began))
+    return statistics.median(taken)
+
+
+def batch_norms(net: nn.Module) -> nn.Module:
+    """A net whose norms track nothing, as fedquilt's do while they train."""
+    from torch import nn
+
+    for layer in net.modules():
+        if isinstance(layer, nn.BatchNorm2d):
+            layer.track_running_stats, layer.running_mean, layer.running_var = False, None, None
+    return net

@@ -1,0 +1,92 @@
+"""Split-Mix: one local epoch of ten clients with 1 to 8 base nets each, against one net after another, in one run.
+
+    python bench/splitmix.py [--device cuda] [--precision tf32,bf16] [--batch-size 10,128]
+
+PreResNet-18, base nets of share 1/8, forty of them in all. The baseline is eager: a module and a fused SGD for each net
+built once, data on the device, the same precision; a client's nets see the same batch. Medians, warm.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import platform
+import time
+
+import torch
+import torch.nn.functional as F
+from measure import batch_norms, median
+
+import fedquilt as fq
+from fedquilt.engines.vectorised import Vectorised
+from fedquilt.methods import SplitMix
+from fedquilt.precision import DTYPES, Precision
+from fedquilt.terms import Client, Job, World
+
+SHARES = tuple(count / 8 for count in (8, 8, 8, 4, 4, 2, 2, 2, 1, 1))
+IMAGES = 500
+
+
+def data_of(clients: int) -> fq.FederatedData:
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(clients * IMAGES, 3, 32, 32, generator=generator)
+    y = torch.randint(10, (len(x),), generator=generator)
+    return fq.FederatedData.of((x, y), (x[:100], y[:100]), list(torch.arange(len(x)).split(IMAGES)))
+
+
+def compare(family: fq.Family, batch_size: int, precision: Precision, device: str, times: int) -> None:
+    local = fq.Local(optimiser=fq.SGD(lr=0.01, momentum=0.9, decay=5e-4), batch_size=batch_size, last_batch="drop")
+    method, data = SplitMix(local=local), data_of(len(SHARES))
+    world = World(family, 0, torch.device(device), DTYPES[precision])
+    engine, server = Vectorised(world, data, precision=precision), method.init(world)
+    clients = [Client(id, fq.Budget(share=share), IMAGES, id) for id, share in enumerate(SHARES)]
+    jobs = [Job(client, net, 0) for client in clients for net in method.plan(server, client, world)]
+    torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
+    torch.backends.cudnn.benchmark = True
+    nets = [batch_norms(family.module(job.submodel.arch)).to(device).train() for job in jobs]
+    settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
+    optimisers = [torch.optim.SGD(net.parameters(), fused=True, **settings) for net in nets]
+    here = data.to(world.device, world.dtype)
+
+    def one_by_one() -> None:
+        for job, net, optimiser in zip(jobs, nets, optimisers, strict=True):
+            first = job.client.id * IMAGES
+            for start in range(first, first + IMAGES // batch_size * batch_size, batch_size):
+                rows = torch.arange(start, start + batch_size, device=device)
+                optimiser.zero_grad(set_to_none=True)
+                with torch.autocast(device, torch.bfloat16, enabled=precision == "bf16"):
+                    loss = F.cross_entropy(net(here.samples(rows)), here.targets[rows])
+                loss.backward()
+                optimiser.step()
+
+    base = median(one_by_one, times, 1)
+    began = time.perf_counter()
+    engine.train(method, server, jobs, method.fold(server, world))
+    print(f"    first epoch {time.perf_counter() - began:.1f} s", flush=True)
+    ours = median(lambda: engine.train(method, server, jobs, method.fold(server, world)), times, 1)
+    print(
+        f"{len(jobs)} nets of {len(SHARES)} clients, batches of {batch_size}, {precision}: one after another "
+        f"{base:.0f} ms an epoch, ours {ours:.0f} ms: {base / ours:.1f} times",
+        flush=True,
+    )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", default="", help="tf32,bf16 on a GPU, fp32 elsewhere")
+    parser.add_argument("--batch-size", default="10,128")
+    parser.add_argument("--times", type=int, default=3)
+    asked = parser.parse_args()
+    cuda = asked.device == "cuda"
+    logging.basicConfig(level=logging.INFO, format="    %(message)s")
+    where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} threads"
+    print(f"{where}, torch {torch.__version__}, Python {platform.python_version()}")
+    family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
+    for precision in (asked.precision or ("tf32,bf16" if cuda else "fp32")).split(","):
+        for batch_size in asked.batch_size.split(","):
+            compare(family, int(batch_size), precision, asked.device, asked.times)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,168 @@
+"""Split-Mix's tables on Digits-Five and CIFAR-10, in the settings of its appendix A.2.
+
+    python examples/splitmix_tables.py digits5.npz --table digits ablation --device cuda
+    python examples/splitmix_tables.py cifar10.npz --table cifar10 --rounds 100 --device cuda --precision bf16
+
+`digits` and `cifar10`: Table 1, with Figures 5 and 6's statistics of clients. `ablation`: Table 4. `iid`: Table 5.
+`budgets`: Figure 11. `contact`: Figure 12. Every width's accuracy is that on the whole test set, and, where there are
+domains, the mean over them. docs/results/splitmix.md has what came out.
+"""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from reproducing import Runs, markdown, percent
+
+import fedquilt as fq
+from fedquilt.data import Domains, FederatedData, Iid, Labels, Partition, npz
+from fedquilt.fleets import Budgets, Groups, LogNormal, Quarters, Step
+from fedquilt.methods import FedAvg, Method, SHeteroFL, SplitMix
+from fedquilt.precision import DTYPES
+from fedquilt.round.local import Local
+
+WIDTHS = (1.0, 0.5, 0.25, 0.125)
+DIGITS, CIFAR10 = SplitMix.preset("digits"), SplitMix.preset("cifar10")
+SCALE = {"mean": (0.5,), "std": (0.5,)}  # to [-1, 1]
+CLIENTS = {"digits": 50, "cifar10": 100}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One run of a table, but for its seed."""
+
+    table: str
+    method: str
+    how: Method
+    fleet: Budgets | tuple[float, ...] = Quarters()
+    setting: str = ""
+    contact: float = 1.0  # of the clients, in every round
+
+
+def compared(table: str, local: Local) -> Iterator[Case]:
+    """Table 1's three: under budgets, and, as if there were none, a net of every width."""
+    plain = replace(local, scaler=False)
+    mix = DIGITS if table == "digits" else CIFAR10
+    yield Case(table, "Split-Mix", mix)
+    yield Case(table, "SHeteroFL", SHeteroFL(local=plain))
+    for width in WIDTHS:
+        yield Case(table, f"FedAvg ×{width:g}", FedAvg(local=plain, share=width), (1.0,))
+
+
+def cases(table: str) -> Iterator[Case]:
+    match table:
+        case "digits" | "cifar10":
+            yield from compared(table, (DIGITS if table == "digits" else CIFAR10).local)
+        case "iid":
+            local = replace(CIFAR10.local, masked="")
+            for case in compared("cifar10", local):
+                how = replace(case.how, local=replace(case.how.local, masked=""))
+                yield replace(case, table=table, setting="iid", how=how)
+        case "ablation":
+            for norm in ("batch", "post", "tracked", "local"):
+                for rescale_init in (False, True):
+                    for scaler in (False, True):
+                        local = replace(DIGITS.local, norm=norm, scaler=scaler)
+                        name = f"{norm}, init {'✓' if rescale_init else '✗'}, layer {'✓' if scaler else '✗'}"
+                        yield Case(table, name, replace(DIGITS, local=local, rescale_init=rescale_init))
+        case "budgets":
+            fleets: dict[str, Budgets] = {
+                "quarters": Quarters(),
+                "8-4-2-1": Groups("8-4-2-1"),
+                "log-normal": LogNormal(),
+            }
+            fleets |= {"4-4-2-1": Groups("4-4-2-1"), "2-2-2-1": Groups("2-2-2-1"), "step": Step()}
+            for name, fleet in fleets.items():
+                for method, how in (
+                    ("Split-Mix", DIGITS),
+                    ("SHeteroFL", SHeteroFL(local=replace(DIGITS.local, scaler=False))),
+                ):
+                    yield Case(table, method, how, fleet, name)
+        case "contact":
+            for contact in (1.0, 0.5, 0.2, 0.1):
+                yield Case(table, "Split-Mix", DIGITS, setting=f"{contact:g} of clients", contact=contact)
+
+
+class Tables:
+    """All cases of one data set."""
+
+    def __init__(self, asked: argparse.Namespace) -> None:
+        self.asked = asked
+        self.kind = "cifar10" if asked.table[0] in ("cifar10", "iid") else "digits"
+        self.pool = npz(asked.data, **SCALE)
+        model = fq.models.MODELS["digits_cnn_norm" if self.kind == "digits" else "preresnet18"].factory
+        self.runs = Runs(fq.trace(model, self.pool.example), asked.out, asked.device, asked.precision)
+        self.data: dict[tuple[str, int], FederatedData] = {}
+
+    def deal(self, table: str, seed: int) -> FederatedData:
+        if (table, seed) not in self.data:
+            how: dict[str, Partition] = {"cifar10": Labels(3), "iid": Iid()}
+            partition = how.get(table, Domains(fraction=self.asked.part))
+            dealt = self.pool.deal(CLIENTS[self.kind], partition, seed)
+            self.data = {(table, seed): dealt.to(torch.device(self.asked.device), DTYPES[self.asked.precision])}
+        return self.data[table, seed]
+
+    def play(self, case: Case, seed: int) -> dict[str, Any]:
+        asked, data = self.asked, self.deal(case.table, seed)
+        contact = case.contact if self.kind == "digits" else 0.1 * case.contact
+        fleet = fq.Fleet.of(case.fleet, CLIENTS[self.kind], contact, seed=seed)
+        how = fq.Evaluation(every=asked.every, batch_size=100, local=False, shares=WIDTHS)
+        known = {"table": case.table, "method": case.method, "setting": case.setting, "part": asked.part}
+        return self.runs.run(known, case.how, data, fleet, asked.rounds, how, seed, local=True)
+
+
+def told(lines: list[dict[str, Any]]) -> str:
+    """Means over seeds; of nets that were trained at one width, that width alone."""
+    rows: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for line in lines:
+        rows.setdefault((line["setting"], line["method"]), []).append(line)
+    shares = [str(width) for width in reversed(WIDTHS)]
+    table = []
+    for (setting, method), same in rows.items():
+        own = [share for share in shares if "×" not in method or f"×{float(share):g}" == method.split()[-1]]
+        row = [setting, method]
+        for share in shares:
+            key = "1.0" if "×" in method and share in own else share  # the widest that there is
+            found = [_mean(one, key) for one in same] if share in own else []
+            row.append(percent([value for value in found if value is not None]))
+        row += [percent([v for one in same for v in one["metrics"].get("local_accuracy", {}).values()])]
+        table.append([*row, f"{same[0]['gigabytes']:.1f}", f"{same[0]['seconds']:.0f}"])
+    return markdown(["setting", "method", *(f"×{share}" for share in shares), "own, ×1", "GB", "s"], table)
+
+
+def _mean(line: dict[str, Any], share: str) -> float | None:
+    """Over domains, where there are some, else over the test set."""
+    domains = [v[share] for name, v in line["metrics"].items() if name.startswith("accuracy/") and share in v]
+    found: float | None = statistics.fmean(domains) if domains else line["accuracy"].get(share)
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help="an .npz file with x_train, y_train, x_test, y_test, and domains for Digits")
+    names = ("digits", "ablation", "budgets", "contact", "cifar10", "iid")
+    parser.add_argument("--table", nargs="+", default=["digits"], choices=names)
+    parser.add_argument("--methods", nargs="*", default=[], help="only these")
+    parser.add_argument("--part", type=float, default=0.3, help="of each client's training images of Digits")
+    parser.add_argument("--seeds", type=int, nargs="+", default=[0])
+    parser.add_argument("--rounds", type=int, default=400)
+    parser.add_argument("--every", type=int, default=50, help="rounds between evaluations")
+    parser.add_argument("--out", type=Path, default=Path("splitmix.jsonl"))
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    asked = parser.parse_args()
+    tables = Tables(asked)
+    for table in asked.table:
+        chosen = [case for case in cases(table) if not asked.methods or case.method in asked.methods]
+        lines = [tables.play(case, seed) for seed in asked.seeds for case in chosen]
+        print(f"\n{table}\n{told(lines)}\n")
+
+
+if __name__ == "__main__":
+    main()
