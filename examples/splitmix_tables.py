@@ -72,18 +72,12 @@ def cases(table: str) -> Iterator[Case]:
                         name = f"{norm}, init {'✓' if rescale_init else '✗'}, layer {'✓' if scaler else '✗'}"
                         yield Case(table, name, replace(DIGITS, local=local, rescale_init=rescale_init))
         case "budgets":
-            fleets: dict[str, Budgets] = {
-                "quarters": Quarters(),
-                "8-4-2-1": Groups("8-4-2-1"),
-                "log-normal": LogNormal(),
-            }
-            fleets |= {"4-4-2-1": Groups("4-4-2-1"), "2-2-2-1": Groups("2-2-2-1"), "step": Step()}
-            for name, fleet in fleets.items():
-                for method, how in (
-                    ("Split-Mix", DIGITS),
-                    ("SHeteroFL", SHeteroFL(local=replace(DIGITS.local, scaler=False))),
-                ):
-                    yield Case(table, method, how, fleet, name)
+            groups = ("8-4-2-1", "8-4-4-1", "8-2-2-1", "8-2-1-1", "8-1-1-1")
+            fleets: dict[str, Budgets] = {name: Groups(name) for name in groups}
+            slim = SHeteroFL(local=replace(DIGITS.local, scaler=False))
+            for name, fleet in {**fleets, "step": Step(), "log-normal": LogNormal()}.items():
+                yield Case(table, "Split-Mix", DIGITS, fleet, name)
+                yield Case(table, "SHeteroFL", slim, fleet, name)
         case "contact":
             for contact in (1.0, 0.5, 0.2, 0.1):
                 yield Case(table, "Split-Mix", DIGITS, setting=f"{contact:g} of clients", contact=contact)
