@@ -260,7 +260,7 @@ class EagerRounds(Eager):
         with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16"):
             for share in dict.fromkeys(self.case.shares):
                 budget = fq.Budget(share=share)
-                self._test(self.case.method.deploy(self.server, budget, self.world))
+                self._test(*self.case.method.deploy(self.server, budget, self.world))
 
     def _test(self, submodel: Submodel) -> None:
         net = self.case.family.module(submodel, self.server.weights).to(DEVICE).train()
@@ -286,9 +286,8 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     base, exam = median(eager.round, 3, warm=1), median(eager.evaluate, 3, warm=1)
     case.family.cutter.flat = None
     fleet = fq.Fleet.of(SHARES, 100, 10)
-    run = fq.prepare(
-        case.method, case.family, data, fleet, device="cuda", precision=precision, evaluation=fq.Evaluation(every)
-    )
+    how = fq.Evaluation(every, EXAM)
+    run = fq.prepare(case.method, case.family, data, fleet, device="cuda", precision=precision, evaluation=how)
     run.engine.memory = MEMORY
     began = time.perf_counter()
     run.train(every)

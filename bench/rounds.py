@@ -99,11 +99,11 @@ class Ours:
         run, batch_size = self.run, self.run.evaluation.batch_size
         world, parts = run.engine.world, run.engine.data.test_parts
         assert parts is not None
-        whole = run.method.deploy(run.server, fq.Budget(share=1.0), world)
+        (whole,) = run.method.deploy(run.server, fq.Budget(share=1.0), world)
         with self.clock("calibration"):
             weights = ready(run.method, run.server, [whole], run.engine, batch_size)[whole]
         with self.clock("evaluation"):
-            exam = Exam("1.0", whole, weights)
+            exam = Exam("1.0", (whole,), weights)
             own = [replace(exam, samples=parts[id], held=run.engine.held(id)) for id in range(CLIENTS)]
             return run.engine.evaluate(run.method, [exam, *own], batch_size)[0].accuracy
 

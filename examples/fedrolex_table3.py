@@ -3,8 +3,8 @@
     python examples/fedrolex_table3.py cifar10.npz --out table3.jsonl --device cuda --precision bf16
 
 One line of JSON a run: tuning on a held-out tenth of every client's samples (the same learning rates for every
-method), the three sub-model methods over the full schedule with what was found, and both published presets for 500
-rounds. All runs share one engine, so that steps are recorded once. docs/results/fedrolex.md has what came out.
+method), the three sub-model methods over the full schedule with what was found, both published presets for 500
+rounds, and how often a weight is handed out. All runs share one engine, so that steps are recorded once. docs/results/fedrolex.md has what came out.
 """
 
 from __future__ import annotations
@@ -91,6 +91,26 @@ class Table:
         )
         return run.accuracy["1.0"]
 
+    def coverage(self, how_to: Method, rounds: int, **known: Any) -> None:
+        """How often the channels and the entries of the last convolution are handed out; nothing is trained."""
+        world = fq.World(self.family, self.seed)
+        name = [name for name in self.family.trainable if len(self.family.layout.dims[name]) == 4][-1]
+        sizes = self.family.layout.shape(name, self.family.layout.sizes)[:2]
+        held = [torch.zeros(rounds * COHORT, size) for size in sizes]  # by client and round
+        place = 0
+        for played in range(rounds):
+            for id in self.fleet.cohort(played, self.seed):
+                client = self.fleet.client(id, played, self.seed, 0)
+                index = how_to.plan(fq.Server(played, {}), client, world)[0].index
+                for own, kept in zip(held, self.family.cutter.rows(name, index), strict=False):
+                    own[place, slice(None) if kept is None else kept.tensor] = 1
+                place += 1
+        told: dict[str, Any] = {"weight": name}
+        for what, counts in (("channel", held[0].sum(0)), ("entry", held[0].T @ held[1])):
+            told |= {f"{what}_least": int(counts.min()), f"{what}_mean": float(counts.mean())}
+        print(*known.values(), told, flush=True)
+        self._write({**known, "rounds": rounds, "seed": self.seed, **told})
+
     def _tell(self, known: dict[str, Any], record: fq.round.Record, began: float) -> None:
         if record.grades.accuracy:
             accuracy = {share: f"{100 * value:.1f}" for share, value in record.grades.accuracy.items()}
@@ -111,7 +131,7 @@ def main() -> None:
     parser.add_argument("--out", type=Path, default=Path("table3.jsonl"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--stages", default="tune,full,presets")
+    parser.add_argument("--stages", default="tune,full,presets,coverage")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--labels", type=int, default=2, choices=SCHEDULES)
     parser.add_argument("--batch-size", type=int, default=50)
@@ -149,6 +169,10 @@ def main() -> None:
         for name, lr in best.items():
             method = tuned(METHODS[name], lr, asked.labels, asked.batch_size)
             table.run(data, method, rounds, asked.every, stage="full", method=name, lr=lr, **known)
+    if "coverage" in stages:
+        for name in best:
+            rounds = asked.rounds or SCHEDULES[asked.labels][0]
+            table.coverage(METHODS[name](), rounds, stage="coverage", method=name)
     if "presets" in stages:
         for preset in ("paper", "released"):
             method = FedRolex.preset(preset)

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
+    from fedquilt.round.link import Clock, Codec, Columns, Link, Wireless
     from fedquilt.round.local import SGD, Adam, Constant, Cosine, Local, Steps
     from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update, World
 
@@ -31,6 +32,7 @@ _HOMES = {
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
+    "fedquilt.round.link": ("Clock", "Codec", "Columns", "Link", "Wireless"),
     "fedquilt.round.local": ("SGD", "Adam", "Constant", "Cosine", "Local", "Steps"),
     "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update", "World"),
 }
@@ -58,6 +60,9 @@ __all__ = [
     "Budget",
     "Checkpointing",
     "Client",
+    "Clock",
+    "Codec",
+    "Columns",
     "Constant",
     "Cosine",
     "Evaluation",
@@ -67,6 +72,7 @@ __all__ = [
     "FedquiltError",
     "Fleet",
     "Job",
+    "Link",
     "Local",
     "Payload",
     "Run",
@@ -74,6 +80,7 @@ __all__ = [
     "Steps",
     "Submodel",
     "Update",
+    "Wireless",
     "World",
     "__version__",
     "data",

@@ -39,6 +39,7 @@ from fedquilt.precision import DTYPES, Precision, unfit
 from fedquilt.records import load
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
+from fedquilt.round.link import LOSSES, Link, Loss
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
 from fedquilt.tracking import TRACKERS, Tracking
 
@@ -54,6 +55,7 @@ TABLES |= {
     Method: Table("method", METHODS),
     Budgets: Table("fleet", FLEETS),
     Partition: Table("partition", PARTITIONS),
+    Loss: Table("loss", LOSSES),
     Tracking: Table("tracker", TRACKERS),
 }
 
@@ -229,6 +231,7 @@ class Experiment:
     data: Source
     fleet: Devices = Devices()
     engine: Machine = Machine()
+    link: Link = Link()
     evaluation: Evaluation | None = None  # None: about ten times a run
     rounds: int = 20
     seed: int = 0
@@ -279,6 +282,7 @@ class Experiment:
             self.engine.precision,
             looks,
             self.engine.memories,
+            self.link,
         )
         if isinstance(run.engine, Vectorised) and self.engine.memory:
             run.engine.memory = self.engine.memory

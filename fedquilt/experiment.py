@@ -16,6 +16,7 @@ from fedquilt.data import FederatedData
 from fedquilt.engines import ENGINES, Engine
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
+from fedquilt.family.ensemble import Ensemble
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.milestones import Milestone, reached
@@ -23,6 +24,7 @@ from fedquilt.names import known
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
+from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import ready
 from fedquilt.terms import Budget, Client, Job, Server, World
 from fedquilt.tracking import Tracking, tracked
@@ -38,6 +40,7 @@ class Run:
     evaluation: Evaluation
     server: Server
     records: list[Record] = field(default_factory=list)
+    link: Link = PERFECT
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -61,6 +64,7 @@ class Run:
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
         self.fleet.check(rounds)
+        self.engine.link = self.link  # runs may share an engine, one after another
         while self.server.round < rounds:
             played = play(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
             with undisturbed():
@@ -86,27 +90,31 @@ class Run:
             if not 0 <= client < self.fleet.num_clients:
                 raise ConfigError(f"client {client} was asked for; the fleet has {self.fleet.num_clients}, from 0 on.")
             samples = self.engine.data.parts[client]
-            submodel = self.method.plan(self.server, Client(client, budget, len(samples)), world)[0]
-            size, most = family.count(submodel.arch), family.count(family.fit(budget))
+            nets = self.method.own(self.server, Client(client, budget, len(samples)), world)
+            size, most = sum(family.count(net.arch) for net in nets), family.count(family.fit(budget))
             if size > most:
                 raise BudgetError(
                     f"{type(self.method).__name__} trains one common net, of {size:,} parameters; "
                     f"the budget {budget} allows {most:,}."
                 )
-            job = Job(Client(client, budget, len(samples)), submodel, self.server.round)
-            weights = self.engine.start(self.server, job, self.method.learner(job, world)).state
+            jobs = [Job(Client(client, budget, len(samples)), net, self.server.round) for net in nets]
+            begin = self.engine.start
+            states = [begin(self.server, job, self.method.learner(job, world), PERFECT).state for job in jobs]
         elif self.method.personal:
             raise ConfigError(
                 f"{type(self.method).__name__} leaves its result on the clients, each its own. "
                 "Say whose: deploy(budget, client=0)."
             )
         else:
-            submodel = self.method.deploy(self.server, budget, world)
-            weights = ready(self.method, self.server, [submodel], self.engine, self.evaluation.batch_size)[submodel]
-        if family.statistics and not set(family.statistics) <= set(weights):
-            nets = [(submodel, weights)]
-            weights = {**weights, **self.engine.calibrate(nets, self.evaluation.batch_size, samples)[0]}
-        return family.assemble(submodel, weights).eval()
+            nets = self.method.deploy(self.server, budget, world)
+            found = ready(self.method, self.server, nets, self.engine, self.evaluation.batch_size)
+            states = [found[net] for net in nets]
+        if family.statistics and not all(set(family.statistics) <= set(state) for state in states):
+            pairs = list(zip(nets, states, strict=True))
+            measured = self.engine.calibrate(pairs, self.evaluation.batch_size, samples)
+            states = [{**state, **own} for state, own in zip(states, measured, strict=True)]
+        modules = [family.assemble(net, state) for net, state in zip(nets, states, strict=True)]
+        return (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
 
 
 def run(
@@ -126,8 +134,11 @@ def run(
     checkpointing: Checkpointing = Checkpointing(),
     memory_limit: int = LIMIT,
     trackers: Sequence[Tracking] = (),
+    link: Link = PERFECT,
 ) -> Run:
     """Train a family on a fleet's data and return the finished run. `watch` is called after every round.
+
+    What travels goes over `link`: fq.Link(loss=…, codec=…, clock=…), or fq.Link.preset("lossy-mild").
 
     With `out` the run is recorded in that folder, and with `resume` it goes on from what is there, if anything is.
     Its numbers go to `trackers` as well: TensorBoard, Weights & Biases, MLflow (`tracking.py`).
@@ -135,7 +146,7 @@ def run(
     """
     for one in trackers:
         one.check()
-    prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit)
+    prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link)
     try:
         with ExitStack() as stack:
             folder = None
@@ -183,15 +194,18 @@ def prepare(
     precision: Precision = "fp32",
     evaluation: Evaluation | None = None,
     memory_limit: int = LIMIT,
+    link: Link = PERFECT,
 ) -> Run:
     """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk.
 
-    The engine of another run of the same family may be given: seed, device, precision and all it has recorded are its.
+    The engine of another run of the same family may be given: device, precision and all it has recorded are its.
     """
     _check_kind("run", method, Method, "fq.methods.FedAvg()")
     _check_kind("run", family, Family, "fq.trace(module, data.example)")
     _check_kind("run", data, FederatedData, "pool.deal(20)")
     _check_kind("run", fleet, Fleet, "fq.Fleet.of([1, 1/2], num_clients=20)")
+    _check_kind("run", link, Link, 'fq.Link.preset("lossy-mild")')
+    link.check(fleet.num_clients)
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
@@ -201,14 +215,16 @@ def prepare(
     if isinstance(engine, Engine):
         if engine.world.family is not family:
             raise ConfigError("the engine of another run was given; it trains another family than this run's.")
-        engine.deal(data)
+        engine.deal(data, seed)
     else:
         world = World(family, seed, torch.device(device), known(DTYPES, precision, "precision"), data.public)
         engine = known(ENGINES, engine, "engine")(world, data, precision=precision)
     server = method.init(engine.world)
     memory = Memories(memory_limit, engine.world.device)
     memory.update(server.memory)
-    return Run(method, fleet, engine, evaluation or Evaluation(), replace(server, memory=memory))
+    engine.link = link
+    engine.follow(method)
+    return Run(method, fleet, engine, evaluation or Evaluation(), replace(server, memory=memory), link=link)
 
 
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands

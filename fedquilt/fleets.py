@@ -326,7 +326,8 @@ def _check_columns(file: str, what: str, found: Sequence[str], needs: Sequence[s
     problems += [f"column {name!r} is there twice" for name in dict.fromkeys(found) if found.count(name) > 1]
     for name in found:
         if name not in knows:
-            hint = "; links are not simulated yet, leave it out" if any(word in name for word in _LINKS) else ""
+            of_links = any(word in name for word in _LINKS)
+            hint = "; how fast links are is said by the settings' table link.clock, leave it out" if of_links else ""
             problems.append(f"column {name!r} is not known{hint}")
     if problems:
         listed = ", ".join(knows)

@@ -213,8 +213,8 @@ def _training_step(
     def step() -> None:
         nonlocal state, slots
         for phase in learner.phases_at(0):
-            grads, _ = gradient(learner, family, arch, phase, state, state, state, batch)
-            state, slots = move(learner, state, slots, grads, learner.masks(family, arch, phase, where), 0)
+            grads, _ = gradient(learner, family, arch, phase.objective, state, state, batch)
+            state, slots = move(learner, phase, state, slots, grads, learner.masks(family, arch, phase, where), 0)
         if where.type == "cuda":
             torch.cuda.synchronize(where)
 

@@ -324,7 +324,7 @@ def identity(run: Run) -> dict[str, Any]:
         "data": run.engine.data,
         "fleet": run.fleet,
         "engine": type(run.engine).__name__,
-        "link": run.engine.link,
+        "link": run.link,
         "seed": world.seed,
         "device": world.device.type,
         "precision": run.engine.precision,
@@ -423,6 +423,7 @@ def portrait(run: Run, rounds: int) -> dict[str, Any]:
         "engine": type(run.engine).__name__.lower(),
         "device": str(world.device),
         "precision": run.engine.precision,
+        "link": str(run.link),
         "method": repr(run.method),
         "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
         "data": run.engine.data.name,
@@ -445,8 +446,9 @@ def summarise(run: Run) -> dict[str, Any]:
 
     family = run.engine.world.family
     members = members_by_share(run.method, run.server, run.fleet, run.engine.world)
-    costs = {share: family.cost(submodel) for share, submodel in members.items()}
+    costs = {share: [family.cost(net) for net in nets] for share, nets in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
+    over = [record.link_seconds for record in run.records if record.link_seconds is not None]
     return {
         "method": _registered(METHODS, run.method),
         "model": type(family._module).__name__,
@@ -458,9 +460,13 @@ def summarise(run: Run) -> dict[str, Any]:
         "seconds": sum(record.seconds for record in run.records),
         "bytes_down": sum(record.bytes_down for record in run.records),
         "bytes_up": sum(record.bytes_up for record in run.records),
+        **({"link_seconds": sum(over)} if over else {}),
         "accuracy": last.accuracy,
         "metrics": last.metrics,
-        "members": {share: {"params": cost.params, "macs": cost.macs} for share, cost in costs.items()},
+        "members": {
+            share: {"params": sum(cost.params for cost in some), "macs": sum(cost.macs for cost in some)}
+            for share, some in costs.items()
+        },
         "fedquilt": __version__,
     }
 

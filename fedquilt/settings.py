@@ -181,6 +181,9 @@ def _read_table(kinds: Sequence[Any], plain: Any, path: str, problems: list[Prob
         kind = kinds[0]
         if issubclass(kind, Choice):
             return _read_choice(kind, plain, path, problems)
+        if "name" in plain and hasattr(kind, "presets"):  # where there is one kind, a name is that of a preset
+            base = _preset(kind, plain["name"], _join(path, "name"), problems)
+            plain = {key: value for key, value in plain.items() if key != "name"}
         return _read_fields(kind, plain, path, problems, base if isinstance(base, kind) else UNSET)
     keys = {key: value for key, value in plain.items() if key != "name"}
     chosen = _chosen(kinds, plain.get("name", UNSET), path, problems, base)
@@ -503,6 +506,12 @@ def leaves(kind: Callable[..., Any], base: Any = UNSET, path: str = "") -> dict[
                         rows = leaves(option, path=f"{place}.").items()
                         own |= {f"{leaf} ({other})": row for leaf, row in rows if own.get(leaf) != row}
             found |= own
+        elif value is None and kinds:
+            named = choices(kinds)
+            found[place] = {"type": shown_hint(one.hint), "default": "none", "what it is": helps.get(name, "")}
+            for other, option in named.items():
+                which = f" ({other})" if len(named) > 1 else ""
+                found |= {f"{leaf}{which}": row for leaf, row in leaves(option, path=f"{place}.").items()}
         else:
             shown = "needed" if value is UNSET else json.dumps(_shown_default(Parameter(one.hint, value)))
             found[place] = {"type": shown_hint(one.hint), "default": shown, "what it is": helps.get(name, "")}

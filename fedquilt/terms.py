@@ -40,6 +40,9 @@ class Submodel:
     scope: str = ""
 
 
+Mix = tuple[Submodel, ...]  # nets whose logits are averaged; most methods give a device one
+
+
 @dataclass(frozen=True)
 class Budget:
     """What a device can hold: a share of every axis, or a bound on multiply-adds, parameters or training memory."""
@@ -70,6 +73,7 @@ class Client:
     id: int
     budget: Budget
     size: int = 0
+    turn: int = 0  # how many were asked before it, over all rounds: where a cycle that all share stands
 
 
 @dataclass(frozen=True)

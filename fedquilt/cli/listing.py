@@ -6,15 +6,16 @@ from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.names import known
-from fedquilt.settings import described, leaves
+from fedquilt.settings import described, leaves, write
 
 if TYPE_CHECKING:
     from fedquilt.methods import Method
     from fedquilt.models import ModelSpec
+    from fedquilt.round.link import Link
 
 Entry = dict[str, Any]
 
-LISTS = ("methods", "models", "data", "partitions", "fleets", "engines", "trackers")
+LISTS = ("methods", "models", "data", "partitions", "fleets", "links", "engines", "trackers")
 
 
 def entries(what: str, name: str = "") -> dict[str, Entry]:
@@ -29,6 +30,8 @@ def options(what: str, name: str) -> dict[str, Entry]:
     from fedquilt.config import Machine
 
     kind = _known(what, name)
+    if what == "links":
+        return leaves(type(kind), kind)
     found = leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
     if presets := getattr(kind, "presets", None):
         shown = {"type": " | ".join(presets), "default": "null", "what it is": "a setting of its paper's or its code's"}
@@ -47,9 +50,10 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.fleets import FLEETS
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
+    from fedquilt.round.link import LINKS
     from fedquilt.tracking import TRACKERS
 
-    tables = (METHODS, MODELS, DATA, PARTITIONS, FLEETS, ENGINES, TRACKERS)
+    tables = (METHODS, MODELS, DATA, PARTITIONS, FLEETS, LINKS, ENGINES, TRACKERS)
     return known(dict(zip(LISTS, tables, strict=True)), what, "list")
 
 
@@ -72,6 +76,10 @@ def _engine(kind: type) -> Entry:
     return {"summary": _first_line(kind), **described(Machine)}
 
 
+def _link(link: Link) -> Entry:
+    return {"summary": str(link), "settings": write(link), **described(type(link))}
+
+
 def _plain(kind: Callable[..., Any]) -> Entry:
     return {"summary": _first_line(kind), **described(kind)}
 
@@ -80,4 +88,4 @@ def _first_line(thing: object) -> str:
     return (thing.__doc__ or "").strip().split("\n")[0]
 
 
-_ABOUT: dict[str, Callable[[Any], Entry]] = {"methods": _method, "models": _model, "engines": _engine}
+_ABOUT: dict[str, Callable[[Any], Entry]] = {"methods": _method, "models": _model, "engines": _engine, "links": _link}

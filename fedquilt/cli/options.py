@@ -51,6 +51,7 @@ FLAGS = {
     "batch_size": "method.local.batch_size",
     "epochs": "method.local.epochs",
     "track": "tracking",
+    "link": "link",
 }
 
 
@@ -113,6 +114,7 @@ class Options(DataOptions):
     cohort: Number = None  # clients that take part in a round: a number, or below 1 a part of all
     device: Text = None  # such as cpu, cuda or cuda:1
     precision: Precision = None  # of products on the device; fp64 is that of everything
+    link: Text = None  # a name of `fedquilt list links`: what is lost or coded on the way
     lr: Real = None  # local learning rate
     batch_size: Whole = None  # local batch size
     epochs: Whole = None  # local epochs a round

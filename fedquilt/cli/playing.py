@@ -37,11 +37,14 @@ class Playing:
 
     @property
     def title(self) -> str:
+        from fedquilt.round.link import PERFECT
+
         assert self.run is not None
         names, fleet = self.experiment.names, self.run.fleet
+        over = f"; {self.run.link}" if self.run.link != PERFECT else ""
         return (
             f"{names['method']} on {names['data']}: {names['model']} for {fleet.num_clients} clients, {fleet.sample} a "
-            f"round, {names['engine']} on {self.experiment.engine.device}"
+            f"round, {names['engine']} on {self.experiment.engine.device}{over}"
         )
 
     def play(self, begin: Callable[[str, int], Watch]) -> None:

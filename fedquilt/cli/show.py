@@ -165,7 +165,8 @@ def _members(summary: Mapping[str, Any]) -> dict[str, dict[str, int]]:
 
 def _totals(summary: Mapping[str, Any]) -> str:
     down, up, seconds, rounds = (summary[key] for key in ("bytes_down", "bytes_up", "seconds", "rounds"))
-    return f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s; {size(down)} to the clients, {size(up)} back"
+    over = f", {summary['link_seconds']:,.1f} s over the link" if "link_seconds" in summary else ""
+    return f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s; {size(down)} to the clients, {size(up)} back{over}"
 
 
 def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
@@ -180,6 +181,7 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
             "to clients": size(summary["bytes_down"]),
             "back": size(summary["bytes_up"]),
             "seconds": f"{summary['seconds']:.1f}",
+            **({"over the link": f"{summary['link_seconds']:,.1f} s"} if "link_seconds" in summary else {}),
         }
         for name, summary in summaries.items()
     }

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
 from fedquilt.precision import Precision, computing, unfit
-from fedquilt.round.link import Link, Perfect
+from fedquilt.round.link import Link, Trip
 from fedquilt.round.local import Learner, OptimiserState, State, itinerary
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, Score
@@ -31,24 +31,40 @@ _HOLDERS_KEPT = 4096
 _CALIBRATION = 1 << 16  # samples that norm statistics are measured over, at most: all of CIFAR or MNIST
 
 
+class Cost(NamedTuple):
+    """What a client's round took: bytes both ways, and multiply-adds."""
+
+    down: int = 0
+    up: int = 0
+    macs: int = 0
+
+
 @dataclass
 class Outcome:
     """What a cohort's training leaves behind besides the fold."""
 
     memory: dict[tuple[int, str], Memory] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)
-    bytes_down: int = 0
-    bytes_up: int = 0
-    macs: int = 0
+    costs: dict[int, Cost] = field(default_factory=dict)  # by client
     stacks: int = 0  # how many groups of clients were trained as one
+
+    def charge(self, client: int, down: int, up: int, macs: int) -> None:
+        """Count what a client was sent, what arrived from it, and the multiply-adds of its training."""
+        had = self.costs.get(client, Cost())
+        self.costs[client] = Cost(had.down + down, had.up + up, had.macs + macs)
+
+    @property
+    def total(self) -> Cost:
+        """What all clients took together."""
+        costs = self.costs.values()
+        return Cost(sum(one.down for one in costs), sum(one.up for one in costs), sum(one.macs for one in costs))
 
     def join(self, other: Outcome) -> None:
         """Take what other clients of the cohort left behind."""
         self.memory.update(other.memory)
         self.losses += other.losses
-        self.bytes_down += other.bytes_down
-        self.bytes_up += other.bytes_up
-        self.macs += other.macs
+        for client, cost in other.costs.items():
+            self.charge(client, *cost)
         self.stacks += other.stacks
 
 
@@ -59,7 +75,18 @@ class Start:
     state: State
     slots: OptimiserState | None  # what it remembers; None: empty
     steps: int  # optimiser steps behind the slots
-    bytes: int  # that were sent to it
+    bytes: int  # that arrived
+    known: Weights = field(default_factory=dict)  # where links code changes: what both sides know that it received
+
+
+@dataclass(frozen=True)
+class Delivery:
+    """What came of a client's uploads."""
+
+    sent: tuple[Payload, ...]  # as they arrived
+    bytes: int
+    intact: bool  # every payload arrived as it was sent
+    slots: Slots = field(default_factory=dict)  # what the client keeps of it
 
 
 @dataclass(frozen=True)
@@ -91,7 +118,7 @@ class Engine(ABC):
 
     world: World
     data: FederatedData
-    link: Link = field(default_factory=Perfect)
+    link: Link = Link()
     precision: Precision = "fp32"  # of products; weights and sums are the world's dtype
 
     @classmethod  # noqa: B027 (most need nothing)
@@ -107,11 +134,16 @@ class Engine(ABC):
             raise ConfigError(f"precision = {why}")
         self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
         self._cut_from: Weights | None = None
-        self._first: dict[frozenset[str], dict[str, Tensor]] = {}  # by scopes
+        self.method: Method | None = None
+        self._first: Weights | None = None
         self.deal(self.data)
 
-    def deal(self, data: FederatedData) -> None:
-        """Go on with other data, or the same dealt otherwise."""
+    def deal(self, data: FederatedData, seed: int | None = None) -> None:
+        """Go on with other data, or the same dealt otherwise; and with another seed."""
+        if seed is not None and seed != self.world.seed:
+            self.world = replace(self.world, seed=seed)
+            self.__dict__.pop("initial", None)
+            self._first = None
         self.data = data.to(self.world.device, self.world.dtype)
         self._holds: dict[int, Tensor] = {}
         self.__dict__.pop("pooled", None)
@@ -122,6 +154,7 @@ class Engine(ABC):
     def train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold) -> Outcome:
         """Cut, send, train, send back and add: everything a cohort does between plan and finish."""
         outcome = Outcome()
+        self.follow(method)
         for submodel, job in {job.submodel: job for job in jobs}.items():
             self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
         try:
@@ -157,28 +190,78 @@ class Engine(ABC):
 
     # --- the pieces they share ---------------------------------------------------------------------------------
 
-    def start(self, server: Server, job: Job, learner: Learner) -> Start:
-        """What it received, else what it remembers, else the initial weights, position by position."""
-        family, submodel = self.world.family, job.submodel
+    def start(self, server: Server, job: Job, learner: Learner, link: Link | None = None) -> Start:
+        """What it received, else what it remembers, else the initial weights, position by position.
+
+        It comes over the engine's link, or another.
+        """
+        family, submodel, link = self.world.family, job.submodel, self.link if link is None else link
         names, shared = learner.names(family), learner.received(family)
         memory = server.memory.get((job.client.id, submodel.scope))
         with self.blame(job, "receiving"):
             payload = Payload(submodel, self._cut(server, submodel, shared))
-            arrived, sent = self.link.down(payload, job.client, job.round)
-            if arrived.submodel == submodel and len(shared) == len(names):
+            known = self._known(server, job, shared) if link.tracks else {}
+            arrival = link.down(payload, Trip(self.world, job), known)
+            arrived = arrival.payload
+            if arrived and arrived.submodel == submodel and len(shared) == len(names):
                 state = {name: arrived.weights[name] for name in names}
             else:
-                state = family.cutter.gather(self._initial(server), submodel, names)
+                state = family.cutter.gather(self._initial, submodel, names)
                 if memory:
                     state = family.cutter.overlay(state, submodel.index, memory.weights, memory.submodel.index)
-                state = family.cutter.overlay(state, submodel.index, arrived.weights, arrived.submodel.index)
+                if arrived:
+                    state = family.cutter.overlay(state, submodel.index, arrived.weights, arrived.submodel.index)
+            if arrived and link.coder:
+                coded = {name: arrived.weights[name] for name in self._coded(shared)}
+                known = family.cutter.overlay(known, submodel.index, coded, arrived.submodel.index) if known else coded
             slots = None
             if memory and learner.keep_slots:
                 slots = learner.start_slots(state, family)
                 for slot, values in slots.items():
                     remembered = memory.slots.get(slot, {})
                     slots[slot] = family.cutter.overlay(values, submodel.index, remembered, memory.submodel.index)
-        return Start(state, slots, memory.steps if memory and learner.keep_slots else 0, sent)
+        return Start(state, slots, memory.steps if memory and learner.keep_slots else 0, arrival.bytes, known)
+
+    def _coded(self, names: Sequence[str]) -> list[str]:
+        """The weights whose changes a link may code: norm statistics and constants are sent as they are."""
+        trainable = set(self.world.family.trainable)
+        return [name for name in names if name in trainable]
+
+    def _known(self, server: Server, job: Job, names: Sequence[str]) -> dict[str, Tensor]:
+        """What both sides know that a client received last, else the initial weights, which both have."""
+        first = self.world.family.cutter.gather(self._initial, job.submodel, self._coded(names))
+        since = self._recalled(server, job, "received", first)
+        return {name: value + since[name] for name, value in first.items()}
+
+    def _recalled(self, server: Server, job: Job, slot: str, like: Weights) -> dict[str, Tensor]:
+        """A slot of a client's memory at a job's positions; zero where there is nothing."""
+        found = {name: torch.zeros_like(value) for name, value in like.items()}
+        memory = server.memory.get((job.client.id, job.submodel.scope))
+        if memory and slot in memory.slots:
+            there = memory.slots[slot], memory.submodel.index
+            found = self.world.family.cutter.overlay(found, job.submodel.index, *there)
+        return found
+
+    def deliver(self, server: Server, job: Job, uploads: Sequence[Payload], known: Weights) -> Delivery:
+        """Send what a client trained; `known` is what both sides know that it started from."""
+        cutter, held, link = self.world.family.cutter, job.submodel.index, self.link
+        residual = self._recalled(server, job, "residual", known) if link.feedback else {}
+        lost, sent, size, intact = residual, [], 0, True
+        with self.blame(job, "sending"):
+            for place, payload in enumerate(uploads):
+                index = payload.submodel.index
+                beside = [cutter.narrow(one, held, index) if one else one for one in (known, residual)]
+                arrival = link.up(payload, Trip(self.world, job, up=True, place=place), *beside)
+                size, intact = size + arrival.bytes, intact and arrival.payload is payload
+                if arrival.payload:
+                    sent.append(arrival.payload)
+                    if arrival.error:  # of what did not arrive the residual stays as it was
+                        lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.index)
+            slots = {"residual": lost} if link.feedback else {}
+            if link.tracks:  # as the difference from the beginning, so that nothing is zero, as in every slot
+                first = cutter.gather(self._initial, job.submodel, list(known))
+                slots["received"] = {name: value - first[name] for name, value in known.items()}
+        return Delivery(tuple(sent), size, intact, slots)
 
     def _cut(self, server: Server, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Clients that get the same positions get the same tensors: cut once. Few are kept: a cohort may not fit."""
@@ -202,23 +285,41 @@ class Engine(ABC):
             for name, value in world.family.init(world.seed).items()
         }
 
-    def _initial(self, server: Server) -> dict[str, Tensor]:
-        """The weights everyone started from, under every scope the server has."""
-        scopes = frozenset(name[: name.rfind("/") + 1] for name in server.weights)  # "base3/fc.weight" has "base3/"
-        if scopes not in self._first:
-            first = {f"{scope}{name}": value for scope in sorted(scopes) for name, value in self.initial.items()}
-            self._first[scopes] = first
-        return self._first[scopes]
+    @property
+    def _initial(self) -> Weights:
+        """The weights everyone started from, under every scope the method has."""
+        if self._first is None:
+            self._first = self.initial if self.method is None else self.method.initial(self.world)
+        return self._first
+
+    def follow(self, method: Method) -> None:
+        """Train by this method from now on: clients that have received nothing have its initial weights."""
+        if method is not self.method:
+            self.method, self._first = method, None
+
+    def kept(self, learner: Learner) -> tuple[str, ...]:
+        """The weights a client keeps for its next round: where something may get lost, all that it trained."""
+        family = self.world.family
+        if not self.link.lossy:
+            return learner.kept(family)
+        return tuple(name for name in learner.names(family) if name not in family.carried)
 
     def remember(
-        self, server: Server, job: Job, learner: Learner, state: State, slots: OptimiserState, steps: int
+        self,
+        server: Server,
+        job: Job,
+        learner: Learner,
+        state: State,
+        slots: OptimiserState,
+        steps: int,
+        travel: Slots,
     ) -> Memory | None:
         """What the client keeps for its next round. Positions it did not hold this time stay as they were."""
-        kept = learner.kept(self.world.family)
-        if not kept and not learner.keep_slots:
+        weights = {name: state[name].clone() for name in self.kept(learner)}
+        if not weights and not learner.keep_slots and not travel:
             return None
-        weights = {name: state[name].clone() for name in kept}
-        new = Memory(job.submodel, weights, slots if learner.keep_slots else {}, steps if learner.keep_slots else 0)
+        own = {**slots, **travel} if learner.keep_slots else travel
+        new = Memory(job.submodel, weights, own, steps if learner.keep_slots else 0)
         old = server.memory.get((job.client.id, job.submodel.scope))
         return new if old is None or old.submodel.index == new.submodel.index else self._joined(server, old, new)
 
@@ -234,7 +335,7 @@ class Engine(ABC):
             return cutter.overlay(under, index, after, new.submodel.index)
 
         # Between two cuts lie pairs of positions that neither held: there a client has its initial weights.
-        weights = joined(cutter.gather(self._initial(server), both, list(new.weights)), old.weights, new.weights)
+        weights = joined(cutter.gather(self._initial, both, list(new.weights)), old.weights, new.weights)
         sizes, slots = family.layout.sizes | arch.sizes, {}
         for slot, values in new.slots.items():
             empty = {name: v.new_zeros(family.layout.shape(name, sizes)) for name, v in values.items()}

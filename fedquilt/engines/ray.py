@@ -34,6 +34,7 @@ from fedquilt.round.merge import Fold
 from fedquilt.terms import Job, Memory, Server, World
 
 if TYPE_CHECKING:
+    from fedquilt.data import FederatedData
     from fedquilt.methods.method import Method
 
 _log = logging.getLogger("fedquilt")
@@ -71,8 +72,11 @@ class Ray(Vectorised):
     def __post_init__(self) -> None:
         self.check()
         super().__post_init__()
-        self._ground: Any = None  # family and data, in the object store
         self._crew: Crew | None = None
+
+    def deal(self, data: FederatedData, seed: int | None = None) -> None:
+        super().deal(data, seed)
+        self._ground: Any = None  # family and data, in the object store
 
     def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
         """Broadcast the server's state once, have the chunks trained, and join what comes back in their order."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 import torch
@@ -12,9 +12,9 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome
 from fedquilt.family.net import Pass
-from fedquilt.round.local import Batch, Learner, augment, gradient, move, spans
+from fedquilt.round.local import Batch, Learner, augment, clipped, gradient, move, spans, teach
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
+from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, mixed, right
 from fedquilt.terms import Job, Payload, Server, Submodel, Update, Weights
 
 if TYPE_CHECKING:
@@ -34,35 +34,37 @@ class Sequential(Engine):
     def _train_one(self, server: Server, job: Job, learner: Learner, outcome: Outcome) -> Update:
         family, arch = self.world.family, job.submodel.arch
         start = self.start(server, job, learner)
-        outcome.bytes_down += start.bytes
         state, received = start.state, start.state
         slots = learner.start_slots(state, family) if start.slots is None else start.slots
         held, losses, batches = self.held(job.client.id).to(self.world.device), [], self.batches(job, learner)
         with self.blame(job, "training"):
             for step, rows in enumerate(batches):
                 batch = self._batch(job, learner, rows, held, step)
-                before = state
+                if learner.taught:
+                    batch = replace(batch, taught=teach(family, arch, learner.local, state, batch))
                 for place, phase in enumerate(learner.phases_at(step)):
-                    grads, (loss, seen) = gradient(learner, family, arch, phase, state, received, before, batch)
+                    grads, (loss, seen) = gradient(learner, family, arch, phase.objective, state, received, batch)
+                    grads = clipped(grads, learner.local.optimiser.clip)
                     masks = learner.masks(family, arch, phase, self.world.device)
                     count = start.steps + learner.moves(step) + place
-                    state, slots = move(learner, state, slots, grads, masks, count)
+                    state, slots = move(learner, phase, state, slots, grads, masks, count)
                     state = {**state, **seen}
                 losses.append(loss)
-        memory = self.remember(server, job, learner, state, slots, start.steps + learner.moves(len(batches)))
-        if memory:
-            outcome.memory[job.client.id, job.submodel.scope] = memory
         self.check_finite(job, torch.stack(losses), [state[name] for name in family.trainable])
         outcome.losses.append(float(torch.stack(losses).mean()))
-        outcome.macs += sum(map(len, batches)) * learner.macs(family, arch)
-        sent = []
-        for wanted in learner.uploads(family, job.submodel, held):
-            own = {name: state[name] for name in learner.sent(family)}
-            payload = Payload(wanted, family.cutter.narrow(own, job.submodel.index, wanted.index))
-            arrived, size = self.link.up(payload, job, memory)
-            outcome.bytes_up += size
-            sent.append(arrived)
-        return self.update(job, learner, tuple(sent), len(batches))
+        own = {name: state[name] for name in learner.sent(family)}
+        uploads = [
+            Payload(wanted, family.cutter.narrow(own, job.submodel.index, wanted.index))
+            for wanted in learner.uploads(family, job.submodel, held)
+        ]
+        delivery = self.deliver(server, job, uploads, start.known)
+        macs = learner.macs(family, arch, list(map(len, batches)))
+        outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
+        steps = start.steps + learner.moves(len(batches))
+        memory = self.remember(server, job, learner, state, slots, steps, delivery.slots)
+        if memory:
+            outcome.memory[job.client.id, job.submodel.scope] = memory
+        return self.update(job, learner, delivery.sent, len(batches))
 
     def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
         rows = rows.to(self.world.device)
@@ -77,9 +79,7 @@ class Sequential(Engine):
             for start, stop in spans(len(samples), batch_size, "keep"):
                 rows = samples[start:stop]
                 with torch.no_grad():
-                    net = self.world.family.net(exam.submodel.arch)
-                    logits, _ = net(exam.weights, self.data.test_samples(rows), mode)
-                    logits = logits.movedim(self.world.family.layout.class_dim, 1)
+                    logits = mixed(self.world.family, exam.nets, exam.weights, self.data.test_samples(rows), mode)
                     total += right(logits, self.data.test_targets[rows], exam.held)
             scores.append(Score(exam.label, *map(int, total)))
         return scores

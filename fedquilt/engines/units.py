@@ -3,14 +3,15 @@
 On a GPU a client's step is hundreds of kernels of a few microseconds: launching them one by one costs more than running
 them. A unit records its step as a CUDA graph and replays it, on a stream of its own, so that unequal units overlap.
 A unit knows nothing of rounds: it is loaded with whoever trains next. Cohorts may change from round to round, and
-nothing is recorded again as long as their sizes have been seen.
+nothing is recorded again as long as their sizes have been seen. Where the phases of a step are drawn, its parts are
+recorded instead of the whole, each when it is first needed: nets, not combinations of them.
 """
 
 from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -24,7 +25,19 @@ from fedquilt.devices import onto
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError, agrees
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import Batch, Learner, Phase, State, augment, gradient, laid_gradient, move, train_pass
+from fedquilt.round.local import (
+    Batch,
+    Everywhere,
+    Learner,
+    Objective,
+    Phase,
+    State,
+    apart,
+    gradient,
+    laid_gradient,
+    teach,
+    train_pass,
+)
 from fedquilt.terms import Arch
 
 if TYPE_CHECKING:
@@ -56,7 +69,7 @@ class Shape:
 
     @staticmethod
     def of(arch: Arch, learner: Learner, count: int, layout: Layout) -> Shape:
-        return Shape(arch, replace(learner, lr=0.0), count, layout)  # rates change over rounds: they are loaded
+        return Shape(arch, learner.timeless, count, layout)  # what changes over rounds is loaded
 
 
 class Unit:
@@ -66,8 +79,7 @@ class Unit:
         self.engine, self.shape = engine, shape
         world, family, learner = engine.world, engine.world.family, shape.learner
         device, count = world.device, shape.count
-        self._masks = [learner.masks(family, shape.arch, phase, device) for phase in learner.phases]
-        _check_capturable(learner, self._masks)
+        _check_capturable(learner)
         self._net = family.laid(shape.arch, count) if shape.layout == "laid" else None
         fresh = family.cutter.gather(engine.initial, prefix(shape.arch), learner.names(family))
         self.state = {name: self._place(value) for name, value in fresh.items()}
@@ -89,9 +101,13 @@ class Unit:
         fine = world.dtype == torch.float64 or not on_gpu
         self._fused = not (on_gpu and fine) or learner.local.optimiser.ages
         self.lr = torch.zeros((), dtype=torch.float32 if on_gpu and self._fused else torch.float64, device=device)
+        self._learner = learner  # of those who train; its phases are drawn by their round
         self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.ragged = False  # whether some client has no full batch in some step of the chunk
-        self._graphs: dict[bool, torch.cuda.CUDAGraph] = {}
+        self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
+        self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
+        self._constant = {} if learner.drawn else {phase: self._mask(phase) for phase in learner.phases}
+        self._hand = _Hand.empty(self) if learner.drawn else None
         if self._net is not None:
             self._compare()
 
@@ -128,7 +144,7 @@ class Unit:
 
     def load(self, stack: Stack) -> None:
         """Take over what the clients of a stack start from; from here on its tensors are the unit's own."""
-        self._stack = stack
+        self._stack, self._learner = stack, stack.learner
         rewrite(self.state, stack.state)
         rewrite(self.received, self.state)  # laid out alike, which is one launch
         for slot, values in self.slots.items():
@@ -156,7 +172,7 @@ class Unit:
             whole = next((group for group in groups if self._stack.sizes[group[0]][step] == size), [])
             everyone = len(whole) == self.shape.count
             if whole and (everyone or self._masking):
-                self._replay(masked=not everyone)
+                self._replay(step, masked=not everyone)
             else:
                 whole = []
                 self.at += 1
@@ -219,95 +235,252 @@ class Unit:
     # --- a step ----------------------------------------------------------------------------------------------------
 
     def record(self, masked: bool = False) -> None:
-        """Capture a step. Its warm-up trains on whatever the tensors hold: load afterwards."""
-        if self.stream is None or masked in self._graphs:
-            return
-        self._graphs[masked] = recorded(lambda: self._step(masked), self.stream)
+        """Capture a step; of one whose phases are drawn, the parts it begins with."""
+        if self.stream is not None:
+            for key, action in self._actions(self.shape.learner.phases, masked):
+                if key is None:
+                    action()
+                else:
+                    self._captured(key, action)
 
-    def _replay(self, masked: bool) -> None:
-        if self.stream is None:
-            self._step(masked)
-        else:
-            self._graphs[masked].replay()
+    def _captured(self, key: Hashable, action: Callable[[], None]) -> torch.cuda.CUDAGraph:
+        if key not in self._graphs:
+            assert self.stream is not None
+            own = [*self._tensors()]
+            before = [value.clone() for value in own]
+            self._graphs[key] = recorded(action, self.stream, self._pool)
+            for value, old in zip(own, before, strict=True):
+                value.copy_(old)
+            self.stream.wait_stream(torch.cuda.current_stream())
+        return self._graphs[key]
+
+    def _tensors(self) -> Iterator[Tensor]:
+        """What a step changes."""
+        yield from self.state.values()
+        for values in self.slots.values():
+            yield from values.values()
+        yield from (self.losses, self.at, self.age)
+        if self._hand is not None:
+            yield from self._hand.tensors()
+
+    def _replay(self, step: int, masked: bool) -> None:
+        for key, action in self._actions(self._learner.phases_at(step), masked):
+            if key is None or self.stream is None:
+                action()
+            else:
+                self._captured(key, action).replay()
 
     def replay_alone(self) -> None:
         """One step of whatever the tensors hold."""
         with self._on_stream():
-            self._replay(masked=False)
+            self._replay(0, masked=False)
+
+    def _actions(self, phases: tuple[Phase, ...], masked: bool) -> Iterator[tuple[Hashable, Callable[[], None]]]:
+        """What a step consists of, each with the name it is recorded under; without one it is only done."""
+        hand = self._hand
+        if hand is None:
+            yield masked, lambda: self._step(masked)
+            return
+        yield ("open", masked), lambda: self._deal(hand, masked)
+        for phase in phases:
+            for objective in apart(phase.objective):
+                yield objective, lambda objective=objective: self._add(hand, objective)  # type: ignore[misc]
+            if not isinstance(phase.moves, Everywhere):
+                yield None, lambda phase=phase: self._load_mask(hand, phase)  # type: ignore[misc]
+            whole = isinstance(phase.moves, Everywhere)
+            yield ("move", whole or phase.freeze), lambda p=phase, w=whole: self._play_hand(hand, p, w)  # type: ignore[misc]
+        yield ("close", masked), lambda: self._close(hand.losses, hand.before, hand.kept, masked)
+
+    # --- a step whose phases are always the same -------------------------------------------------------------------
 
     def _step(self, masked: bool) -> None:
         learner = self.shape.learner
-        rows = self.rows.index_select(0, self.at)[0]
-        inputs, targets = self.engine.data.samples(rows), self.engine.data.targets[rows]
-        keys = self.noise.index_select(0, self.at)[0]
-        old = masked or len(learner.phases) > 1
-        before = {name: value.clone() for name, value in self.state.items()} if old else self.state
-        kept = (
-            {slot: {n: v.clone() for n, v in values.items()} for slot, values in self.slots.items()} if masked else {}
-        )
+        batch = self._batch()
+        before = {name: value.clone() for name, value in self.state.items()} if masked else {}
+        kept = {slot: {n: v.clone() for n, v in values.items()} for slot, values in self.slots.items() if masked}
         losses = self.losses[0]
-        for phase, masks in zip(learner.phases, self._masks, strict=True):
-            self.age += 1
-            grads, (losses, seen) = self._gradients(phase, before, inputs, targets, keys)
-            self._move(grads, masks)
+        for phase in learner.phases:
+            grads, (losses, seen) = self._gradients(phase.objective, batch)
+            self._move(self.engine.clipped(learner, grads), phase, self._constant[phase])
             rewrite(self.state, seen)
+        self._close(losses, before, kept, masked)
+
+    def _batch(self) -> Batch:
+        """Everyone's batch of this step."""
+        learner = self.shape.learner
+        rows, keys = self.rows.index_select(0, self.at)[0], self.noise.index_select(0, self.at)[0]
+        inputs = self.engine.augmented(learner.local, self.engine.data.samples(rows), keys)
+        if self._channels_last and inputs.dim() == 5:
+            inputs = inputs[0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
+        batch = Batch(inputs, self.engine.data.targets[rows], self.held, keys)
+        return replace(batch, taught=self._taught(batch)) if learner.taught else batch
+
+    def _close(self, losses: Tensor, before: State, kept: Mapping[str, State], masked: bool) -> None:
         if masked:  # who has no batch in this step stays as it was
             who = self.active.index_select(0, self.at)[0]
-            _restore(self.state, before, who)
+            _put_back(self.state, before, who)
             for slot, values in self.slots.items():
-                _restore(values, kept[slot], who)
+                _put_back(values, kept[slot], who)
         self.losses.index_copy_(0, self.at, losses.to(self.losses.dtype).unsqueeze(0))
         self.at += 1
 
-    def _gradients(
-        self, phase: Phase, before: State, inputs: Tensor, targets: Tensor, keys: Tensor
-    ) -> tuple[State, tuple[Tensor, State]]:
+    # --- a step whose phases are drawn: parts that hand each other what they found -----------------------------------
+
+    def _deal(self, hand: _Hand, masked: bool) -> None:
+        """The batch, and what there was before it."""
+        for own, new in zip(hand.batch_tensors(), _tensors_of(self._batch()), strict=True):
+            own.copy_(new)
+        if masked:
+            rewrite(hand.before, self.state)
+            for slot, values in self.slots.items():
+                rewrite(hand.kept[slot], values)
+
+    def _add(self, hand: _Hand, objective: Objective) -> None:
+        """One objective's gradient to those of its phase."""
+        grads, (losses, seen) = self._gradients(objective, hand.batch)
+        torch._foreach_add_(list(hand.grads.values()), [_laid_out_as(grads[n], own) for n, own in hand.grads.items()])
+        hand.sums += losses
+        rewrite(self.state, seen)
+
+    def _load_mask(self, hand: _Hand, phase: Phase) -> None:
+        hand.mask.copy_(self.engine.region(self.shape.arch, phase.moves, self._channels_last))
+
+    def _play_hand(self, hand: _Hand, phase: Phase, whole: bool) -> None:
+        self._move(self.engine.clipped(self.shape.learner, hand.grads), phase, None if whole else hand.masks)
+        torch._foreach_zero_(list(hand.grads.values()))
+        hand.losses.copy_(hand.sums)
+        hand.sums.zero_()
+
+    # --- what both are made of -------------------------------------------------------------------------------------
+
+    def _taught(self, batch: Batch) -> Tensor:
         learner, family, arch = self.shape.learner, self.engine.world.family, self.shape.arch
         if self.shape.layout == "alone":
-            state, received, before = ({n: v[0] for n, v in s.items()} for s in (self.state, self.received, before))
-            seen = augment(inputs[0], learner.local, keys[0])
-            if self._channels_last and seen.dim() == 4:
-                seen = seen.contiguous(memory_format=torch.channels_last)
-            batch = Batch(seen, targets[0], self.held[0], keys[0])
-            grads, (loss, stats) = gradient(learner, family, arch, phase, state, received, before, batch)
+            own = {name: value[0] for name, value in self.state.items()}
+            return teach(family, arch, learner.local, own, _first(batch)).unsqueeze(0)
+        if self._net is not None:
+            with torch.no_grad():
+                return self._net(self.state, batch.inputs, family.layout.class_dim, learner.local.scaler)
+        return self.engine.taught(learner, arch, self.state, batch)
+
+    def _gradients(self, objective: Objective, batch: Batch) -> tuple[State, tuple[Tensor, State]]:
+        learner, family, arch = self.shape.learner, self.engine.world.family, self.shape.arch
+        if self.shape.layout == "alone":
+            state, received = ({name: value[0] for name, value in own.items()} for own in (self.state, self.received))
+            grads, (loss, stats) = gradient(learner, family, arch, objective, state, received, _first(batch))
             lead = ({n: v.unsqueeze(0) for n, v in found.items()} for found in (grads, stats))
             return next(lead), (loss.unsqueeze(0), next(lead))
         if self._net is not None:
-            seen = vmap(lambda x, key: augment(x, learner.local, key))(inputs, keys)
-            batch = Batch(seen, targets, self.held, keys)
-            return laid_gradient(learner, family, arch, phase, self._net, self.state, self.received, before, batch)
-        stacked = self.engine.gradients(learner, arch, phase)
-        found: tuple[State, tuple[Tensor, State]] = stacked(
-            self.state, self.received, before, inputs, targets, self.held, keys
-        )
-        return found
+            return laid_gradient(learner, family, arch, objective, self._net, self.state, self.received, batch)
+        return self.engine.gradients(learner, arch, objective, self.state, self.received, batch)
 
-    def _move(self, grads: State, masks: Mapping[str, Tensor | bool]) -> None:
-        """In place where everything moves, else as the truth does it."""
+    def _mask(self, phase: Phase) -> State | None:
+        """1 where a phase may move, laid out as the weights are; None: everywhere."""
+        if isinstance(phase.moves, Everywhere):
+            return None
+        vector = self.engine.region(self.shape.arch, phase.moves, self._channels_last)
+        return self._views(vector.to(self.engine.world.dtype))
+
+    def _views(self, vector: Tensor) -> State:
+        """A vector of one number a weight's entry, as tensors laid out in memory as one client's weights are."""
+        views, start = {}, 0
+        for name in self.engine.world.family.trainable:
+            one = self.state[name][:1]
+            views[name] = vector[start : start + one.numel()].as_strided(one.shape, one.stride(), start)
+            start += one.numel()
+        return views
+
+    def _move(self, grads: State, phase: Phase, masks: State | None) -> None:
+        """In place where everything moves; elsewhere by a mask of ones and zeros, which keeps every bit."""
+        self.age += 1
         learner, names = self.shape.learner, list(grads)
-        if self._fused and all(mask is True for mask in masks.values()):
-            weights = [self.state[name] for name in names]
-            slots = {slot: [values[name] for name in names] for slot, values in self.slots.items()}
+        if masks is not None and phase.freeze == "gradient":
+            grads, masks = {name: value * masks[name] for name, value in grads.items()}, None
+        weights = [self.state[name] for name in names]
+        slots = {slot: [values[name] for name in names] for slot, values in self.slots.items()}
+        if masks is None and self._fused:
             alike = [_laid_out_as(grads[name], self.state[name]) for name in names]
             learner.local.optimiser.update_(weights, slots, alike, self.lr, self.age)
             return
-        state, moved = move(learner, self.state, self.slots, grads, masks, 0, self.lr)
-        rewrite(self.state, state)
-        for slot, values in moved.items():
-            rewrite(self.slots[slot], values)
+        own = {name: self.state[name] for name in names}
+        moved, kept = learner.local.optimiser.update(own, self.slots, grads, self.lr, 0)
+        if masks is None:
+            rewrite(self.state, moved)
+            for slot, values in kept.items():
+                rewrite(self.slots[slot], values)
+            return
+        free = [masks[name] for name in names]
+        for before, after in ((weights, moved), *((slots[slot], values) for slot, values in kept.items())):
+            # a + 0·(b − a) is a, and b − 0·(b − a) is b
+            torch._foreach_lerp_(before, [_laid_out_as(after[n], w) for n, w in zip(names, before, strict=True)], free)
 
 
-def _check_capturable(learner: Learner, masks: list[Mapping[str, Tensor | bool]]) -> None:
+@dataclass
+class _Hand:
+    """What the parts of a drawn step hand each other, in tensors that stay where they are."""
+
+    batch: Batch
+    grads: State  # summed over the objectives of a phase
+    sums: Tensor  # (client,) of their losses
+    losses: Tensor  # (client,) of the last phase
+    mask: Tensor  # 1 where the phase may move, all weights in one
+    masks: State  # views of it
+    before: State  # the weights this batch started from, for those who sit it out
+    kept: dict[str, State]
+
+    @staticmethod
+    def empty(unit: Unit) -> _Hand:
+        world = unit.engine.world
+        grads = {name: torch.zeros_like(unit.state[name]) for name in world.family.trainable}
+        mask = torch.zeros(sum(value[0].numel() for value in grads.values()), dtype=world.dtype, device=world.device)
+        batch = unit._batch()
+        return _Hand(
+            Batch(*(value.clone() for value in _tensors_of(batch))),
+            grads,
+            torch.zeros_like(unit.losses[0]),
+            torch.zeros_like(unit.losses[0]),
+            mask,
+            unit._views(mask),
+            {name: value.clone() for name, value in unit.state.items()},
+            {slot: {n: v.clone() for n, v in values.items()} for slot, values in unit.slots.items()},
+        )
+
+    def batch_tensors(self) -> list[Tensor]:
+        return _tensors_of(self.batch)
+
+    def tensors(self) -> Iterator[Tensor]:
+        yield from self.batch_tensors()
+        yield from self.grads.values()
+        yield from (self.sums, self.losses, self.mask)
+        yield from self.before.values()
+        for values in self.kept.values():
+            yield from values.values()
+
+
+def _tensors_of(batch: Batch) -> list[Tensor]:
+    found = (batch.inputs, batch.targets, batch.held, batch.key, batch.taught)
+    return [value for value in found if value is not None]
+
+
+def _first(batch: Batch) -> Batch:
+    """The only client's."""
+    return Batch(*(value[0] for value in _tensors_of(batch)))
+
+
+def _check_capturable(learner: Learner) -> None:
     """Refuse learners whose steps differ from each other in more than their numbers."""
-    if type(learner).phases_at is not Learner.phases_at:
-        raise CaptureError("its phases change from step to step")
-    partly = any(mask is not True for own in masks for mask in own.values())
+    if type(learner).phases_at is not Learner.phases_at and not learner.drawn:
+        raise CaptureError("its phases change from step to step, which `drawn` does not say")
+    partly = any(not isinstance(phase.moves, Everywhere) for phase in learner.phases)
     if learner.local.optimiser.ages and partly:
         raise CaptureError(f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move")
 
 
-def recorded(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cuda.CUDAGraph:
-    """An action on tensors that stay where they are, as a graph. It is carried out a few times on the way."""
+def recorded(action: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
+    """An action on tensors that stay where they are, as a graph. It is carried out a few times on the way.
+
+    Graphs that are never replayed at the same time may share a pool of memory to work in.
+    """
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
@@ -315,7 +488,7 @@ def recorded(action: Callable[[], None], stream: torch.cuda.Stream) -> torch.cud
                 action()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, stream=stream):
+        with torch.cuda.graph(graph, pool=pool, stream=stream):
             action()
     except RuntimeError as error:
         raise CaptureError(str(error).splitlines()[0]) from error
@@ -346,7 +519,7 @@ def rewrite(own: State, new: Mapping[str, Tensor]) -> None:
             own[name].copy_(new[name])
 
 
-def _restore(own: State, before: State, who: Tensor) -> None:
+def _put_back(own: State, before: State, who: Tensor) -> None:
     """Put back what those had that are not among `who`."""
     for name, value in own.items():
         value.copy_(torch.where(who.view([-1] + [1] * (value.dim() - 1)), value, before[name]))

@@ -25,10 +25,24 @@ from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_tim
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
-from fedquilt.round.local import Batch, Learner, OptimiserState, Phase, State, augment, gradient, move, spans
+from fedquilt.round.local import (
+    Batch,
+    Learner,
+    Local,
+    Objective,
+    OptimiserState,
+    Region,
+    State,
+    augment,
+    clipped,
+    gradient,
+    move,
+    spans,
+    teach,
+)
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, right
-from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
+from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, mixed, right
+from fedquilt.terms import Arch, Job, Mix, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -42,6 +56,7 @@ _KEPT = 4  # times a stack's memory that idle units may hold
 _SMALLEST = 16  # samples tested at once
 _CROWD = 4  # clients that layouts are timed with, at least
 _AHEAD = 4
+_REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
 _SWEPT = 4  # batches from which on recording a pass pays
 MEASURE = Pass(statistics="measure")
 Swept = tuple[Hashable, Sweep]
@@ -65,12 +80,13 @@ class Stack:
     """Clients that train as one: every tensor has them in its first dimension."""
 
     server: Server  # what they started from
-    received_bytes: int
+    received_bytes: list[int]  # of each client
     learner: Learner
     jobs: list[Job]
     state: State
     slots: OptimiserState | None  # None: empty
     received: State
+    known: list[Weights]  # of each client, what the server knows that it received, where links code changes
     held: Tensor  # (client, class)
     keys: Tensor  # (client,)
     batches: list[list[Tensor]]  # of each client, the positions of its samples in the pool
@@ -108,17 +124,18 @@ class Vectorised(Engine):
         self._refused: dict[Shape, str] = {}
         self._chosen: dict[Shape, Layout] = {}
         self._single: set[Arch] = set()  # members that vmap cannot stack
+        self._regions: dict[Hashable, Tensor] = {}
         self._sweeps: dict[Hashable, list[Sweep]] = {}
         self._unswept: set[Hashable] = set()
         super().__post_init__()
         device = self.world.device
         self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _STACKED)
 
-    def deal(self, data: FederatedData) -> None:
+    def deal(self, data: FederatedData, seed: int | None = None) -> None:
         """What was recorded stays good as long as its samples lie where they lay."""
         before = self.data
-        super().deal(data)
-        self.__dict__.pop("_truth", None)
+        super().deal(data, seed)
+        self.__dict__.pop("_one_by_one", None)
         if self.data.inputs is not before.inputs or self.data.targets is not before.targets:
             self._idle, self._sweeps = {}, {}
         elif self.data.test_inputs is not before.test_inputs or self.data.test_targets is not before.test_targets:
@@ -146,6 +163,7 @@ class Vectorised(Engine):
                 self._check(stacks, outcome)
                 break
             apart = [job for _, some in wave for job in some if job.submodel.arch in self._single]
+            self._truth.follow(method)
             self._truth._train(method, server, apart, fold, outcome)
 
     def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:
@@ -204,9 +222,14 @@ class Vectorised(Engine):
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
         return max(1, (cost.memory + cost.bytes * (2 + slots)) * self.world.dtype.itemsize // 4)
 
-    @cached_property
+    @property
     def _truth(self) -> Sequential:
-        """Who trains what cannot be stacked."""
+        """Who trains what cannot be stacked, over the link that is there now."""
+        self._one_by_one.link = self.link
+        return self._one_by_one
+
+    @cached_property
+    def _one_by_one(self) -> Sequential:
         return Sequential(self.world, self.data, self.link, self.precision)
 
     def _set_apart(self, arch: Arch, why: str) -> None:
@@ -220,12 +243,13 @@ class Vectorised(Engine):
         batches = [self.batches(job, learner) for job in jobs]
         return Stack(
             server=server,
-            received_bytes=sum(start.bytes for start in starts),
+            received_bytes=[start.bytes for start in starts],
             learner=learner,
             jobs=jobs,
             state=state,
             slots=self._slots(starts, learner),
             received=state,
+            known=[start.known for start in starts],
             held=onto(device, torch.stack([self.held(job.client.id) for job in jobs])),
             keys=onto(device, torch.tensor([self.keys(job)[1] for job in jobs])),
             batches=batches,
@@ -399,13 +423,15 @@ class Vectorised(Engine):
             state, received = _of(state, who), _of(received, who)
             slots = {slot: _of(values, who) for slot, values in slots.items()}
         rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
-        inputs, targets = self.data.samples(rows), self.data.targets[rows]
-        keys, before = noise.fold_in(stack.keys[who], step), state
+        inputs, targets, keys = self.data.samples(rows), self.data.targets[rows], noise.fold_in(stack.keys[who], step)
+        batch = Batch(self.augmented(learner.local, inputs, keys), targets, stack.held[who], keys)
+        if learner.taught:
+            batch = replace(batch, taught=self.taught(learner, stack.arch, state, batch))
         for place, phase in enumerate(learner.phases_at(step)):
-            gradients = self.gradients(learner, stack.arch, phase)
-            grads, (loss, seen) = gradients(state, received, before, inputs, targets, stack.held[who], keys)
+            grads, (loss, seen) = self.gradients(learner, stack.arch, phase.objective, state, received, batch)
+            grads = self.clipped(learner, grads)
             masks = learner.masks(self.world.family, stack.arch, phase, device)
-            state, slots = move(learner, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
+            state, slots = move(learner, phase, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
             state = {**state, **seen}
         stack.losses[step, who] = loss
         if everyone:
@@ -415,25 +441,67 @@ class Vectorised(Engine):
             assert stack.slots is not None
             stack.slots = {slot: _put(stack.slots[slot], values, who) for slot, values in slots.items()}
 
-    def gradients(self, learner: Learner, arch: Arch, phase: Phase) -> Callable[..., Any]:
-        """`gradient` of one client, for all clients of a stack."""
+    # --- what the truth does for one client, for all of a stack -------------------------------------------------
 
+    @staticmethod
+    def augmented(local: Local, inputs: Tensor, keys: Tensor) -> Tensor:
+        if len(inputs) == 1:
+            return augment(inputs[0], local, keys[0]).unsqueeze(0)
+        return vmap(lambda own, key: augment(own, local, key))(inputs, keys)
+
+    def taught(self, learner: Learner, arch: Arch, state: State, batch: Batch) -> Tensor:
+        def one(state: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor) -> Tensor:
+            return teach(self.world.family, arch, learner.local, state, Batch(inputs, targets, held, key))
+
+        return vmap(one)(state, batch.inputs, batch.targets, batch.held, batch.key)
+
+    def gradients(
+        self, learner: Learner, arch: Arch, objective: Objective, state: State, received: State, batch: Batch
+    ) -> tuple[State, tuple[Tensor, State]]:
         def one(
-            state: State, received: State, before: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor
+            state: State, received: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, taught: Any
         ) -> tuple[State, tuple[Tensor, State]]:
-            batch = Batch(augment(inputs, learner.local, key), targets, held, key)
-            return gradient(learner, self.world.family, arch, phase, state, received, before, batch)
+            own = Batch(inputs, targets, held, key, taught)
+            return gradient(learner, self.world.family, arch, objective, state, received, own)
 
-        return vmap(one)
+        mapped = vmap(one, (0, 0, 0, 0, 0, 0, None if batch.taught is None else 0))
+        found: tuple[State, tuple[Tensor, State]] = mapped(
+            state, received, batch.inputs, batch.targets, batch.held, batch.key, batch.taught
+        )
+        return found
+
+    def region(self, arch: Arch, moves: Region, channels_last: bool) -> Tensor:
+        """Where a phase may move, for all weights of a member in one vector of booleans; those asked for last are kept.
+
+        Entries stand in it as convolutions are laid out in memory, which on a GPU may be with their channels last.
+        """
+        key = arch, moves, channels_last
+        if key not in self._regions:
+            family, parts = self.world.family, []
+            sizes = family.layout.sizes | arch.sizes
+            for name in family.trainable:
+                mask = moves.mask(family, arch, name)
+                if not isinstance(mask, Tensor):
+                    mask = torch.full(family.layout.shape(name, sizes), mask)
+                parts.append((mask.permute(0, 2, 3, 1) if channels_last and mask.dim() == 4 else mask).reshape(-1))
+            self._regions[key] = torch.cat(parts).to(self.world.device)
+            while len(self._regions) > 1 and sum(known.numel() for known in self._regions.values()) > _REGIONS:
+                self._regions.pop(next(iter(self._regions)))
+        return self._regions[key]
+
+    @staticmethod
+    def clipped(learner: Learner, grads: State) -> State:
+        clip = learner.local.optimiser.clip
+        return vmap(lambda own: clipped(own, clip))(grads) if clip else grads
+
+    # --- sending back ------------------------------------------------------------------------------------------
 
     def _fold(self, stack: Stack, fold: Fold, outcome: Outcome) -> None:
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
-        outcome.bytes_down += stack.received_bytes
         outcome.stacks += 1
         alike: dict[tuple[Submodel, ...], list[int]] = {}
         for client, job in enumerate(stack.jobs):
-            outcome.macs += sum(stack.sizes[client]) * learner.macs(family, stack.arch)
             alike.setdefault(learner.uploads(family, job.submodel, self.held(job.client.id)), []).append(client)
         own = {name: stack.state[name] for name in learner.sent(family)}
         for wanted, clients in alike.items():
@@ -455,21 +523,23 @@ class Vectorised(Engine):
         updates, intact = [], True
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
-            own = {name: stack.state[name][client] for name in learner.kept(self.world.family)}
+            uploads = [
+                Payload(submodel, {name: value[place] for name, value in state.items()})
+                for submodel, state in zip(wanted, states, strict=True)
+            ]
+            delivery = self.deliver(stack.server, job, uploads, stack.known[client])
+            intact = intact and delivery.intact
+            macs = learner.macs(self.world.family, stack.arch, stack.sizes[client])
+            outcome.charge(job.client.id, stack.received_bytes[client], delivery.bytes, macs)
+            own = {name: stack.state[name][client] for name in self.kept(learner)}
             kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             steps = len(stack.batches[client])
-            memory = self.remember(stack.server, job, learner, own, slots, stack.ages[client] + learner.moves(steps))
+            age = stack.ages[client] + learner.moves(steps)
+            memory = self.remember(stack.server, job, learner, own, slots, age, delivery.slots)
             if memory:
                 outcome.memory[job.client.id, job.submodel.scope] = memory
-            sent = []
-            for submodel, state in zip(wanted, states, strict=True):
-                payload = Payload(submodel, {name: value[place] for name, value in state.items()})
-                arrived, size = self.link.up(payload, job, memory)
-                outcome.bytes_up += size
-                intact = intact and arrived is payload
-                sent.append(arrived)
-            updates.append(self.update(job, learner, tuple(sent), steps))
+            updates.append(self.update(job, learner, delivery.sent, steps))
         if intact:
             fold.add_stack(updates, states)
         else:
@@ -498,30 +568,30 @@ class Vectorised(Engine):
         Where steps are recorded, whole batches of a long exam are too.
         """
         totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
-        work: dict[tuple[Arch, int, bool], list[tuple[int, Tensor]]] = {}
+        work: dict[tuple[Mix, int, bool], list[tuple[int, Tensor]]] = {}
         swept: dict[int, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
         mode = exam_pass(method.local.norm)
         for place, exam in enumerate(exams):
-            size = self._exam_size(exam.submodel.arch, batch_size, mode)
+            size = self._exam_size(self._widest(exam.kind), batch_size, mode)
             batches = self._batches_of(self.exam_samples(exam), size)
             if exam.held is None:
                 net = id(exam.weights)
                 if net in swept:
                     before, sweep = swept.pop(net)
                     totals[before] += self._end(sweep)["right"]
-                begun, batches = self._sweep(exam.submodel.arch, exam.weights, batches, mode)
+                begun, batches = self._sweep(exam.kind, exam.weights, batches, mode)
                 if begun:
                     swept[net] = place, begun
             for rows in batches:
-                work.setdefault((exam.submodel.arch, len(rows), exam.held is not None), []).append((place, rows))
-        for (arch, size, masked), some in work.items():
-            most = self._batches_at_once(arch, size)
+                work.setdefault((exam.kind, len(rows), exam.held is not None), []).append((place, rows))
+        for (kind, size, masked), some in work.items():
+            most = self._batches_at_once(self._widest(kind), size)
             for first in range(0, len(some), most):
                 now = some[first : first + most]
                 totals.index_add_(
                     0,
                     torch.tensor([place for place, _ in now], device=self.world.device),
-                    self._right(method, arch, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
+                    self._right(mode, kind, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
                 )
         for place, sweep in swept.values():
             totals[place] += self._end(sweep)["right"]
@@ -531,20 +601,24 @@ class Vectorised(Engine):
     def _batches_of(samples: Tensor, batch_size: int) -> list[Tensor]:
         return [samples[start:stop] for start, stop in spans(len(samples), batch_size, "keep")]
 
+    def _widest(self, nets: Mix) -> Arch:
+        """Of several nets, which run one after another, the one that needs most."""
+        return max((net.arch for net in nets), key=self.world.family.count)
+
     def _sweep(
-        self, arch: Arch, weights: Weights, batches: list[Tensor], mode: Pass
+        self, nets: Mix, weights: Weights, batches: list[Tensor], mode: Pass
     ) -> tuple[Swept | None, list[Tensor]]:
         """Begin a recorded sweep over those batches that are of full size, if that pays; and the other batches."""
         size = len(batches[0]) if batches else 0
         whole = [rows for rows in batches if len(rows) == size]
-        key = arch, size, mode, tuple(weights)
+        key = nets, size, mode, tuple(weights)
         if not self._recorded or len(whole) < _SWEPT or key in self._unswept:
             return None, batches
-        if self._need(arch, size, 0) > self.memory:
+        if self._need(self._widest(nets), size, 0) > self.memory:
             return None, batches
         idle = self._sweeps.setdefault(key, [])
         try:
-            sweep = idle.pop() if idle else Sweep(self._look(arch, mode), weights, size, self.world.device)
+            sweep = idle.pop() if idle else Sweep(self._look(nets, mode), weights, size, self.world.device)
         except CaptureError as error:
             self._unswept.add(key)
             _log.warning("the evaluation of a member cannot be recorded: %s", error)
@@ -557,31 +631,28 @@ class Vectorised(Engine):
         self._sweeps[key].append(sweep)
         return sweep.end()
 
-    def _look(self, arch: Arch, mode: Pass) -> Look:
+    def _look(self, nets: Mix, mode: Pass) -> Look:
         """What a sweep sees in a batch: norm statistics of training samples, or right answers on test samples."""
-        net, class_dim = self.world.family.net(arch), self.world.family.layout.class_dim
+        family = self.world.family
 
         def measured(weights: Weights, rows: Tensor) -> State:
-            return net(weights, _channels_last(self.data.samples(rows)), mode)[1]
+            return family.net(nets[0].arch)(weights, _channels_last(self.data.samples(rows)), mode)[1]
 
         def tested(weights: Weights, rows: Tensor) -> State:
-            logits, _ = net(weights, _channels_last(self.data.test_samples(rows)), mode)
-            return {"right": right(logits.movedim(class_dim, 1), self.data.test_targets[rows], None)}
+            logits = mixed(family, nets, weights, _channels_last(self.data.test_samples(rows)), mode)
+            return {"right": right(logits, self.data.test_targets[rows], None)}
 
         return measured if mode == MEASURE else tested
 
-    def _right(self, method: Method, arch: Arch, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
-        net, mode, class_dim = (
-            self.world.family.net(arch),
-            exam_pass(method.local.norm),
-            self.world.family.layout.class_dim,
-        )
+    def _right(self, mode: Pass, kind: Mix, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
+        def run(weights: Weights, inputs: Tensor) -> Tensor:
+            return mixed(self.world.family, kind, weights, inputs, mode)
 
         def one(weights: Weights, inputs: Tensor, targets: Tensor, held: Tensor | None) -> Tensor:
-            logits, _ = net(weights, inputs, mode)
-            return right(logits.movedim(class_dim, 1), targets, held)
+            return right(run(weights, inputs), targets, held)
 
-        if len(exams) == 1 or arch in self._single:  # nothing to stack, and plain kernels are faster
+        # Nothing to stack, and plain kernels are faster; or it cannot be.
+        if len(exams) == 1 or any(net.arch in self._single for net in kind):
             with torch.no_grad():
                 scores = [
                     one(exam.weights, self.data.test_samples(own), self.data.test_targets[own], exam.held)
@@ -593,7 +664,7 @@ class Vectorised(Engine):
         held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
         if shared and mode.statistics != "batch":  # nobody depends on who else is there: one large batch
             with torch.no_grad():
-                together = net(exams[0].weights, self.data.test_samples(index.flatten()), mode)[0].movedim(class_dim, 1)
+                together = run(exams[0].weights, self.data.test_samples(index.flatten()))
                 logits = together.reshape(*index.shape, *together.shape[1:])
                 return vmap(right, in_dims=(0, 0, 0 if masked else None))(logits, self.data.test_targets[index], held)
         weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
@@ -604,14 +675,15 @@ class Vectorised(Engine):
             except RuntimeError as error:
                 if _NO_RULE not in str(error):
                     raise
-                self._set_apart(arch, _first_line(error))
-                return self._right(method, arch, exams, rows, masked)
+                for net in kind:
+                    self._set_apart(net.arch, _first_line(error))
+                return self._right(mode, kind, exams, rows, masked)
 
     def _calibrate(
         self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor
     ) -> list[dict[str, Tensor]]:
         batches = self._batches_of(samples, batch_size)
-        swept = [self._sweep(submodel.arch, weights, batches, MEASURE) for submodel, weights in nets]
+        swept = [self._sweep((Submodel(submodel.arch),), weights, batches, MEASURE) for submodel, weights in nets]
         found = []
         for (submodel, weights), (sweep, rest) in zip(nets, swept, strict=True):
             measured = self._measured(submodel.arch, weights, rest)

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
-from fedquilt.axes import Axis, axes_in, write
+from fedquilt.axes import Axis, Index, axes_in, write
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
@@ -209,6 +209,12 @@ class Family:
             smaller = Arch(tuple((axis, min(width, inner[axis])) for axis, width in arch.widths))
             known = self._nested[arch, share] = prefix(smaller)
         return known
+
+    def part(self, submodel: Submodel, share: float) -> Submodel:
+        """Of any positions, those of `share` of the whole model: the first channels in the sub-model's own order."""
+        nested, index = self.nested(submodel.arch, share), submodel.index
+        inner = {axis: index[axis].take(kept) if axis in index else kept for axis, kept in nested.index.items()}
+        return Submodel(nested.arch, Index({**index, **inner}), submodel.scope)
 
     @cached_property
     def _nested(self) -> dict[tuple[Arch, float], Submodel]:

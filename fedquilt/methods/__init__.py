@@ -5,11 +5,14 @@ from fedquilt.methods.fedbn import FedBN
 from fedquilt.methods.feddropout import FedDropout
 from fedquilt.methods.fednova import FedNova
 from fedquilt.methods.fedprox import FedProx
+from fedquilt.methods.fedrescue import FedResCuE, FedRush, FedSeq, FedSlim
 from fedquilt.methods.fedrolex import FedRolex
+from fedquilt.methods.fjord import FjORD
 from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.local import LocalOnly
 from fedquilt.methods.method import Method
 from fedquilt.methods.sheterofl import SHeteroFL
+from fedquilt.methods.splitmix import SplitMix
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
@@ -21,6 +24,12 @@ METHODS: dict[str, type[Method]] = {
     "sheterofl": SHeteroFL,
     "feddropout": FedDropout,
     "fedrolex": FedRolex,
+    "fedrescue": FedResCuE,
+    "fedseq": FedSeq,
+    "fedrush": FedRush,
+    "fedslim": FedSlim,
+    "fjord": FjORD,
+    "splitmix": SplitMix,
 }
 
 __all__ = [
@@ -30,9 +39,15 @@ __all__ = [
     "FedDropout",
     "FedNova",
     "FedProx",
+    "FedResCuE",
     "FedRolex",
+    "FedRush",
+    "FedSeq",
+    "FedSlim",
+    "FjORD",
     "HeteroFL",
     "LocalOnly",
     "Method",
     "SHeteroFL",
+    "SplitMix",
 ]

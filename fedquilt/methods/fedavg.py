@@ -9,7 +9,7 @@ from fedquilt.checks import within
 from fedquilt.methods.method import Method, Presets, narrower
 from fedquilt.methods.partial import TABLE_9
 from fedquilt.round.cut import prefix
-from fedquilt.terms import Budget, Client, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -30,7 +30,7 @@ class FedAvg(Method):
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(Budget(share=self.share)))]
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
+    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """Cut from the common member; nothing wider was trained."""
         trained = world.family.fit(Budget(share=self.share))
-        return prefix(narrower(world.family.fit(budget), trained))
+        return (prefix(narrower(world.family.fit(budget), trained)),)

@@ -15,7 +15,7 @@ from fedquilt.methods.partial import PARTIAL, TABLE_8
 from fedquilt.round.cut import windows
 from fedquilt.round.local import Adam, Local
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Budget, Client, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -72,9 +72,9 @@ class FedRolex(Method):
             return self.shift
         return 1 + math.floor(round(share * (1 - self.overlap) * size, 9))  # 0.29 * 100 is 28.999…
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
+    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """The window that was trained last."""
-        return self._window(budget, max(0, server.round - 1), world)
+        return (self._window(budget, max(0, server.round - 1), world),)
 
 
 # --- coverage: appendix A.1 -------------------------------------------------------------------------------------

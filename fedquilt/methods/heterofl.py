@@ -11,7 +11,7 @@ from fedquilt.methods.partial import PARTIAL, TABLE_8
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Budget, Client, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -30,5 +30,5 @@ class HeteroFL(Method):
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(client.budget, self.rounding))]
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
-        return prefix(world.family.fit(budget, self.rounding))
+    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+        return (prefix(world.family.fit(budget, self.rounding)),)

@@ -6,12 +6,14 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Self
 
+from torch import Tensor
+
 from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
-from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, World
+from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
 
 Presets = Mapping[str, Mapping[str, Any]]
 
@@ -44,18 +46,28 @@ class Method:
         """Whether the result lives on the clients: then accuracy is the mean of theirs."""
         return self.local.norm == "local"
 
+    def initial(self, world: World) -> dict[str, Tensor]:
+        """All weights before the first round, by scope and name; whoever knows the seed has them."""
+        return {
+            name: value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
+            for name, value in world.family.init(world.seed).items()
+        }
+
     def init(self, world: World) -> Server:
         """The state before the first round."""
         family = world.family
         tracked = family.statistics if self.local.norm == "tracked" else ()  # local ones never come here
-        fresh = family.init(world.seed)
-        names = (*family.trainable, *tracked, *family.carried)
-        dtypes = {name: world.dtype if fresh[name].is_floating_point() else fresh[name].dtype for name in names}
-        return Server(0, {name: fresh[name].to(world.device, dtypes[name]) for name in names})
+        names = {*family.trainable, *tracked, *family.carried}
+        initial = self.initial(world).items()
+        return Server(0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names})
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """What a client trains this round."""
         return [prefix(world.family.whole)]
+
+    def own(self, server: Server, client: Client, world: World) -> Mix:
+        """The nets that are a client's, where results live on clients."""
+        return tuple(self.plan(server, client, world))
 
     def learner(self, job: Job, world: World) -> Learner:
         """How it trains it; a pure function of the job and the configuration."""
@@ -71,9 +83,9 @@ class Method:
         plain = frozenset(world.family.statistics)
         return Mean(world.family.cutter, self.weighting, self.server, plain=plain).begin(server)
 
-    def deploy(self, server: Server, budget: Budget, world: World) -> Submodel:
-        """The sub-model for a device of this budget, once trained."""
-        return prefix(world.family.fit(budget))
+    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+        """The sub-model for a device of this budget, once trained; several give the mean of their logits."""
+        return (prefix(world.family.fit(budget)),)
 
 
 def narrower(one: Arch, other: Arch) -> Arch:

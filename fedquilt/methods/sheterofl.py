@@ -8,7 +8,7 @@ from typing import ClassVar
 from fedquilt.checks import within
 from fedquilt.methods.method import Method, Presets
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import CrossEntropy, Learner, Local, MaskedCrossEntropy, Objective, Phase, Summed
+from fedquilt.round.local import Learner, Local, Phase, Summed
 from fedquilt.round.merge import Weighting
 from fedquilt.terms import Arch, Client, Job, Server, Submodel, World
 
@@ -36,7 +36,7 @@ class SHeteroFL(Method):
 
     def learner(self, job: Job, world: World) -> Learner:
         smaller = self._affordable(job.submodel.arch, world)
-        objectives = (self.local.objective, *(self._at(share) for share in smaller))
+        objectives = (self.local.objective, *(self.local.objective_at(share) for share in smaller))
         learner = replace(super().learner(job, world), phases=(Phase(Summed(objectives)),))
         return replace(learner, send_widths=(1.0, *smaller)) if self.count_widths else learner
 
@@ -44,7 +44,3 @@ class SHeteroFL(Method):
         """The prototypes narrower than the client's net."""
         own = world.family.count(arch)
         return tuple(share for share in self.widths if world.family.count(world.family.nested(arch, share).arch) < own)
-
-    def _at(self, share: float) -> Objective:
-        masked = self.local.masked
-        return MaskedCrossEntropy(masked, share) if masked else CrossEntropy(share)

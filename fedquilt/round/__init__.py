@@ -31,10 +31,13 @@ class Record:
     loss: float | None  # None: nobody was there to take part
     stacks: int = 0  # how many groups of clients were trained as one; not written down
     grades: Grades = field(default_factory=Grades)
+    link_seconds: float | None = None  # what the slowest client would take; None: the link has no clock
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `accuracy` and `metrics` only when the round was evaluated."""
         record = {name: value for name, value in vars(self).items() if name not in ("grades", "stacks")}
+        if self.link_seconds is None:
+            del record["link_seconds"]
         if self.grades.accuracy:
             record |= {"accuracy": self.grades.accuracy, "metrics": self.grades.metrics}
         return record
@@ -59,8 +62,8 @@ def play(method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: i
     """The next of `rounds` rounds; nothing that was handed in changes."""
     began, world = time.perf_counter(), engine.world
     cohort = [
-        fleet.client(id, server.round, world.seed, engine.data.size(id))
-        for id in fleet.cohort(server.round, world.seed)
+        fleet.client(id, server.round, world.seed, engine.data.size(id), place)
+        for place, id in enumerate(fleet.cohort(server.round, world.seed))
     ]
     jobs = [Job(c, submodel, server.round) for c in cohort for submodel in method.plan(server, c, world)]
     fold = method.fold(server, world)
@@ -76,16 +79,18 @@ def play(method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: i
     if evaluation.due(after.round, rounds):
         remembered = replace(after, memory=ChainMap(outcome.memory, server.memory))
         grades = grade(method, remembered, fleet, engine, evaluation)
+    total, copies, clock = outcome.total, method.copies, engine.link.clock
     record = Record(
         round=after.round,
         seconds=time.perf_counter() - began,
         clients=len(cohort),
-        bytes_down=outcome.bytes_down * method.copies,
-        bytes_up=outcome.bytes_up * method.copies,
-        macs=outcome.macs,
+        bytes_down=total.down * copies,
+        bytes_up=total.up * copies,
+        macs=total.macs,
         loss=sum(outcome.losses) / len(outcome.losses) if outcome.losses else None,
         stacks=outcome.stacks,
         grades=grades,
+        link_seconds=clock.slowest(outcome.costs, copies) if clock else None,
     )
     return Played(after, outcome.memory, record)
 

@@ -103,8 +103,9 @@ class Fleet:
             return noise.choose(word, self.sample, self.num_clients)
         return self.presence.draw(round, self.sample, word)
 
-    def client(self, id: int, round: int, seed: int, size: int) -> Client:
-        return Client(id, self.budget(id, round, seed), size)
+    def client(self, id: int, round: int, seed: int, size: int, place: int = 0) -> Client:
+        """One of them as it is in a round, at a place of its cohort."""
+        return Client(id, self.budget(id, round, seed), size, round * self.sample + place)
 
 
 @dataclass(frozen=True)

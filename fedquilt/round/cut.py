@@ -240,6 +240,8 @@ class Cutter:
         first = like[names[0]] if names else None
         if first is None or not (first.is_cuda if self.flat is None else self.flat):
             return [], names
+        if submodel.scope:  # a scope may hold a member, whose weights have other places in a vector
+            return [], names
         widths, index = submodel.arch.sizes, submodel.index
         odd = self._with(frozenset(axis for axis in index if axis not in widths))
         moved = self._with(frozenset(axis for axis, kept in index.items() if not kept.covers(self.sizes[axis])))

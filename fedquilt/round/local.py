@@ -7,10 +7,10 @@ compare equal and are trained as one stack; the same functions run for one clien
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol
+from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 NormPolicy = Literal["batch", "tracked", "local", "post"]
 LastBatch = Literal["keep", "drop", "merge"]
 Masked = Literal["", "client", "batch"]
+Freeze = Literal["update", "gradient"]
 State = dict[str, Tensor]
 OptimiserState = dict[str, State]
 
@@ -285,7 +286,7 @@ def _inside(family: Family, arch: Arch, name: str, share: float) -> Tensor:
     return mask
 
 
-@lru_cache(maxsize=256)
+@lru_cache(maxsize=64)  # drawn phases have many, of the size of the net
 def _masks(family: Family, arch: Arch, moves: Region, device: torch.device) -> dict[str, Tensor | bool]:
     masks = {name: moves.mask(family, arch, name) for name in family.trainable}
     return {name: mask.to(device) if isinstance(mask, Tensor) else mask for name, mask in masks.items()}
@@ -305,26 +306,25 @@ class View:
     targets: Tensor
     held: Tensor  # (class,) True where the client has samples of the class
     received: Weights  # what this round started from
-    before: Weights  # what this batch started from
     mode: Pass
     key: Tensor
-    given: Tensor | None = None  # the logits of the client's own net, where somebody has them already
+    taught: Tensor | None = None  # the logits of the client's own net before this batch moved it, if anybody asks
+    known: dict[float | None, Tensor] = field(default_factory=dict)  # logits of nets that have been run
     seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
 
-    def logits(self, share: float | None = None, weights: Weights | None = None) -> Tensor:
+    def logits(self, share: float | None = None) -> Tensor:
         """Run the client's net on the batch, or the nested net of a smaller share of the whole model."""
-        if self.given is not None and share is None and weights is None:
-            return self.given
-        state = self.weights if weights is None else weights
+        if share not in self.known:
+            self.known[share] = self._run(share).movedim(self.family.layout.class_dim, 1)
+        return self.known[share]
+
+    def _run(self, share: float | None) -> Tensor:
         if share is None:
-            logits, seen = self.family.net(self.arch)(state, self.inputs, self.mode, self.key)
-            if weights is None:
-                self.seen = seen
-        else:
-            nested = self.family.nested(self.arch, share)
-            narrowed = self.family.cutter.narrow(state, prefix(self.arch).index, nested.index)
-            logits, _ = self.family.net(nested.arch)(narrowed, self.inputs, self.mode, self.key)
-        return logits.movedim(self.family.layout.class_dim, 1)
+            logits, self.seen = self.family.net(self.arch)(self.weights, self.inputs, self.mode, self.key)
+            return logits
+        nested = self.family.nested(self.arch, share)
+        narrowed = self.family.cutter.narrow(self.weights, prefix(self.arch).index, nested.index)
+        return self.family.net(nested.arch)(narrowed, self.inputs, self.mode, self.key)[0]
 
 
 class Objective(Protocol):
@@ -398,6 +398,26 @@ class Proximal:
 
 
 @dataclass(frozen=True)
+class Distilled:
+    """weight · KL(teacher ‖ nested net); the teacher is the client's own net before this batch (FedResCuE)."""
+
+    share: float
+    weight: float = 1.0
+    ignore: int = -100
+
+    @property
+    def shares(self) -> tuple[float | None, ...]:
+        return (self.share,)
+
+    def __call__(self, view: View) -> Tensor:
+        assert view.taught is not None, "a learner with `taught` has the logits from before the batch"
+        teacher, student = F.log_softmax(view.taught, 1), F.log_softmax(view.logits(self.share), 1)
+        divergence = (teacher.exp() * (teacher - student)).sum(1)
+        counted = view.targets != self.ignore
+        return self.weight * (divergence * counted).sum() / counted.sum()
+
+
+@dataclass(frozen=True)
 class Summed:
     """Several objectives, one gradient: slimmable training (Yu et al. 2018) sums over the widths."""
 
@@ -405,10 +425,20 @@ class Summed:
 
     @property
     def shares(self) -> tuple[float | None, ...]:
-        return tuple(share for objective in self.objectives for share in objective.shares)
+        return tuple(dict.fromkeys(share for objective in self.objectives for share in objective.shares))
 
     def __call__(self, view: View) -> Tensor:
         return torch.stack([objective(view) for objective in self.objectives]).sum()
+
+
+def apart(objective: Objective) -> tuple[Objective, ...]:
+    """A sum as parts that run nets of their own: their gradients can be taken one after another, and added."""
+    if not isinstance(objective, Summed):
+        return (objective,)
+    by_nets: dict[tuple[float | None, ...], list[Objective]] = {}
+    for one in objective.objectives:
+        by_nets.setdefault(one.shares, []).append(one)
+    return tuple(some[0] if len(some) == 1 else Summed(tuple(some)) for some in by_nets.values())
 
 
 # --- the learner ------------------------------------------------------------------------------------------------
@@ -420,6 +450,8 @@ class Phase:
 
     objective: Objective = CrossEntropy()
     moves: Region = Everywhere()
+    # Elsewhere the update is withheld, or only the gradient: then momentum and decay move what should stay.
+    freeze: Freeze = "update"
 
 
 class Filter(Protocol):
@@ -473,14 +505,18 @@ class Local:
 
     @property
     def objective(self) -> Objective:
-        return MaskedCrossEntropy(by=self.masked) if self.masked else CrossEntropy()
+        return self.objective_at(None)
+
+    def objective_at(self, share: float | None) -> Objective:
+        """The loss of the client's own net, or of the nested net of a share."""
+        return MaskedCrossEntropy(self.masked, share) if self.masked else CrossEntropy(share)
 
 
 @dataclass(frozen=True)
 class Learner:
     """All a client does in one round; rebuilt on the client from the job and the configuration alone."""
 
-    phases: tuple[Phase, ...]
+    phases: tuple[Phase, ...]  # of a batch; where they are drawn, those of the first
     local: Local
     lr: float
     send: Filter = All()
@@ -490,6 +526,9 @@ class Learner:
     send_widths: tuple[float, ...] = ()  # send one payload a share instead of one in all
     paced: bool = False  # FedNova: report the effective step count
     mu: float = 0.0  # the proximal weight, which changes that count
+    taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
+
+    drawn: ClassVar[bool] = False  # whether phases differ from step to step
 
     def phases_at(self, step: int) -> tuple[Phase, ...]:
         """The phases of one batch; learners that draw them do so by round and step, so that clients stack."""
@@ -497,7 +536,12 @@ class Learner:
 
     def moves(self, steps: int) -> int:
         """The optimiser steps behind so many batches; every batch has the same number of phases."""
-        return steps * len(self.phases_at(0))
+        return steps * len(self.phases)
+
+    @property
+    def timeless(self) -> Self:
+        """Without what changes from round to round: what has been recorded of one round serves the next."""
+        return replace(self, lr=0.0)
 
     def names(self, family: Family) -> tuple[str, ...]:
         """The weights a client holds while it trains: what moves, what is tracked, what is carried along."""
@@ -531,9 +575,8 @@ class Learner:
             return (replace(submodel, index=Index({**submodel.index, **rows})),)
         uploads = []
         for share in self.send_widths:
-            nested = family.nested(submodel.arch, share)
-            index = {axis: kept.take(nested.index[axis]) for axis, kept in submodel.index.items()}
-            uploads.append(Submodel(nested.arch, Index({**index, **rows}), submodel.scope))
+            part = family.part(submodel, share)
+            uploads.append(replace(part, index=Index({**part.index, **rows})))
         return tuple(uploads)
 
     def masks(self, family: Family, arch: Arch, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
@@ -544,11 +587,17 @@ class Learner:
         """FedNova's a_i, for methods that ask; 1 for the others."""
         return self.local.optimiser.pace(steps, self.lr, self.mu) if self.paced else 1.0
 
-    def macs(self, family: Family, arch: Arch) -> int:
-        """Multiply-adds of one sample's training step; a backward pass costs two forward ones."""
-        shares = [share for phase in self.phases for share in phase.objective.shares]
+    def macs(self, family: Family, arch: Arch, sizes: Sequence[int]) -> int:
+        """Multiply-adds of training on batches of these sizes; a backward pass costs two forward ones."""
+        if not self.drawn:
+            return sum(sizes) * self._macs(family, arch, self.phases)
+        return sum(size * self._macs(family, arch, self.phases_at(step)) for step, size in enumerate(sizes))
+
+    def _macs(self, family: Family, arch: Arch, phases: tuple[Phase, ...]) -> int:
+        shares = [share for phase in phases for share in phase.objective.shares]
         nets = [arch if share is None else family.nested(arch, share).arch for share in shares]
-        return 3 * sum(family.cost(net).macs for net in nets)
+        teaching = family.cost(arch).macs if self.taught else 0
+        return teaching + 3 * sum(family.cost(net).macs for net in nets)
 
     def start_slots(self, weights: State, family: Family) -> OptimiserState:
         """Empty optimiser slots."""
@@ -566,6 +615,7 @@ class Batch:
     targets: Tensor
     held: Tensor
     key: Tensor
+    taught: Tensor | None = None
 
 
 def train_pass(local: Local) -> Pass:
@@ -574,42 +624,32 @@ def train_pass(local: Local) -> Pass:
     return Pass(train=True, statistics="track" if tracks else "batch", scaler=local.scaler)
 
 
+def teach(family: Family, arch: Arch, local: Local, state: State, batch: Batch) -> Tensor:
+    """The logits that a client's own net gives before a batch moves it. May be vmapped."""
+    with torch.no_grad():
+        logits, _ = family.net(arch)(state, batch.inputs, train_pass(local), batch.key)
+    return logits.movedim(family.layout.class_dim, 1)
+
+
 def gradient(
-    learner: Learner,
-    family: Family,
-    arch: Arch,
-    phase: Phase,
-    state: State,
-    received: State,
-    before: State,
-    batch: Batch,
+    learner: Learner, family: Family, arch: Arch, objective: Objective, state: State, received: State, batch: Batch
 ) -> tuple[State, tuple[Tensor, State]]:
-    """One client's gradient in one phase, clipped, with the loss and the norm statistics seen. May be vmapped."""
+    """One client's gradient of one objective, with the loss and the norm statistics seen. May be vmapped."""
     mode = train_pass(learner.local)
     moving = {name: state[name] for name in family.trainable}
     rest = {name: value for name, value in state.items() if name not in moving}
 
     def loss_of(weights: State) -> tuple[Tensor, tuple[Tensor, State]]:
-        view = View(
-            family,
-            arch,
-            {**weights, **rest},
-            batch.inputs,
-            batch.targets,
-            batch.held,
-            received,
-            before,
-            mode,
-            batch.key,
-        )
-        loss = phase.objective(view)
+        own = {**weights, **rest}
+        view = View(family, arch, own, batch.inputs, batch.targets, batch.held, received, mode, batch.key, batch.taught)
+        loss = objective(view)
         return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
 
     grads, aux = grad(loss_of, has_aux=True)(moving)
-    return _clipped(grads, learner.local.optimiser.clip), aux
+    return grads, aux
 
 
-def _clipped(grads: State, clip: float) -> State:
+def clipped(grads: State, clip: float) -> State:
     """Bound the norm of one client's whole gradient: torch.nn.utils.clip_grad_norm_, with its small constant."""
     if not clip:
         return grads
@@ -622,11 +662,10 @@ def laid_gradient(
     learner: Learner,
     family: Family,
     arch: Arch,
-    phase: Phase,
+    objective: Objective,
     net: LaidNet,
     state: State,
     received: State,
-    before: State,
     batch: Batch,
 ) -> tuple[State, tuple[Tensor, State]]:
     """What `vmap(gradient)` gives, with the clients' own net run side by side instead of stacked."""
@@ -635,40 +674,48 @@ def laid_gradient(
     rest = {name: value for name, value in state.items() if name not in moving}
 
     def one(
-        weights: State, received: State, before: State, own: tuple[Tensor, Tensor, Tensor, Tensor], logits: Tensor
+        weights: State,
+        received: State,
+        own: tuple[Tensor, Tensor, Tensor, Tensor],
+        taught: Tensor | None,
+        logits: Tensor | None,
     ) -> Tensor:
-        inputs, targets, held, key = own
-        view = View(family, arch, weights, inputs, targets, held, received, before, mode, key, given=logits)
-        return phase.objective(view)
+        known: dict[float | None, Tensor] = {} if logits is None else {None: logits}
+        return objective(View(family, arch, weights, own[0], own[1], own[2], received, mode, own[3], taught, known))
 
     def loss_of(weights: State) -> tuple[Tensor, Tensor]:
-        logits = net({**weights, **rest}, batch.inputs, family.layout.class_dim, mode.scaler)
+        logits = None
+        if None in objective.shares:
+            logits = net({**weights, **rest}, batch.inputs, family.layout.class_dim, mode.scaler)
         own = (batch.inputs, batch.targets, batch.held, batch.key)
-        losses = vmap(one)({**weights, **rest}, received, before, own, logits)
+        dims = (0, 0, 0, None if batch.taught is None else 0, None if logits is None else 0)
+        losses = vmap(one, dims)({**weights, **rest}, received, own, batch.taught, logits)
         return losses.sum(), losses.detach()  # a client's weights enter its own loss alone
 
     grads, losses = grad(loss_of, has_aux=True)(moving)
-    clip = learner.local.optimiser.clip
-    return vmap(lambda own: _clipped(own, clip))(grads) if clip else grads, (losses, {})
+    return grads, (losses, {})
 
 
 def move(
     learner: Learner,
+    phase: Phase,
     state: State,
     slots: OptimiserState,
     grads: State,
     masks: Mapping[str, Tensor | bool],
     step: int,
-    lr: float | Tensor | None = None,
 ) -> tuple[State, OptimiserState]:
     """Apply one phase's gradient where the phase may move; elsewhere weights *and slots* stay, bit for bit.
 
     Masking gradients would not do: momentum and weight decay move a weight whose gradient is zero.
     """
+    if phase.freeze == "gradient":
+        grads = {name: g if masks[name] is True else g * masks[name] for name, g in grads.items()}
+        masks = dict.fromkeys(grads, True)
     free = {name: g for name, g in grads.items() if masks[name] is not False}
     if not free:
         return state, slots
-    moved, new_slots = learner.local.optimiser.update(state, slots, free, learner.lr if lr is None else lr, step)
+    moved, new_slots = learner.local.optimiser.update(state, slots, free, learner.lr, step)
     for name in free:
         mask = masks[name]
         if isinstance(mask, Tensor):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -10,26 +10,34 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
+from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.family.net import Pass
 from fedquilt.round.clients import Fleet
+from fedquilt.round.link import PERFECT
 from fedquilt.round.local import NormPolicy
-from fedquilt.terms import Budget, Client, Job, Server, Submodel, Weights, World
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights, World
 
 if TYPE_CHECKING:
     from fedquilt.engines import Engine
+    from fedquilt.family import Family
     from fedquilt.methods import Method
 
 
 @dataclass(frozen=True)
 class Exam:
-    """One network to be tested on some samples; `held` hides the classes a client does not have."""
+    """A network, or several whose logits are averaged, to be tested on some samples."""
 
     label: str
-    submodel: Submodel
-    weights: Weights  # already cut
+    nets: Mix
+    weights: Weights  # already cut, by scope and name
     samples: Tensor | None = None  # positions in the test set; None: all of it
-    held: Tensor | None = None
+    held: Tensor | None = None  # hides the classes a client does not have
+
+    @property
+    def kind(self) -> Mix:
+        """The nets without their positions: exams of one kind run the same kernels."""
+        return tuple(replace(net, index=Index()) for net in self.nets)
 
 
 @dataclass(frozen=True)
@@ -57,6 +65,15 @@ def right(logits: Tensor, targets: Tensor, held: Tensor | None, ignore: int = -1
     counted = targets != ignore
     hits = (logits.argmax(1) == targets) & counted
     return torch.stack([hits.sum(), counted.sum()])
+
+
+def mixed(family: Family, nets: Mix, weights: Weights, inputs: Tensor, mode: Pass) -> Tensor:
+    """The mean of the nets' logits (Split-Mix, algorithm 1, line 11), classes in dimension 1. Pure: may be vmapped."""
+    found = []
+    for net in nets:
+        own = {name.removeprefix(net.scope): value for name, value in weights.items() if name.startswith(net.scope)}
+        found.append(family.net(net.arch)(own, inputs, mode)[0].movedim(family.layout.class_dim, 1))
+    return found[0] if len(found) == 1 else torch.stack(found).mean(0)
 
 
 def mean_by_label(scores: Iterable[Score]) -> dict[str, float]:
@@ -110,12 +127,13 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
             tally.take([_own_exam(method, server, client, engine, how.batch_size) for client in some])
         return tally.grades
     members = members_by_share(method, server, fleet, world)
-    weights = ready(method, server, list(dict.fromkeys(members.values())), engine, how.batch_size)
-    exams = [Exam(label, submodel, weights[submodel]) for label, submodel in members.items()]
+    submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
+    weights = ready(method, server, submodels, engine, how.batch_size)
+    exams = [Exam(label, nets, joined(nets, weights)) for label, nets in members.items()]
     tally.take(exams)
     grades = tally.grades
     if how.local and engine.data.test_parts is not None:
-        widest = max(exams, key=lambda exam: world.family.count(exam.submodel.arch))
+        widest = max(exams, key=lambda exam: sum(world.family.count(net.arch) for net in exam.nets))
         own = [
             replace(widest, samples=engine.data.test_parts[client.id], held=_hidden(method, client, engine))
             for client in _asked(fleet, server, engine, how)
@@ -202,16 +220,21 @@ class _Tally:
         return Grades(mean_by_label(self._scores), metrics)
 
 
-def members_by_share(method: Method, server: Server, fleet: Fleet, world: World) -> dict[str, Submodel]:
+def joined(nets: Mix, weights: Mapping[Submodel, Weights]) -> dict[str, Tensor]:
+    """The weights of several nets, by scope and name."""
+    return {net.scope + name: value for net in nets for name, value in weights[net].items()}
+
+
+def members_by_share(method: Method, server: Server, fleet: Fleet, world: World) -> dict[str, Mix]:
     """What a device of each budget gets, widest first.
 
     The whole model is among them even where no device holds it: a server's may be larger than any client's.
     """
-    found: dict[str, Submodel] = {}
+    found: dict[str, Mix] = {}
     for budget in fleet.kinds if method.personal else (*fleet.kinds, Budget(share=1.0)):
         own = Client(0, budget)
-        submodel = method.plan(server, own, world)[0] if method.personal else method.deploy(server, budget, world)
-        found.setdefault(share_label(budget, world), submodel)
+        nets = method.own(server, own, world) if method.personal else method.deploy(server, budget, world)
+        found.setdefault(share_label(budget, world), nets)
     return dict(sorted(found.items(), key=lambda item: -float(item[0])))
 
 
@@ -256,13 +279,15 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
 def _own_exam(method: Method, server: Server, client: Client, engine: Engine, batch_size: int) -> Exam:
     """What a client holds now, tested on its own part of the test set, or on all of it where there are no parts."""
     world = engine.world
-    submodel = method.plan(server, client, world)[0]
-    job = Job(client, submodel, server.round)
-    state = engine.start(server, job, method.learner(job, world)).state
+    nets = method.own(server, client, world)
+    jobs = [Job(client, net, server.round) for net in nets]
+    states = {job.submodel: engine.start(server, job, method.learner(job, world), PERFECT).state for job in jobs}
     if method.local.norm == "post" and world.family.statistics:
-        state = {**state, **engine.calibrate([(submodel, state)], batch_size, engine.data.parts[client.id])[0]}
+        found = engine.calibrate(list(states.items()), batch_size, engine.data.parts[client.id])
+        states = {net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)}
     samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
-    return Exam(share_label(client.budget, world), submodel, state, samples, _hidden(method, client, engine))
+    weights = joined(nets, states)
+    return Exam(share_label(client.budget, world), nets, weights, samples, _hidden(method, client, engine))
 
 
 def _hidden(method: Method, client: Client, engine: Engine) -> Tensor | None:

@@ -47,7 +47,7 @@ def test_a_published_round_is_a_round(residual: fq.Family, make_data: Any, play:
     published.combine(weights, states, indices, held)
     torch.testing.assert_close(dict(run.server.weights), weights, rtol=0, atol=1e-9)
 
-    whole = method.deploy(run.server, fq.Budget(share=1.0), run.engine.world)
+    (whole,) = method.deploy(run.server, fq.Budget(share=1.0), run.engine.world)
     served = ready(method, run.server, [whole], run.engine, BATCH)[whole]
     net = published.calibrate(_net, weights, data.inputs[run.engine.pooled], BATCH)
     measured = net.state_dict()

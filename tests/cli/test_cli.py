@@ -596,7 +596,7 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
 
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = told(capsys, "list")
-    assert list(listed) == ["methods", "models", "data", "partitions", "fleets", "engines", "trackers"]
+    assert list(listed) == ["methods", "models", "data", "partitions", "fleets", "links", "engines", "trackers"]
     assert list(listed["models"]) == list(MODELS)
     assert listed["models"]["preresnet18"]["parameters"] == 11_172_170
     assert listed["data"]["digits"]["defaults"]["public"] == 0.0
@@ -606,6 +606,41 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[1].split()[0] == "sequential"
     assert main(["list", "method"]) == 2
     assert "Did you mean 'methods'?" in capsys.readouterr().err
+
+
+def test_a_run_goes_over_a_link_by_name(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = {
+        link: told(capsys, "run", *TINY, "--link", link, "--rounds", "2", "--out", f"runs/{link}")
+        for link in ("perfect", "lossy-mild", "mobile")
+    }
+    assert found["lossy-mild"]["bytes_up"] < found["perfect"]["bytes_up"] == found["mobile"]["bytes_up"]
+    assert set(found["lossy-mild"]) == SUMMARY
+    assert set(found["mobile"]) == SUMMARY | {"link_seconds"}
+    record = json.loads(Path("runs/mobile/rounds.jsonl").read_text().splitlines()[0])
+    assert record["link_seconds"] > 0
+    written = tomllib.loads(Path("runs/lossy-mild/config.toml").read_text())["link"]
+    assert written == {"loss": {"name": "columns", "granularity": 0.125, "rate": 0.1, "upto": 0.2}}
+    longer = told(capsys, "run", "--resume", "runs/lossy-mild", "--rounds", "3")
+    assert longer["rounds"] == 3
+    assert main(["run", *TINY, "--link", "lossy"]) == 2
+    assert "link.name (--link): 'lossy' was found; there is no such preset." in capsys.readouterr().err
+
+
+def test_a_link_by_name_can_be_changed_and_is_shown(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["run", *TINY, "--rounds", "1", "--link", "lq8", "--set", "link.clock.up=1e6"]) == 0
+    shown = capsys.readouterr().out
+    assert "on cpu; 8 bits a value; 2e+07 bits/s down, 1e+06 bits/s up" in shown
+    assert "s over the link" in shown.splitlines()[-1]
+
+
+def test_links_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = told(capsys, "list", "links")
+    assert listed["lossy-strong"]["settings"] == {
+        "loss": {"name": "columns", "granularity": 0.125, "rate": 0.2, "upto": 0.3}
+    }
+    assert main(["list", "links", "lq8"]) == 0
+    rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
+    assert {"loss.rate", "loss.bandwidth", "codec.keep", "clock.latency"} <= set(rows)
 
 
 def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixture[str]) -> None:

@@ -11,6 +11,7 @@ import fedquilt as fq
 from fedquilt.methods import METHODS
 from fedquilt.terms import Memory
 from tests.conftest import LOCAL, assert_same, with_local
+from tests.engines.test_links import LINKS
 from tests.engines.test_parity import RAGGED, SHARES
 
 pytestmark = [
@@ -42,6 +43,25 @@ def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play,
     other = play(method, family, data, engine=engine, fleet=fleet, device="cuda")
     assert all(weight.is_cuda for weight in other.server.weights.values())
     assert_same(truth, on_cpu(other), atol=1e-8)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("link", LINKS)
+def test_every_method_gives_the_same_numbers_over_links_on_cuda(name, link, engine, residual, play, make_data):
+    method = with_local(METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
+    data, fleet = make_data(residual, (7, 4, 9, 5, 8, 4), labels=2), fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    truth = play(method, residual, data, engine="sequential", fleet=fleet, link=LINKS[link])
+    other = play(method, residual, data, engine=engine, fleet=fleet, link=LINKS[link], device="cuda")
+    assert_same(truth, on_cpu(other), atol=1e-8)
+
+
+def test_codecs_give_the_same_bytes_on_cuda():
+    change, lengths = torch.randn(100_000, generator=torch.Generator().manual_seed(1)), [60_000, 1, 39_999]
+    for codec in (fq.Codec(8), fq.Codec(2), fq.Codec(keep=0.1), fq.Codec(4, 0.25)):
+        here, there = codec.encode(change, lengths, 3, 5), codec.encode(change.cuda(), lengths, 3, 5)
+        assert torch.equal(there.cpu(), here)
+        assert torch.equal(codec.decode(there, lengths, change.dtype).cpu(), codec.decode(here, lengths, change.dtype))
 
 
 def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):

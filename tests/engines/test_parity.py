@@ -257,6 +257,18 @@ def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
         assert [record.stacks for record in run.train(2).records] == [1, stacks]
 
 
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("method", [HeteroFL(), METHODS["fedbn"](), METHODS["splitmix"](base=0.25)])
+def test_runs_of_several_seeds_share_an_engine(method, engine, residual, make_data, play):
+    """As good as an engine of their own: initial weights, batches, cohorts and lots are the seed's."""
+    data, fleet, how = make_data(residual, RAGGED), fq.Fleet.of(SHARES, 6, 3), fq.Evaluation(every=0)
+    method = with_local(method, batch_size=4)
+    first = fq.prepare(method, residual, data, fleet, engine, precision="fp64", evaluation=how).train(2)
+    again = fq.prepare(method, residual, data, fleet, first.engine, seed=3, evaluation=how).train(2)
+    own = fq.prepare(method, residual, data, fleet, engine, seed=3, precision="fp64", evaluation=how).train(2)
+    assert_same(own, again, atol=0.0)
+
+
 # --- what vmap cannot stack -------------------------------------------------------------------------------------
 
 

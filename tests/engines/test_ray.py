@@ -27,6 +27,7 @@ from fedquilt.round.local import Learner
 from fedquilt.round.merge import Fold, Mean
 from fedquilt.terms import Job, Server, World
 from tests.conftest import assert_same, with_local
+from tests.engines.test_links import LINKS
 
 RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
 SHARES = (1.0, 0.5, 0.25)
@@ -48,12 +49,12 @@ def crew() -> Iterator[Crew]:
 
 @pytest.fixture
 def start(crew, make_data):
-    def start(method, family, engine="ray", cluster=TWO, precision="fp64", **fleet):
+    def start(method, family, engine="ray", cluster=TWO, precision="fp64", link=fq.Link(), **fleet):
         data = make_data(family, RAGGED, labels=2)
         devices = fq.Fleet.of(SHARES, 6, **{"sample": 6, **fleet})
         how = fq.Evaluation(local=True, batch_size=10)
         method = with_local(method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
-        run = fq.prepare(method, family, data, devices, engine, precision=precision, evaluation=how)
+        run = fq.prepare(method, family, data, devices, engine, precision=precision, evaluation=how, link=link)
         if isinstance(run.engine, Ray):
             run.engine.cluster = cluster
         return run
@@ -65,12 +66,35 @@ def assert_identical(one: fq.Run, other: fq.Run) -> None:
     assert_same(one, other, atol=0)
 
 
+def test_an_engine_goes_on_with_other_data_and_another_seed(residual, start, make_data):
+    """Its workers have what they are given once; they must be given the new."""
+    run = start(HeteroFL(), residual).train(1)
+    other, fleet = make_data(residual, RAGGED[::-1], labels=2), run.fleet
+    runs = [
+        fq.prepare(run.method, residual, other, fleet, engine, 3, precision="fp64", evaluation=run.evaluation).train(2)
+        for engine in (run.engine, "sequential")
+    ]
+    assert_same(*runs)
+
+
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual, start):
     truth, other = (
         start(METHODS[name](), residual, engine, sample=5, dynamic=True).train(2) for engine in ("sequential", "ray")
     )
     assert_same(truth, other)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_gives_the_numbers_of_the_sequential_engine_over_a_link(name, residual, start):
+    """Workers have the run's link, and what clients keep for it comes back: two runs on one crew, each with its own."""
+    for link in (LINKS["everything"], LINKS["lossy"]):
+        truth, other = (
+            start(METHODS[name](), residual, engine, link=link, sample=5, dynamic=True).train(2)
+            for engine in ("sequential", "ray")
+        )
+        assert_same(truth, other)
+        assert [r.link_seconds for r in truth.records] == [r.link_seconds for r in other.records]
 
 
 def test_dropout_and_kept_momentum_give_the_numbers_of_the_sequential_engine(language, start):

@@ -9,32 +9,32 @@ import torch
 
 import fedquilt as fq
 from fedquilt.methods import FedAvg, FedBN
-from fedquilt.round.link import Perfect
+from fedquilt.round.link import Link
 from tests.conftest import LOCAL, with_local
 
 SIZES = (6, 5, 7)
 
 
 @dataclass(frozen=True)
-class Recorded(Perfect):
+class Recorded(Link):
     """A perfect link that remembers the names of what went over it."""
 
     names: set[str] = field(default_factory=set)
 
-    def down(self, payload, client, round):
+    def down(self, payload, *trip):
         self.names.update(payload.weights)
-        return super().down(payload, client, round)
+        return super().down(payload, *trip)
 
-    def up(self, payload, job, memory):
+    def up(self, payload, *trip):
         self.names.update(payload.weights)
-        return super().up(payload, job, memory)
+        return super().up(payload, *trip)
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_norms_never_travel(engine, residual, make_data):
     data, method = make_data(residual, SIZES), with_local(FedBN(), batch_size=4)
-    run = fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 3, 3), engine, precision="fp64")
-    run.engine.link = link = Recorded()
+    link = Recorded()
+    run = fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 3, 3), engine, precision="fp64", link=link)
     run.train(2)
     norms = set(residual.parts["norm"])
     assert len(norms) == 5 * 4  # weight, bias, mean, variance

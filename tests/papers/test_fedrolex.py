@@ -324,7 +324,7 @@ def test_the_papers_setting_is_a_preset():
 def test_a_device_gets_the_window_that_was_trained_last(round, residual):
     method, world = FedRolex(), World(residual)
     trained = plan(method, residual, 0.5, round - 1)
-    assert method.deploy(Server(round, {}), fq.Budget(share=0.5), world) == trained
+    assert method.deploy(Server(round, {}), fq.Budget(share=0.5), world) == (trained,)
 
 
 def test_position_sets_never_depend_on_data(residual):

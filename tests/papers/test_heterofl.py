@@ -31,7 +31,7 @@ def test_a_share_keeps_its_floor_and_at_least_one_or_in_the_released_code_its_ce
 def test_a_device_gets_what_was_trained_in_the_released_rounding_too(method, perceptron):
     world, budget = World(perceptron), fq.Budget(share=0.4)
     trained = method.plan(Server(0, {}), fq.Client(0, budget, 1), world)[0]
-    assert method.deploy(Server(1, {}), budget, world).arch == trained.arch
+    assert method.deploy(Server(1, {}), budget, world)[0].arch == trained.arch
 
 
 def test_inputs_and_classes_are_never_cut(residual):

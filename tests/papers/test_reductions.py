@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 import fedquilt as fq
-from fedquilt.methods import FedAvg, FedNova, FedProx, FedRolex, HeteroFL
+from fedquilt.methods import FedAvg, FedNova, FedProx, FedResCuE, FedRolex, FedSeq, HeteroFL, SplitMix
 from tests.conftest import LOCAL, assert_same, with_local
 
 PLAIN = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.0))
@@ -26,6 +26,21 @@ REDUCTIONS = {
     "fedrolex(all shares 1) = fedavg": (
         FedRolex(local=PLAIN),
         FedAvg(local=PLAIN, weighting="uniform"),
+        (1.0,),
+        RAGGED,
+        0.0,
+    ),
+    "fedrescue(S 0) = heterofl": (
+        FedResCuE(samples=0),
+        HeteroFL(local=FedResCuE().local),
+        (1.0, 0.5, 0.25),
+        RAGGED,
+        0.0,
+    ),
+    "fedrescue(KL weight 0) = fedseq": (FedResCuE(alpha=0.0), FedSeq(), (1.0, 0.5, 0.25), RAGGED, 0.0),
+    "splitmix(one base, share 1) = fedavg": (
+        SplitMix(local=PLAIN, base=1.0),
+        FedAvg(local=PLAIN),
         (1.0,),
         RAGGED,
         0.0,
@@ -52,6 +67,9 @@ def test_reductions(name, family, engine, play, make_data):
     runs = [play(method, family, data, shares, engine=engine) for method in (special, general)]
     if isinstance(special, FedNova):  # charged twice for the same journey (RaFL, Table 1)
         runs[1].records[:] = [replace(r, bytes_down=2 * r.bytes_down, bytes_up=2 * r.bytes_up) for r in runs[1].records]
+    if isinstance(special, SplitMix):  # its only net has a scope
+        named = {name.removeprefix("base0/"): value for name, value in runs[0].server.weights.items()}
+        runs[0].server = replace(runs[0].server, weights=named)
     assert_same(*runs, atol=atol)
 
 
@@ -61,6 +79,7 @@ def test_reductions(name, family, engine, play, make_data):
         (FedRolex(shift=1), HeteroFL(), (1.0, 0.5)),
         (HeteroFL(local=PLAIN), FedAvg(local=PLAIN), (0.5,)),
         (FedProx(mu=1.0), FedAvg(), (1.0,)),
+        (FedResCuE(), FedSeq(), (1.0, 0.5)),
         (FedNova(), FedAvg(), (1.0,)),
     ],
 )

@@ -28,7 +28,9 @@ METHODS = {
     "heterofl": fq.methods.HeteroFL(local=LOCAL),
     "fedbn": fq.methods.FedBN(local=replace(LOCAL, norm="local")),
     "keeping": Keeping(local=replace(LOCAL, norm="local")),
+    "lossy": fq.methods.FedRolex(local=LOCAL),
 }
+LINKS = {"lossy": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock())}
 
 
 def federate(method: str, out: Path, rounds: int) -> None:
@@ -48,6 +50,7 @@ def federate(method: str, out: Path, rounds: int) -> None:
         resume=True,
         checkpointing=fq.Checkpointing(rounds=1),
         memory_limit=50_000,
+        link=LINKS.get(method, fq.Link()),
     )
 
 

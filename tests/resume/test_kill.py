@@ -15,7 +15,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.files import TEMPORARY
-from tests.resume.federation import METHODS
+from tests.resume.federation import METHODS, federate
 
 ROOT = Path(__file__).parents[2]
 
@@ -110,7 +110,7 @@ def assert_equal(mine, theirs) -> None:
             assert_equal(mine[name], value)
 
 
-# Five kills; the twenty others are slow.
+# Five kills; the others are slow.
 @pytest.mark.parametrize(
     ("run", "kills"),
     [(Script("keeping", 12), 3), (Script("heterofl", 5), 1), (Terminal(5), 1)],
@@ -118,6 +118,21 @@ def assert_equal(mine, theirs) -> None:
 )
 def test_killed_runs_end_like_one_that_was_not(run, kills, tmp_path):
     survive(run, tmp_path, kills, seed=1)
+
+
+def test_a_run_over_a_lossy_coding_link_ends_as_if_it_had_not_been_stopped(tmp_path):
+    """What clients keep for the link (padding, error feedback, what they received) is in the checkpoint."""
+    for rounds in (1, 4, 5):
+        federate("lossy", tmp_path / "stopped", rounds)
+    federate("lossy", tmp_path / "whole", 5)
+    whole = fq.load(tmp_path / "whole")
+    assert all({"residual", "received"} <= memory.slots.keys() for memory in whole.memory.values())
+    assert_equal(fq.load(tmp_path / "stopped").weights, whole.weights)
+    theirs = fq.load(tmp_path / "stopped").memory
+    assert list(theirs) == list(whole.memory)
+    for key, memory in whole.memory.items():
+        assert_equal(theirs[key].weights, memory.weights)
+        assert_equal(theirs[key].slots, memory.slots)
 
 
 @pytest.mark.slow

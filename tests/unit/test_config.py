@@ -320,6 +320,51 @@ def test_an_experiment_repeats_its_run_bit_for_bit(own: Path) -> None:
         assert torch.equal(weight, again.server.weights[name])
 
 
+LINK = {
+    "loss": {"name": "wireless", "distances": [100.0, 300.0], "fading": "constant", "granularity": 0.25},
+    "codec": {"bits": 4, "keep": 0.5, "feedback": True},
+    "clock": {"down": [1e6, 2e6], "compute": 1e9},
+}
+
+
+@pytest.mark.parametrize("link", ["lossy-mild", "lq8+sp25", {"name": "sp10", "clock": {"up": 1e6}}, LINK, {}])
+def test_a_link_is_written_and_read_again(own: Path, link: Any) -> None:
+    experiment = small(link=link)
+    again = Experiment.of(tomllib.loads(experiment.to_toml()))
+    assert again == experiment
+    assert "name" not in tomllib.loads(experiment.to_toml()).get("link", {})  # what a name stood for is spelt out
+    by_name = {"lossy-mild": fq.Columns(0.1, 0.2)}
+    assert experiment.link.loss == by_name.get(str(link), experiment.link.loss)
+
+
+def test_a_table_is_laid_over_a_link_by_name(own: Path) -> None:
+    link = small(link={"name": "lossy-mild", "loss": {"upto": 0.4}, "codec": {"bits": 8}}).link
+    assert link == fq.Link(fq.Columns(0.1, 0.4), fq.Codec(8))
+    assert small(link=LINK).link.loss == fq.Wireless(distances=(100, 300), fading="constant", granularity=0.25)
+
+
+def test_all_that_is_wrong_with_a_link_is_told(own: Path) -> None:
+    with pytest.raises(ConfigError) as caught:
+        small(link={"name": "lossy-mid", "loss": {"name": "colums"}, "codec": {"bits": 3, "kept": 1}, "clok": {}})
+    told = str(caught.value)
+    assert "link.name: 'lossy-mid' was found; there is no such preset. Did you mean 'lossy-mild'?" in told
+    assert "there is no loss named 'colums'. Did you mean 'columns'?" in told
+    assert "link.codec.bits: 3 was found; one of 2, 4, 8, 32 would fit." in told
+    assert "link.codec.kept: codec has no such key. Did you mean 'keep'?" in told
+    assert "link.clok: link has no such key. Did you mean 'clock'?" in told
+
+
+def test_runs_on_one_ground_have_their_own_links(own: Path) -> None:
+    lossy, perfect = small(link="lossy-strong"), small()
+    ground = lossy.ground()
+    runs = [lossy.prepare(ground), perfect.prepare(ground)]
+    assert runs[0].engine is runs[1].engine
+    for run in runs:
+        run.train(1)
+    assert runs[0].records[0].bytes_up < runs[1].records[0].bytes_up
+    assert_same(runs[1], small().prepare().train(1), atol=0)
+
+
 def test_settings_reach_the_run(own: Path) -> None:
     run = small(engine={"name": "vectorised", "memory": 1000, "precision": "fp64"}, seed=5).prepare()
     assert run.engine.memory == 1000

@@ -117,8 +117,8 @@ def test_a_deployed_module_scores_what_the_engine_reported(engine, norm, theirs,
 def test_a_deployed_modules_outputs_are_the_engines(theirs, play, make_data):
     run = play(with_local(HeteroFL(), norm="tracked"), theirs, make_data(theirs, (9, 7)), (1.0, 0.5))
     world, inputs = run.engine.world, run.engine.data.test_inputs
-    submodel = run.method.deploy(run.server, fq.Budget(share=0.5), world)
-    exam = Exam("", submodel, theirs.cutter.gather(run.server.weights, submodel, tuple(run.server.weights)))
+    (submodel,) = run.method.deploy(run.server, fq.Budget(share=0.5), world)
+    exam = Exam("", (submodel,), theirs.cutter.gather(run.server.weights, submodel, tuple(run.server.weights)))
     outputs, _ = theirs.net(submodel.arch)(exam.weights, inputs, fq.family.Pass(statistics="stored"))
     torch.testing.assert_close(run.deploy(fq.Budget(share=0.5))(inputs).detach(), outputs, rtol=0, atol=1e-12)
 

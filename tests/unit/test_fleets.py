@@ -168,9 +168,9 @@ def test_a_device_without_a_count_is_one(tmp_path):
     [
         (
             "name,share,link_speed\na,1,5\n",
-            "column 'link_speed' is not known; links are not simulated yet, leave it out",
+            "column 'link_speed' is not known; how fast links are is said by the settings",
         ),
-        ("name,share,bandwidth\na,1,5\n", "links are not simulated yet"),
+        ("name,share,bandwidth\na,1,5\n", "settings' table link.clock"),
         (
             "name,share,colour\na,1,red\n",
             r"column 'colour' is not known\. Columns of such a file: name, count, share, ",

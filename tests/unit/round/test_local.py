@@ -43,6 +43,7 @@ from fedquilt.round.local import (
     Summed,
     View,
     augment,
+    clipped,
     gradient,
     itinerary,
     move,
@@ -75,20 +76,18 @@ def learner_of(*phases: Phase, lr: float | None = None, **local) -> Learner:
 
 def view_of(family: fq.Family, weights: State, batch: Batch, received: State | None = None, **mode) -> View:
     start = weights if received is None else received
-    return View(
-        family, family.whole, weights, batch.inputs, batch.targets, batch.held, start, start, Pass(**mode), batch.key
-    )
+    return View(family, family.whole, weights, batch.inputs, batch.targets, batch.held, start, Pass(**mode), batch.key)
 
 
 def take_steps(family: fq.Family, learner: Learner, state: State, batches: list[Batch], arch: Arch | None = None):
     """What an engine does with one client."""
     arch, received, slots, count = arch or family.whole, state, learner.start_slots(state, family), 0
     for batch in batches:
-        before = state
         for phase in learner.phases:
-            grads, _ = gradient(learner, family, arch, phase, state, received, before, batch)
+            grads, _ = gradient(learner, family, arch, phase.objective, state, received, batch)
+            grads = clipped(grads, learner.local.optimiser.clip)
             masks = learner.masks(family, arch, phase, CPU)
-            state, slots = move(learner, state, slots, grads, masks, count)
+            state, slots = move(learner, phase, state, slots, grads, masks, count)
             count += 1
     return state, slots
 
@@ -139,10 +138,8 @@ def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
 
 def test_a_gradient_within_the_bound_is_not_clipped(perceptron):
     state, batch = doubles(perceptron), batch_of(4)
-    args = (perceptron, perceptron.whole, Phase(), state, state, state, batch)
-    plain, _ = gradient(learner_of(), *args)
-    loose, _ = gradient(learner_of(optimiser=SGD(clip=1e6)), *args)
-    assert all(torch.equal(plain[name], loose[name]) for name in plain)
+    plain, _ = gradient(learner_of(), perceptron, perceptron.whole, CrossEntropy(), state, state, batch)
+    assert all(torch.equal(plain[name], value) for name, value in clipped(plain, 1e6).items())
 
 
 def test_one_step_by_hand():
@@ -308,18 +305,16 @@ def test_masked_logits_have_no_gradient(perceptron):
     batch = replace(batch_of(5, held=held), targets=torch.tensor([0, 2, 2, 0, 2]))
     state = doubles(perceptron)
     phase = Phase(MaskedCrossEntropy())
-    grads, _ = gradient(learner_of(), perceptron, perceptron.whole, phase, state, state, state, batch)
+    grads, _ = gradient(learner_of(), perceptron, perceptron.whole, phase.objective, state, state, batch)
     assert float(grads["last.weight"][1].abs().sum()) == float(grads["last.bias"][1]) == 0
     assert float(grads["last.weight"][0].abs().sum()) > 0
 
 
 def test_the_proximal_gradient_pulls_back(perceptron):
     state, received, batch = doubles(perceptron, 1), doubles(perceptron, 2), batch_of(5)
-    args = (state, received, state, batch)
-    plain, _ = gradient(learner_of(), perceptron, perceptron.whole, Phase(), *args)
-    pulled, (loss, _) = gradient(
-        learner_of(), perceptron, perceptron.whole, Phase(Proximal(CrossEntropy(), 0.3)), *args
-    )
+    args = (state, received, batch)
+    plain, _ = gradient(learner_of(), perceptron, perceptron.whole, CrossEntropy(), *args)
+    pulled, (loss, _) = gradient(learner_of(), perceptron, perceptron.whole, Proximal(CrossEntropy(), 0.3), *args)
     drift = 0.0
     for name in plain:
         torch.testing.assert_close(pulled[name], plain[name] + 0.3 * (state[name] - received[name]), rtol=0, atol=1e-14)
@@ -341,9 +336,9 @@ def test_the_proximal_term_counts_what_is_trained_and_nothing_else(residual):
 def test_summed_objectives_sum_their_gradients(perceptron):
     state, batch = doubles(perceptron), batch_of(5)
     objectives = (CrossEntropy(), CrossEntropy(share=0.5))
-    args = (state, state, state, batch)
+    args = (state, state, batch)
     one, other, both = (
-        gradient(learner_of(), perceptron, perceptron.whole, Phase(objective), *args)[0]
+        gradient(learner_of(), perceptron, perceptron.whole, objective, *args)[0]
         for objective in (*objectives, Summed(objectives))
     )
     for name in both:
@@ -412,9 +407,9 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perce
     learner = learner_of(optimiser=optimiser)
     state, slots = take_steps(perceptron, learner, state, [batch_of(4, 9)], arch)  # slots that are not zero
     phase = Phase(CrossEntropy(), Between(1 / 3, 1.0))
-    grads, _ = gradient(learner, perceptron, arch, phase, state, state, state, batch_of(4, 1))
+    grads, _ = gradient(learner, perceptron, arch, phase.objective, state, state, batch_of(4, 1))
     masks = learner.masks(perceptron, arch, phase, CPU)
-    moved, after = move(learner, state, slots, grads, masks, step=1)
+    moved, after = move(learner, phase, state, slots, grads, masks, step=1)
     for name in perceptron.trainable:
         frozen = ~masks[name]
         assert torch.equal(moved[name][frozen], state[name][frozen])
@@ -436,7 +431,7 @@ def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
     slots = learner.start_slots(state, residual)
     grads = {name: torch.ones_like(state[name]) for name in residual.trainable}
     masks = learner.masks(residual, residual.whole, Phase(moves=Part("norm")), CPU)
-    moved, after = move(learner, state, slots, grads, masks, 0)
+    moved, after = move(learner, Phase(), state, slots, grads, masks, 0)
     for name in residual.trainable:
         assert torch.equal(moved[name], state[name]) != (name in residual.parts["norm"])
         assert torch.equal(after["momentum"][name], slots["momentum"][name]) != (name in residual.parts["norm"])
@@ -448,7 +443,7 @@ def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
         learner, state = learner_of(optimiser=optimiser), doubles(perceptron)
         slots = learner.start_slots(state, perceptron)
         grads = {name: torch.ones_like(state[name]) for name in perceptron.trainable}
-        moved, after = move(learner, state, slots, grads, dict.fromkeys(grads, False), 0)
+        moved, after = move(learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), 0)
         assert all(moved[name] is state[name] for name in state)
         assert all(after[slot][name] is slots[slot][name] for slot in slots for name in grads)
 
@@ -491,8 +486,8 @@ def test_class_rows_restrict_what_is_sent(perceptron):
 def test_a_training_step_is_three_forward_passes(perceptron):
     learner = learner_of(Phase(Summed((CrossEntropy(), CrossEntropy(0.5)))))
     whole, half = 4 * 6 + 6 * 3, 4 * 3 + 3 * 3
-    assert learner_of().macs(perceptron, perceptron.whole) == 3 * whole
-    assert learner.macs(perceptron, perceptron.whole) == 3 * (whole + half)
+    assert learner_of().macs(perceptron, perceptron.whole, [2, 5]) == 7 * 3 * whole
+    assert learner.macs(perceptron, perceptron.whole, [1]) == 3 * (whole + half)
 
 
 # --- whole rounds against plain torch ---------------------------------------------------------------------------

@@ -11,8 +11,8 @@ import fedquilt as fq
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import SubmodelError, TrainingError
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly
-from fedquilt.round.link import Perfect
-from fedquilt.terms import Server
+from fedquilt.round.link import PERFECT, Arrival, Link, Trip
+from fedquilt.terms import Server, World
 from tests.conftest import LOCAL, assert_same, with_local
 
 
@@ -110,24 +110,26 @@ def test_a_plan_on_an_axis_the_family_does_not_have_lists_those_it_has(perceptro
 def test_a_perfect_link_changes_nothing_and_counts_bytes(perceptron):
     submodel = fq.Submodel(perceptron.whole)
     payload = fq.Payload(submodel, {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.float64)})
-    client = fq.Client(0, fq.Budget(share=1.0), 1)
-    assert Perfect().down(payload, client, 0) == (payload, 12 * 4 + 2 * 8)
-    assert Perfect().up(payload, fq.Job(client, submodel, 0), None) == (payload, 64)
+    trip = Trip(World(perceptron), fq.Job(fq.Client(0, fq.Budget(share=1.0), 1), submodel, 0))
+    for way in (PERFECT.down, PERFECT.up):
+        arrival = way(payload, trip)
+        assert arrival.payload is payload
+        assert arrival.bytes == 12 * 4 + 2 * 8
 
 
 @dataclass(frozen=True)
-class Tailless:
+class Tailless(Link):
     """Loses the last kept channels of the axis `first`: so many on the way down, so many on the way up."""
 
-    cutter: object
+    cutter: object = None
     lost_down: int = 0
     lost_up: int = 0
 
-    def down(self, payload, client, round):
-        return self._cut(payload, self.lost_down if client.id == 0 else 0), payload.bytes
+    def down(self, payload, trip, *known):
+        return Arrival(self._cut(payload, self.lost_down if trip.job.client.id == 0 else 0), payload.bytes)
 
-    def up(self, payload, job, memory):
-        return self._cut(payload, self.lost_up if job.client.id == 0 else 0), payload.bytes
+    def up(self, payload, trip, *known):
+        return Arrival(self._cut(payload, self.lost_up if trip.job.client.id == 0 else 0), payload.bytes)
 
     def _cut(self, payload, lost):
         if not lost:
@@ -140,9 +142,9 @@ class Tailless:
 
 def with_link(method, family, data, engine, rounds=1, **lost) -> fq.Run:
     fleet = fq.Fleet.of((1.0,), data.num_clients, data.num_clients)
-    run = fq.prepare(method, family, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0))
-    run.engine.link = Tailless(family.cutter, **lost)
-    return run.train(rounds)
+    link = Tailless(cutter=family.cutter, **lost)
+    how = fq.Evaluation(every=0)
+    return fq.prepare(method, family, data, fleet, engine, precision="fp64", evaluation=how, link=link).train(rounds)
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -155,7 +157,7 @@ def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
     client = whole.fleet.client(0, 0, 0, 5)
     start = method.init(whole.engine.world)
     fold = method.fold(start, whole.engine.world)
-    whole.engine.link = Perfect()
+    whole.engine.link = PERFECT
     whole.engine.train(method, start, [fq.Job(client, method.plan(start, client, whole.engine.world)[0], 0)], fold)
     own = fold.finish(start)[0]["first.bias"]
     torch.testing.assert_close(lost[4:], 2 * bias[4:] - own[4:], rtol=0, atol=1e-13)

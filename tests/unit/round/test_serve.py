@@ -76,7 +76,7 @@ def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
     data = make_data(residual, (9, 8, 5))
     world = World(residual, dtype=torch.float64)
     state = {name: value.double() for name, value in residual.init(1).items()}
-    submodel = HeteroFL().deploy(None, fq.Budget(share=0.5), world)
+    (submodel,) = HeteroFL().deploy(None, fq.Budget(share=0.5), world)
     ours = LOCAL[engine](world, data)
     cut = residual.cutter.gather(state, submodel, residual.trainable)
     [found] = ours.calibrate([(submodel, cut)], batch_size=5)
@@ -99,15 +99,15 @@ def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
     data = make_data(residual, (6, 6))
     ours = LOCAL[engine](World(residual, dtype=torch.float64), data)
     state = {name: value.double() for name, value in residual.init(1).items()}
-    submodel = HeteroFL().deploy(None, fq.Budget(share=0.5), ours.world)
+    (submodel,) = HeteroFL().deploy(None, fq.Budget(share=0.5), ours.world)
     model = residual.module(submodel, state).eval()
     cut = residual.cutter.gather(state, submodel, tuple(state))
     samples, held = torch.tensor([3, 1, 20, 7, 8]), torch.tensor([True, True, False, True])
     exams = [
-        Exam("all", submodel, cut),
-        Exam("few", submodel, cut, samples),
-        Exam("masked", submodel, cut, samples, held),
-        Exam("none", submodel, cut, samples[:0]),
+        Exam("all", (submodel,), cut),
+        Exam("few", (submodel,), cut, samples),
+        Exam("masked", (submodel,), cut, samples, held),
+        Exam("none", (submodel,), cut, samples[:0]),
     ]
     scores = ours.evaluate(with_local(FedAvg(), norm="tracked"), exams, batch_size=10)
     logits = model(ours.data.test_inputs).detach()
@@ -191,10 +191,10 @@ def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(engine, residua
     run = play(method, residual, with_domains(data), (1.0, 0.5), engine=engine, evaluation=how)
     assert asked == [(2 * 24, 2), (2 * 2 * 24, 2 * 4)]
     assert run.accuracy == without.accuracy
-    submodel = method.deploy(run.server, fq.Budget(share=0.5), run.engine.world)
+    (submodel,) = method.deploy(run.server, fq.Budget(share=0.5), run.engine.world)
     cut = residual.cutter.gather(run.server.weights, submodel, residual.trainable)
     samples = HOMES.eq(0).nonzero().flatten()
-    [score] = run.engine.evaluate(method, [Exam("", submodel, cut, samples)], 5)
+    [score] = run.engine.evaluate(method, [Exam("", (submodel,), cut, samples)], 5)
     assert run.records[-1].grades.metrics["accuracy/mnist"]["0.5"] == score.accuracy
 
 
@@ -254,7 +254,7 @@ def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(norm, res
     for client, part in enumerate(data.test_parts):
         memory = run.server.memory[client, ""]
         for domain in (0, 1):
-            exam = Exam("", memory.submodel, memory.weights, part[homes[part] == domain])
+            exam = Exam("", (memory.submodel,), memory.weights, part[homes[part] == domain])
             [score] = run.engine.evaluate(method, [exam], 8)
             own[client, domain] = score.accuracy
     assert metrics["accuracy/mnist"]["1.0"] == pytest.approx((own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12)

@@ -1,0 +1,22 @@
+"""FjORD: ordered dropout with self-distillation (Horváth et al. 2021), as FedResCuE's appendix A.2 states it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+from fedquilt.methods.method import Presets
+from fedquilt.methods.nested import GRIDS, Nested, Slimming
+from fedquilt.round.local import Learner
+from fedquilt.terms import Job, World
+
+
+@dataclass(frozen=True)
+class FjORD(Nested):
+    """One step on the whole net's loss plus that of drawn nets, which learn from the labels and from the whole net."""
+
+    paper = "Horváth et al. 2021"
+    presets: ClassVar[Presets] = {**GRIDS, "fjord": {"samples": 1}}  # one ratio a batch in its own paper
+
+    def learner(self, job: Job, world: World) -> Learner:
+        return self.drawing(Slimming, self.samples, True, job, world, supervised=True)

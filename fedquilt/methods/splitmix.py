@@ -1,0 +1,130 @@
+"""Split-Mix: narrow base nets that every device can train, mixed on demand (Hong et al., ICLR 2022)."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.axes import Index
+from fedquilt.checks import within
+from fedquilt.errors import BudgetError
+from fedquilt.methods.method import Method, Presets
+from fedquilt.round.cut import windows
+from fedquilt.round.local import SGD, Cosine, Learner, Local, Steps
+from fedquilt.round.merge import Weighting
+from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
+
+_SGD = SGD(lr=0.01, momentum=0.9, decay=5e-4)
+_DIGITS = Local(optimiser=replace(_SGD, lr=0.1), schedule=Cosine(400), scaler=True)
+_CIFAR10 = Local(
+    optimiser=_SGD, schedule=Steps((150, 250), 0.1), epochs=5, batch_size=128, scaler=True, masked="client"
+)
+_DOMAINNET = Local(optimiser=_SGD, scaler=True)
+
+
+@dataclass(frozen=True)
+class SplitMix(Method):
+    """M = floor(1/r) independent nets of share r, each a scope of the server's state.
+
+    A client of share R trains floor(R/r) of them at the same time, others every round; a device of share R mixes the
+    logits of the first floor(R/r).
+    """
+
+    local: Local = Local(optimiser=_SGD, scaler=True)
+    weighting: Weighting = "data"
+    base: float = 0.125  # r, the share of a base net; 1 gives FedAvg
+    rescale_init: bool = True  # initial weights have the variance of the whole net's (section 4.2)
+    paper = "Hong et al. 2022"
+    presets: ClassVar[Presets] = {
+        "digits": {"local": _DIGITS},
+        "digits-released": {"local": replace(_DIGITS, optimiser=_SGD, schedule=Cosine(300))},
+        "cifar10": {"local": _CIFAR10},
+        "cifar10-released": {"local": replace(_CIFAR10, masked="batch")},
+        "domainnet": {"local": _DOMAINNET},
+    }
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        within(self, base="(0, 1]")
+
+    @property
+    def count(self) -> int:
+        """M, the number of base nets."""
+        return _whole(1 / self.base)
+
+    def initial(self, world: World) -> dict[str, Tensor]:
+        """Neighbouring pieces of one whole net: they are independent, and vary as its weights do.
+
+        Kaiming's method draws from a range that falls with the width a layer reads from. Without `rescale_init` base
+        nets have the range of their own width.
+        """
+        whole, family = super().initial(world), world.family
+        member, sizes = self._member(world), family.layout.sizes
+        weights: dict[str, Tensor] = {}
+        for place in range(self.count):
+            starts = {axis: place * width for axis, width in member.widths}
+            cut = family.cutter.gather(whole, windows(member, starts, sizes), list(whole))
+            own = {name: value.clone() for name, value in cut.items()}
+            weights |= {_scope(place) + name: value for name, value in self._scaled(own, whole).items()}
+        return weights
+
+    def _scaled(self, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
+        if self.rescale_init:
+            return own
+        gain = {
+            name: math.sqrt(whole[name][0].numel() / value[0].numel()) for name, value in own.items() if value.dim() > 1
+        }
+        return {name: value * gain.get(name, 1.0) for name, value in own.items()}
+
+    def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
+        """Algorithm 2: one base net in turn from a shuffled cycle that all clients share, and others by lot."""
+        cycle, place = divmod(client.turn, self.count)
+        first = int(noise.order(noise.key(43, world.seed, cycle), self.count)[place])
+        others = [base for base in range(self.count) if base != first]
+        key = noise.key(44, world.seed, client.id, server.round)
+        drawn = noise.choose(key, self.affordable(client.budget, world) - 1, len(others))
+        return [self._base(place, world) for place in sorted([first, *(others[place] for place in drawn)])]
+
+    def learner(self, job: Job, world: World) -> Learner:
+        """Algorithm 3; the loss may be masked, but all rows of the output layer are averaged."""
+        return replace(super().learner(job, world), class_rows=False)
+
+    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+        """Algorithm 1, line 11: the first floor(R/r) base nets."""
+        return tuple(self._base(place, world) for place in range(self.affordable(budget, world)))
+
+    def own(self, server: Server, client: Client, world: World) -> Mix:
+        return self.deploy(server, client.budget, world)
+
+    def affordable(self, budget: Budget, world: World) -> int:
+        """How many base nets a budget holds: floor(R/r) of a share, as many as fit a bound on their sum."""
+        one = world.family.cost(self._member(world))
+        bounds = {"macs": one.macs, "params": one.params, "memory": one.memory}
+        most = [_whole(getattr(budget, name) / cost) for name, cost in bounds.items() if getattr(budget, name)]
+        count = min([self.count, *most, *([] if budget.share is None else [_whole(budget.share / self.base)])])
+        if count < 1:
+            raise BudgetError(
+                f"the budget {budget} was given; Split-Mix's base nets have a share of {self.base:g}, {one.params:,} "
+                f"parameters and {one.macs:,} multiply-adds, and train in {one.memory:,} bytes. A smaller base fits."
+            )
+        return count
+
+    def _member(self, world: World) -> Arch:
+        return world.family.fit(Budget(share=self.base))
+
+    def _base(self, place: int, world: World) -> Submodel:
+        """A base net is all that its scope holds."""
+        return Submodel(self._member(world), Index(), _scope(place))
+
+
+def _scope(place: int) -> str:
+    return f"base{place}/"
+
+
+def _whole(ratio: float) -> int:
+    return math.floor(round(ratio, 9))  # 1 / 0.1 is 10, whatever its last digit

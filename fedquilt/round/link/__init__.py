@@ -1,0 +1,163 @@
+"""What survives the way between server and client, how many bytes it took, and how long.
+
+A link is made of three parts, each of which may be left out: what gets lost (`columns.py`, `wireless.py`), how what is
+sent is coded (`codec.py`), and a clock (`clock.py`). Any method runs over any of them, on every engine.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import ClassVar
+
+import torch
+from torch import Tensor
+
+from fedquilt.errors import ConfigError
+from fedquilt.names import nearest
+from fedquilt.round.flat import Flat
+from fedquilt.round.link.clock import Clock
+from fedquilt.round.link.codec import Codec
+from fedquilt.round.link.columns import Columns, Loss
+from fedquilt.round.link.trip import Arrival, Trip
+from fedquilt.round.link.wireless import Wireless
+from fedquilt.terms import Payload, Submodel, Weights
+
+_MASK, _LUCK = 2, 3  # what a codec draws
+_NOTHING: Weights = MappingProxyType({})
+
+
+@dataclass(frozen=True)
+class Link:
+    """A way in both directions; as it is, everything arrives as it was sent."""
+
+    loss: Loss | None = None  # none: nothing is lost
+    codec: Codec | None = None  # of the change from what was received; none: weights are sent as they are
+    clock: Clock | None = None  # none: time is not counted
+
+    presets: ClassVar[Mapping[str, Link]]  # links by name
+
+    def __str__(self) -> str:
+        return (
+            "; ".join(str(part) for part in (self.loss, self.coder, self.clock) if part) or "nothing is lost or coded"
+        )
+
+    @classmethod
+    def preset(cls, name: str) -> Link:
+        """A link by its name, such as `lossy-mild`."""
+        if name not in cls.presets:
+            raise ConfigError(f"there is no link named {name!r}.{nearest(name, cls.presets)}")
+        return cls.presets[name]
+
+    @property
+    def lossy(self) -> bool:
+        """Whether something may get lost: then clients keep all they trained, to pad what is missing (equation 5)."""
+        return self.loss is not None and self.loss.loses
+
+    @property
+    def coder(self) -> Codec | None:
+        """The codec, if it does anything."""
+        return None if self.codec is None or self.codec.neutral else self.codec
+
+    @property
+    def feedback(self) -> bool:
+        """Whether clients keep what coding lost."""
+        return self.coder is not None and self.coder.feedback
+
+    @property
+    def tracks(self) -> bool:
+        """Whether both sides must know what a client received last: it need not be what was sent in this round."""
+        return self.coder is not None and (self.lossy or self.coder.down)
+
+    def check(self, num_clients: int) -> None:
+        """Refuse what does not fit so many clients."""
+        for part in (self.loss, self.clock):
+            if part is not None:
+                part.check(num_clients)
+
+    def down(self, payload: Payload, trip: Trip, known: Weights = _NOTHING) -> Arrival:
+        """What arrives at the client; `known` is what both sides know that it received before."""
+        codec = self.coder if self.coder and self.coder.down else None
+        return self._carry(payload, trip, codec, known, _NOTHING)
+
+    def up(self, payload: Payload, trip: Trip, known: Weights = _NOTHING, residual: Weights = _NOTHING) -> Arrival:
+        """What arrives at the server; `known` is what the client received, `residual` what coding lost before."""
+        return self._carry(payload, trip, self.coder, known, residual)
+
+    def _carry(self, payload: Payload, trip: Trip, codec: Codec | None, known: Weights, residual: Weights) -> Arrival:
+        reach: Submodel | None = payload.submodel
+        if self.loss is not None and self.lossy and payload.weights:
+            reach = self.loss.reach(payload.submodel, trip)
+        if reach is None:
+            return Arrival(None, 0)
+        coded = {name: value for name, value in payload.weights.items() if name in known} if codec else {}
+        if codec is None or not coded:
+            arrived = payload if reach is payload.submodel else Payload(reach, _part(payload, reach, trip))
+            return Arrival(arrived, arrived.bytes)
+        before = Flat.of({name: known[name] for name in coded})
+        change = Flat.of(coded).vector - before.vector
+        if residual:
+            change += Flat.of({name: residual[name] for name in coded}).vector
+        lengths = [shape.numel() for shape in before.shapes.values()]
+        arrives = None if reach is payload.submodel else _places(payload, before, reach, trip)
+        message = codec.encode(change, lengths, trip.key(_MASK), trip.key(_LUCK), arrives)
+        decoded = codec.decode(message, lengths, change.dtype, arrives)
+        weights = {**payload.weights, **before.same(before.vector + decoded).parts}
+        arrived = Payload(reach, _part(Payload(payload.submodel, weights), reach, trip))
+        plain = sum(value.nbytes for name, value in arrived.weights.items() if name not in coded)
+        error = None
+        if codec.feedback:
+            lost = Payload(payload.submodel, before.same(change - decoded).parts)
+            error = _part(lost, reach, trip)
+        return Arrival(arrived, message.nbytes + plain, error)
+
+
+def _part(payload: Payload, reach: Submodel, trip: Trip) -> Weights:
+    """The weights of a payload that arrived."""
+    if reach is payload.submodel:
+        return payload.weights
+    return trip.world.family.cutter.narrow(payload.weights, payload.submodel.index, reach.index)
+
+
+def _places(payload: Payload, like: Flat, reach: Submodel, trip: Trip) -> Tensor:
+    """Which values of a flat payload arrived."""
+    count, device = like.vector.numel(), like.vector.device
+    numbered = like.same(torch.arange(count, device=device)).parts
+    there = Flat.of(_part(Payload(payload.submodel, numbered), reach, trip)).vector
+    return torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, there, True)
+
+
+LOSSES: dict[str, type[Loss]] = {"columns": Columns, "wireless": Wireless}
+
+LINKS: dict[str, Link] = {
+    "perfect": Link(),
+    "lossy-mild": Link(loss=Columns(0.1, 0.2)),  # FedResCuE, Table 12
+    "lossy-strong": Link(loss=Columns(0.2, 0.3)),
+    "wireless": Link(loss=Wireless()),
+    "lq8": Link(codec=Codec(bits=8)),  # ProgFed, Table 10
+    "lq4": Link(codec=Codec(bits=4)),
+    "lq2": Link(codec=Codec(bits=2)),
+    "sp25": Link(codec=Codec(keep=0.25)),
+    "sp10": Link(codec=Codec(keep=0.1)),
+    "lq8+sp25": Link(codec=Codec(bits=8, keep=0.25)),
+    "lq8+sp10": Link(codec=Codec(bits=8, keep=0.1)),
+    "mobile": Link(clock=Clock()),
+}
+Link.presets = LINKS
+
+PERFECT = Link()
+
+__all__ = [
+    "LINKS",
+    "LOSSES",
+    "PERFECT",
+    "Arrival",
+    "Clock",
+    "Codec",
+    "Columns",
+    "Link",
+    "Loss",
+    "Trip",
+    "Wireless",
+]

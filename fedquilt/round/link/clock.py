@@ -1,0 +1,41 @@
+"""How long a round would take over real links."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+from fedquilt.checks import outside, refuse
+from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown
+
+
+@dataclass(frozen=True)
+class Clock:
+    """What simulated time is counted by; each may be one number for all, or a list dealt to clients in turn."""
+
+    down: Dealt = 20e6  # bits a second to a client
+    up: Dealt = 10e6  # bits a second from a client
+    latency: Dealt = 0.05  # seconds each way
+    compute: Dealt = 0.0  # multiply-adds a second of a client; 0: training takes no time
+
+    def __post_init__(self) -> None:
+        bounds = outside(self, down="(0, inf)", up="(0, inf)", latency="[0, inf)", compute="[0, inf)")
+        refuse(self, bounds | empty(self, "down", "up", "latency", "compute"))
+
+    def __str__(self) -> str:
+        return f"{shown(self.down)} bits/s down, {shown(self.up)} bits/s up, {shown(self.latency)} s each way"
+
+    def check(self, num_clients: int) -> None:
+        """Refuse what does not fit so many clients."""
+        check_dealt(self, num_clients, "down", "up", "latency", "compute")
+
+    def slowest(self, costs: Mapping[int, tuple[int, int, int]], copies: int = 1) -> float:
+        """A round's seconds, by what each client received, sent and computed, charged so many times for its bytes."""
+        each = (self.seconds(id, down * copies, up * copies, macs) for id, (down, up, macs) in costs.items())
+        return max(each, default=0.0)
+
+    def seconds(self, client: int, bytes_down: int, bytes_up: int, macs: int) -> float:
+        """What a client needs to receive, to train and to send."""
+        rate = dealt(self.compute, client)
+        travel = 8 * bytes_down / dealt(self.down, client) + 8 * bytes_up / dealt(self.up, client)
+        return 2 * dealt(self.latency, client) + travel + (macs / rate if rate else 0.0)

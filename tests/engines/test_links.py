@@ -1,0 +1,133 @@
+"""Every method over links that lose and code: the same numbers on every engine, float64, two rounds, 1e-9."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.engines import Vectorised
+from fedquilt.methods import METHODS, FedRolex, HeteroFL
+from tests.conftest import LOCAL, assert_same, with_local
+
+OTHERS = sorted(set(LOCAL) - {"sequential"})
+RAGGED = (7, 4, 9, 5, 8, 4)
+SHARES = (1.0, 0.5, 0.25)
+SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+LOSSY = fq.Columns((0.1, 0.3), 0.4)
+
+LINKS = {
+    "lossy": fq.Link(loss=LOSSY),
+    "lq4+sp50": fq.Link(codec=fq.Codec(bits=4, keep=0.5)),
+    "everything": fq.Link(loss=LOSSY, codec=fq.Codec(bits=8, keep=0.5, feedback=True, down=True), clock=fq.Clock()),
+}
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_over_every_link_gives_the_same_numbers(name, link, residual, play, make_data):
+    method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
+    data, fleet = make_data(residual, RAGGED, labels=2), fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    truth, *others = (
+        play(method, residual, data, fleet=fleet, engine=engine, link=LINKS[link]) for engine in ("sequential", *OTHERS)
+    )
+    for other in others:
+        assert_same(truth, other)
+        assert [r.link_seconds for r in other.records] == [r.link_seconds for r in truth.records]
+
+
+@pytest.mark.parametrize("norm", ["tracked", "local"])
+@pytest.mark.parametrize(
+    "method",
+    [HeteroFL(), FedRolex(shift=2), METHODS["sheterofl"].preset("released")],
+    ids=lambda method: type(method).__name__,
+)
+def test_statistics_and_several_payloads_go_over_every_link(method, norm, residual, play, make_data):
+    """Statistics travel as they are; one client may send several payloads of one training."""
+    method, data = with_local(method, batch_size=4, norm=norm), make_data(residual, RAGGED, labels=2)
+    truth, *others = (
+        play(method, residual, data, SHARES, engine=engine, link=LINKS["everything"], rounds=3)
+        for engine in ("sequential", *OTHERS)
+    )
+    for other in others:
+        assert_same(truth, other)
+
+
+def test_token_models_go_over_every_link(language, play, make_data):
+    data, method = make_data(language, RAGGED, labels=3), with_local(FedRolex(), batch_size=4)
+    truth, *others = (
+        play(method, language, data, SHARES, engine=engine, link=LINKS["everything"], rounds=3)
+        for engine in ("sequential", *OTHERS)
+    )
+    for other in others:
+        assert_same(truth, other)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize(
+    "link",
+    [
+        fq.Link(loss=fq.Columns(0.0)),
+        fq.Link(loss=fq.Columns((0.0, 0.0), 0.0)),
+        fq.Link(codec=fq.Codec(bits=32, keep=1.0, feedback=True, down=True)),
+        fq.Link(clock=fq.Clock()),
+    ],
+    ids=["error rate 0", "error rates 0 to 0", "32 bits, 100 %", "clock"],
+)
+@pytest.mark.parametrize("name", ["fedbn", "fedrolex", "local"])
+def test_links_at_their_neutral_values_are_perfect_bit_for_bit(name, link, engine, residual, play, make_data):
+    method, data = with_local(METHODS[name](), batch_size=4), make_data(residual, RAGGED, labels=2)
+    perfect, other = (play(method, residual, data, SHARES, engine=engine, link=one) for one in (fq.Link(), link))
+    assert_same(perfect, other, atol=0)
+
+
+def test_away_from_their_neutral_values_links_change_something(residual, play, make_data):
+    data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
+    perfect = play(method, residual, data, SHARES)
+    for link in LINKS.values():
+        other = play(method, residual, data, SHARES, link=link)
+        assert any(not torch.equal(other.server.weights[n], w) for n, w in perfect.server.weights.items())
+        assert other.records[0].bytes_up < perfect.records[0].bytes_up
+
+
+def test_a_perfect_link_leaves_stacks_whole(residual, play, make_data, monkeypatch):
+    """What arrives as it was sent is summed before it is placed."""
+    from fedquilt.round.merge import Mean
+
+    monkeypatch.setattr(Mean, "add", lambda *_: pytest.fail("a client was added by itself"))
+    play(HeteroFL(), residual, make_data(residual, RAGGED), SHARES, engine="vectorised")
+
+
+# --- engines that are shared -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_runs_that_share_an_engine_keep_their_links(engine, residual, make_data):
+    data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
+
+    def begin(engine, link):
+        fleet = fq.Fleet.of(SHARES, 6, 6)
+        return fq.prepare(method, residual, data, fleet, engine, precision="fp64", link=link)
+
+    lossy = begin(engine, LINKS["lossy"])
+    perfect = begin(lossy.engine, fq.Link())
+    for rounds in (1, 2):
+        lossy.train(rounds)
+        perfect.train(rounds)
+    for run in (lossy, perfect):
+        assert_same(run, begin(engine, run.link).train(2), atol=0)
+
+
+def test_nets_that_cannot_be_stacked_go_over_the_same_link(residual, make_data, play, monkeypatch):
+    def refused(*_args):
+        raise RuntimeError("Batching rule not implemented for aten::something. We could not")
+
+    data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
+    truth = play(method, residual, data, SHARES, link=LINKS["everything"])
+    monkeypatch.setattr(Vectorised, "gradients", refused)
+    fleet, how = fq.Fleet.of(SHARES, 6, 6), fq.Evaluation(every=0)
+    run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=how)
+    run.engine.layout = "stack"
+    run.train(1)  # over a perfect one
+    again = fq.prepare(method, residual, data, fleet, run.engine, evaluation=how, link=LINKS["everything"]).train(2)
+    assert_same(truth, again)

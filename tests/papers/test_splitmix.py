@@ -1,0 +1,226 @@
+"""Split-Mix (Hong et al., ICLR 2022): algorithms 1 to 3, Table 1's parameters, Figure 8's embedding."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fedquilt as fq
+from fedquilt.errors import BudgetError
+from fedquilt.family.ensemble import Ensemble
+from fedquilt.methods import FedAvg, SplitMix
+from fedquilt.round.cut import windows
+from fedquilt.terms import Budget, Client, Server, World
+from tests.conftest import LOCAL, with_local
+
+QUARTER = {"base": 0.25}
+SHARES = (1.0, 0.5, 0.25)
+
+
+def scopes(method, family, share, turn=0, id=0, round=0, seed=0):
+    client = Client(id, Budget(share=share), 4, turn)
+    return [net.scope for net in method.plan(Server(round, {}), client, World(family, seed))]
+
+
+# --- algorithm 2 --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("base", "count"), [(0.125, 8), (1 / 3, 3), (0.1, 10), (0.3, 3), (1.0, 1)])
+def test_there_are_as_many_base_nets_as_fit_into_one(base, count):
+    assert SplitMix(base=base).count == count
+
+
+def test_a_client_trains_floor_of_its_share_over_the_base(residual):
+    for share, count in ((1.0, 4), (0.75, 3), (0.5, 2), (0.25, 1), (0.49, 1)):
+        found = scopes(SplitMix(**QUARTER), residual, share)
+        assert len(found) == len(set(found)) == count
+
+
+def test_the_first_comes_from_a_shuffled_cycle_that_all_clients_share(residual):
+    """Over every cycle each base net comes first once, whoever is asked; the order changes from cycle to cycle."""
+    method = SplitMix(**QUARTER)
+    found = [scopes(method, residual, 0.25, turn, id=turn % 7)[0] for turn in range(40)]
+    cycles = [tuple(found[start : start + 4]) for start in range(0, 40, 4)]
+    assert all(set(cycle) == {f"base{place}/" for place in range(4)} for cycle in cycles)
+    assert len(set(cycles)) > 3
+
+
+def test_every_base_net_is_trained_as_often_as_the_others(residual):
+    """Also by clients that train two of four: the second is drawn from the rest."""
+    method = SplitMix(**QUARTER)
+    found = Counter(
+        scope for turn in range(2000) for scope in scopes(method, residual, 0.5, turn, turn % 10, turn // 10)
+    )
+    assert set(found) == {f"base{place}/" for place in range(4)}
+    assert all(abs(count - 1000) < 5 * 500**0.5 for count in found.values())
+
+
+def test_a_cohort_goes_through_the_cycle_together(residual, make_data):
+    """`turn` counts who was asked before, over all rounds."""
+    data = make_data(residual, (4,) * 6)
+    run = fq.prepare(with_local(SplitMix(**QUARTER), batch_size=4), residual, data, fq.Fleet.of((0.25,), 6, 2))
+    asked = []
+    plan = run.method.plan
+
+    class Spy(SplitMix):
+        def plan(self, server, client, world):
+            asked.append((client.turn, plan(server, client, world)[0].scope))
+            return plan(server, client, world)
+
+    run.method = Spy(local=run.method.local, **QUARTER)
+    run.train(4)
+    turns = dict(asked)
+    for start in (0, 4):
+        assert {turns[turn] for turn in range(start, start + 4)} == {f"base{place}/" for place in range(4)}
+
+
+# --- algorithms 1 and 3 -------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_base_nets_never_mix_their_weights(engine, residual, make_data, play):
+    """A round changes the nets that were trained and no other, each to the data-weighted mean of its own."""
+    method = with_local(SplitMix(**QUARTER), batch_size=4, scaler=False)
+    data, fleet = make_data(residual, (4, 8)), fq.Fleet.of((0.25,), 2, 2)
+    run = fq.prepare(method, residual, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0))
+    before = dict(run.server.weights)
+    planned = [method.plan(run.server, Client(id, Budget(share=0.25), 4, id), run.engine.world)[0] for id in (0, 1)]
+    assert planned[0].scope != planned[1].scope
+    after = run.train(1).server.weights
+    for name, value in before.items():
+        trained = name.startswith(tuple(net.scope for net in planned)) and name.split("/")[1] in residual.trainable
+        assert torch.equal(after[name], value) != trained
+
+
+def test_all_nets_of_all_clients_are_one_stack(residual, make_data, play):
+    data = make_data(residual, (4, 4, 4))
+    run = play(with_local(SplitMix(**QUARTER), batch_size=4), residual, data, SHARES, "vectorised")
+    assert [record.stacks for record in run.records] == [1, 1]  # four, two and one net
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_the_masked_embedding_in_one_big_net_gives_the_same_update(engine, perceptron, make_data, play):
+    """Figure 8 (c): base nets as diagonal blocks of the whole net, every other entry zero, the biases of the output
+    aside: summed logits of a blocked net are the sum of the base nets' logits."""
+    method = SplitMix(local=fq.Local(batch_size=8, optimiser=fq.SGD(lr=0.1, momentum=0.0)), base=0.5)
+    world = World(perceptron, dtype=torch.float64)
+    server, whole = method.init(world), Server(0, FedAvg().init(world).weights)
+    member = perceptron.fit(Budget(share=0.5))
+    for place in range(2):
+        piece = windows(member, {axis: place * width for axis, width in member.widths}, perceptron.layout.sizes)
+        block = perceptron.cutter.gather(whole.weights, piece, perceptron.trainable)
+        for name, value in block.items():
+            assert torch.equal(server.weights[f"base{place}/{name}"], value)
+    data = make_data(perceptron, (8,))
+    run = play(method, perceptron, data, (1.0,), engine, rounds=1)
+    # by hand: each block on its own loss over the same batch
+    for place in range(2):
+        net = nn.Sequential(nn.Linear(4, 3), nn.ReLU(), nn.Linear(3, 3)).double()
+        names = ("first.weight", "first.bias", "last.weight", "last.bias")
+        with torch.no_grad():
+            for leaf, name in zip(net.parameters(), names, strict=True):
+                leaf.copy_(server.weights[f"base{place}/{name}"])
+        nn.functional.cross_entropy(net(data.inputs), data.targets).backward()
+        for leaf, name in zip(net.parameters(), names, strict=True):
+            torch.testing.assert_close(
+                run.server.weights[f"base{place}/{name}"], leaf.detach() - 0.1 * leaf.grad, rtol=0, atol=1e-12
+            )
+
+
+def test_line_11_mixes_by_the_mean_of_the_logits(residual, make_data, play):
+    run = play(
+        with_local(SplitMix(**QUARTER), batch_size=4, norm="post"), residual, make_data(residual, (8,) * 3), SHARES
+    )
+    inputs = torch.randn(5, 1, 6, 6, dtype=torch.float64)
+    wide, half, narrow = (run.deploy(Budget(share=share)) for share in SHARES)
+    assert isinstance(wide, Ensemble)
+    assert [len(list(one.nets)) for one in (wide, half)] == [4, 2]
+    assert not isinstance(narrow, Ensemble)
+    by_hand = torch.stack([net(inputs) for net in wide.nets]).mean(0)
+    torch.testing.assert_close(wide(inputs), by_hand, rtol=0, atol=0)
+    torch.testing.assert_close(half.nets[0](inputs), narrow(inputs), rtol=0, atol=0)
+    assert not wide.training
+
+
+@pytest.mark.parametrize("norm", ["batch", "tracked", "post", "local"])
+@pytest.mark.parametrize("engine", LOCAL)
+def test_evaluation_mixes_alike(engine, norm, residual, make_data, play):
+    """Accuracy by share is that of the mixed logits."""
+    method = with_local(SplitMix(**QUARTER), batch_size=4, norm=norm, scaler=False)
+    how = fq.Evaluation(batch_size=24)
+    run = play(method, residual, make_data(residual, (8,) * 3), SHARES, engine, evaluation=how)
+    assert list(run.accuracy) == ["1.0", "0.5", "0.25"]
+    if norm in ("tracked", "post"):
+        data = run.engine.data
+        for share in SHARES:
+            model = run.deploy(Budget(share=share))
+            hits = (model(data.test_inputs).argmax(1) == data.test_targets).double().mean()
+            assert run.accuracy[str(share)] == pytest.approx(float(hits), abs=1e-9)
+
+
+# --- initial weights ----------------------------------------------------------------------------------------------
+
+
+def test_base_nets_start_unequal_and_with_the_variance_of_the_whole_net():
+    family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
+    world = World(family)
+    whole = FedAvg().init(world).weights
+    rescaled, plain = (SplitMix(rescale_init=on).init(world).weights for on in (True, False))
+    for name in family.trainable:
+        if len(family.layout.dims[name]) < 4:
+            continue
+        first = family.layout.dims[name][1] == 3  # reads the images, which are never cut
+        std, base = whole[name].std(), rescaled[f"base0/{name}"].std()
+        assert float(base / std) == pytest.approx(1, rel=0.15)
+        gain = (whole[name].shape[1] / rescaled[f"base0/{name}"].shape[1]) ** 0.5
+        assert gain == 1 if first else gain >= 1
+        torch.testing.assert_close(plain[f"base0/{name}"], rescaled[f"base0/{name}"] * gain)
+        assert not torch.equal(rescaled[f"base0/{name}"], rescaled[f"base1/{name}"])
+
+
+# --- sizes --------------------------------------------------------------------------------------------------------
+
+
+def params(family, share, base=0.125):
+    world, method = World(family), SplitMix(base=base)
+    return sum(family.count(net.arch) for net in method.deploy(Server(0, {}), Budget(share=share), world)) / 1e6
+
+
+def test_table_1_parameters_of_cifar_10():
+    """M of ×1/8, ×1/4, ×1/2, ×1: whole nets, as SHeteroFL has them, 0.2, 0.7, 2.8 and 11.2; mixes of base nets
+    0.2, 0.4, 0.7 and 1.4."""
+    family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
+    shares = (0.125, 0.25, 0.5, 1.0)
+    nets = [family.count(family.fit(Budget(share=share))) / 1e6 for share in shares]
+    assert [round(count, 1) for count in nets] == [0.2, 0.7, 2.8, 11.2]
+    assert [round(params(family, share), 1) for share in shares] == [0.2, 0.4, 0.7, 1.4]
+
+
+def test_budgets_that_are_no_shares_bound_the_sum_of_the_nets(residual):
+    method, world = SplitMix(**QUARTER), World(residual)
+    one = residual.cost(residual.fit(Budget(share=0.25)))
+    for budget, count in (
+        (Budget(params=2.5 * one.params), 2),
+        (Budget(macs=3 * one.macs), 3),
+        (Budget(memory=100 * one.memory), 4),
+        (Budget(share=0.5, params=1.9 * one.params), 1),
+    ):
+        assert method.affordable(budget, world) == count
+    with pytest.raises(BudgetError, match=r"share 0\.2 was given; Split-Mix's base nets have a share of 0\.25"):
+        method.affordable(Budget(share=0.2), world)
+
+
+def test_settings_of_the_paper():
+    """A.2: 400 rounds of cosine decay on Digits, five local epochs on CIFAR-10."""
+    digits, cifar = SplitMix.preset("digits"), SplitMix.preset("cifar10")
+    assert digits.lr(0) == 0.1
+    assert digits.lr(400) == pytest.approx(0)
+    assert [cifar.lr(at) for at in (0, 150, 250)] == pytest.approx([0.01, 0.001, 0.0001])
+    assert (cifar.local.epochs, cifar.local.batch_size, cifar.local.masked) == (5, 128, "client")
+    for method in (digits, cifar):
+        assert method.local.optimiser == replace(method.local.optimiser, momentum=0.9, decay=5e-4)
+        assert (method.local.scaler, method.local.norm, method.rescale_init) == (True, "batch", True)

@@ -1,0 +1,257 @@
+"""Codecs: bytes that are really packed, exact sizes, unbiased values (Konečný et al. 2016; ProgFed, Table 10)."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+import fedquilt as fq
+from fedquilt.errors import ConfigError
+from fedquilt.round.link import PERFECT, Trip
+from fedquilt.round.link.codec import Codec, pack, unpack
+from fedquilt.terms import World
+
+LENGTHS = (40, 7, 1, 16)
+COUNT = sum(LENGTHS)
+
+
+def change(seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
+    return torch.randn(COUNT, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 0.1
+
+
+def coded(codec: Codec, values: torch.Tensor, seed: int = 3, luck: int = 5, arrives=None) -> torch.Tensor:
+    message = codec.encode(values, LENGTHS, seed, luck, arrives)
+    assert message.dtype == torch.uint8
+    return codec.decode(message, LENGTHS, values.dtype, arrives)
+
+
+# --- bytes ---------------------------------------------------------------------------------------------------------
+
+
+@given(st.sampled_from([2, 4, 8]).flatmap(lambda b: st.tuples(st.just(b), st.lists(st.integers(0, 2**b - 1)))))
+def test_packing_has_an_inverse_and_wastes_less_than_a_byte(case):
+    bits, numbers = case
+    codes = torch.tensor(numbers, dtype=torch.uint8)
+    packed = pack(codes, bits)
+    assert packed.dtype == torch.uint8
+    assert len(packed) == -(-bits * len(numbers) // 8)
+    assert unpack(packed, bits, len(numbers)).tolist() == numbers
+
+
+def test_the_first_code_is_in_the_lowest_bits():
+    assert pack(torch.tensor([1, 2, 3], dtype=torch.uint8), 2).tolist() == [1 + 2 * 4 + 3 * 16]
+    assert pack(torch.tensor([1, 2, 3], dtype=torch.uint8), 4).tolist() == [1 + 2 * 16, 3]
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.25, 0.1])
+@pytest.mark.parametrize("bits", [2, 4, 8, 32])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_sizes_are_exact(bits, keep, dtype):
+    codec = Codec(bits, keep)
+    message = codec.encode(change(dtype=dtype), LENGTHS, 3, 5)
+    seed = 8 if keep < 1 else 0
+    header = 2 * 4 * len(LENGTHS) if bits < 32 else 0
+    each = dtype.itemsize * 8 if bits == 32 else bits
+    assert len(message) == seed + header + -(-each * round(keep * COUNT) // 8)
+
+
+TABLE_10 = {"lq8": 1 / 4, "lq4": 1 / 8, "lq2": 1 / 16, "sp25": 1 / 4, "sp10": 1 / 10, "lq8+sp10": 1 / 40}
+
+
+@pytest.mark.parametrize("name", TABLE_10)
+def test_table_10s_ratios_come_from_parameter_counts(name):
+    """ProgFed's 77.10 % becomes 19.28 (LQ-8, SP-25), 9.64, 4.82, 7.71 (SP-10) and 1.93 (both); headers come on top."""
+    codec, count, weights = fq.Link.preset(name).codec, 1_000_000, 10
+    message = codec.encode(torch.zeros(count), [count // weights] * weights, 1, 2)
+    header = (8 * weights if codec.bits < 32 else 0) + (8 if codec.keep < 1 else 0)
+    assert len(message) == pytest.approx(TABLE_10[name] * 4 * count + header, abs=1)
+    table = {"lq8": 19.28, "lq4": 9.64, "lq2": 4.82, "sp25": 19.28, "sp10": 7.71, "lq8+sp10": 1.93}
+    assert 77.10 * TABLE_10[name] == pytest.approx(table[name], abs=0.006)
+
+
+# --- values --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bits", [2, 4, 8])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_quantised_value_is_one_of_its_two_neighbours(bits, dtype):
+    values = change(dtype=dtype)
+    found = coded(Codec(bits), values)
+    for mine, theirs in zip(values.split(LENGTHS), found.split(LENGTHS), strict=True):
+        step = (mine.max() - mine.min()) / (2**bits - 1)
+        assert ((theirs - mine).abs() <= step * (1 + 1e-5) + 1e-8).all()
+        levels = (theirs - mine.min()) / step.clamp(min=1e-30)
+        assert (levels - levels.round()).abs().max() < 1e-3
+
+
+def test_what_is_constant_in_a_weight_comes_back_as_it_was():
+    values = torch.cat([torch.full((length,), float(place)) for place, length in enumerate(LENGTHS)])
+    assert torch.equal(coded(Codec(2), values), values)
+
+
+@pytest.mark.parametrize("keep", [0.25, 0.1])
+def test_of_a_sparse_change_exactly_so_many_values_arrive_scaled_up(keep):
+    values, codec = change(), Codec(keep=keep)
+    found = coded(codec, values)
+    kept = found != 0
+    assert kept.sum() == round(keep * COUNT)
+    torch.testing.assert_close(found[kept], values[kept] * COUNT / round(keep * COUNT))
+    assert not torch.equal(kept, coded(codec, values, seed=4) != 0)
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.25])
+@pytest.mark.parametrize("bits", [2, 4, 8, 32])
+def test_codecs_are_unbiased(bits, keep):
+    """The mean over many draws lies within the standard errors of the change: the same weights side by side."""
+    codec, values, draws = Codec(bits, keep), change(), 10_000
+    lengths = LENGTHS * draws
+    message = codec.encode(values.repeat(draws), lengths, 3, 5)
+    found = codec.decode(message, lengths, values.dtype).view(draws, COUNT)
+    score = (found.mean(0) - values) / (found.std(0) / draws**0.5).clamp(min=1e-7)
+    assert score.abs().max() < 4.5
+    assert score.square().mean() < 1.6  # of 64 standard normal numbers
+
+
+@given(st.integers(0, 2**32), st.sampled_from([2, 4, 8, 32]), st.sampled_from([1.0, 0.5, 0.1]))
+def test_of_what_arrived_the_values_are_those_of_the_whole(seed, bits, keep):
+    """Scales, mask and rounding are the whole payload's; the bytes are those of the part that arrived."""
+    codec, values = Codec(bits, keep), change(seed % 1000)
+    arrives = torch.rand(COUNT, generator=torch.Generator().manual_seed(seed)) < 0.5
+    whole, part = coded(codec, values), coded(codec, values, arrives=arrives)
+    assert torch.equal(part, torch.where(arrives, whole, 0.0))
+    travels = (coded(Codec(keep=keep), torch.ones_like(values)) != 0) & arrives
+    each = 64 if bits == 32 else bits  # float64
+    header = (8 if keep < 1 else 0) + (8 * len(LENGTHS) if bits < 32 else 0)
+    assert len(codec.encode(values, LENGTHS, 3, 5, arrives)) == header + -(-each * int(travels.sum()) // 8)
+
+
+# --- over a link ---------------------------------------------------------------------------------------------------
+
+
+def trip_of(family, client=0, round=0, up=True) -> Trip:
+    from fedquilt.round.cut import prefix
+
+    job = fq.Job(fq.Client(client, fq.Budget(share=1.0), 1), prefix(family.whole), round)
+    return Trip(World(family), job, up=up)
+
+
+def test_what_is_coded_is_the_change_from_what_was_received(perceptron):
+    trip = trip_of(perceptron)
+    known = {name: value.double() for name, value in perceptron.init(0).items()}
+    moved = {name: value + 1e-3 for name, value in known.items()}
+    payload = fq.Payload(trip.job.submodel, moved)
+    arrival = fq.Link(codec=Codec(bits=2)).up(payload, trip, known)
+    for name, value in arrival.payload.weights.items():  # the change is constant: it needs no level but one
+        torch.testing.assert_close(value, moved[name], rtol=0, atol=1e-9)
+    assert arrival.bytes == 4 * 8 + -(-2 * 51 // 8)  # four weights, 51 parameters
+    assert list(arrival.payload.weights) == list(moved)
+
+
+def test_what_nobody_can_code_is_sent_as_it_is(perceptron):
+    """Norm statistics and integer buffers are no changes: only what both sides know is coded."""
+    trip, weights = trip_of(perceptron), dict(perceptron.init(0))
+    known = {name: value for name, value in weights.items() if name != "last.bias"}
+    payload = fq.Payload(trip.job.submodel, weights)
+    arrival = fq.Link(codec=Codec(bits=8)).up(payload, trip, known)
+    assert torch.equal(arrival.payload.weights["last.bias"], weights["last.bias"])
+    assert arrival.bytes == 3 * 8 + 48 + 3 * 4
+
+
+def test_downloads_are_coded_on_request(perceptron):
+    trip, weights = trip_of(perceptron, up=False), dict(perceptron.init(0))
+    payload = fq.Payload(trip.job.submodel, weights)
+    assert fq.Link(codec=Codec(bits=8)).down(payload, trip, weights).payload is payload
+    assert fq.Link(codec=Codec(bits=8, down=True)).down(payload, trip, weights).bytes == 4 * 8 + 51
+
+
+def test_statistics_travel_whole(residual, make_data, play):
+    method = fq.methods.FedAvg(local=fq.Local(batch_size=4, norm="tracked"))
+    run = play(method, residual, make_data(residual, (8,)), link=fq.Link.preset("lq8"), rounds=1)
+    numbers = sum(value.numel() for name, value in residual.init(0).items() if name in residual.statistics)
+    weights = len(residual.trainable)
+    assert run.records[0].bytes_up == 8 * numbers + 8 * weights + residual.count(residual.whole)  # fp64
+    truth = play(method, residual, make_data(residual, (8,)), rounds=1)
+    for name in residual.statistics:
+        assert torch.equal(run.server.weights[name], truth.server.weights[name])
+
+
+def test_every_message_has_draws_of_its_own(perceptron):
+    keys = {
+        trip_of(perceptron, client, round, up).key(what)
+        for client, round, up, what in itertools.product(range(3), range(3), (False, True), range(3))
+    }
+    assert len(keys) == 3 * 3 * 2 * 3
+
+
+# --- error feedback ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("codec", [Codec(2, 1.0, True), Codec(32, 0.1, True), Codec(4, 0.25, True)], ids=str)
+def test_with_feedback_the_sum_of_what_was_sent_tends_to_the_sum_of_changes(codec, perceptron):
+    """What is still owed stays bounded, so that of many rounds nothing is lost; without feedback it grows."""
+    known = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in perceptron.init(0).items()}
+    draw, rounds = torch.Generator().manual_seed(1), 400
+    wanted = {name: torch.zeros_like(value) for name, value in known.items()}
+    sent = {name: torch.zeros_like(value) for name, value in known.items()}
+    residual = {name: torch.zeros_like(value) for name, value in known.items()}
+    owed = []
+    for round in range(rounds):
+        trip = trip_of(perceptron, round=round)
+        drawn = {n: 1 + torch.randn(v.shape, generator=draw, dtype=torch.float64) for n, v in known.items()}
+        arrival = fq.Link(codec=codec).up(fq.Payload(trip.job.submodel, drawn), trip, known, residual)
+        residual = arrival.error
+        for name, value in arrival.payload.weights.items():
+            wanted[name] += drawn[name]
+            sent[name] += value
+        owed.append(max(float(value.abs().max()) for value in residual.values()))
+    for name in known:
+        torch.testing.assert_close(sent[name] + residual[name], wanted[name], rtol=0, atol=1e-9)
+    assert max(owed) < 0.2 * rounds
+    assert max(owed[-100:]) < 2 * max(owed[:100])  # it does not grow
+
+
+def test_feedback_is_kept_by_the_client_and_added_to_its_next_change(perceptron, make_data, play):
+    """One client of a plain mean: the server's weights are all it received, moved and was owed."""
+    method = fq.methods.FedAvg(local=fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.0)))
+    data, link = make_data(perceptron, (8,)), fq.Link(codec=Codec(bits=2, feedback=True))
+    first = play(method, perceptron, data, rounds=1, link=link)
+    owed = first.server.memory[0, ""].slots["residual"]
+    assert set(owed) == set(perceptron.trainable)
+    exact = play(method, perceptron, data, rounds=1)
+    for name, weight in exact.server.weights.items():
+        torch.testing.assert_close(first.server.weights[name] + owed[name], weight, rtol=0, atol=1e-12)
+        assert owed[name].abs().max() > 0
+
+
+def test_a_client_that_sends_nothing_codes_nothing(perceptron, make_data, play):
+    for link in (fq.Link.preset("lq8"), fq.Link(loss=fq.Columns(0.5), codec=Codec(8, 0.5, True, True))):
+        run = play(fq.methods.LocalOnly(), perceptron, make_data(perceptron, (5, 5)), link=link)
+        assert run.records[0].bytes_up == run.records[0].bytes_down == 0
+        truth = play(fq.methods.LocalOnly(), perceptron, make_data(perceptron, (5, 5)))
+        assert run.accuracy == truth.accuracy
+
+
+# --- what is refused ----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("options", "told"),
+    [
+        ({"bits": 3}, r"Codec: bits = 3 was asked for; it may be 2, 4, 8, 32\."),
+        ({"keep": 0.0}, r"Codec: keep = 0.0 was asked for; it must lie in \(0, 1\]\."),
+        ({"keep": 1.5}, r"keep = 1\.5"),
+    ],
+)
+def test_codecs_that_cannot_be_are_refused(options, told):
+    with pytest.raises(ConfigError, match=told):
+        Codec(**options)
+
+
+def test_neutral_codecs_are_none():
+    assert fq.Link(codec=Codec()).coder is None
+    assert PERFECT.coder is None
+    assert fq.Link(codec=Codec(keep=0.5)).coder == Codec(keep=0.5)
