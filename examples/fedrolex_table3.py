@@ -4,20 +4,19 @@
 
 One line of JSON a run: tuning on a held-out tenth of every client's samples (the same learning rates for every
 method), the three sub-model methods over the full schedule with what was found, both published presets for 500
-rounds, and how often a weight is handed out. All runs share one engine, so that steps are recorded once. docs/results/fedrolex.md has what came out.
+rounds, and how often a weight is handed out. docs/results/fedrolex.md has what came out.
 """
 
 from __future__ import annotations
 
 import argparse
-import json
-import time
-from collections.abc import Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import torch
+from reproducing import Runs
 
 import fedquilt as fq
 from fedquilt.data import FederatedData, Labels, Parts, npz
@@ -26,8 +25,12 @@ from fedquilt.methods.heterofl import PARTIAL
 from fedquilt.round.local import SGD, Steps
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
-CLIENTS, COHORT = 100, 10
+CLIENTS = 100
 METHODS: dict[str, type[Method]] = {"fedrolex": FedRolex, "heterofl": HeteroFL, "feddropout": FedDropout}
+FLEETS: dict[str, Callable[[int], fq.Fleet]] = {
+    "uniform": lambda cohort: fq.Fleet.of(SHARES, CLIENTS, cohort),
+    "income": lambda cohort: fq.Fleet.of(fq.fleets.Income(), CLIENTS, cohort),
+}
 SCHEDULES = {2: (2500, (800, 1500)), 5: (2000, (800, 1250))}  # Table 8: rounds and where the rate falls to a tenth
 
 
@@ -55,85 +58,38 @@ def held_out(data: FederatedData) -> FederatedData:
     )
 
 
-class Table:
-    """Runs that share a ground and an engine, written down one by one."""
-
-    def __init__(self, data: FederatedData, out: Path, device: str, precision: str, seed: int) -> None:
-        self.out, self.device, self.precision, self.seed = out, device, precision, seed
-        self.family = fq.trace(fq.models.MODELS["preresnet18"].factory, data.example)
-        self.fleet = fq.Fleet.of(SHARES, CLIENTS, COHORT)
-        self.engine: fq.engines.Engine | str = "vectorised"
-
-    def run(self, data: FederatedData, how_to: Method, rounds: int, every: int, **known: Any) -> float:
-        """Train and write down; the accuracy of the whole model."""
-        how = fq.Evaluation(every=every, local=False)
-        run = fq.prepare(
-            how_to, self.family, data, self.fleet, self.engine, self.seed, self.device, self.precision, how
-        )
-        self.engine = run.engine
-        began = time.perf_counter()
-        run.train(rounds, watch=lambda record: self._tell(known, record, began))
-        local = fq.round.serve.grade(
-            run.method, run.server, run.fleet, run.engine, replace(how, local=True)
-        ).metrics.get("local_accuracy", {})
-        self._write(
-            {
-                **known,
-                "rounds": rounds,
-                "seed": self.seed,
-                "precision": self.precision,
-                "seconds": time.perf_counter() - began,
-                "accuracy": run.accuracy,
-                "local_accuracy": local,
-                "curve": {r.round: r.grades.accuracy["1.0"] for r in run.records if r.grades.accuracy},
-                "gigabytes": sum(r.bytes_down + r.bytes_up for r in run.records) / 1e9,
-            }
-        )
-        return run.accuracy["1.0"]
-
-    def coverage(self, how_to: Method, rounds: int, **known: Any) -> None:
-        """How often the channels and the entries of the last convolution are handed out; nothing is trained."""
-        world = fq.World(self.family, self.seed)
-        name = [name for name in self.family.trainable if len(self.family.layout.dims[name]) == 4][-1]
-        sizes = self.family.layout.shape(name, self.family.layout.sizes)[:2]
-        held = [torch.zeros(rounds * COHORT, size) for size in sizes]  # by client and round
-        place = 0
-        for played in range(rounds):
-            for id in self.fleet.cohort(played, self.seed):
-                client = self.fleet.client(id, played, self.seed, 0)
-                index = how_to.plan(fq.Server(played, {}), client, world)[0].index
-                for own, kept in zip(held, self.family.cutter.rows(name, index), strict=False):
-                    own[place, slice(None) if kept is None else kept.tensor] = 1
-                place += 1
-        told: dict[str, Any] = {"weight": name}
-        for what, counts in (("channel", held[0].sum(0)), ("entry", held[0].T @ held[1])):
-            told |= {f"{what}_least": int(counts.min()), f"{what}_mean": float(counts.mean())}
-        print(*known.values(), told, flush=True)
-        self._write({**known, "rounds": rounds, "seed": self.seed, **told})
-
-    def _tell(self, known: dict[str, Any], record: fq.round.Record, began: float) -> None:
-        if record.grades.accuracy:
-            accuracy = {share: f"{100 * value:.1f}" for share, value in record.grades.accuracy.items()}
-            print(*known.values(), record.round, f"{time.perf_counter() - began:.0f} s", accuracy, flush=True)
-
-    def _write(self, line: dict[str, Any]) -> None:
-        with self.out.open("a") as file:
-            file.write(json.dumps(line) + "\n")
-
-
-def numbers(text: str) -> Iterator[float]:
-    return map(float, text.split(","))
+def coverage(runs: Runs, fleet: fq.Fleet, how_to: Method, rounds: int, seed: int, **known: Any) -> None:
+    """How often the channels and the entries of the last convolution are handed out; nothing is trained."""
+    world = fq.World(runs.family, seed)
+    name = [name for name in runs.family.trainable if len(runs.family.layout.dims[name]) == 4][-1]
+    sizes = runs.family.layout.shape(name, runs.family.layout.sizes)[:2]
+    held = [torch.zeros(rounds * fleet.sample, size) for size in sizes]  # by client and round
+    place = 0
+    for played in range(rounds):
+        for id in fleet.cohort(played, seed):
+            client = fleet.client(id, played, seed, 0)
+            index = how_to.plan(fq.Server(played, {}), client, world)[0].index
+            for own, kept in zip(held, runs.family.cutter.rows(name, index), strict=False):
+                own[place, slice(None) if kept is None else kept.tensor] = 1
+            place += 1
+    told: dict[str, Any] = {"weight": name}
+    for what, counts in (("channel", held[0].sum(0)), ("entry", held[0].T @ held[1])):
+        told |= {f"{what}_least": int(counts.min()), f"{what}_mean": float(counts.mean())}
+    print(*known.values(), told, flush=True)
+    runs.write({**known, "rounds": rounds, "seed": seed, **told})
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="an .npz file with x_train, y_train, x_test, y_test")
     parser.add_argument("--out", type=Path, default=Path("table3.jsonl"))
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
-    parser.add_argument("--stages", default="tune,full,presets,coverage")
+    parser.add_argument("--stages", default="tune,full,presets,coverage", help="also bounds: one common share")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--labels", type=int, default=2, choices=SCHEDULES)
+    parser.add_argument("--fleet", default="uniform", choices=FLEETS, help="income: Table 4's")
+    parser.add_argument("--cohort", type=int, default=10, help="of 100; 5 and 20 are Table 6's others")
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--lrs", default="0.007,0.015,0.03,0.06", help="tuned over; a single one is taken as it is")
     parser.add_argument("--tuning-rounds", type=int, default=150)
@@ -142,41 +98,57 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     data = npz(asked.data).deal(CLIENTS, Labels(asked.labels), asked.seed).to(torch.device(asked.device), torch.float32)
-    table = Table(data, asked.out, asked.device, asked.precision, asked.seed)
-    lrs, stages = list(numbers(asked.lrs)), asked.stages.split(",")
+    family = fq.trace(fq.models.MODELS["preresnet18"].factory, data.example)
+    runs, fleet = Runs(family, asked.out, asked.device, asked.precision), FLEETS[asked.fleet](asked.cohort)
+    lrs, stages = [float(lr) for lr in asked.lrs.split(",")], asked.stages.split(",")
     best = dict.fromkeys(asked.methods.split(","), lrs[0])
-    known = {"labels": asked.labels, "batch_size": asked.batch_size}
+    setting = {"labels": asked.labels, "fleet": asked.fleet, "cohort": asked.cohort}
+    rounds = asked.rounds or SCHEDULES[asked.labels][0]
+
+    def run(
+        stage: str,
+        name: str,
+        method: Method,
+        on: FederatedData,
+        rounds: int,
+        every: int,
+        to: fq.Fleet = fleet,
+        **own: Any,
+    ) -> float:
+        how = fq.Evaluation(every=every, local=False)
+        line = runs.run(
+            {"stage": stage, "method": name, **own, **setting}, method, on, to, rounds, how, asked.seed, local=True
+        )
+        return float(line["accuracy"]["1.0"])
+
+    def of(name: str, lr: float) -> tuple[Method, dict[str, Any]]:
+        how_to = tuned(METHODS[name], lr, asked.labels, asked.batch_size)
+        return how_to, {"lr": lr, "batch_size": asked.batch_size}
+
     if "tune" in stages and len(lrs) > 1:
-        small = held_out(data)
+        small, some = held_out(data), asked.tuning_rounds
         for name in best:
-            method = METHODS[name]
-            found = {
-                lr: table.run(
-                    small,
-                    tuned(method, lr, asked.labels, asked.batch_size),
-                    asked.tuning_rounds,
-                    asked.tuning_rounds // 2,
-                    stage="tune",
-                    method=name,
-                    lr=lr,
-                    **known,
-                )
-                for lr in lrs
-            }
+            found = {}
+            for lr in lrs:
+                method, own = of(name, lr)
+                found[lr] = run("tune", name, method, small, some, some // 2, **own)
             best[name] = max(found, key=lambda lr: found[lr])
     if "full" in stages:
-        rounds = asked.rounds or SCHEDULES[asked.labels][0]
         for name, lr in best.items():
-            method = tuned(METHODS[name], lr, asked.labels, asked.batch_size)
-            table.run(data, method, rounds, asked.every, stage="full", method=name, lr=lr, **known)
-    if "coverage" in stages:
-        for name in best:
-            rounds = asked.rounds or SCHEDULES[asked.labels][0]
-            table.coverage(METHODS[name](), rounds, stage="coverage", method=name)
+            method, own = of(name, lr)
+            run("full", name, method, data, rounds, asked.every, **own)
     if "presets" in stages:
         for preset in ("paper", "released"):
-            method = FedRolex.preset(preset)
-            table.run(data, method, 500, 100, stage="preset", method="fedrolex", preset=preset, labels=asked.labels)
+            run("preset", "fedrolex", FedRolex.preset(preset), data, 500, 100, preset=preset)
+    if "bounds" in stages:  # Table 9: one common model, 1,250 rounds, a tenth of the rate after 500 and after 1,000
+        for share in (1.0, 1 / 16):
+            method, own = of("heterofl", best.get("heterofl", lrs[0]))
+            method = replace(method, local=replace(method.local, schedule=Steps((500, 1000), 0.1)))
+            alike = fq.Fleet.of((share,), CLIENTS, asked.cohort)
+            run("bounds", "homogeneous", method, data, asked.rounds or 1250, asked.every, alike, share=share, **own)
+    if "coverage" in stages:
+        for name in best:
+            coverage(runs, fleet, METHODS[name](), rounds, asked.seed, stage="coverage", method=name, **setting)
 
 
 if __name__ == "__main__":

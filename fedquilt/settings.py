@@ -462,6 +462,8 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
                 return variants(_hints(one)[path[0]], path[1:], default(_fields_of(one)[path[0]]))
         return None
     taken = [frozenset(_fields_of(one)) - {"name", "options"} for one in named]
+    if not several and any(hasattr(one, "presets") for one in kinds):
+        return Variants({}, frozenset(), "")  # another preset is all there is
     if not several and not any(issubclass(one, Choice) for one in kinds):
         return None
     return Variants(known, frozenset.intersection(*taken), label(type(usual)) if is_dataclass(usual) else "")

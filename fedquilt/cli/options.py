@@ -51,7 +51,7 @@ FLAGS = {
     "batch_size": "method.local.batch_size",
     "epochs": "method.local.epochs",
     "track": "tracking",
-    "link": "link",
+    "link": "link.name",
 }
 
 

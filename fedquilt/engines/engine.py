@@ -257,8 +257,8 @@ class Engine(ABC):
                     sent.append(arrival.payload)
                     if arrival.error:  # of what did not arrive the residual stays as it was
                         lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.index)
-            slots = {"residual": lost} if link.feedback else {}
-            if link.tracks:  # as the difference from the beginning, so that nothing is zero, as in every slot
+            slots = {"residual": lost} if lost else {}
+            if link.tracks and known:  # kept as the change since the beginning: an empty slot is zero
                 first = cutter.gather(self._initial, job.submodel, list(known))
                 slots["received"] = {name: value - first[name] for name, value in known.items()}
         return Delivery(tuple(sent), size, intact, slots)

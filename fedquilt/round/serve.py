@@ -102,9 +102,10 @@ class Evaluation:
     clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
     domains: bool = True  # also tell the accuracy on each domain of the test set, if it has domains
+    shares: tuple[float, ...] = ()  # tested besides those that devices hold
 
     def __post_init__(self) -> None:
-        within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)")
+        within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)", shares="(0, 1]")
 
     def due(self, round: int, rounds: int) -> bool:
         return round == rounds or bool(self.every and round % self.every == 0)
@@ -126,7 +127,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
         for some in _few(_asked(fleet, server, engine, how)):
             tally.take([_own_exam(method, server, client, engine, how.batch_size) for client in some])
         return tally.grades
-    members = members_by_share(method, server, fleet, world)
+    members = members_by_share(method, server, fleet, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
     weights = ready(method, server, submodels, engine, how.batch_size)
     exams = [Exam(label, nets, joined(nets, weights)) for label, nets in members.items()]
@@ -225,13 +226,16 @@ def joined(nets: Mix, weights: Mapping[Submodel, Weights]) -> dict[str, Tensor]:
     return {net.scope + name: value for net in nets for name, value in weights[net].items()}
 
 
-def members_by_share(method: Method, server: Server, fleet: Fleet, world: World) -> dict[str, Mix]:
-    """What a device of each budget gets, widest first.
+def members_by_share(
+    method: Method, server: Server, fleet: Fleet, world: World, shares: Sequence[float] = ()
+) -> dict[str, Mix]:
+    """What a device of each budget gets, widest first; and of other shares that are asked for.
 
     The whole model is among them even where no device holds it: a server's may be larger than any client's.
     """
     found: dict[str, Mix] = {}
-    for budget in fleet.kinds if method.personal else (*fleet.kinds, Budget(share=1.0)):
+    asked = () if method.personal else (Budget(share=share) for share in (1.0, *shares))
+    for budget in (*fleet.kinds, *asked):
         own = Client(0, budget)
         nets = method.own(server, own, world) if method.personal else method.deploy(server, budget, world)
         found.setdefault(share_label(budget, world), nets)

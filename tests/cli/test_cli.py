@@ -11,6 +11,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -247,7 +248,7 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     values: dict[str, Any] = {
         "method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised", "device": "cpu",
         "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
-        "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",),
+        "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",), "link": "lq8",
     }  # fmt: skip
     assert values.keys() == FLAGS.keys()
     experiment = COMMANDS["run"](**values).experiment("a.toml", "fedavg")
@@ -259,6 +260,7 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     assert experiment.data.partition == fq.data.Labels(labels=4)
     assert (experiment.engine.device, experiment.engine.precision) == ("cpu", "fp64")
     assert experiment.tracking == (TensorBoard(),)
+    assert experiment.link == fq.Link.preset("lq8")
 
 
 # --- folders ----------------------------------------------------------------------------------------------------
@@ -631,6 +633,31 @@ def test_a_link_by_name_can_be_changed_and_is_shown(own: Path, capsys: pytest.Ca
     shown = capsys.readouterr().out
     assert "on cpu; 8 bits a value; 2e+07 bits/s down, 1e+06 bits/s up" in shown
     assert "s over the link" in shown.splitlines()[-1]
+
+
+def test_a_link_by_name_replaces_that_of_a_file(own: Path) -> None:
+    from fedquilt.cli import RunRequest
+
+    Path("base.toml").write_text("\n".join(BASE))
+
+    def link(*assign: str, **flags: str) -> fq.Link:
+        return RunRequest(config="base.toml", assign=assign, **flags).experiment("base.toml", None).link
+
+    own_link = fq.Link(loss=fq.Columns(0.3), codec=fq.Codec(4))
+    assert link() == own_link
+    assert link(link="lq8") == fq.Link(codec=fq.Codec(8))
+    assert link("link.loss.name=wireless", link="lq8") == fq.Link(fq.Wireless(), fq.Codec(8))
+    assert link("link.loss.name=wireless") == replace(own_link, loss=fq.Wireless())
+    assert link("link.codec.keep=0.5") == replace(own_link, codec=fq.Codec(4, 0.5))
+    assert link("link.name=sp10") == fq.Link(codec=fq.Codec(keep=0.1))
+
+
+BASE = [
+    'method = "fedavg"',
+    'model = "mine.py:net"',
+    'data = "mine.py:data"',
+    'link = { loss = { name = "columns", rate = 0.3 }, codec = { bits = 4 } }',
+]
 
 
 def test_links_are_listed(capsys: pytest.CaptureFixture[str]) -> None:

@@ -80,6 +80,16 @@ name = "sequential"
 precision = "fp64"
 memory = 1_000_000
 
+[link]
+name = "lossy-mild"
+loss = { name = "columns", rate = [0.1, 0.2], upto = 0.5, granularity = 0.25 }
+codec = { bits = 4, keep = 0.5, feedback = true, down = true }
+
+[link.clock]
+down = [1e6, 2e6]
+latency = 0.1
+compute = 1e9
+
 [evaluation]
 every = 2
 local = false

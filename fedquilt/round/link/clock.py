@@ -19,7 +19,7 @@ class Clock:
     compute: Dealt = 0.0  # multiply-adds a second of a client; 0: training takes no time
 
     def __post_init__(self) -> None:
-        bounds = outside(self, down="(0, inf)", up="(0, inf)", latency="[0, inf)", compute="[0, inf)")
+        bounds = outside(self, down="[1, 1e15]", up="[1, 1e15]", latency="[0, 1e9]", compute="[0, 1e21]")
         refuse(self, bounds | empty(self, "down", "up", "latency", "compute"))
 
     def __str__(self) -> str:

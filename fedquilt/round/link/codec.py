@@ -66,13 +66,11 @@ class Codec:
             values = change if where is None else change[where]
             return torch.cat([*pieces, values.contiguous().view(torch.uint8)])
         ranges = _ranges(change, lengths)
-        low, step = self._scale(ranges, change.dtype)
-        owner = _owners(lengths, len(change), change.device)
+        low, step = _spread(self._scale(ranges, change.dtype), lengths, len(change), where)
         dither = noise.uniform(_key(luck, change.device), change.shape, change.dtype)
         if where is not None:
-            change, owner, dither = change[where], owner[where], dither[where]
-        steps = step[owner]
-        exact = torch.where(steps > 0, (change - low[owner]) / steps, 0.0)
+            change, dither = change[where], dither[where]
+        exact = torch.where(step > 0, (change - low) / step, 0.0)  # a weight may have changed alike everywhere
         codes = (exact + dither).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return torch.cat([*pieces, ranges.reshape(-1).view(torch.uint8), pack(codes, self.bits)])
 
@@ -92,17 +90,15 @@ class Codec:
         else:
             head = 2 * 4 * len(lengths)
             ranges = message[:head].clone().view(torch.float32).view(2, -1)
-            low, step = self._scale(ranges, dtype)
-            owner = _owners(lengths, count, message.device)
-            owner = owner if where is None else owner[where]
-            values = low[owner] + step[owner] * unpack(message[head:], self.bits, total).to(dtype)
+            low, step = _spread(self._scale(ranges, dtype), lengths, count, where)
+            values = low + step * unpack(message[head:], self.bits, total).to(dtype)
         values = values * scale if scale != 1 else values
         return values if where is None else values.new_zeros(count).index_copy_(0, where, values)
 
-    def _scale(self, ranges: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Each weight's least value and the width of a step, by what the header says."""
+    def _scale(self, ranges: Tensor, dtype: torch.dtype) -> Tensor:
+        """(2, weight) each weight's least value and the width of a step, by what the header says."""
         low, high = ranges.to(dtype)
-        return low, (high - low) / (2**self.bits - 1)
+        return torch.stack([low, (high - low) / (2**self.bits - 1)])
 
     def _where(
         self, seed: int | Tensor | None, count: int, arrives: Tensor | None, device: torch.device
@@ -120,10 +116,13 @@ def _key(word: int | Tensor, device: torch.device) -> Tensor:
     return word if isinstance(word, Tensor) else onto(device, torch.tensor(word))
 
 
-def _owners(lengths: Sequence[int], count: int, device: torch.device) -> Tensor:
-    """Of every value, the place of its weight."""
-    sizes = onto(device, torch.tensor(lengths))
-    return torch.arange(len(lengths), device=device).repeat_interleave(sizes, output_size=count)
+def _spread(each: Tensor, lengths: Sequence[int], count: int, where: Tensor | None) -> Tensor:
+    """What is said of each weight (in the last dimension), for each of its values that travel."""
+    sizes = onto(each.device, torch.tensor(lengths))
+    if where is None:
+        return each.repeat_interleave(sizes, dim=1, output_size=count)
+    owner = torch.arange(len(lengths), device=each.device).repeat_interleave(sizes, output_size=count)
+    return each[:, owner[where]]
 
 
 def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:

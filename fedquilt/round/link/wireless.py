@@ -13,7 +13,7 @@ from typing import Literal
 import torch
 
 from fedquilt import noise
-from fedquilt.checks import one_of, outside, refuse
+from fedquilt.checks import one_of, within
 from fedquilt.round.link.columns import Loss
 from fedquilt.round.link.dealt import check_dealt, dealt, shown
 
@@ -58,8 +58,17 @@ class Wireless(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        positive = ("bandwidth", "power", "exponent", "noise", "min_rate", "distances", "radius")
-        refuse(self, outside(self, interference="[0, inf)", **dict.fromkeys(positive, "(0, inf)")))
+        within(
+            self,
+            bandwidth="[1, 1e12]",
+            power="[1e-9, 1e9]",
+            exponent="[1, 10]",
+            noise="[1e-30, 1]",
+            interference="[0, 1]",
+            min_rate="[1, 1e13]",
+            distances="[1, 1e8]",
+            radius="[1, 1e8]",
+        )
         one_of(self, fading=Fading)
 
     def __str__(self) -> str:

@@ -107,7 +107,7 @@ def test_of_a_sparse_change_exactly_so_many_values_arrive_scaled_up(keep):
 @pytest.mark.parametrize("bits", [2, 4, 8, 32])
 def test_codecs_are_unbiased(bits, keep):
     """The mean over many draws lies within the standard errors of the change: the same weights side by side."""
-    codec, values, draws = Codec(bits, keep), change(), 10_000
+    codec, values, draws = Codec(bits, keep), change(), 4000
     lengths = LENGTHS * draws
     message = codec.encode(values.repeat(draws), lengths, 3, 5)
     found = codec.decode(message, lengths, values.dtype).view(draws, COUNT)

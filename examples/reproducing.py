@@ -1,0 +1,92 @@
+"""What scripts that reproduce tables share: runs one after another on one engine, each written down as a line of JSON.
+
+A run that stands in the file already is not made again, so that a script can be stopped and goes on where it was.
+"""
+
+from __future__ import annotations
+
+import json
+import statistics
+import time
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import fedquilt as fq
+from fedquilt.data import FederatedData
+from fedquilt.methods import Method
+from fedquilt.precision import Precision
+from fedquilt.round.link import PERFECT
+from fedquilt.round.serve import grade
+
+
+class Runs:
+    """Runs of one family that share an engine, and what it has recorded."""
+
+    def __init__(self, family: fq.Family, out: Path, device: str, precision: Precision) -> None:
+        self.family, self.out, self.device, self.precision = family, out, device, precision
+        self.engine: fq.engines.Engine | str = "vectorised"
+        self.lines: list[dict[str, Any]] = []
+        if out.exists():
+            self.lines = [json.loads(line) for line in out.read_text().splitlines()]
+
+    def run(
+        self,
+        known: dict[str, Any],
+        method: Method,
+        data: FederatedData,
+        fleet: fq.Fleet,
+        rounds: int,
+        how: fq.Evaluation,
+        seed: int = 0,
+        link: fq.Link = PERFECT,
+        local: bool = False,
+    ) -> dict[str, Any]:
+        """Train and write down, or what was written down; `known` says which run it is."""
+        known = {**known, "rounds": rounds, "seed": seed, "precision": self.precision}
+        for line in self.lines:
+            if all(line.get(name) == value for name, value in known.items()):
+                return line
+        run = fq.prepare(
+            method, self.family, data, fleet, self.engine, seed, self.device, self.precision, how, link=link
+        )
+        self.engine = run.engine
+        began = time.perf_counter()
+        run.train(rounds, watch=lambda record: self._tell(known, record, began))
+        line = {
+            **known,
+            "seconds": time.perf_counter() - began,
+            "accuracy": run.accuracy,
+            "metrics": run.summary["metrics"],
+            "curves": {r.round: r.grades.accuracy for r in run.records if r.grades.accuracy},
+            "gigabytes": sum(r.bytes_down + r.bytes_up for r in run.records) / 1e9,
+        }
+        if local:  # once, at the end: it tests every client's part
+            line["metrics"] = grade(run.method, run.server, run.fleet, run.engine, replace(how, local=True)).metrics
+        self.write(line)
+        return line
+
+    def write(self, line: dict[str, Any]) -> None:
+        self.lines.append(line)
+        with self.out.open("a") as file:
+            file.write(json.dumps(line) + "\n")
+
+    def _tell(self, known: dict[str, Any], record: fq.round.Record, began: float) -> None:
+        if record.grades.accuracy:
+            accuracy = {share: f"{100 * value:.1f}" for share, value in record.grades.accuracy.items()}
+            print(*known.values(), record.round, f"{time.perf_counter() - began:.0f} s", accuracy, flush=True)
+
+
+def percent(values: Sequence[float]) -> str:
+    """Mean and deviation over seeds, in percent; of one value no deviation."""
+    if not values:
+        return "–"
+    mean = 100 * statistics.fmean(values)
+    return f"{mean:.1f}" if len(values) == 1 else f"{mean:.1f} ± {100 * statistics.pstdev(values):.1f}"
+
+
+def markdown(head: Sequence[str], rows: Sequence[Sequence[str]]) -> str:
+    """A table as pages have them."""
+    lines = [head, ["---"] + ["---:"] * (len(head) - 1), *rows]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines)
