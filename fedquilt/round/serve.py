@@ -157,7 +157,8 @@ class _Tally:
     """Scores of exams, on all of their samples and by domain.
 
     An exam is taken domain by domain, which is no more work, and its score is the sum. Where a prediction depends on
-    who is in the batch that would be another score: there the whole is tested as without domains, and they besides.
+    who is in the batch, and batches of the whole would mix domains, that would be another score: there the whole is
+    tested as without domains, and they besides.
     """
 
     def __init__(self, method: Method, engine: Engine, how: Evaluation) -> None:
@@ -192,12 +193,21 @@ class _Tally:
         if len(found) == 1:
             yield _Piece(exam, place, found[0])
             return
-        if self._mixes:
+        summed = not self._mixes or self._apart(codes)
+        if not summed:
             yield _Piece(exam, place)
         for domain in found:
             rows = samples[codes == domain]
             if len(rows) > 1 or not self._mixes:  # one sample alone has no statistics
-                yield _Piece(replace(exam, samples=rows), place, domain, not self._mixes)
+                yield _Piece(replace(exam, samples=rows), place, domain, summed)
+
+    def _apart(self, codes: Tensor) -> bool:
+        """Whether batches have one domain each anyway: domain after domain, all but the last in whole batches."""
+        changes = (codes.diff() != 0).nonzero().flatten() + 1
+        runs = torch.tensor_split(codes, changes.tolist())
+        once = len(runs) == len({int(run[0]) for run in runs})
+        whole = all(len(run) % self._batch_size == 0 for run in runs[:-1])
+        return once and whole and len(runs[-1]) > 1
 
     @property
     def grades(self) -> Grades:

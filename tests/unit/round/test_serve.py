@@ -198,6 +198,19 @@ def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(engine, residua
     assert run.records[-1].grades.metrics["accuracy/mnist"]["0.5"] == score.accuracy
 
 
+@pytest.mark.parametrize(
+    ("sizes", "apart"), [((10, 14), True), ((20, 4), True), ((9, 15), False), ((20, 3, 1), False), ((10, 5, 9), True)]
+)
+def test_batches_of_one_domain_each_are_tested_once(sizes, apart, residual, play, make_data, asked):
+    """Whole batches of five, domain after domain: the sum is the score of the whole, batch by batch."""
+    method = with_local(HeteroFL(), batch_size=4, norm="batch")
+    data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0, batch_size=5, local=False)
+    homes = torch.tensor([2, 0, 1][: len(sizes)]).repeat_interleave(torch.tensor(sizes))
+    runs = [play(method, residual, replace(data, test_domains=own), evaluation=how) for own in (None, homes)]
+    assert runs[0].accuracy == runs[1].accuracy
+    assert asked[1] == ((24, len(sizes)) if apart else (48 - (1 in sizes), len(sizes) + 1 - (1 in sizes)))
+
+
 def test_a_prediction_depends_on_the_batch_where_a_norm_has_nothing_else(residual, perceptron):
     assert residual.mixes(Pass(statistics="batch"))
     assert not residual.mixes(Pass(statistics="stored"))
