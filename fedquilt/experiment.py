@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from fedquilt.checkpoint import Checkpointing
+from fedquilt.clientwise import Clientwise, clientwise
 from fedquilt.data import FederatedData
 from fedquilt.engines import ENGINES, Engine
 from fedquilt.errors import BudgetError, ConfigError
@@ -75,6 +76,10 @@ class Run:
                 if watch:
                     watch(played.record)
         return self
+
+    def clientwise(self, clients: Sequence[int] | None = None) -> Clientwise:
+        """What every client spent and got, and what each domain had trained; of many clients ask for some."""
+        return clientwise(self, clients)
 
     def save(self, path: str | Path) -> None:
         """Write the run into a folder of its own; `fedquilt.load` has its weights, and `fedquilt.run` can go on."""

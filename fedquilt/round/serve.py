@@ -125,7 +125,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     tally = _Tally(method, engine, how)
     if method.personal:
         for some in _few(_asked(fleet, server, engine, how)):
-            tally.take([_own_exam(method, server, client, engine, how.batch_size) for client in some])
+            tally.take([own_exam(method, server, client, engine, how.batch_size) for client in some])
         return tally.grades
     members = members_by_share(method, server, fleet, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
@@ -280,7 +280,7 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
         yield clients[first : first + count]
 
 
-def _own_exam(method: Method, server: Server, client: Client, engine: Engine, batch_size: int) -> Exam:
+def own_exam(method: Method, server: Server, client: Client, engine: Engine, batch_size: int) -> Exam:
     """What a client holds now, tested on its own part of the test set, or on all of it where there are no parts."""
     world = engine.world
     nets = method.own(server, client, world)

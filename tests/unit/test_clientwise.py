@@ -1,0 +1,72 @@
+"""Statistics by client and by domain (Split-Mix, Figures 5 and 6)."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, SplitMix
+from tests.conftest import with_local
+
+SHARES = (1.0, 0.5, 0.25)
+
+
+def with_domains(data: fq.FederatedData) -> fq.FederatedData:
+    """The first client is of one domain, the others of another."""
+    homes = torch.ones(len(data.targets), dtype=torch.int64)
+    homes[data.parts[0]] = 0
+    return replace(data, domains=homes, domain_names=("near", "far"))
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_every_method_tells_what_its_clients_got(name, residual, make_data, play):
+    run = play(with_local(METHODS[name](), batch_size=4), residual, make_data(residual, (8,) * 3), SHARES, rounds=1)
+    found = run.clientwise()
+    assert [device.client for device in found.devices] == [0, 1, 2]
+    assert [device.share for device in found.devices] == ["1.0", "0.5", "0.25"]
+    assert all(0 <= device.accuracy <= 1 for device in found.devices)
+    assert all(0 < part <= 1 for part in found.trained.values())
+    assert [device.client for device in run.clientwise([2]).devices] == [2]
+    assert found.to_dict()["spread"]["macs"]["mean"] > 0
+
+
+def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
+    """Figure 5: multiply-adds of a batch, and parameters of a round. Split-Mix's are a fraction of HeteroFL's."""
+    data = make_data(residual, (8,) * 3)
+    runs = [play(with_local(m, batch_size=4), residual, data, SHARES) for m in (HeteroFL(), SplitMix(base=0.25))]
+    hetero, mixed = (run.clientwise() for run in runs)
+    for device, share in zip(hetero.devices, SHARES, strict=True):
+        cost = residual.cost(residual.fit(fq.Budget(share=share)))
+        assert (device.params, device.macs) == (cost.params, 4 * 3 * cost.macs)
+    one = residual.count(residual.fit(fq.Budget(share=0.25)))
+    assert [device.params for device in mixed.devices] == [4 * one, 2 * one, one]
+    assert mixed.spread("params")[0] < hetero.spread("params")[0]
+    assert mixed.spread("macs")[1] < hetero.spread("macs")[1]
+
+
+def test_what_each_domain_trained(residual, make_data, play):
+    """Figure 6: where devices are poor HeteroFL never trains the rest, a rolling window and base nets come round."""
+    data = with_domains(make_data(residual, (8, 8, 8)))
+    shares = (1.0, 0.25, 0.25)
+
+    def trained(method, rounds=8):
+        return play(with_local(method, batch_size=4), residual, data, shares, rounds=rounds).clientwise().trained
+
+    assert trained(FedAvg()) == {"near": 1.0, "far": 1.0}
+    hetero = trained(HeteroFL(), 2)
+    quarter, whole = (residual.count(residual.fit(fq.Budget(share=share))) for share in (0.25, 1.0))
+    assert hetero == {"near": 1.0, "far": quarter / whole}
+    assert hetero["far"] < trained(FedRolex())["far"] <= 1.0
+    assert trained(SplitMix(base=0.25)) == {"near": 1.0, "far": 1.0}
+
+
+def test_domains_are_told_by_name_or_not_at_all(residual, make_data, play):
+    data = make_data(residual, (8, 8))
+    run = play(with_local(FedAvg(), batch_size=4), residual, data, rounds=1)
+    assert {device.domain for device in run.clientwise().devices} == {""}
+    assert set(run.clientwise().trained) == {""}
+    run = play(with_local(FedAvg(), batch_size=4), residual, with_domains(data), rounds=1)
+    assert [device.domain for device in run.clientwise().devices] == ["near", "far"]
