@@ -71,7 +71,8 @@ def _device(run: Run, client: Client, accuracy: float | None) -> Device:
 
 def _accuracies(run: Run, clients: list[Client]) -> dict[int, float]:
     """Of the widest model, on each client's own part of the test set; where results live on clients, of theirs."""
-    method, server, engine, size = run.method, run.server, run.engine, run.evaluation.batch_size
+    method, engine, size = run.method, run.engine, run.evaluation.batch_size
+    server = method.arranged(run.server, engine)
     parts = engine.data.test_parts
     if parts is None:
         return {}

@@ -111,8 +111,9 @@ class Run:
                 "Say whose: deploy(budget, client=0)."
             )
         else:
-            nets = self.method.deploy(self.server, budget, world)
-            found = ready(self.method, self.server, nets, self.engine, self.evaluation.batch_size)
+            server = self.method.arranged(self.server, self.engine)
+            nets = self.method.deploy(server, budget, world)
+            found = ready(self.method, server, nets, self.engine, self.evaluation.batch_size)
             states = [found[net] for net in nets]
         if family.statistics and not all(set(family.statistics) <= set(state) for state in states):
             pairs = list(zip(nets, states, strict=True))

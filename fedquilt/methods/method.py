@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import Any, ClassVar, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -14,6 +14,9 @@ from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
+
+if TYPE_CHECKING:
+    from fedquilt.engines import Engine
 
 Presets = Mapping[str, Mapping[str, Any]]
 
@@ -82,6 +85,10 @@ class Method:
         """How what comes back is put together."""
         plain = frozenset(world.family.statistics)
         return Mean(world.family.cutter, self.weighting, self.server, plain=plain).begin(server)
+
+    def arranged(self, server: Server, engine: Engine) -> Server:
+        """The state as it is tested and handed out, where that is not as it was trained."""
+        return server
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """The sub-model for a device of this budget, once trained; several give the mean of their logits."""

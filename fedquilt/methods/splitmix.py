@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
+import torch
 from torch import Tensor
 
 from fedquilt import noise
@@ -17,7 +18,11 @@ from fedquilt.methods.method import Method, Presets
 from fedquilt.round.cut import windows
 from fedquilt.round.local import SGD, Cosine, Learner, Local, Steps
 from fedquilt.round.merge import Weighting
+from fedquilt.round.serve import exam_pass, mixed, ready, right
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
+
+if TYPE_CHECKING:
+    from fedquilt.engines import Engine
 
 _SGD = SGD(lr=0.01, momentum=0.9, decay=5e-4)
 _DIGITS = Local(optimiser=replace(_SGD, lr=0.1), schedule=Cosine(400), scaler=True)
@@ -39,6 +44,7 @@ class SplitMix(Method):
     weighting: Weighting = "data"
     base: float = 0.125  # r, the share of a base net; 1 gives FedAvg
     rescale_init: bool = True  # initial weights have the variance of the whole net's (section 4.2)
+    sort: bool = False  # the best base nets come first, by their accuracy on training samples (algorithm 1, line 9)
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
         "digits": {"local": _DIGITS},
@@ -94,6 +100,32 @@ class SplitMix(Method):
         """Algorithm 3; the loss may be masked, but all rows of the output layer are averaged."""
         return replace(super().learner(job, world), class_rows=False)
 
+    def arranged(self, server: Server, engine: Engine) -> Server:
+        """Algorithm 1, line 9. Nobody holds back a validation set: samples that clients train on take its place."""
+        if not self.sort or self.personal:
+            return server
+        found = ready(self, server, [self._base(place, engine.world) for place in range(self.count)], engine, _EXAM)
+        rows, data = engine.pooled[:_VALIDATION], engine.data
+        scores = []
+        with engine.computing(), torch.no_grad():
+            for net, weights in found.items():
+                own = {net.scope + name: value for name, value in weights.items()}
+                hits = [
+                    right(
+                        mixed(engine.world.family, (net,), own, data.samples(some), exam_pass(self.local.norm)),
+                        data.targets[some],
+                        None,
+                    )
+                    for some in (rows[start : start + _EXAM] for start in range(0, len(rows), _EXAM))
+                ]
+                scores.append(int(torch.stack(hits)[:, 0].sum()))
+        best = sorted(range(self.count), key=lambda place: -scores[place])
+        names = list(dict.fromkeys(name[name.rfind("/") + 1 :] for name in server.weights))
+        weights = {
+            _scope(to) + name: server.weights[_scope(place) + name] for to, place in enumerate(best) for name in names
+        }
+        return replace(server, weights=weights)
+
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """Algorithm 1, line 11: the first floor(R/r) base nets."""
         return tuple(self._base(place, world) for place in range(self.affordable(budget, world)))
@@ -120,6 +152,10 @@ class SplitMix(Method):
     def _base(self, place: int, world: World) -> Submodel:
         """A base net is all that its scope holds."""
         return Submodel(self._member(world), Index(), _scope(place))
+
+
+_VALIDATION = 2000  # samples that base nets are sorted by
+_EXAM = 100  # of them at once
 
 
 def _scope(place: int) -> str:

@@ -121,7 +121,7 @@ class Grades:
 
 def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
     """Test what a device of each budget would get: from the server, or, where results live on clients, theirs."""
-    world = engine.world
+    world, server = engine.world, method.arranged(server, engine)
     tally = _Tally(method, engine, how)
     if method.personal:
         for some in _few(_asked(fleet, server, engine, how)):

@@ -224,3 +224,22 @@ def test_settings_of_the_paper():
     for method in (digits, cifar):
         assert method.local.optimiser == replace(method.local.optimiser, momentum=0.9, decay=5e-4)
         assert (method.local.scaler, method.local.norm, method.rescale_init) == (True, "batch", True)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_line_9_sorts_base_nets_by_their_accuracy(engine, residual, make_data, play):
+    """Only as they are handed out: training goes on as if they were not."""
+    data = make_data(residual, (8,) * 3)
+    methods = [with_local(SplitMix(sort=sort, **QUARTER), batch_size=4, norm="post") for sort in (False, True)]
+    plain, ordered = (play(method, residual, data, SHARES, engine, rounds=2) for method in methods)
+    assert all(torch.equal(plain.server.weights[name], value) for name, value in ordered.server.weights.items())
+    found, rows = [], data.parts.order
+
+    def accuracy(net):
+        return float((net(data.inputs[rows]).argmax(1) == data.targets[rows]).double().mean())
+
+    found = [accuracy(net) for net in ordered.deploy(Budget(share=1.0)).nets]
+    assert found == sorted(found, reverse=True)
+    unsorted = [accuracy(net) for net in plain.deploy(Budget(share=1.0)).nets]
+    assert sorted(unsorted) == pytest.approx(sorted(found))
+    assert len(set(found)) > 1
