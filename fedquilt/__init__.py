@@ -15,6 +15,7 @@ if TYPE_CHECKING:
     from fedquilt.data import FederatedData
     from fedquilt.devices import keep_pages
     from fedquilt.experiment import Run, prepare, run
+    from fedquilt.family.dual import DualNorm, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
@@ -29,6 +30,7 @@ _HOMES = {
     "fedquilt.data": ("FederatedData",),
     "fedquilt.devices": ("keep_pages",),
     "fedquilt.experiment": ("Run", "prepare", "run"),
+    "fedquilt.family.dual": ("DualNorm", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
@@ -65,6 +67,7 @@ __all__ = [
     "Columns",
     "Constant",
     "Cosine",
+    "DualNorm",
     "Evaluation",
     "Experiment",
     "Family",
@@ -84,6 +87,7 @@ __all__ = [
     "World",
     "__version__",
     "data",
+    "dual",
     "errors",
     "fleets",
     "keep_pages",
@@ -92,5 +96,6 @@ __all__ = [
     "models",
     "prepare",
     "run",
+    "set_robustness",
     "trace",
 ]
