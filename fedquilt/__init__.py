@@ -19,6 +19,7 @@ if TYPE_CHECKING:
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
+    from fedquilt.round.attack import PGD, AdversarialTraining
     from fedquilt.round.link import Clock, Codec, Columns, Link, Wireless
     from fedquilt.round.local import SGD, Adam, Constant, Cosine, Local, Steps
     from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update, World
@@ -34,6 +35,7 @@ _HOMES = {
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
+    "fedquilt.round.attack": ("PGD", "AdversarialTraining"),
     "fedquilt.round.link": ("Clock", "Codec", "Columns", "Link", "Wireless"),
     "fedquilt.round.local": ("SGD", "Adam", "Constant", "Cosine", "Local", "Steps"),
     "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update", "World"),
@@ -56,8 +58,10 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "PGD",
     "SGD",
     "Adam",
+    "AdversarialTraining",
     "Arch",
     "Budget",
     "Checkpointing",

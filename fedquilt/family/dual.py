@@ -40,7 +40,7 @@ class DualNorm(nn.Module):
 
     @property
     def eps(self) -> float:
-        """torch's fused transformer layers compare this number, then reach for one norm's weights: nan keeps them off."""
+        """torch's fused transformer layers compare it before they reach for one norm's weights: nan keeps them off."""
         return float("nan")
 
     def extra_repr(self) -> str:
