@@ -65,9 +65,9 @@ def dual(module: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[]
     for layer in list(made.modules()):
         if isinstance(layer, DualNorm):
             continue
-        for name, inner in layer.named_children():
-            if _splits(inner):
-                setattr(layer, name, pairs.setdefault(inner, DualNorm(inner)))
+        for name, inner in layer._modules.items():  # unlike named_children, all names of a layer
+            if inner is not None and _splits(inner):
+                pairs[inner] = layer._modules[name] = pairs.get(inner) or DualNorm(inner)
     if not has_dual(made):
         raise ConfigError(
             f"dual norms were asked for {type(module).__name__}; it has no norm layer with weights or statistics to "
