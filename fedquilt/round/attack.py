@@ -93,5 +93,5 @@ class AdversarialTraining:
 
 def by_sample(key: int, rows: Tensor, like: Tensor) -> Tensor:
     """Numbers in [0, 1) for samples at positions: a sample's are its own, whoever is in its batch."""
-    keys = noise.fold_in(torch.tensor(key, device=rows.device), rows)
+    keys = noise.fold_in(torch.full_like(rows, key), rows)  # filled on the device: it may be recorded
     return vmap(lambda one: noise.uniform(one, like.shape[1:], like.dtype))(keys)
