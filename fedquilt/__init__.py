@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     from fedquilt.data import FederatedData
     from fedquilt.devices import keep_pages
     from fedquilt.experiment import Run, prepare, run
+    from fedquilt.family.dual import DualNorm, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
+    from fedquilt.round.attack import PGD, AdversarialTraining
     from fedquilt.round.link import Clock, Codec, Columns, Link, Wireless
     from fedquilt.round.local import SGD, Adam, Constant, Cosine, Local, Steps
     from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update, World
@@ -29,9 +31,11 @@ _HOMES = {
     "fedquilt.data": ("FederatedData",),
     "fedquilt.devices": ("keep_pages",),
     "fedquilt.experiment": ("Run", "prepare", "run"),
+    "fedquilt.family.dual": ("DualNorm", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
+    "fedquilt.round.attack": ("PGD", "AdversarialTraining"),
     "fedquilt.round.link": ("Clock", "Codec", "Columns", "Link", "Wireless"),
     "fedquilt.round.local": ("SGD", "Adam", "Constant", "Cosine", "Local", "Steps"),
     "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update", "World"),
@@ -54,8 +58,10 @@ def __dir__() -> list[str]:
 
 
 __all__ = [
+    "PGD",
     "SGD",
     "Adam",
+    "AdversarialTraining",
     "Arch",
     "Budget",
     "Checkpointing",
@@ -65,6 +71,7 @@ __all__ = [
     "Columns",
     "Constant",
     "Cosine",
+    "DualNorm",
     "Evaluation",
     "Experiment",
     "Family",
@@ -84,6 +91,7 @@ __all__ = [
     "World",
     "__version__",
     "data",
+    "dual",
     "errors",
     "fleets",
     "keep_pages",
@@ -92,5 +100,6 @@ __all__ = [
     "models",
     "prepare",
     "run",
+    "set_robustness",
     "trace",
 ]

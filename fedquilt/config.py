@@ -67,6 +67,8 @@ TABLES |= {
 class Model(Choice):
     """A model by its name, and the options it is made with."""
 
+    dual: bool = False  # its norms in pairs, for clean and for noised samples: what robust methods need
+
     what: ClassVar[str] = "model"
     offers: ClassVar[frozenset[str]] = frozenset(
         {"num_classes", "in_features", "in_channels", "image_size", "max_length"}
@@ -88,6 +90,8 @@ class Model(Choice):
 
         def module() -> nn.Module:
             made = self.make(nn.Module, offers)
+            if self.dual:
+                made = fq.dual(made)
             if init:
                 load_weights(made, init)
             return made

@@ -17,6 +17,7 @@ from fedquilt.data import FederatedData
 from fedquilt.engines import ENGINES, Engine
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
+from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
@@ -87,8 +88,11 @@ class Run:
             folder.watch(self)
             folder.finish(self.summary)
 
-    def deploy(self, budget: Budget, client: int | None = None) -> nn.Module:
-        """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own."""
+    def deploy(self, budget: Budget, client: int | None = None, robustness: float | None = None) -> nn.Module:
+        """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own.
+
+        Dual norms have the `robustness` asked for, from 0 (clean, as by default) to 1; `fq.set_robustness` changes it.
+        """
         _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
         world, family, samples = self.engine.world, self.engine.world.family, None
         if client is not None:
@@ -117,10 +121,11 @@ class Run:
             states = [found[net] for net in nets]
         if family.statistics and not all(set(family.statistics) <= set(state) for state in states):
             pairs = list(zip(nets, states, strict=True))
-            measured = self.engine.calibrate(pairs, self.evaluation.batch_size, samples)
+            measured = self.engine.calibrate(pairs, self.evaluation.batch_size, samples, self.method.attack)
             states = [{**state, **own} for state, own in zip(states, measured, strict=True)]
         modules = [family.assemble(net, state) for net, state in zip(nets, states, strict=True)]
-        return (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
+        module = (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
+        return module if robustness is None else set_robustness(module, robustness)
 
 
 def run(

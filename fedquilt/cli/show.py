@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedquilt.round import Record
 
 Watch = Callable[["Record"], None]
+_UNDER_ATTACK = ("standard", "robust")  # metrics of nets whose robustness was asked for
 
 
 def console_for(for_json: bool = False) -> Console:
@@ -107,7 +108,7 @@ def _accuracies(record: Record) -> str:
 
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
-    """A table of the shares, one of the domains if there are any, and a line of bytes and seconds."""
+    """A table of the shares, others of domains and of robustness if there are any, and a line of bytes and seconds."""
     columns = {"accuracy": {_short(share): _percent(value) for share, value in summary["accuracy"].items()}}
     if "reached" in summary:
         columns[_to(summary)] = {_short(share): _milestone(found) for share, found in summary["reached"].items()}
@@ -120,6 +121,12 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
         say(console, "")
         shares = summary["accuracy"]
         show_table(console, "domain", {name: _row(values, shares) for name, values in domains.items()})
+        say(console, "")
+    if tested := {
+        name: values for name, values in summary["metrics"].items() if name.partition("/")[0] in _UNDER_ATTACK
+    }:
+        say(console, "")
+        show_table(console, "metric", {name: _row(values, summary["accuracy"]) for name, values in tested.items()})
         say(console, "")
     say(console, _totals(summary))
 

@@ -14,7 +14,9 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
+from fedquilt.family.net import Pass
 from fedquilt.precision import Precision, computing, unfit
+from fedquilt.round.attack import PGD
 from fedquilt.round.link import Link, Trip
 from fedquilt.round.local import Learner, OptimiserState, State, itinerary
 from fedquilt.round.merge import Fold
@@ -26,6 +28,7 @@ if TYPE_CHECKING:
     from fedquilt.methods.method import Method
 
 
+MEASURE = Pass(statistics="measure")
 _CUTS_KEPT = 16
 _HOLDERS_KEPT = 4096
 _CALIBRATION = 1 << 16  # samples that norm statistics are measured over, at most: all of CIFAR or MNIST
@@ -146,6 +149,7 @@ class Engine(ABC):
             self._first = None
         self.data = data.to(self.world.device, self.world.dtype)
         self._holds: dict[int, Tensor] = {}
+        self._attackable: set[PGD] = set()
         self.__dict__.pop("pooled", None)
         self._check_data()
 
@@ -170,6 +174,8 @@ class Engine(ABC):
 
     def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         """Test networks on samples."""
+        for attack in {exam.attack for exam in exams if exam.attack}:
+            self._check_range(attack)
         with _failing("the evaluation failed"), self.computing():
             return self._evaluate(method, exams, batch_size)
 
@@ -177,15 +183,32 @@ class Engine(ABC):
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]: ...
 
     def calibrate(
-        self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor | None = None
+        self,
+        nets: Sequence[tuple[Submodel, Weights]],
+        batch_size: int,
+        samples: Tensor | None = None,
+        attack: PGD | None = None,
     ) -> list[dict[str, Tensor]]:
-        """Norm statistics of networks, measured over the pooled training data (the papers' static norms), or some."""
+        """Norm statistics of networks, measured over the pooled training data (the papers' static norms), or some.
+
+        Noised norms have those of attacked samples, as they had in training.
+        """
+        where = self.pooled if samples is None else samples
         with _failing("the calibration of norms failed"), self.computing():
-            return self._calibrate(nets, batch_size, self.pooled if samples is None else samples)
+            found = self._calibrate(nets, batch_size, where, MEASURE, None)
+            if not self.world.family.dual:
+                return found
+            noised = self._calibrate(nets, batch_size, where, replace(MEASURE, robustness=1.0), attack)
+            return [{**clean, **own} for clean, own in zip(found, noised, strict=True)]
 
     @abstractmethod
     def _calibrate(
-        self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor
+        self,
+        nets: Sequence[tuple[Submodel, Weights]],
+        batch_size: int,
+        samples: Tensor,
+        mode: Pass,
+        attack: PGD | None,
     ) -> list[dict[str, Tensor]]: ...
 
     # --- the pieces they share ---------------------------------------------------------------------------------
@@ -296,6 +319,14 @@ class Engine(ABC):
         """Train by this method from now on: clients that have received nothing have its initial weights."""
         if method is not self.method:
             self.method, self._first = method, None
+        if method.attack is not None:
+            self._check_range(method.attack)
+
+    def _check_range(self, attack: PGD) -> None:
+        """Refuse data that an attack is not made for; looked at once."""
+        if attack not in self._attackable:
+            attack.check(self.data)
+            self._attackable.add(attack)
 
     def kept(self, learner: Learner) -> tuple[str, ...]:
         """The weights a client keeps for its next round: where something may get lost, all that it trained."""

@@ -12,9 +12,10 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome
 from fedquilt.family.net import Pass
+from fedquilt.round.attack import PGD
 from fedquilt.round.local import Batch, Learner, augment, clipped, gradient, move, spans, teach
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, mixed, right
+from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
 from fedquilt.terms import Job, Payload, Server, Submodel, Update, Weights
 
 if TYPE_CHECKING:
@@ -72,26 +73,35 @@ class Sequential(Engine):
         return Batch(augment(self.data.samples(rows), learner.local, key), self.data.targets[rows], held, key)
 
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
-        mode, scores = exam_pass(method.local.norm), []
+        family, data, scores = self.world.family, self.data, []
         for exam in exams:
-            samples = self.exam_samples(exam)
+            kind, samples = exam.kind(method.local.norm), self.exam_samples(exam)
             total = torch.zeros(2, dtype=torch.int64, device=self.world.device)
             for start, stop in spans(len(samples), batch_size, "keep"):
                 rows = samples[start:stop]
                 with torch.no_grad():
-                    logits = mixed(self.world.family, exam.nets, exam.weights, self.data.test_samples(rows), mode)
-                    total += right(logits, self.data.test_targets[rows], exam.held)
+                    inputs, targets = data.test_samples(rows), data.test_targets[rows]
+                    drawn = kind.drawn(self.world.seed, rows, inputs)
+                    total += right(kind.logits(family, exam.weights, inputs, targets, drawn), targets, exam.held)
             scores.append(Score(exam.label, *map(int, total)))
         return scores
 
     def _calibrate(
-        self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor
+        self,
+        nets: Sequence[tuple[Submodel, Weights]],
+        batch_size: int,
+        samples: Tensor,
+        mode: Pass,
+        attack: PGD | None,
     ) -> list[dict[str, Tensor]]:
-        mode, found = Pass(statistics="measure"), []
+        found = []
         for submodel, weights in nets:
-            net, measured = self.world.family.net(submodel.arch), []
+            kind, measured = Kind((Submodel(submodel.arch),), mode, attack), []
             for start, stop in spans(len(samples), batch_size, "keep"):
+                rows = samples[start:stop]
                 with torch.no_grad():
-                    measured.append(net(weights, self.data.samples(samples[start:stop]), mode)[1])
+                    inputs = self.data.samples(rows)
+                    drawn = kind.drawn(self.world.seed, rows, inputs)
+                    measured.append(kind.statistics(self.world.family, weights, inputs, self.data.targets[rows], drawn))
             found.append(mean_statistics(measured, len(measured)))
         return found

@@ -25,6 +25,7 @@ from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_tim
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
+from fedquilt.round.attack import PGD
 from fedquilt.round.local import (
     Batch,
     Learner,
@@ -41,7 +42,7 @@ from fedquilt.round.local import (
     teach,
 )
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Score, exam_pass, mean_statistics, mixed, right
+from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
 from fedquilt.terms import Arch, Job, Mix, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -58,7 +59,6 @@ _CROWD = 4  # clients that layouts are timed with, at least
 _AHEAD = 4
 _REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
 _SWEPT = 4  # batches from which on recording a pass pays
-MEASURE = Pass(statistics="measure")
 Swept = tuple[Hashable, Sweep]
 _NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
 
@@ -205,10 +205,11 @@ class Vectorised(Engine):
             return max(1, self.memory // self._need(arch, batch_size, 0))
         return max(1, _AT_ONCE // self._activations(arch, batch_size))
 
-    def _exam_size(self, arch: Arch, batch_size: int, mode: Pass) -> int:
+    def _exam_size(self, kind: Kind, batch_size: int) -> int:
         """The batches a test is cut into: on a CPU smaller ones, where nothing depends on who is tested together."""
-        if self.world.device.type == "cuda" or mode.statistics == "batch":
+        if self.world.device.type == "cuda" or kind.mode.statistics == "batch":
             return batch_size
+        arch = self._widest(kind.nets)
         return min(batch_size, max(_SMALLEST, _AT_ONCE * _SMALLEST // self._activations(arch, _SMALLEST)))
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
@@ -568,30 +569,30 @@ class Vectorised(Engine):
         Where steps are recorded, whole batches of a long exam are too.
         """
         totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
-        work: dict[tuple[Mix, int, bool], list[tuple[int, Tensor]]] = {}
-        swept: dict[int, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
-        mode = exam_pass(method.local.norm)
+        work: dict[tuple[Kind, int, bool], list[tuple[int, Tensor]]] = {}
+        swept: dict[Hashable, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
         for place, exam in enumerate(exams):
-            size = self._exam_size(self._widest(exam.kind), batch_size, mode)
+            kind = exam.kind(method.local.norm)
+            size = self._exam_size(kind, batch_size)
             batches = self._batches_of(self.exam_samples(exam), size)
             if exam.held is None:
-                net = id(exam.weights)
+                net = id(exam.weights), kind
                 if net in swept:
                     before, sweep = swept.pop(net)
                     totals[before] += self._end(sweep)["right"]
-                begun, batches = self._sweep(exam.kind, exam.weights, batches, mode)
+                begun, batches = self._sweep(kind, exam.weights, batches)
                 if begun:
                     swept[net] = place, begun
             for rows in batches:
-                work.setdefault((exam.kind, len(rows), exam.held is not None), []).append((place, rows))
+                work.setdefault((kind, len(rows), exam.held is not None), []).append((place, rows))
         for (kind, size, masked), some in work.items():
-            most = self._batches_at_once(self._widest(kind), size)
+            most = self._batches_at_once(self._widest(kind.nets), size)
             for first in range(0, len(some), most):
                 now = some[first : first + most]
                 totals.index_add_(
                     0,
                     torch.tensor([place for place, _ in now], device=self.world.device),
-                    self._right(mode, kind, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
+                    self._right(kind, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
                 )
         for place, sweep in swept.values():
             totals[place] += self._end(sweep)["right"]
@@ -605,20 +606,18 @@ class Vectorised(Engine):
         """Of several nets, which run one after another, the one that needs most."""
         return max((net.arch for net in nets), key=self.world.family.count)
 
-    def _sweep(
-        self, nets: Mix, weights: Weights, batches: list[Tensor], mode: Pass
-    ) -> tuple[Swept | None, list[Tensor]]:
+    def _sweep(self, kind: Kind, weights: Weights, batches: list[Tensor]) -> tuple[Swept | None, list[Tensor]]:
         """Begin a recorded sweep over those batches that are of full size, if that pays; and the other batches."""
         size = len(batches[0]) if batches else 0
         whole = [rows for rows in batches if len(rows) == size]
-        key = nets, size, mode, tuple(weights)
+        key = kind, size, tuple(weights)
         if not self._recorded or len(whole) < _SWEPT or key in self._unswept:
             return None, batches
-        if self._need(self._widest(nets), size, 0) > self.memory:
+        if self._need(self._widest(kind.nets), size, 0) > self.memory:
             return None, batches
         idle = self._sweeps.setdefault(key, [])
         try:
-            sweep = idle.pop() if idle else Sweep(self._look(nets, mode), weights, size, self.world.device)
+            sweep = idle.pop() if idle else Sweep(self._look(kind), weights, size, self.world.device)
         except CaptureError as error:
             self._unswept.add(key)
             _log.warning("the evaluation of a member cannot be recorded: %s", error)
@@ -631,76 +630,89 @@ class Vectorised(Engine):
         self._sweeps[key].append(sweep)
         return sweep.end()
 
-    def _look(self, nets: Mix, mode: Pass) -> Look:
+    def _look(self, kind: Kind) -> Look:
         """What a sweep sees in a batch: norm statistics of training samples, or right answers on test samples."""
-        family = self.world.family
+        family, seed = self.world.family, self.world.seed
 
         def measured(weights: Weights, rows: Tensor) -> State:
-            return family.net(nets[0].arch)(weights, _channels_last(self.data.samples(rows)), mode)[1]
+            inputs = _channels_last(self.data.samples(rows))
+            drawn = kind.drawn(seed, rows, inputs)
+            return kind.statistics(family, weights, inputs, self.data.targets[rows], drawn)
 
         def tested(weights: Weights, rows: Tensor) -> State:
-            logits = mixed(family, nets, weights, _channels_last(self.data.test_samples(rows)), mode)
-            return {"right": right(logits, self.data.test_targets[rows], None)}
+            inputs, targets = _channels_last(self.data.test_samples(rows)), self.data.test_targets[rows]
+            logits = kind.logits(family, weights, inputs, targets, kind.drawn(seed, rows, inputs))
+            return {"right": right(logits, targets, None)}
 
-        return measured if mode == MEASURE else tested
+        return measured if kind.mode.statistics == "measure" else tested
 
-    def _right(self, mode: Pass, kind: Mix, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
-        def run(weights: Weights, inputs: Tensor) -> Tensor:
-            return mixed(self.world.family, kind, weights, inputs, mode)
+    def _right(self, kind: Kind, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
+        def run(weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
+            drawn = kind.drawn(self.world.seed, rows, inputs)
+            return kind.logits(self.world.family, weights, inputs, targets, drawn)
 
-        def one(weights: Weights, inputs: Tensor, targets: Tensor, held: Tensor | None) -> Tensor:
-            return right(run(weights, inputs), targets, held)
+        def one(weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor, held: Tensor | None) -> Tensor:
+            return right(run(weights, inputs, targets, rows), targets, held)
 
         # Nothing to stack, and plain kernels are faster; or it cannot be.
-        if len(exams) == 1 or any(net.arch in self._single for net in kind):
+        if len(exams) == 1 or any(net.arch in self._single for net in kind.nets):
             with torch.no_grad():
                 scores = [
-                    one(exam.weights, self.data.test_samples(own), self.data.test_targets[own], exam.held)
+                    one(exam.weights, self.data.test_samples(own), self.data.test_targets[own], own, exam.held)
                     for exam, own in zip(exams, rows, strict=True)
                 ]
             return torch.stack(scores)
         shared = all(exam.weights is exams[0].weights for exam in exams)
         index = torch.stack(rows)
         held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
-        if shared and mode.statistics != "batch":  # nobody depends on who else is there: one large batch
+        targets = self.data.test_targets[index]
+        if shared and kind.mode.statistics != "batch":  # nobody depends on who else is there: one large batch
             with torch.no_grad():
-                together = run(exams[0].weights, self.data.test_samples(index.flatten()))
+                flat = index.flatten()
+                together = run(exams[0].weights, self.data.test_samples(flat), targets.flatten(0, 1), flat)
                 logits = together.reshape(*index.shape, *together.shape[1:])
-                return vmap(right, in_dims=(0, 0, 0 if masked else None))(logits, self.data.test_targets[index], held)
+                return vmap(right, in_dims=(0, 0, 0 if masked else None))(logits, targets, held)
         weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
         with torch.no_grad():
-            mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0 if masked else None))
+            mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0, 0 if masked else None))
             try:
-                return mapped(weights, self.data.test_samples(index), self.data.test_targets[index], held)
+                return mapped(weights, self.data.test_samples(index), targets, index, held)
             except RuntimeError as error:
                 if _NO_RULE not in str(error):
                     raise
-                for net in kind:
+                for net in kind.nets:
                     self._set_apart(net.arch, _first_line(error))
-                return self._right(mode, kind, exams, rows, masked)
+                return self._right(kind, exams, rows, masked)
 
     def _calibrate(
-        self, nets: Sequence[tuple[Submodel, Weights]], batch_size: int, samples: Tensor
+        self,
+        nets: Sequence[tuple[Submodel, Weights]],
+        batch_size: int,
+        samples: Tensor,
+        mode: Pass,
+        attack: PGD | None,
     ) -> list[dict[str, Tensor]]:
         batches = self._batches_of(samples, batch_size)
-        swept = [self._sweep((Submodel(submodel.arch),), weights, batches, MEASURE) for submodel, weights in nets]
+        kinds = [Kind((Submodel(submodel.arch),), mode, attack) for submodel, _ in nets]
+        swept = [self._sweep(kind, weights, batches) for kind, (_, weights) in zip(kinds, nets, strict=True)]
         found = []
-        for (submodel, weights), (sweep, rest) in zip(nets, swept, strict=True):
-            measured = self._measured(submodel.arch, weights, rest)
+        for kind, (_, weights), (sweep, rest) in zip(kinds, nets, swept, strict=True):
+            measured = self._measured(kind, weights, rest)
             if sweep:
                 measured.append(self._end(sweep))
             found.append(mean_statistics(measured, len(batches)))
         return found
 
-    def _measured(self, arch: Arch, weights: Weights, batches: list[Tensor]) -> list[State]:
+    def _measured(self, kind: Kind, weights: Weights, batches: list[Tensor]) -> list[State]:
         """The norm statistics of each batch."""
-        net = self.world.family.net(arch)
+        arch = kind.nets[0].arch
         by_size: dict[int, list[Tensor]] = {}
         for rows in batches:
             by_size.setdefault(len(rows), []).append(rows)
 
-        def one(inputs: Tensor) -> dict[str, Tensor]:
-            return net(weights, inputs, MEASURE)[1]
+        def one(inputs: Tensor, targets: Tensor, rows: Tensor) -> dict[str, Tensor]:
+            drawn = kind.drawn(self.world.seed, rows, inputs)
+            return kind.statistics(self.world.family, weights, inputs, targets, drawn)
 
         measured: list[State] = []
         for size, alike in by_size.items():
@@ -708,9 +720,11 @@ class Vectorised(Engine):
             for first in range(0, len(alike), most):
                 with torch.no_grad():
                     if most == 1 or arch in self._single:
-                        measured += [one(self.data.samples(rows)) for rows in alike[first : first + most]]
+                        now = alike[first : first + most]
+                        measured += [one(self.data.samples(rows), self.data.targets[rows], rows) for rows in now]
                         continue
-                    some = vmap(one)(self.data.samples(torch.stack(alike[first : first + most])))
+                    index = torch.stack(alike[first : first + most])
+                    some = vmap(one)(self.data.samples(index), self.data.targets[index], index)
                 measured += [
                     {name: value[i] for name, value in some.items()} for i in range(len(next(iter(some.values()))))
                 ]

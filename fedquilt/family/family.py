@@ -19,6 +19,7 @@ from fedquilt.axes import Axis, Index, axes_in, write
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
+from fedquilt.family.dual import has_dual
 from fedquilt.family.laid import LaidNet
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net, Pass
@@ -98,6 +99,11 @@ class Family:
         """Whether an output depends on who else is in the batch: some batch norm has no statistics but the batch's."""
         norms = [layer for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
         return any(mode.statistics != "stored" or layer.running_mean is None for layer in norms)
+
+    @cached_property
+    def dual(self) -> bool:
+        """Whether its norms come in pairs, a clean and a noised one."""
+        return has_dual(self._module)
 
     @cached_property
     def carried(self) -> tuple[str, ...]:

@@ -20,6 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedquilt.errors import FedquiltError
+from fedquilt.family.dual import dual_norms
 
 
 class LayoutError(FedquiltError):
@@ -32,6 +33,7 @@ class LaidNet:
     def __init__(self, module: nn.Module, count: int, shares: Mapping[str, float]) -> None:
         """`module` becomes this net's own. `shares`: the kept part of each convolution's outputs, for the scaler."""
         self.module, self.count, self._scaler = module.train(), count, False
+        self._pairs = tuple(dual_norms(module))
         for name, layer in module.named_modules():
             forward = _laid(layer, count)
             if forward is not None:
@@ -39,9 +41,18 @@ class LaidNet:
             if isinstance(layer, _ConvNd) and shares.get(name, 1.0) != 1.0:
                 layer.register_forward_hook(partial(self._rescale, shares[name]))
 
-    def __call__(self, weights: Mapping[str, Tensor], inputs: Tensor, class_dim: int, scaler: bool = False) -> Tensor:
+    def __call__(
+        self,
+        weights: Mapping[str, Tensor],
+        inputs: Tensor,
+        class_dim: int,
+        scaler: bool = False,
+        robustness: float = 0.0,
+    ) -> Tensor:
         """Logits (client, batch, class, …) of inputs (client, batch, channel, …), on batch statistics."""
         self._scaler = scaler
+        for pair in self._pairs:
+            pair.robustness = robustness
         flat = inputs.transpose(0, 1).flatten(1, 2)
         outputs: Tensor = functional_call(self.module, dict(weights), (flat,), strict=False)
         if class_dim != 1 or outputs.shape[0] != inputs.shape[1] or outputs.shape[1] % self.count:

@@ -25,6 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedquilt import noise
 from fedquilt.errors import TrainingError
+from fedquilt.family.dual import dual_norms
 
 Statistics = Literal["batch", "stored", "track", "measure"]
 
@@ -37,6 +38,7 @@ class Pass:
     # Normalise by the batch or by what is stored; by the batch, handing back the new running values or the batch's own.
     statistics: Statistics = "batch"
     scaler: bool = False  # HeteroFL: convolutions' outputs are divided by the kept share, in training only
+    robustness: float = 0.0  # of dual norms: 0 is the clean one, 1 the noised one, between them their mixture
 
 
 @dataclass
@@ -56,6 +58,7 @@ class Net:
         self._constants = dict(constants)
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         self._now = _Now()
+        self._pairs = tuple(dual_norms(module))
         self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
         for name, layer in module.named_modules():
             if isinstance(layer, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
@@ -72,6 +75,8 @@ class Net:
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the net. `key` seeds its noise in training, one number a client."""
         self.module.train(mode.train)
+        for pair in self._pairs:
+            pair.robustness = mode.robustness
         self._now.mode, self._now.seen = mode, {}
         values = {**self._constants_for(weights), **weights}
         if mode.train in self._plain:

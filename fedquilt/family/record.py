@@ -26,6 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.family.atoms import Dim, plain
 from fedquilt.family.build import blueprint
+from fedquilt.family.dual import dual_norms
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -297,6 +298,8 @@ def record(
         return made
 
     module = blueprint(module, make)
+    for pair in dual_norms(module):
+        pair.robustness = 0.5  # both norms run: neither may be missed
 
     def enter(path: str) -> Callable[..., None]:
         return lambda *_: recorder.layers.append(path)

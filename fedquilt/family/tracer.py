@@ -38,12 +38,12 @@ from fedquilt.family.atoms import (
     unify,
 )
 from fedquilt.family.build import build
+from fedquilt.family.dual import NORMS
 from fedquilt.family.layout import Layout
 from fedquilt.family.record import SMALL, Call, Run, RunError, Value, layer_name, record
 from fedquilt.family.sizes import Trail, solve_sizes
 
 Heads = Literal["inside", "whole"]
-NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
 CLASS = "class"
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
+from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
@@ -48,6 +49,11 @@ class Method:
     def personal(self) -> bool:
         """Whether the result lives on the clients: then accuracy is the mean of theirs."""
         return self.local.norm == "local"
+
+    @property
+    def attack(self) -> PGD | None:
+        """The attack that clients train against, if they do."""
+        return self.local.adversarial.attack if self.local.adversarial else None
 
     def initial(self, world: World) -> dict[str, Tensor]:
         """All weights before the first round, by scope and name; whoever knows the seed has them."""

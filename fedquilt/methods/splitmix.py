@@ -13,8 +13,10 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.axes import Index
 from fedquilt.checks import within
-from fedquilt.errors import BudgetError
+from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.family.dual import HOW_TO
 from fedquilt.methods.method import Method, Presets
+from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.cut import windows
 from fedquilt.round.local import SGD, Cosine, Learner, Local, Steps
 from fedquilt.round.merge import Weighting
@@ -32,6 +34,11 @@ _CIFAR10 = Local(
 _DOMAINNET = Local(optimiser=_SGD, scaler=True)
 
 
+def _robust(local: Local) -> dict[str, object]:
+    """Adversarial training goes without both rescalings."""
+    return {"local": replace(local, scaler=False), "rescale_init": False, "robust": True}
+
+
 @dataclass(frozen=True)
 class SplitMix(Method):
     """M = floor(1/r) independent nets of share r, each a scope of the server's state.
@@ -45,6 +52,7 @@ class SplitMix(Method):
     base: float = 0.125  # r, the share of a base net; 1 gives FedAvg
     rescale_init: bool = True  # initial weights have the variance of the whole net's (section 4.2)
     sort: bool = False  # the best base nets come first, by their accuracy on training samples (algorithm 1, line 9)
+    robust: bool = False  # algorithm 4: attacked samples go through noised norms of their own (section 4.3)
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
         "digits": {"local": _DIGITS},
@@ -52,11 +60,21 @@ class SplitMix(Method):
         "cifar10": {"local": _CIFAR10},
         "cifar10-released": {"local": replace(_CIFAR10, masked="batch")},
         "domainnet": {"local": _DOMAINNET},
+        "robust": _robust(Local(optimiser=_SGD)),
+        "digits-robust": _robust(_DIGITS),
+        "cifar10-robust": _robust(_CIFAR10),
     }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         within(self, base="(0, 1]")
+        if self.robust and self.local.adversarial is None:
+            object.__setattr__(self, "local", replace(self.local, adversarial=AdversarialTraining()))
+
+    def init(self, world: World) -> Server:
+        if self.robust and not world.family.dual:
+            raise ConfigError(f"Split-Mix was asked to be robust; the model has no dual norms to train. {HOW_TO}")
+        return super().init(world)
 
     @property
     def count(self) -> int:
@@ -97,7 +115,7 @@ class SplitMix(Method):
         return [self._base(place, world) for place in sorted([first, *(others[place] for place in drawn)])]
 
     def learner(self, job: Job, world: World) -> Learner:
-        """Algorithm 3; the loss may be masked, but all rows of the output layer are averaged."""
+        """Algorithm 3, or 4 where robust; the loss may be masked, but all rows of the output layer are averaged."""
         return replace(super().learner(job, world), class_rows=False)
 
     def arranged(self, server: Server, engine: Engine) -> Server:

@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, ClassVar, Literal, Protocol, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import torch
 import torch.nn.functional as F
@@ -22,6 +22,7 @@ from fedquilt.axes import Index, Positions
 from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
+from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.cut import prefix
 from fedquilt.terms import Arch, Submodel, Weights
 
@@ -34,6 +35,7 @@ LastBatch = Literal["keep", "drop", "merge"]
 Masked = Literal["", "client", "batch"]
 Freeze = Literal["update", "gradient"]
 State = dict[str, Tensor]
+_START = -3  # the site an attack starts from; augmentation has the two before it, layers have those from 1 on
 OptimiserState = dict[str, State]
 
 
@@ -318,6 +320,10 @@ class View:
             self.known[share] = self._run(share).movedim(self.family.layout.class_dim, 1)
         return self.known[share]
 
+    def through(self, robustness: float, **changes: Any) -> View:
+        """The same batch through the clean or the noised norms, if a net has both; or another batch."""
+        return replace(self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes)
+
     def _run(self, share: float | None) -> Tensor:
         if share is None:
             logits, self.seen = self.family.net(self.arch)(self.weights, self.inputs, self.mode, self.key)
@@ -398,6 +404,52 @@ class Proximal:
 
 
 @dataclass(frozen=True)
+class Adversarial:
+    """Equation 1 of Split-Mix: (1 − λn)·L(x) + λn·max L(x + δ), δ found by an attack.
+
+    Clean samples go through a net's clean norms; attack and attacked samples go through the noised ones (algorithm 4).
+    With single norms it is adversarial training as Madry et al. (2018) have it.
+    """
+
+    objective: Objective  # L
+    how: AdversarialTraining = AdversarialTraining()
+
+    @property
+    def shares(self) -> tuple[float | None, ...]:
+        return self.objective.shares
+
+    def __call__(self, view: View) -> Tensor:
+        weight, losses = self.how.weight, []
+        if weight < 1:
+            clean = view.through(0.0)
+            losses.append((1 - weight) * self.objective(clean))
+            view.seen.update(clean.seen)
+        if weight > 0:
+            noised = view.through(1.0, weights={**view.weights, **view.seen}, inputs=self._attacked(view))
+            losses.append(weight * self.objective(noised))
+            view.seen.update(noised.seen)
+        return torch.stack(losses).sum()
+
+    def _attacked(self, view: View) -> Tensor:
+        """The worst samples found for the weights as they are: no gradient goes through the search."""
+        drawn = noise.uniform(noise.fold_in(view.key, _START), view.inputs.shape, view.inputs.dtype)
+        still = view.through(1.0, weights={name: value.detach() for name, value in view.weights.items()})
+        if still.mode.statistics == "track":  # what an attack sees on its way is no statistic
+            still.mode = replace(still.mode, statistics="batch")
+
+        def loss(inputs: Tensor) -> Tensor:
+            return self.objective(still.through(1.0, inputs=inputs))
+
+        return self.how.attack(loss, view.inputs, drawn)
+
+    @property
+    def passes(self) -> int:
+        """What it takes, in passes through the net; a step of the attack goes back to the samples alone."""
+        clean, noised = self.how.weight < 1, self.how.weight > 0
+        return 3 * (clean + noised) + 2 * self.how.attack.steps * noised
+
+
+@dataclass(frozen=True)
 class Distilled:
     """weight · KL(teacher ‖ nested net); the teacher is the client's own net before this batch (FedResCuE)."""
 
@@ -429,6 +481,25 @@ class Summed:
 
     def __call__(self, view: View) -> Tensor:
         return torch.stack([objective(view) for objective in self.objectives]).sum()
+
+
+def _parts(objective: Objective) -> list[Objective]:
+    """What an objective is a sum of, without what is added to it that runs no net."""
+    parts = objective.objectives if isinstance(objective, Summed) else (objective,)
+    return [part.objective if isinstance(part, Proximal) else part for part in parts]
+
+
+def attacks(objective: Objective) -> bool:
+    """Whether an objective attacks its samples."""
+    return any(isinstance(part, Adversarial) for part in _parts(objective))
+
+
+def passes(objective: Objective) -> list[tuple[float | None, int]]:
+    """The nets an objective runs, and what their gradient takes in forward passes: a backward pass costs two."""
+    parts = _parts(objective)
+    plain = dict.fromkeys(share for part in parts if not isinstance(part, Adversarial) for share in part.shares)
+    attacked = [(share, part.passes) for part in parts if isinstance(part, Adversarial) for share in part.shares]
+    return [*((share, 3) for share in plain), *attacked]
 
 
 def apart(objective: Objective) -> tuple[Objective, ...]:
@@ -498,6 +569,7 @@ class Local:
     masked: Masked = ""  # mask the logits of classes absent from the client or the batch
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
+    adversarial: AdversarialTraining | None = None  # training on attacked samples too; None: on clean ones alone
 
     def __post_init__(self) -> None:
         within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
@@ -509,7 +581,9 @@ class Local:
 
     def objective_at(self, share: float | None) -> Objective:
         """The loss of the client's own net, or of the nested net of a share."""
-        return MaskedCrossEntropy(self.masked, share) if self.masked else CrossEntropy(share)
+        objective = MaskedCrossEntropy(self.masked, share) if self.masked else CrossEntropy(share)
+        # With no weight on attacked samples nothing is to be attacked.
+        return Adversarial(objective, self.adversarial) if self.adversarial and self.adversarial.weight else objective
 
 
 @dataclass(frozen=True)
@@ -594,10 +668,10 @@ class Learner:
         return sum(size * self._macs(family, arch, self.phases_at(step)) for step, size in enumerate(sizes))
 
     def _macs(self, family: Family, arch: Arch, phases: tuple[Phase, ...]) -> int:
-        shares = [share for phase in phases for share in phase.objective.shares]
-        nets = [arch if share is None else family.nested(arch, share).arch for share in shares]
+        runs = [run for phase in phases for run in passes(phase.objective)]
+        nets = [(arch if share is None else family.nested(arch, share).arch, times) for share, times in runs]
         teaching = family.cost(arch).macs if self.taught else 0
-        return teaching + 3 * sum(family.cost(net).macs for net in nets)
+        return teaching + sum(times * family.cost(net).macs for net, times in nets)
 
     def start_slots(self, weights: State, family: Family) -> OptimiserState:
         """Empty optimiser slots."""

@@ -7,12 +7,14 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.family.net import Pass
+from fedquilt.round.attack import PGD, by_sample
 from fedquilt.round.clients import Fleet
 from fedquilt.round.link import PERFECT
 from fedquilt.round.local import NormPolicy
@@ -33,11 +35,50 @@ class Exam:
     weights: Weights  # already cut, by scope and name
     samples: Tensor | None = None  # positions in the test set; None: all of it
     held: Tensor | None = None  # hides the classes a client does not have
+    robustness: float = 0.0  # of dual norms
+    attack: PGD | None = None  # on the samples
 
-    @property
-    def kind(self) -> Mix:
-        """The nets without their positions: exams of one kind run the same kernels."""
-        return tuple(replace(net, index=Index()) for net in self.nets)
+    def kind(self, norm: NormPolicy) -> Kind:
+        """What is run: equal for exams that run the same kernels."""
+        nets = tuple(replace(net, index=Index()) for net in self.nets)
+        return Kind(nets, replace(exam_pass(norm), robustness=self.robustness), self.attack)
+
+
+@dataclass(frozen=True)
+class Kind:
+    """Some nets without their positions, how they run, and what is done to the samples before."""
+
+    nets: Mix
+    mode: Pass
+    attack: PGD | None = None
+
+    def inputs(self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
+        """The samples as the nets see them: as they are, or as they are worst for the nets together."""
+        if self.attack is None:
+            return inputs
+        assert drawn is not None, "an attack starts somewhere"
+        mode = replace(self.mode, statistics="batch") if self.mode.statistics == "measure" else self.mode
+
+        def loss(x: Tensor) -> Tensor:
+            return F.cross_entropy(mixed(family, self.nets, weights, x, mode), targets)
+
+        return self.attack(loss, inputs, drawn)
+
+    def logits(self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
+        """The mean of the nets' logits, classes in dimension 1. Pure: may be vmapped."""
+        seen = self.inputs(family, weights, inputs, targets, drawn)
+        return mixed(family, self.nets, weights, seen, self.mode)
+
+    def statistics(
+        self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None
+    ) -> dict[str, Tensor]:
+        """The norm statistics that the one net sees. Pure: may be vmapped."""
+        seen = self.inputs(family, weights, inputs, targets, drawn)
+        return family.net(self.nets[0].arch)(weights, seen, self.mode)[1]
+
+    def drawn(self, seed: int, rows: Tensor, like: Tensor) -> Tensor | None:
+        """What an attack on samples at positions starts from."""
+        return None if self.attack is None else by_sample(noise.key(47, seed), rows, like)
 
 
 @dataclass(frozen=True)
@@ -103,9 +144,11 @@ class Evaluation:
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
     domains: bool = True  # also tell the accuracy on each domain of the test set, if it has domains
     shares: tuple[float, ...] = ()  # tested besides those that devices hold
+    robustness: tuple[float, ...] = ()  # also tell accuracy, standard and under attack, with dual norms so mixed
+    attack: PGD = PGD()  # that nets are tested under, where their robustness is asked for
 
     def __post_init__(self) -> None:
-        within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)", shares="(0, 1]")
+        within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)", shares="(0, 1]", robustness="[0, 1]")
 
     def due(self, round: int, rounds: int) -> bool:
         return round == rounds or bool(self.every and round % self.every == 0)
@@ -124,9 +167,15 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     world, server = engine.world, method.arranged(server, engine)
     tally = _Tally(method, engine, how)
     if method.personal:
+        under: dict[str, list[Score]] = {}
         for some in _few(_asked(fleet, server, engine, how)):
-            tally.take([own_exam(method, server, client, engine, how.batch_size) for client in some])
-        return tally.grades
+            own = [own_exam(method, server, client, engine, how.batch_size) for client in some]
+            tally.take(own)
+            for metric, scores in _under_attack(method, engine, how, own).items():
+                under.setdefault(metric, []).extend(scores)
+        grades = tally.grades
+        grades.metrics.update({metric: mean_by_label(scores) for metric, scores in under.items()})
+        return grades
     members = members_by_share(method, server, fleet, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
     weights = ready(method, server, submodels, engine, how.batch_size)
@@ -135,12 +184,43 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     grades = tally.grades
     if how.local and engine.data.test_parts is not None:
         widest = max(exams, key=lambda exam: sum(world.family.count(net.arch) for net in exam.nets))
-        own = [
-            replace(widest, samples=engine.data.test_parts[client.id], held=_hidden(method, client, engine))
-            for client in _asked(fleet, server, engine, how)
-        ]
+        asked = _asked(fleet, server, engine, how)
+        own = _by_client([widest], asked, method, engine)
         grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(method, own, how.batch_size))
+    if how.robustness:
+        by_user = _by_client(exams, _asked(fleet, server, engine, how), method, engine)
+        under = _under_attack(method, engine, how, by_user)
+        grades.metrics.update({metric: mean_by_label(scores) for metric, scores in under.items()})
     return grades
+
+
+def _by_client(exams: Sequence[Exam], clients: Sequence[Client], method: Method, engine: Engine) -> list[Exam]:
+    """Exams on each client's own part of the test set; without parts, as they are."""
+    parts = engine.data.test_parts
+    if parts is None:
+        return list(exams)
+    return [
+        replace(exam, samples=parts[client.id], held=_hidden(method, client, engine))
+        for exam in exams
+        for client in clients
+    ]
+
+
+def _under_attack(method: Method, engine: Engine, how: Evaluation, exams: Sequence[Exam]) -> dict[str, list[Score]]:
+    """Standard and robust accuracy of the same nets, at every robustness they can be told to have.
+
+    `standard/0.2` and `robust/0.2`; nets with single norms have one of each, `standard` and `robust`.
+    """
+    dual = engine.world.family.dual
+    chosen = [(f"/{float(one)}", float(one)) for one in how.robustness] if dual else [("", 0.0)][: len(how.robustness)]
+    kinds = {
+        f"{metric}{suffix}": (robustness, attack)
+        for suffix, robustness in chosen
+        for metric, attack in (("standard", None), ("robust", how.attack))
+    }
+    asked = [replace(exam, robustness=one, attack=attack) for one, attack in kinds.values() for exam in exams]
+    scores = engine.evaluate(method, asked, how.batch_size) if asked else []
+    return {metric: scores[place * len(exams) : (place + 1) * len(exams)] for place, metric in enumerate(kinds)}
 
 
 @dataclass(frozen=True)
@@ -251,7 +331,8 @@ def ready(
         names = [name for name in family.layout.dims if submodel.scope + name in server.weights]
         cuts[submodel] = family.cutter.gather(server.weights, submodel, names)
     if method.local.norm == "post" and family.statistics:
-        for own, statistics in zip(cuts.values(), engine.calibrate(list(cuts.items()), batch_size), strict=True):
+        found = engine.calibrate(list(cuts.items()), batch_size, attack=method.attack)
+        for own, statistics in zip(cuts.values(), found, strict=True):
             own |= statistics
     return cuts
 
@@ -287,7 +368,7 @@ def own_exam(method: Method, server: Server, client: Client, engine: Engine, bat
     jobs = [Job(client, net, server.round) for net in nets]
     states = {job.submodel: engine.start(server, job, method.learner(job, world), PERFECT).state for job in jobs}
     if method.local.norm == "post" and world.family.statistics:
-        found = engine.calibrate(list(states.items()), batch_size, engine.data.parts[client.id])
+        found = engine.calibrate(list(states.items()), batch_size, engine.data.parts[client.id], method.attack)
         states = {net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)}
     samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
     weights = joined(nets, states)

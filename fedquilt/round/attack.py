@@ -1,0 +1,97 @@
+"""Attacks on samples: pure functions of (loss, samples, noise), the same for one net, a stack of them and a mixture."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.func import grad, vmap
+
+from fedquilt import noise
+from fedquilt.checks import within
+from fedquilt.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from fedquilt.data import FederatedData
+
+_CHUNK = 4096  # samples that are looked at at once
+_ROUNDING = 1e-6  # of bytes that became real numbers
+
+
+@dataclass(frozen=True)
+class PGD:
+    """Projected gradient descent (Madry et al. 2018): sign steps up the loss that stay near a sample and in its range.
+
+    The defaults are those of Split-Mix, section 5.2, in training and in tests.
+    """
+
+    eps: float = 8 / 255  # how far a number may be moved
+    steps: int = 7  # of the gradient's sign
+    size: float = 2 / 255  # of a step
+    start: bool = True  # from a random point around the sample, else from the sample itself
+    low: float = 0.0  # the range of the numbers in a sample
+    high: float = 1.0
+
+    def __post_init__(self) -> None:
+        within(self, eps="[0, inf)", steps="[0, inf)", size="[0, inf)", low="(-inf, inf)", high="(-inf, inf)")
+        if not self.low < self.high:
+            raise ConfigError(f"PGD was asked to stay between low = {self.low:g} and high = {self.high:g}: no range.")
+
+    def __call__(self, loss: Callable[[Tensor], Tensor], inputs: Tensor, drawn: Tensor) -> Tensor:
+        """The attacked samples. `drawn` are numbers in [0, 1), shaped as the samples, that the start is taken from.
+
+        `loss` may be the mean or the sum over samples: only the gradient's sign counts.
+        """
+        least, most = ((inputs + by).clamp(self.low, self.high) for by in (-self.eps, self.eps))
+        found = (inputs + self.eps * (2 * drawn - 1)).clamp(self.low, self.high) if self.start else inputs
+        for _ in range(self.steps):
+            slope: Tensor = grad(loss)(found)
+            found = torch.minimum(torch.maximum(found + self.size * slope.sign(), least), most)
+        return found.detach()
+
+    def on(self, module: nn.Module, inputs: Tensor, targets: Tensor, seed: int = 0) -> Tensor:
+        """The samples as they are worst for a plain module, one of `run.deploy` or any other, as it runs now."""
+        key = torch.tensor(noise.key(seed), device=inputs.device)
+        drawn = noise.uniform(key, inputs.shape, inputs.dtype)
+        return self(lambda x: F.cross_entropy(module(x), targets), inputs, drawn)
+
+    def check(self, data: FederatedData) -> None:
+        """Refuse samples outside of the range: an attack would first of all move them into it."""
+        for what, count, samples in (
+            ("training", len(data.targets), data.samples),
+            ("test", len(data.test_targets), data.test_samples),
+        ):
+            for first in range(0, count, _CHUNK):
+                seen = samples(torch.arange(first, min(first + _CHUNK, count)))
+                if not seen.is_floating_point():
+                    raise DataError(
+                        f"an attack was asked for; it moves real numbers, and {data.name} has {seen.dtype}."
+                    )
+                lowest, highest = float(seen.min()), float(seen.max())
+                if lowest < self.low - _ROUNDING or highest > self.high + _ROUNDING:
+                    raise DataError(
+                        f"an attack was asked for that keeps samples in [{self.low:g}, {self.high:g}]; among the "
+                        f"{what} samples of {data.name} are numbers from {lowest:.4g} to {highest:.4g}. Load the data "
+                        "with normalise = 'none', or set the attack's low, high, eps and size in the data's unit."
+                    )
+
+
+@dataclass(frozen=True)
+class AdversarialTraining:
+    """Training on attacked samples beside clean ones (Split-Mix, equation 1)."""
+
+    weight: float = 0.5  # of the attacked samples' loss, the paper's λn; 0: standard training, 1: attacked ones alone
+    attack: PGD = PGD()  # on every batch
+
+    def __post_init__(self) -> None:
+        within(self, weight="[0, 1]")
+
+
+def by_sample(key: int, rows: Tensor, like: Tensor) -> Tensor:
+    """Numbers in [0, 1) for samples at positions: a sample's are its own, whoever is in its batch."""
+    keys = noise.fold_in(torch.full_like(rows, key), rows)  # filled on the device: it may be recorded
+    return vmap(lambda one: noise.uniform(one, like.shape[1:], like.dtype))(keys)
