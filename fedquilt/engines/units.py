@@ -52,6 +52,7 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 
 # One net on a stream of its own, nets side by side in the channels, or stacked by vmap.
 Layout = Literal["alone", "laid", "stack"]
+_WARM = 3  # times an action is carried out before it is recorded
 _CHUNK = 64  # steps whose batches are on the device at once
 
 
@@ -251,7 +252,9 @@ class Unit:
             assert self.stream is not None
             own = [*self._tensors()]
             before = [value.clone() for value in own]
-            self._graphs[key] = recorded(action, self.stream, self._pool)
+            warm = 1 if (self.shape, key) in self.engine.warm else _WARM  # its like has found the kernels already
+            self._graphs[key] = recorded(action, self.stream, self._pool, warm)
+            self.engine.warm.add((self.shape, key))
             for value, old in zip(own, before, strict=True):
                 value.copy_(old)
             self.stream.wait_stream(torch.cuda.current_stream())
@@ -479,7 +482,9 @@ def _check_capturable(learner: Learner) -> None:
         raise CaptureError(f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move")
 
 
-def recorded(action: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None) -> torch.cuda.CUDAGraph:
+def recorded(
+    action: Callable[[], None], stream: torch.cuda.Stream, pool: Any = None, warm: int = _WARM
+) -> torch.cuda.CUDAGraph:
     """An action on tensors that stay where they are, as a graph. It is carried out a few times on the way.
 
     Graphs that are never replayed at the same time may share a pool of memory to work in.
@@ -487,7 +492,7 @@ def recorded(action: Callable[[], None], stream: torch.cuda.Stream, pool: Any = 
     stream.wait_stream(torch.cuda.current_stream())
     try:
         with torch.cuda.stream(stream):
-            for _ in range(3):  # kernels are chosen and work space is taken before the recording
+            for _ in range(warm):  # kernels are chosen and work space is taken before the recording
                 action()
         torch.cuda.synchronize()
         graph = torch.cuda.CUDAGraph()

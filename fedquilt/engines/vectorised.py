@@ -124,6 +124,7 @@ class Vectorised(Engine):
         self._refused: dict[Shape, str] = {}
         self._chosen: dict[Shape, Layout] = {}
         self._single: set[Arch] = set()  # members that vmap cannot stack
+        self.warm: set[Hashable] = set()  # what units have recorded before
         self._regions: dict[Hashable, Tensor] = {}
         self._sweeps: dict[Hashable, list[Sweep]] = {}
         self._unswept: set[Hashable] = set()

@@ -65,8 +65,8 @@ class Plain:
 class ServerMomentum:
     """FedAvgM (Hsu et al. 2019); lr 1 and momentum 0 give the mean."""
 
-    lr: float = 1.0
-    momentum: float = 0.9
+    lr: float = 1.0  # of the mean's change
+    momentum: float = 0.9  # what is kept of the last step
 
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", momentum="[0, 1)")
@@ -84,10 +84,10 @@ class ServerMomentum:
 class ServerAdam:
     """FedAdam (Reddi et al. 2021, algorithm 2), without bias correction as published."""
 
-    lr: float = 0.01
-    beta1: float = 0.9
-    beta2: float = 0.99
-    tau: float = 1e-3
+    lr: float = 0.01  # of the step
+    beta1: float = 0.9  # what is kept of the mean change
+    beta2: float = 0.99  # what is kept of the mean square
+    tau: float = 1e-3  # added to its root: how adaptive the steps are
 
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", tau="(0, inf)")
