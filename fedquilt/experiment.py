@@ -9,14 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.checkpoint import Checkpointing
 from fedquilt.data import FederatedData
+from fedquilt.deploy import deployed
 from fedquilt.engines import ENGINES, Engine
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
-from fedquilt.family.ensemble import Ensemble
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.milestones import Milestone, reached
@@ -25,8 +25,8 @@ from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.link import PERFECT, Link
-from fedquilt.round.serve import ready
-from fedquilt.terms import Budget, Client, Job, Server, World
+from fedquilt.round.local import NormPolicy
+from fedquilt.terms import Budget, Server, World
 from fedquilt.tracking import Tracking, tracked
 
 
@@ -41,6 +41,7 @@ class Run:
     server: Server
     records: list[Record] = field(default_factory=list)
     link: Link = PERFECT
+    absent: str = ""  # why there is no data, of a run that was reopened without
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -82,39 +83,20 @@ class Run:
             folder.watch(self)
             folder.finish(self.summary)
 
-    def deploy(self, budget: Budget, client: int | None = None) -> nn.Module:
-        """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own."""
+    def deploy(
+        self,
+        budget: Budget,
+        client: int | None = None,
+        norms: NormPolicy | None = None,
+        samples: Tensor | None = None,
+    ) -> nn.Module:
+        """A plain nn.Module within the budget, trained, norms settled; with `client`, that client's own.
+
+        `norms` is what they normalise by: statistics that were `tracked` in training, kept by the client (`local`), or
+        measured over the training data or `samples` (`post`), else the `batch`'s. None: what training left, or `post`.
+        """
         _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
-        world, family, samples = self.engine.world, self.engine.world.family, None
-        if client is not None:
-            if not 0 <= client < self.fleet.num_clients:
-                raise ConfigError(f"client {client} was asked for; the fleet has {self.fleet.num_clients}, from 0 on.")
-            samples = self.engine.data.parts[client]
-            nets = self.method.own(self.server, Client(client, budget, len(samples)), world)
-            size, most = sum(family.count(net.arch) for net in nets), family.count(family.fit(budget))
-            if size > most:
-                raise BudgetError(
-                    f"{type(self.method).__name__} trains one common net, of {size:,} parameters; "
-                    f"the budget {budget} allows {most:,}."
-                )
-            jobs = [Job(Client(client, budget, len(samples)), net, self.server.round) for net in nets]
-            begin = self.engine.start
-            states = [begin(self.server, job, self.method.learner(job, world), PERFECT).state for job in jobs]
-        elif self.method.personal:
-            raise ConfigError(
-                f"{type(self.method).__name__} leaves its result on the clients, each its own. "
-                "Say whose: deploy(budget, client=0)."
-            )
-        else:
-            nets = self.method.deploy(self.server, budget, world)
-            found = ready(self.method, self.server, nets, self.engine, self.evaluation.batch_size)
-            states = [found[net] for net in nets]
-        if family.statistics and not all(set(family.statistics) <= set(state) for state in states):
-            pairs = list(zip(nets, states, strict=True))
-            measured = self.engine.calibrate(pairs, self.evaluation.batch_size, samples)
-            states = [{**state, **own} for state, own in zip(states, measured, strict=True)]
-        modules = [family.assemble(net, state) for net, state in zip(nets, states, strict=True)]
-        return (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
+        return deployed(self, budget, client, norms, samples).module()
 
 
 def run(
