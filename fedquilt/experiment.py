@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 
 from fedquilt.checkpoint import Checkpointing
+from fedquilt.customise import CustomisableModel, customisable
 from fedquilt.data import FederatedData
 from fedquilt.deploy import deployed
 from fedquilt.engines import ENGINES, Engine
@@ -28,6 +29,9 @@ from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.local import NormPolicy
 from fedquilt.terms import Budget, Server, World
 from fedquilt.tracking import Tracking, tracked
+
+if TYPE_CHECKING:
+    from fedquilt.export import Exported
 
 
 @dataclass
@@ -97,6 +101,23 @@ class Run:
         """
         _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
         return deployed(self, budget, client, norms, samples).module()
+
+    def export(self, file: str | Path, budget: Budget, **how: Any) -> Exported:
+        """Write what `deploy` gives as ONNX, .pt2 or safetensors, compared with torch; options: `export.export`."""
+        from fedquilt.export import export
+
+        _check_kind("export", budget, Budget, "fq.Budget(share=0.25)")
+        return export(self, file, budget, **how)
+
+    def customisable(
+        self,
+        shares: Iterable[float] = (1.0, 0.5, 0.25, 0.125),
+        client: int | None = None,
+        norms: NormPolicy | None = None,
+        samples: Tensor | None = None,
+    ) -> CustomisableModel:
+        """One module for all of these shares that holds weights once: `model.set(share=0.5)` while it is in use."""
+        return customisable(self, shares, client, norms, samples)
 
 
 def run(

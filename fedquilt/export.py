@@ -1,0 +1,354 @@
+"""Deployed models as files for other runtimes: ONNX, torch's .pt2 and safetensors, each read back and compared."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import warnings
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt import noise
+from fedquilt.customise import CustomisableModel
+from fedquilt.deploy import Deployed, deployed, forget_statistics
+from fedquilt.errors import ConfigError, ExportError, RecordError
+from fedquilt.family import Family
+from fedquilt.family.ensemble import Ensemble
+from fedquilt.files import Blob, parse, why, write
+from fedquilt.names import known, said
+from fedquilt.portable import Note, about, family_of, plain, read, submodel
+from fedquilt.round.local import NormPolicy
+from fedquilt.terms import Budget, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.experiment import Run
+
+TOLERANCE = 1e-4  # of an answer, or of the largest one where that is above 1: another runtime sums in another order
+BATCHES = (2, 1, 7, 32)  # in which what was written is compared; the first is what it is recorded with
+Answer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far its answers are from torch's."""
+
+    format: str
+    file: str
+    bytes: int
+    params: int
+    macs: int
+    share: float
+    max_difference: float
+    nets: int  # whose logits are averaged
+    norms: NormPolicy
+    compared: str  # what it was fed for that: samples of the test set, or noise where there is no data
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class _Model:
+    """A module on its way into a file."""
+
+    module: nn.Module
+    found: Deployed
+    example: Tensor
+    note: Note
+
+
+def export(
+    run: Run,
+    file: str | Path,
+    budget: Budget,
+    format: str = "",
+    client: int | None = None,
+    norms: NormPolicy | None = None,
+    samples: Tensor | None = None,
+    force: bool = False,
+) -> Exported:
+    """Write the model for a budget, after it was read back and gave the same answers; see `Run.deploy` for the rest.
+
+    `format` is onnx, pt2 or safetensors; if none is given, what the file's name ends with.
+    """
+    path = Path(file)
+    check_place(path, force)
+    kind = chosen(path, format)
+    _TOOLS[kind]()
+    found = deployed(run, budget, client, norms, samples)
+    module = found.module().cpu().requires_grad_(False)
+    if any(weight.dtype == torch.float64 for weight in module.parameters()):
+        module = module.float()  # other runtimes have few kernels for more
+    batches, compared = _samples(run, [size for size in BATCHES if size > 1 or found.norms != "batch"])
+    note = {
+        **about(run),
+        "format": "model",
+        "budget": {name: value for name, value in vars(budget).items() if value is not None},
+        "share": round(found.share, 4),
+        "client": client,
+        "norms": found.norms,
+        "robustness": None,
+        "nets": [plain(net) for net in found.nets],
+    }
+    model = _Model(module, found, batches[0], note)
+    data = _WRITERS[kind](model)
+    difference = _difference(module, _READERS[kind](data, model), batches, kind)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = write(path, [data])
+    except OSError as error:
+        raise RecordError(f"{path} could not be written: {why(error)}.") from error
+    cost = found.cost
+    return Exported(
+        kind,
+        str(path),
+        written.size,
+        cost.params,
+        cost.macs,
+        note["share"],
+        difference,
+        len(found.nets),
+        found.norms,
+        compared,
+    )
+
+
+def load_model(file: str | Path, factory: nn.Module | Callable[[], nn.Module], device: str = "cpu") -> nn.Module:
+    """The model in a safetensors file of `export` or `CustomisableModel.save`; `factory` makes the whole one."""
+    tensors, note = read(file, device)
+    return _restored(tensors, note, family_of(note, factory, file))
+
+
+def chosen(path: Path, format: str) -> str:
+    """The format that was asked for, or that a file's name ends with."""
+    if format:
+        return known({kind: kind for kind in _WRITERS}, format, "format")
+    kind = path.suffix.removeprefix(".")
+    if kind not in _WRITERS:
+        raise ConfigError(
+            f"a model in {path} was asked for; its name does not say in which format. Let it end with "
+            f".{', .'.join(_WRITERS)}, or name one: --format onnx."
+        )
+    return kind
+
+
+def check_place(path: Path, force: bool) -> None:
+    """Before anything heavy: what is there is not written over."""
+    if path.is_dir():
+        raise ConfigError(f"a model in {path} was asked for; that is a folder. Name a file in it.")
+    if path.exists() and not force:
+        raise ConfigError(f"a model in {path} was asked for; it is there already. --force writes over it.")
+    folder = next(one for one in path.absolute().parents if one.exists())
+    if not os.access(folder, os.W_OK) or not folder.is_dir():
+        raise ConfigError(f"a model in {path} was asked for; {folder} cannot be written to.")
+
+
+def _samples(run: Run, sizes: Sequence[int]) -> tuple[list[Tensor], str]:
+    """Batches of these sizes that the model is fed in both runtimes."""
+    data, count = run.engine.data, sum(sizes)
+    if not run.absent and len(data.test_targets):
+        rows = torch.arange(count) % len(data.test_targets)
+        inputs, told = data.test_samples(rows.to(run.engine.world.device)), "test samples"
+    else:
+        inputs, told = _noise(run.engine.world.family, count), "random samples"
+    inputs = inputs.cpu().float() if inputs.is_floating_point() else inputs.cpu()
+    return list(inputs.split_with_sizes(list(sizes))), told
+
+
+def _noise(family: Family, count: int) -> Tensor:
+    example, key = family.example_inputs[0], torch.tensor(noise.key(51))
+    shape = (count, *example.shape[1:])
+    if example.is_floating_point():
+        return noise.normal(key, shape, torch.float32)
+    classes = family.layout.axes["class"].size if "class" in family.layout.axes else 2
+    return (noise.uniform(key, shape, torch.float32) * classes).to(example.dtype)
+
+
+def _difference(module: nn.Module, answer: Answer, batches: Sequence[Tensor], kind: str) -> float:
+    """The largest difference of two answers to the same batch, refused if it is more than rounding."""
+    most = 0.0
+    for batch in batches:
+        ours = module(batch)
+        try:
+            theirs = answer(batch)
+        except Exception as error:
+            raise ExportError(
+                f"the model as {kind} failed on a batch of {len(batch)}: {said(error)}. Nothing was written."
+            ) from error
+        if ours.shape != theirs.shape:
+            raise ExportError(
+                f"the model as {kind} answers a batch of {len(batch)} with {tuple(theirs.shape)}, and torch with "
+                f"{tuple(ours.shape)}. Nothing was written."
+            )
+        difference = float((ours - theirs).abs().max())
+        if not difference <= TOLERANCE * max(1.0, float(ours.abs().max())):
+            raise ExportError(
+                f"the model as {kind} answers a batch of {len(batch)} otherwise than torch, by {difference:.2g} where "
+                f"answers are up to {float(ours.abs().max()):.2g}; {TOLERANCE:g} of that would be rounding. "
+                "Nothing was written."
+            )
+        most = max(most, difference)
+    return most
+
+
+# --- formats ----------------------------------------------------------------------------------------------------
+
+
+def _check_onnx() -> None:
+    missing = []
+    for name in ("onnx", "onnxruntime", "onnxscript"):
+        try:
+            __import__(name)
+        except ImportError:
+            missing.append(name)
+    if missing:
+        raise ConfigError(
+            f"the format 'onnx' was asked for; it needs {', '.join(missing)}, which cannot be imported here: "
+            "pip install 'fedquilt[export]'. pt2 and safetensors need nothing more."
+        )
+
+
+def _program(model: _Model) -> Any:
+    """The module's calls for a batch of any size."""
+    # Recorded with two samples: torch takes a size of one for a constant.
+    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    shapes[model.example] = {0: torch.export.Dim("batch")}
+    try:
+        with _quiet():
+            program = torch.export.export(model.module, (model.example,), dynamic_shapes=shapes)
+    except Exception as error:
+        told = str(error).strip().split("\n")[0]
+        raise ExportError(
+            f"{model.note['model']} cannot be recorded by torch.export for batches of any size: "
+            f"{type(error).__name__}: {told} safetensors takes every module."
+        ) from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # lines of code, with the folders they were in
+    return program
+
+
+def _write_onnx(model: _Model) -> bytes:
+    program = _program(model)
+    try:
+        with _quiet():
+            found: Any = torch.onnx.export(
+                program, dynamo=True, input_names=["input"], output_names=["logits"], verbose=False
+            )
+            proto = found.model_proto
+            _name_batch(proto.graph)
+            for node in proto.graph.node:
+                del node.metadata_props[:]  # names of the exporter's own
+            for key, value in _told(model.note).items():
+                proto.metadata_props.add(key=key, value=value)
+            data: bytes = proto.SerializeToString()
+    except Exception as error:
+        told = str(error).strip().split("\n")[0]
+        raise ExportError(f"{model.note['model']} cannot be written as ONNX: {type(error).__name__}: {told}") from error
+    return data
+
+
+def _name_batch(graph: Any) -> None:
+    """Call the size that is open what it is, where the exporter counts symbols."""
+    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if symbol and symbol in dim.dim_param:
+                dim.dim_param = dim.dim_param.replace(symbol, "batch")
+
+
+def _read_onnx(data: bytes, model: _Model) -> Answer:
+    import onnxruntime
+
+    options = onnxruntime.SessionOptions()
+    options.intra_op_num_threads = torch.get_num_threads()
+    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+    (name,) = (one.name for one in session.get_inputs())
+    return lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
+
+
+def _write_pt2(model: _Model) -> bytes:
+    buffer = io.BytesIO()
+    program = _program(model)
+    with _quiet():
+        torch.export.save(program, buffer, extra_files={"fedquilt.json": _told(model.note)["fedquilt"]})
+    return buffer.getvalue()
+
+
+def _read_pt2(data: bytes, model: _Model) -> Answer:
+    with _quiet():
+        found: Answer = torch.export.load(io.BytesIO(data)).module()
+    return found
+
+
+def _write_safetensors(model: _Model) -> bytes:
+    nets = model.module.nets if isinstance(model.module, Ensemble) else [model.module]
+    names, tensors = model.found.family.layout.dims, dict[str, Tensor]()
+    for place, net in enumerate(nets):
+        lead = f"nets.{place}." if len(model.found.nets) > 1 else ""
+        held = net.state_dict()
+        tensors |= {lead + name: held[name] for name in names if name in held}
+    return b"".join(Blob.of(tensors, model.note).chunks())
+
+
+def _read_safetensors(data: bytes, model: _Model) -> Answer:
+    tensors, note = parse(bytearray(data), torch.device("cpu"))
+    return _restored(tensors, note, model.found.family).requires_grad_(False)
+
+
+def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
+    if note["format"] == "customisable":
+        return CustomisableModel.restored(family, tensors, note)
+    nets = [submodel(net) for net in note["nets"]]
+    modules = []
+    for place, net in enumerate(nets):
+        lead = f"nets.{place}." if len(nets) > 1 else ""
+        own = {name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)}
+        modules.append(family.assemble(net, own))
+        if note["norms"] == "batch":
+            forget_statistics(modules[-1])
+    return (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
+
+
+def _told(note: Note) -> dict[str, str]:
+    """What a file says of itself, without what only fedquilt would read again."""
+    return {"fedquilt": json.dumps({key: value for key, value in note.items() if key != "layout"})}
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporters warn of their own inner workings and of packages that nobody asked for."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+def _nothing() -> None:
+    """torch and safetensors are there."""
+
+
+_WRITERS: Mapping[str, Callable[[_Model], bytes]] = {
+    "onnx": _write_onnx,
+    "pt2": _write_pt2,
+    "safetensors": _write_safetensors,
+}
+_READERS: Mapping[str, Callable[[bytes, _Model], Answer]] = {
+    "onnx": _read_onnx,
+    "pt2": _read_pt2,
+    "safetensors": _read_safetensors,
+}
+_TOOLS: Mapping[str, Callable[[], None]] = {"onnx": _check_onnx, "pt2": _nothing, "safetensors": _nothing}
+FORMATS = tuple(_WRITERS)
