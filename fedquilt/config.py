@@ -360,6 +360,7 @@ def load_run(path: str | Path, device: str = "cpu") -> Run:
         name="vectorised",
         device=device,
         precision="fp64" if experiment.engine.precision == "fp64" else "fp32",
+        deterministic=False,
     )
     experiment = replace(experiment, engine=machine, tracking=())
     dealt: tuple[FederatedData, Partition | None] | None = None

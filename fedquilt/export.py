@@ -7,7 +7,8 @@ import json
 import logging
 import os
 import warnings
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -56,7 +57,7 @@ class Exported:
 
 
 @dataclass(frozen=True)
-class _Model:
+class Written:
     """A module on its way into a file."""
 
     module: nn.Module
@@ -82,7 +83,8 @@ def export(
     path = Path(file)
     check_place(path, force)
     kind = chosen(path, format)
-    _TOOLS[kind]()
+    writer = FORMATS[kind]()
+    writer.check()
     found = deployed(run, budget, client, norms, samples)
     module = found.module().cpu().requires_grad_(False)
     if any(weight.dtype == torch.float64 for weight in module.parameters()):
@@ -98,9 +100,9 @@ def export(
         "robustness": None,
         "nets": [plain(net) for net in found.nets],
     }
-    model = _Model(module, found, batches[0], note)
-    data = _WRITERS[kind](model)
-    difference = _difference(module, _READERS[kind](data, model), batches, kind)
+    model = Written(module, found, batches[0], note)
+    data = writer.write(model)
+    difference = _difference(module, writer.read(data, model), batches, kind)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         written = write(path, [data])
@@ -130,12 +132,13 @@ def load_model(file: str | Path, factory: nn.Module | Callable[[], nn.Module], d
 def chosen(path: Path, format: str) -> str:
     """The format that was asked for, or that a file's name ends with."""
     if format:
-        return known({kind: kind for kind in _WRITERS}, format, "format")
+        known(FORMATS, format, "format")
+        return format
     kind = path.suffix.removeprefix(".")
-    if kind not in _WRITERS:
+    if kind not in FORMATS:
         raise ConfigError(
             f"a model in {path} was asked for; its name does not say in which format. Let it end with "
-            f".{', .'.join(_WRITERS)}, or name one: --format onnx."
+            f".{', .'.join(FORMATS)}, or name one: --format onnx."
         )
     return kind
 
@@ -202,57 +205,64 @@ def _difference(module: nn.Module, answer: Answer, batches: Sequence[Tensor], ki
 # --- formats ----------------------------------------------------------------------------------------------------
 
 
-def _check_onnx() -> None:
-    missing = []
-    for name in ("onnx", "onnxruntime", "onnxscript"):
-        try:
-            __import__(name)
-        except ImportError:
-            missing.append(name)
-    if missing:
-        raise ConfigError(
-            f"the format 'onnx' was asked for; it needs {', '.join(missing)}, which cannot be imported here: "
-            "pip install 'fedquilt[export]'. pt2 and safetensors need nothing more."
-        )
+class Format(ABC):
+    """A kind of file: how a model is written, and how others read it."""
+
+    @classmethod  # noqa: B027  # most need nothing
+    def check(cls) -> None:
+        """Whether what it needs is installed; asked before anything heavy."""
+
+    @abstractmethod
+    def write(self, model: Written) -> bytes: ...
+
+    @abstractmethod
+    def read(self, data: bytes, model: Written) -> Answer: ...
 
 
-def _program(model: _Model) -> Any:
-    """The module's calls for a batch of any size."""
-    # Recorded with two samples: torch takes a size of one for a constant.
-    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
-    shapes[model.example] = {0: torch.export.Dim("batch")}
-    try:
-        with _quiet():
-            program = torch.export.export(model.module, (model.example,), dynamic_shapes=shapes)
-    except Exception as error:
-        told = str(error).strip().split("\n")[0]
-        raise ExportError(
-            f"{model.note['model']} cannot be recorded by torch.export for batches of any size: "
-            f"{type(error).__name__}: {told} safetensors takes every module."
-        ) from error
-    for node in program.graph.nodes:
-        node.meta.pop("stack_trace", None)  # lines of code, with the folders they were in
-    return program
+@dataclass(frozen=True)
+class Onnx(Format):
+    """ONNX, for ONNX Runtime and whatever else reads it; a batch of any size."""
 
-
-def _write_onnx(model: _Model) -> bytes:
-    program = _program(model)
-    try:
-        with _quiet():
-            found: Any = torch.onnx.export(
-                program, dynamo=True, input_names=["input"], output_names=["logits"], verbose=False
+    @classmethod
+    def check(cls) -> None:
+        missing = []
+        for name in ("onnx", "onnxruntime", "onnxscript"):
+            try:
+                __import__(name)
+            except ImportError:
+                missing.append(name)
+        if missing:
+            raise ConfigError(
+                f"the format 'onnx' was asked for; it needs {', '.join(missing)}, which cannot be imported here: "
+                "pip install 'fedquilt[export]'. pt2 and safetensors need nothing more."
             )
-            proto = found.model_proto
-            _name_batch(proto.graph)
-            for node in proto.graph.node:
-                del node.metadata_props[:]  # names of the exporter's own
-            for key, value in _told(model.note).items():
-                proto.metadata_props.add(key=key, value=value)
-            data: bytes = proto.SerializeToString()
-    except Exception as error:
-        told = str(error).strip().split("\n")[0]
-        raise ExportError(f"{model.note['model']} cannot be written as ONNX: {type(error).__name__}: {told}") from error
-    return data
+
+    def write(self, model: Written) -> bytes:
+        program = _program(model)
+        try:
+            with _quiet():
+                found: Any = torch.onnx.export(
+                    program, dynamo=True, input_names=["input"], output_names=["logits"], verbose=False
+                )
+                proto = found.model_proto
+                _name_batch(proto.graph)
+                for node in proto.graph.node:
+                    del node.metadata_props[:]  # names of the exporter's own
+                proto.metadata_props.add(key="fedquilt", value=_told(model.note))
+                data: bytes = proto.SerializeToString()
+        except Exception as error:
+            told = said(error).strip().split("\n")[0]
+            raise ExportError(f"{model.note['model']} cannot be written as ONNX: {told}") from error
+        return data
+
+    def read(self, data: bytes, model: Written) -> Answer:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        (name,) = (one.name for one in session.get_inputs())
+        return lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
 
 
 def _name_batch(graph: Any) -> None:
@@ -264,43 +274,61 @@ def _name_batch(graph: Any) -> None:
                 dim.dim_param = dim.dim_param.replace(symbol, "batch")
 
 
-def _read_onnx(data: bytes, model: _Model) -> Answer:
-    import onnxruntime
+@dataclass(frozen=True)
+class Pt2(Format):
+    """torch's exported program, for torch.export.load without the module's code; a batch of any size."""
 
-    options = onnxruntime.SessionOptions()
-    options.intra_op_num_threads = torch.get_num_threads()
-    session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
-    (name,) = (one.name for one in session.get_inputs())
-    return lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
+    def write(self, model: Written) -> bytes:
+        buffer, program = io.BytesIO(), _program(model)
+        with _quiet():
+            torch.export.save(program, buffer, extra_files={"fedquilt.json": _told(model.note)})
+        return buffer.getvalue()
 
-
-def _write_pt2(model: _Model) -> bytes:
-    buffer = io.BytesIO()
-    program = _program(model)
-    with _quiet():
-        torch.export.save(program, buffer, extra_files={"fedquilt.json": _told(model.note)["fedquilt"]})
-    return buffer.getvalue()
+    def read(self, data: bytes, model: Written) -> Answer:
+        with _quiet():
+            found: Answer = torch.export.load(io.BytesIO(data)).module()
+        return found
 
 
-def _read_pt2(data: bytes, model: _Model) -> Answer:
-    with _quiet():
-        found: Answer = torch.export.load(io.BytesIO(data)).module()
-    return found
+def _program(model: Written) -> Any:
+    """The module's calls for a batch of any size."""
+    # Recorded with two samples: torch takes a size of one for a constant.
+    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    shapes[model.example] = {0: torch.export.Dim("batch")}
+    try:
+        with _quiet():
+            program = torch.export.export(model.module, (model.example,), dynamic_shapes=shapes)
+    except Exception as error:
+        told = said(error).strip().split("\n")[0]
+        raise ExportError(
+            f"{model.note['model']} cannot be recorded by torch.export for batches of any size: {told} "
+            "safetensors takes every module."
+        ) from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # lines of code, with the folders they were in
+    return program
 
 
-def _write_safetensors(model: _Model) -> bytes:
-    nets = model.module.nets if isinstance(model.module, Ensemble) else [model.module]
-    names, tensors = model.found.family.layout.dims, dict[str, Tensor]()
-    for place, net in enumerate(nets):
-        lead = f"nets.{place}." if len(model.found.nets) > 1 else ""
-        held = net.state_dict()
-        tensors |= {lead + name: held[name] for name in names if name in held}
-    return b"".join(Blob.of(tensors, model.note).chunks())
+@dataclass(frozen=True)
+class Safetensors(Format):
+    """Weights by name and what they are, for fedquilt.load_model with the module's code."""
+
+    def write(self, model: Written) -> bytes:
+        nets = model.module.nets if isinstance(model.module, Ensemble) else [model.module]
+        names, tensors = model.found.family.layout.dims, dict[str, Tensor]()
+        for place, net in enumerate(nets):
+            lead, held = _lead(place, len(model.found.nets)), net.state_dict()
+            tensors |= {lead + name: held[name] for name in names if name in held}
+        return b"".join(Blob.of(tensors, model.note).chunks())
+
+    def read(self, data: bytes, model: Written) -> Answer:
+        tensors, note = parse(bytearray(data), torch.device("cpu"))
+        return _restored(tensors, note, model.found.family).requires_grad_(False)
 
 
-def _read_safetensors(data: bytes, model: _Model) -> Answer:
-    tensors, note = parse(bytearray(data), torch.device("cpu"))
-    return _restored(tensors, note, model.found.family).requires_grad_(False)
+def _lead(place: int, count: int) -> str:
+    """What the names of a net's weights begin with: nothing, where there is one."""
+    return f"nets.{place}." if count > 1 else ""
 
 
 def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
@@ -309,7 +337,7 @@ def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
     nets = [submodel(net) for net in note["nets"]]
     modules = []
     for place, net in enumerate(nets):
-        lead = f"nets.{place}." if len(nets) > 1 else ""
+        lead = _lead(place, len(nets))
         own = {name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)}
         modules.append(family.assemble(net, own))
         if note["norms"] == "batch":
@@ -317,9 +345,9 @@ def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
     return (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
 
 
-def _told(note: Note) -> dict[str, str]:
+def _told(note: Note) -> str:
     """What a file says of itself, without what only fedquilt would read again."""
-    return {"fedquilt": json.dumps({key: value for key, value in note.items() if key != "layout"})}
+    return json.dumps({key: value for key, value in note.items() if key != "layout"})
 
 
 @contextmanager
@@ -336,19 +364,4 @@ def _quiet() -> Iterator[None]:
         log.setLevel(level)
 
 
-def _nothing() -> None:
-    """torch and safetensors are there."""
-
-
-_WRITERS: Mapping[str, Callable[[_Model], bytes]] = {
-    "onnx": _write_onnx,
-    "pt2": _write_pt2,
-    "safetensors": _write_safetensors,
-}
-_READERS: Mapping[str, Callable[[bytes, _Model], Answer]] = {
-    "onnx": _read_onnx,
-    "pt2": _read_pt2,
-    "safetensors": _read_safetensors,
-}
-_TOOLS: Mapping[str, Callable[[], None]] = {"onnx": _check_onnx, "pt2": _nothing, "safetensors": _nothing}
-FORMATS = tuple(_WRITERS)
+FORMATS: dict[str, type[Format]] = {"onnx": Onnx, "pt2": Pt2, "safetensors": Safetensors}

@@ -162,7 +162,9 @@ class ListRequest(DataOptions):
     `list data --plot` draws who holds what, for the data and partition asked for.
     """
 
-    what: What = "all"  # methods, models, data, partitions, fleets, links, engines or trackers; all if not given
+    what: What = (
+        "all"  # methods, models, data, partitions, fleets, links, engines, trackers or formats; all if not given
+    )
     name: Name = ""  # one of them
     config: File = None  # for --plot: settings; the demo's if not given
     plot: Flag = False  # draw who holds what

@@ -12,8 +12,8 @@ from safetensors import safe_open
 from torch import nn
 
 import fedquilt as fq
-from fedquilt import export
 from fedquilt.errors import ConfigError, ExportError, RecordError
+from fedquilt.export import Pt2
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.methods import METHODS, FedBN, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.models import MODELS
@@ -152,7 +152,7 @@ def test_without_onnx_the_command_that_brings_it_is_told(family, play, make_data
 
 def test_other_answers_are_not_written(family, play, make_data, tmp_path, monkeypatch):
     run = play(HeteroFL(), family, make_data(family, (9, 8)), rounds=1)
-    read = export._READERS["pt2"]
+    read = Pt2.read
     spoilt = {
         "answers a batch of 2 otherwise than torch, by 0.5": lambda answer: lambda x: answer(x) + 0.5,
         r"answers a batch of 2 with \(2, 3\), and torch with \(2, 4\)": lambda answer: lambda x: answer(x)[:, :3],
@@ -160,8 +160,7 @@ def test_other_answers_are_not_written(family, play, make_data, tmp_path, monkey
         "otherwise than torch, by nan": lambda answer: lambda x: answer(x) * torch.nan,
     }
     for told, spoil in spoilt.items():
-        reader = {**export._READERS, "pt2": lambda data, model, spoil=spoil: spoil(read(data, model))}
-        monkeypatch.setattr(export, "_READERS", reader)
+        monkeypatch.setattr(Pt2, "read", lambda self, data, model, spoil=spoil: spoil(read(self, data, model)))
         with pytest.raises(ExportError, match=told):
             run.export(tmp_path / "model.pt2", HALF)
     assert list(tmp_path.iterdir()) == []
