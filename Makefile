@@ -29,12 +29,13 @@ test: check
 test-all: check
 	$(BIN)/pytest -n 2 -m 'not gpu'
 
-# About nine minutes on two idle cores. Other frameworks are measured where they are installed: pip install -e '.[bench]'.
+# About ten minutes on two idle cores. Other frameworks are measured where they are installed: pip install -e '.[bench]'.
 bench: $(READY)
 	$(BIN)/python bench/stitch.py
 	$(BIN)/python bench/layouts.py
 	$(BIN)/python bench/rounds.py
 	$(BIN)/python bench/scaling.py
+	$(BIN)/python bench/customise.py
 	$(BIN)/python bench/flower.py
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python bench/gpu.py; fi
 

@@ -11,10 +11,12 @@ from fedquilt.version import __version__
 if TYPE_CHECKING:
     from fedquilt import data, errors, fleets, methods, models
     from fedquilt.checkpoint import Checkpointing
-    from fedquilt.config import Experiment
+    from fedquilt.config import Experiment, load_run
+    from fedquilt.customise import CustomisableModel
     from fedquilt.data import FederatedData
     from fedquilt.devices import keep_pages
     from fedquilt.experiment import Run, prepare, run
+    from fedquilt.export import load_model
     from fedquilt.family.dual import DualNorm, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
@@ -27,10 +29,12 @@ if TYPE_CHECKING:
 # Names are imported when they are asked for: `fedquilt --help` and a typo need not wait for torch.
 _HOMES = {
     "fedquilt.checkpoint": ("Checkpointing",),
-    "fedquilt.config": ("Experiment",),
+    "fedquilt.config": ("Experiment", "load_run"),
+    "fedquilt.customise": ("CustomisableModel",),
     "fedquilt.data": ("FederatedData",),
     "fedquilt.devices": ("keep_pages",),
     "fedquilt.experiment": ("Run", "prepare", "run"),
+    "fedquilt.export": ("load_model",),
     "fedquilt.family.dual": ("DualNorm", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
@@ -71,6 +75,7 @@ __all__ = [
     "Columns",
     "Constant",
     "Cosine",
+    "CustomisableModel",
     "DualNorm",
     "Evaluation",
     "Experiment",
@@ -96,6 +101,8 @@ __all__ = [
     "fleets",
     "keep_pages",
     "load",
+    "load_model",
+    "load_run",
     "methods",
     "models",
     "prepare",

@@ -22,12 +22,13 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.checkpoint import Checkpointing
-from fedquilt.checks import File, outside, refuse, within
+from fedquilt.checks import File, missing, outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
+from fedquilt.data.parts import Parts
 from fedquilt.devices import keep_pages
 from fedquilt.engines import ENGINES, Engine, Ray, Vectorised
 from fedquilt.engines.ray import CHUNKS, Cluster
-from fedquilt.errors import ConfigError, RecordError, TraceError
+from fedquilt.errors import ConfigError, FedquiltError, RecordError, TraceError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
 from fedquilt.fleets import FLEETS, Budgets
@@ -36,7 +37,7 @@ from fedquilt.methods import METHODS, Method
 from fedquilt.models import MODELS, ModelSpec
 from fedquilt.names import find, is_file, nearest
 from fedquilt.precision import DTYPES, Precision, unfit
-from fedquilt.records import load
+from fedquilt.records import load, newest, reopen
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
 from fedquilt.round.link import LOSSES, Link, Loss
@@ -246,14 +247,14 @@ class Experiment:
     def __post_init__(self) -> None:
         within(self, rounds="[1, inf)", seed="[0, 9223372036854775807]")
 
-    def ground(self) -> Ground:
-        """Load and deal the data, trace the model, count the devices."""
+    def ground(self, dealt: tuple[FederatedData, Partition | None] | None = None) -> Ground:
+        """Load and deal the data, if that is not done yet; trace the model, count the devices."""
         self.engine.check_device()
         if self.engine.name != AUTO:
             ENGINES[self.engine.name].check()
         for tracking in self.tracking:
             tracking.check()
-        data, partition = self.data.deal(self.fleet.clients, self.seed)
+        data, partition = dealt or self.data.deal(self.fleet.clients, self.seed)
         fleet = self.fleet.fleet(data.num_clients, self.seed)
         family = self.model.trace(data, self.init)
         # Moved once: the engines of all methods that are compared share it.
@@ -337,6 +338,70 @@ class Experiment:
     def of(settings: Settings, asked: Mapping[str, str] | None = None, file: str = "") -> Experiment:
         """Read settings, or raise one error with all that is wrong. `asked` says which flag set a path."""
         return resolved(Experiment, settings, asked or {}, file)
+
+
+def load_run(path: str | Path, device: str = "cpu") -> Run:
+    """The run in a folder as it stands, to deploy from: its `config.toml` makes it again, and nothing is trained.
+
+    Where its data cannot be had, what needs none can still be done; `Run.absent` says why it cannot.
+    """
+    config, asked = Path(path) / "config.toml", f"the run in {path} was asked for"
+    if not config.is_file():
+        raise ConfigError(f"{asked}; {'there is no run in it' if Path(path).is_dir() else 'there is no such folder'}.")
+    settings = read_toml(config)
+    if "python" in settings:
+        raise ConfigError(
+            f"{asked}; it was put together by a script, which alone has its model: there, "
+            f"fedquilt.run(…, out={str(path)!r}, resume=True) has it again, with deploy, export and customisable."
+        )
+    found = newest(path, device)
+    if isinstance(init := settings.get("init"), str) and missing(init):
+        settings["init"] = ""  # what was learnt since is in the checkpoint
+    experiment, absent = _without_data(settings, config)
+    # What training needed, a device, a cluster, trackers, is not needed any more.
+    machine = replace(
+        experiment.engine,
+        name="vectorised",
+        device=device,
+        precision="fp64" if experiment.engine.precision == "fp64" else "fp32",
+        deterministic=False,
+    )
+    experiment = replace(experiment, engine=machine, tracking=())
+    dealt: tuple[FederatedData, Partition | None] | None = None
+    try:
+        dealt = None if absent else experiment.data.deal(experiment.fleet.clients, experiment.seed)
+    except FedquiltError as error:
+        absent = str(error)
+    if dealt is None:
+        if "sample" not in found[1].about:  # written by an earlier version
+            raise ConfigError(f"{asked}; its data cannot be had: {absent}")
+        dealt = _stand_in(found[1].about["sample"], experiment.fleet.clients or CLIENTS, experiment.data.name), None
+    run = experiment.prepare(experiment.ground(dealt))
+    run.absent = absent
+    return reopen(path, run, found)
+
+
+def _without_data(settings: Settings, config: Path) -> tuple[Experiment, str]:
+    """The experiment in a file, and why it is without data, where that alone is what is wrong with it."""
+    try:
+        return Experiment.of(settings, file=str(config)), ""
+    except ConfigError as error:
+        named = settings.get("data", {})
+        try:
+            experiment = Experiment.of({**settings, "data": "digits"}, file=str(config))
+        except ConfigError:
+            raise error from None
+        name = named.get("name", "data") if isinstance(named, Mapping) else str(named)
+        return experiment, f"{name}: {error}"
+
+
+def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> FederatedData:
+    """Data of the same shape without anything in it: one sample that all clients hold."""
+    inputs = torch.zeros((2, *sample["shape"]), dtype=getattr(torch, sample["dtype"]))
+    targets = torch.zeros(2, dtype=torch.int64)
+    pool = Pool.of((inputs, targets), (inputs, targets), num_classes=sample["classes"], name=name)
+    all_alike = Parts.split(torch.zeros(num_clients, dtype=torch.int64), torch.ones(num_clients, dtype=torch.int64))
+    return pool.dealt(all_alike)
 
 
 def resolved(kind: type[T], settings: Settings, asked: Mapping[str, str], file: str = "") -> T:

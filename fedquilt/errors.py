@@ -7,6 +7,7 @@ FedquiltError
 ├── DataError         data of the wrong shape, or a client without any
 ├── TrainingError     local training failed: names client, round and stage
 ├── RecordError       what a run leaves on disk could not be written, or not be read back
+├── ExportError       a model that cannot be written in a format, or answers otherwise there
 └── ConfigError       a request that cannot be carried out: unknown names, impossible values
 """
 
@@ -45,6 +46,10 @@ class TrainingError(FedquiltError):
 
 class RecordError(FedquiltError):
     """What a run leaves on disk could not be written, or not be read back; what was saved before is intact."""
+
+
+class ExportError(FedquiltError):
+    """A model that cannot be written in a format, or answers otherwise there; nothing was written."""
 
 
 class ConfigError(FedquiltError):

@@ -2,23 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.checkpoint import Checkpointing
 from fedquilt.clientwise import Clientwise, clientwise
+from fedquilt.customise import CustomisableModel, customisable
 from fedquilt.data import FederatedData
+from fedquilt.deploy import deployed
 from fedquilt.engines import ENGINES, Engine
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
-from fedquilt.family.dual import set_robustness
-from fedquilt.family.ensemble import Ensemble
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.milestones import Milestone, reached
@@ -27,9 +27,12 @@ from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.link import PERFECT, Link
-from fedquilt.round.serve import ready
-from fedquilt.terms import Budget, Client, Job, Server, World
+from fedquilt.round.local import NormPolicy
+from fedquilt.terms import Budget, Server, World
 from fedquilt.tracking import Tracking, tracked
+
+if TYPE_CHECKING:
+    from fedquilt.export import Exported
 
 
 @dataclass
@@ -43,6 +46,7 @@ class Run:
     server: Server
     records: list[Record] = field(default_factory=list)
     link: Link = PERFECT
+    absent: str = ""  # why there is no data, of a run that was reopened without
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -88,44 +92,39 @@ class Run:
             folder.watch(self)
             folder.finish(self.summary)
 
-    def deploy(self, budget: Budget, client: int | None = None, robustness: float | None = None) -> nn.Module:
-        """A plain nn.Module within the budget, trained, norms calibrated; with `client`, that client's own.
+    def deploy(
+        self,
+        budget: Budget,
+        client: int | None = None,
+        norms: NormPolicy | None = None,
+        samples: Tensor | None = None,
+        robustness: float | None = None,
+    ) -> nn.Module:
+        """A plain nn.Module within the budget, trained, norms settled; with `client`, that client's own.
 
+        `norms` is what they normalise by: statistics that were `tracked` in training, kept by the client (`local`), or
+        measured over the training data or `samples` (`post`), else the `batch`'s. None: what training left, or `post`.
         Dual norms have the `robustness` asked for, from 0 (clean, as by default) to 1; `fq.set_robustness` changes it.
         """
         _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
-        world, family, samples = self.engine.world, self.engine.world.family, None
-        if client is not None:
-            if not 0 <= client < self.fleet.num_clients:
-                raise ConfigError(f"client {client} was asked for; the fleet has {self.fleet.num_clients}, from 0 on.")
-            samples = self.engine.data.parts[client]
-            nets = self.method.own(self.server, Client(client, budget, len(samples)), world)
-            size, most = sum(family.count(net.arch) for net in nets), family.count(family.fit(budget))
-            if size > most:
-                raise BudgetError(
-                    f"{type(self.method).__name__} trains one common net, of {size:,} parameters; "
-                    f"the budget {budget} allows {most:,}."
-                )
-            jobs = [Job(Client(client, budget, len(samples)), net, self.server.round) for net in nets]
-            begin = self.engine.start
-            states = [begin(self.server, job, self.method.learner(job, world), PERFECT).state for job in jobs]
-        elif self.method.personal:
-            raise ConfigError(
-                f"{type(self.method).__name__} leaves its result on the clients, each its own. "
-                "Say whose: deploy(budget, client=0)."
-            )
-        else:
-            server = self.method.arranged(self.server, self.engine)
-            nets = self.method.deploy(server, budget, world)
-            found = ready(self.method, server, nets, self.engine, self.evaluation.batch_size)
-            states = [found[net] for net in nets]
-        if family.statistics and not all(set(family.statistics) <= set(state) for state in states):
-            pairs = list(zip(nets, states, strict=True))
-            measured = self.engine.calibrate(pairs, self.evaluation.batch_size, samples, self.method.attack)
-            states = [{**state, **own} for state, own in zip(states, measured, strict=True)]
-        modules = [family.assemble(net, state) for net, state in zip(nets, states, strict=True)]
-        module = (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
-        return module if robustness is None else set_robustness(module, robustness)
+        return deployed(self, budget, client, norms, samples).module(robustness)
+
+    def export(self, file: str | Path, budget: Budget, **how: Any) -> Exported:
+        """Write what `deploy` gives as ONNX, .pt2 or safetensors, compared with torch; options: `export.export`."""
+        from fedquilt.export import export
+
+        _check_kind("export", budget, Budget, "fq.Budget(share=0.25)")
+        return export(self, file, budget, **how)
+
+    def customisable(
+        self,
+        shares: Iterable[float] = (1.0, 0.5, 0.25, 0.125),
+        client: int | None = None,
+        norms: NormPolicy | None = None,
+        samples: Tensor | None = None,
+    ) -> CustomisableModel:
+        """One module for all of these shares that holds weights once: `model.set(share=0.5)` while it is in use."""
+        return customisable(self, shares, client, norms, samples)
 
 
 def run(

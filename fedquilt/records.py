@@ -15,6 +15,7 @@ import json
 import logging
 import os
 import platform
+import re
 import signal
 import threading
 import time
@@ -122,7 +123,7 @@ class Folder:
         def check(manifest: Manifest) -> str:
             damage = self._damage(manifest)
             if not damage:
-                _compare(manifest.about["run"], identity(run), self.path)
+                _compare(manifest.about["run"], identity(run), f"the run in {self.path} was to go on")
             return damage
 
         found = self._checkpoints.load(_memories(run), run.engine.world.device, check)
@@ -209,7 +210,13 @@ class Folder:
             began = time.monotonic()
             self._append()
             _sync(self._file)
-            about = {"fedquilt": __version__, "records": self._length, "run": self._identity, **_choices(run)}
+            about = {
+                "fedquilt": __version__,
+                "records": self._length,
+                "run": self._identity,
+                "sample": _sample(run),
+                **_choices(run),
+            }
             self._checkpoints.save(run.server, about)
             self._saved = time.monotonic()
             self._cost = self._saved - began
@@ -239,11 +246,33 @@ def _parsed(lines: bytes) -> list[Record]:
 
 def load(path: str | Path, device: str = "cpu") -> Server:
     """The newest intact state in a run's folder: weights, slots and memories by name, without the run."""
+    return newest(path, device)[0]
+
+
+def newest(path: str | Path, device: str = "cpu") -> tuple[Server, Manifest]:
+    """The newest intact state in a run's folder, and what was written down about it."""
     memory = Memories(device=torch.device(device))
     found = Checkpoints(Path(path) / "checkpoint").load(memory, torch.device(device))
     if found is None:
         raise RecordError(f"the weights in {path} were asked for; there is no checkpoint there.")
-    return found[0]
+    return found
+
+
+def reopen(path: str | Path, run: Run, found: tuple[Server, Manifest]) -> Run:
+    """Put a state into a run that was prepared alike, where it is not to go on: nothing is locked or written.
+
+    Engine, device and fleet may be others; without data, the data is not compared.
+    """
+    server, manifest = found
+    parts = ("method", "model") if run.absent else ("method", "model", "data")
+
+    def told(leaves: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: value for name, value in leaves.items() if re.split(r"[.\[]", name)[0] in parts}
+
+    _compare(told(manifest.about["run"]), told(identity(run)), f"the run in {path} was asked for")
+    run.server = server
+    run.records[:] = [record for record in read(path) if record.round <= server.round]
+    return run
 
 
 @contextmanager
@@ -365,7 +394,7 @@ def _digest(array: Tensor | np.ndarray) -> str:
     return hashlib.sha256(rows.tobytes()).hexdigest()[:16]
 
 
-def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> None:
+def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], asked: str) -> None:
     """Refuse to go on with something else, and say what."""
     # what was compared is what JSON made of it: compare likewise
     names = [name for name in {**saved, **own} if saved.get(name) != json.loads(json.dumps(own.get(name)))]
@@ -373,10 +402,17 @@ def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], path: Path) -> No
         missing = "nothing of the kind"
         lines = [f"{name}: {saved.get(name, missing)} there, {own.get(name, missing)} here" for name in names]
         raise ConfigError(
-            f"the run in {path} was to go on, but it is another one. These differ:\n  "
+            f"{asked}, but it is another one. These differ:\n  "
             + "\n  ".join(lines)
             + "\n  Ask for what it was, or name another folder."
         )
+
+
+def _sample(run: Run) -> dict[str, Any]:
+    """What the model must know of the data to be made again where that cannot be had."""
+    example = run.engine.world.family.example_inputs[0]
+    shape, kind = list(example.shape[1:]), str(example.dtype).removeprefix("torch.")
+    return {"shape": shape, "dtype": kind, "classes": run.engine.data.num_classes}
 
 
 def _choices(run: Run) -> dict[str, Any]:
@@ -450,10 +486,10 @@ def summarise(run: Run) -> dict[str, Any]:
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
     return {
-        "method": _registered(METHODS, run.method),
+        "method": registered(METHODS, run.method),
         "model": type(family._module).__name__,
         "data": run.engine.data.name,
-        "engine": _registered(ENGINES, run.engine),
+        "engine": registered(ENGINES, run.engine),
         "precision": run.engine.precision,
         "seed": run.engine.world.seed,
         "rounds": run.server.round,
@@ -471,6 +507,6 @@ def summarise(run: Run) -> dict[str, Any]:
     }
 
 
-def _registered(table: Mapping[str, type], value: object) -> str:
+def registered(table: Mapping[str, type], value: object) -> str:
     """The name that asks for such a value, or its class."""
     return next((name for name, kind in table.items() if kind is type(value)), type(value).__name__)

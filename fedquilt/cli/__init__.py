@@ -1,4 +1,4 @@
-"""The command line: `fedquilt run`, `compare`, `list` and `probe`.
+"""The command line: `fedquilt run`, `compare`, `export`, `list` and `probe`.
 
 Exit status: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Nothing here imports torch before a
 request has been understood.
@@ -24,9 +24,29 @@ import tyro
 # second took a minute beside another one. It is read when torch is loaded, which happens later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
-from fedquilt.cli.options import By, Config, DataOptions, File, Flag, Methods, Name, Options, Precision, Text, What
+from fedquilt.cli.options import (
+    By,
+    Config,
+    DataOptions,
+    File,
+    Flag,
+    Folder,
+    Format,
+    Macs,
+    Methods,
+    Name,
+    Norms,
+    Options,
+    Params,
+    Precision,
+    Real,
+    Target,
+    Text,
+    What,
+    Whole,
+)
 from fedquilt.cli.playing import Playing, begun, refuse_taken, resumed, write_text
-from fedquilt.errors import ConfigError, FedquiltError, RecordError, SubmodelError, TrainingError
+from fedquilt.errors import ConfigError, ExportError, FedquiltError, RecordError, SubmodelError, TrainingError
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
@@ -142,7 +162,9 @@ class ListRequest(DataOptions):
     `list data --plot` draws who holds what, for the data and partition asked for.
     """
 
-    what: What = "all"  # methods, models, data, partitions, fleets, links, engines or trackers; all if not given
+    what: What = (
+        "all"  # methods, models, data, partitions, fleets, links, engines, trackers or formats; all if not given
+    )
     name: Name = ""  # one of them
     config: File = None  # for --plot: settings; the demo's if not given
     plot: Flag = False  # draw who holds what
@@ -232,6 +254,50 @@ class ProbeRequest:
         return probe(family, machine.device, precision=machine.precision)
 
 
+@dataclass(frozen=True)
+class ExportRequest:
+    """Write the trained model of a run for a device of some size, as ONNX, torch's .pt2 or safetensors.
+
+    What was written is read back, fed samples of the test set and compared with torch before it is put in its place.
+    Without a bound it is the whole model.
+    """
+
+    run: Folder  # its folder: --out of `fedquilt run`
+    out: Target  # the file; its name may say the format
+    share: Real = None  # of every layer's channels, in (0, 1]
+    params: Params = None  # parameters, at most
+    macs: Macs = None  # multiply-adds a sample, at most
+    memory: Real = None  # bytes to train it, at most
+    client: Whole = None  # whose, where each has its own (fedbn, local)
+    norms: Norms = None  # what norms normalise by: post measures over the training data; if not given, what the run has
+    robustness: Real = None  # of dual norms: 0 is the clean net, 1 the noised one
+    format: Format = ""  # if not given, what the file's name ends with
+    force: Flag = False  # write over a file that is there
+    json: Flag = False  # print what was written as JSON on standard output, and nothing else there
+
+    def __call__(self) -> None:
+        from fedquilt.cli.show import print_json, say, show_export
+
+        with _output(self.json) as (console, stdout):
+            from fedquilt.config import load_run
+            from fedquilt.export import check_place, chosen
+            from fedquilt.terms import Budget
+
+            bounds = {"share": self.share, "params": self.params, "macs": self.macs, "memory": self.memory}
+            budget = Budget(**({"share": 1.0} if set(bounds.values()) == {None} else bounds))
+            check_place(self.out, self.force)
+            kind = chosen(self.out, self.format)
+            run = load_run(self.run)
+            whose = "" if self.client is None else f", client {self.client}'s"
+            say(console, f"{self.run} after round {run.server.round}: a model of {budget}{whose} as {kind}")
+            asked = {"client": self.client, "norms": self.norms, "robustness": self.robustness, "force": self.force}
+            found = run.export(self.out, budget, format=kind, **asked)
+            if self.json:
+                print_json(found.to_dict(), stdout)
+            else:
+                show_export(console, found)
+
+
 @contextmanager
 def _output(for_json: bool) -> Iterator[tuple[Console, TextIO]]:
     """Where words go, and where JSON goes. A user's module may print; with --json that is not for standard output."""
@@ -247,6 +313,7 @@ def _output(for_json: bool) -> Iterator[tuple[Console, TextIO]]:
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunRequest,
     "compare": CompareRequest,
+    "export": ExportRequest,
     "list": ListRequest,
     "probe": ProbeRequest,
 }
@@ -270,7 +337,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             request()
     except FedquiltError as error:
         print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return 1 if isinstance(error, (TrainingError, SubmodelError, RecordError)) else 2
+        return 1 if isinstance(error, (TrainingError, SubmodelError, RecordError, ExportError)) else 2
     except KeyboardInterrupt as error:
         print("\n".join([f"Interrupted. {error}".strip(), *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 130

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Entry = dict[str, Any]
 
-LISTS = ("methods", "models", "data", "partitions", "fleets", "links", "engines", "trackers")
+LISTS = ("methods", "models", "data", "partitions", "fleets", "links", "engines", "trackers", "formats")
 
 
 def entries(what: str, name: str = "") -> dict[str, Entry]:
@@ -47,13 +47,14 @@ def _table(what: str) -> Mapping[str, Any]:
     import fedquilt.config  # noqa: F401  # which says what settings are chosen by name
     from fedquilt.data import DATA, PARTITIONS
     from fedquilt.engines import ENGINES
+    from fedquilt.export import FORMATS
     from fedquilt.fleets import FLEETS
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
     from fedquilt.round.link import LINKS
     from fedquilt.tracking import TRACKERS
 
-    tables = (METHODS, MODELS, DATA, PARTITIONS, FLEETS, LINKS, ENGINES, TRACKERS)
+    tables = (METHODS, MODELS, DATA, PARTITIONS, FLEETS, LINKS, ENGINES, TRACKERS, FORMATS)
     return known(dict(zip(LISTS, tables, strict=True)), what, "list")
 
 

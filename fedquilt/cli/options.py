@@ -30,6 +30,15 @@ Assignments = Annotated[
 Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)]
 Config = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", **_quiet)]
 Methods = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD…", **_quiet)]
+Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", **_quiet)]
+Format = Annotated[Literal["", "onnx", "pt2", "safetensors"], tyro.conf.arg(metavar="onnx|pt2|safetensors", **_quiet)]
+Norms = Annotated[
+    Literal["post", "tracked", "batch", "local"] | None,
+    tyro.conf.arg(metavar="post|tracked|batch|local", **_quiet),
+]
+Params = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-params",), **_quiet)]
+Macs = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-macs",), **_quiet)]
+Target = Annotated[Path, tyro.conf.arg(metavar="FILE", **_quiet)]
 What = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[methods|models|data|…]", **_quiet)]
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", **_quiet)]
 

@@ -16,6 +16,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from fedquilt.export import Exported
     from fedquilt.probe import Probe
     from fedquilt.round import Record
 
@@ -242,6 +243,24 @@ def show_probe(console: Console, found: Probe) -> None:
         console,
         f"proposed: {found.budget}, with which {target.samples} samples take at most {target.epoch_seconds:g} s an "
         f"epoch and {target.memory:.0%} of the memory",
+    )
+
+
+def show_export(console: Console, found: Exported) -> None:
+    """What was written, and that it answers as it should."""
+    row = {
+        "format": found.format,
+        "size": size(found.bytes),
+        "share": f"{found.share:g}",
+        "parameters": found.params,
+        "MACs a sample": found.macs,
+    }
+    show_table(console, "file", {found.file: row})
+    nets = f"{found.nets} nets whose logits are averaged; " if found.nets > 1 else ""
+    say(
+        console,
+        f"{nets}norms: {found.norms}; read back, its answers to {found.compared} differ from torch's by at most "
+        f"{found.max_difference:.2g}",
     )
 
 

@@ -266,6 +266,11 @@ class Family:
         """The family with one seed's weights for every seed: other machines need neither the factory nor its files."""
         return Family(self._module, self.layout, self.example_inputs, _maker(self._made(seed)))
 
+    def bare(self) -> Family:
+        """The family without weights: enough to put modules around weights that are somewhere else."""
+        module = build(self._module, self.layout, {})
+        return Family(module, self.layout, self.example_inputs, _maker(module))
+
     def module(self, member: Arch | Submodel, state: Weights | None = None) -> nn.Module:
         """A member as a plain nn.Module with weights cut from a whole state (the initial one if none is given)."""
         submodel = prefix(member) if isinstance(member, Arch) else member
@@ -274,8 +279,8 @@ class Family:
         weights = self.cutter.gather(state, submodel, names)
         return self.assemble(submodel, weights)
 
-    def assemble(self, submodel: Submodel, weights: Weights) -> nn.Module:
-        """A member as a plain nn.Module that owns a copy of these weights, which are already cut."""
+    def assemble(self, submodel: Submodel, weights: Weights, shared: bool = False) -> nn.Module:
+        """A member as a plain nn.Module that owns a copy of these weights, which are already cut; or shares them."""
         module = build(self._module, self.layout, self._sizes(submodel.arch))
         # constants, and statistics nobody measured yet, are as the module brought them
         missing = [name for name in self.layout.dims if name not in weights]
@@ -286,7 +291,7 @@ class Family:
             aliases.setdefault(name, []).append(alias)
         for name in self.layout.dims:
             value = weights[name] if name in weights else brought[name]
-            _assign(owner, name, value.detach().clone(), aliases.get(name, ()))
+            _assign(owner, name, value.detach() if shared else value.detach().clone(), aliases.get(name, ()))
         for layer in module.modules():
             counter = getattr(layer, "num_batches_tracked", None)
             if isinstance(counter, Tensor):

@@ -598,7 +598,17 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
 
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = told(capsys, "list")
-    assert list(listed) == ["methods", "models", "data", "partitions", "fleets", "links", "engines", "trackers"]
+    assert list(listed) == [
+        "methods",
+        "models",
+        "data",
+        "partitions",
+        "fleets",
+        "links",
+        "engines",
+        "trackers",
+        "formats",
+    ]
     assert list(listed["models"]) == list(MODELS)
     assert listed["models"]["preresnet18"]["parameters"] == 11_172_170
     assert listed["data"]["digits"]["defaults"]["public"] == 0.0

@@ -1,0 +1,238 @@
+"""What a device gets once a federation is trained: nets within its budget, and what their norms normalise by."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, get_args
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.family import Family
+from fedquilt.family.cost import Cost
+from fedquilt.family.dual import set_robustness
+from fedquilt.family.ensemble import Ensemble
+from fedquilt.family.net import Pass
+from fedquilt.round.link import PERFECT
+from fedquilt.round.local import NormPolicy, spans
+from fedquilt.round.serve import mean_statistics
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.experiment import Run
+
+
+@dataclass(frozen=True, eq=False)
+class Deployed:
+    """Nets of a run whose logits are averaged, usually one, with weights cut and norms settled."""
+
+    family: Family
+    nets: Mix
+    states: tuple[Weights, ...]
+    norms: NormPolicy
+
+    @property
+    def cost(self) -> Cost:
+        """Of all nets together."""
+        return total_cost(self.family, self.nets)
+
+    @property
+    def share(self) -> float:
+        """Of the channels of an axis, at most; nets whose logits are averaged add up."""
+        return total_share(self.family, self.nets)
+
+    def module(self, robustness: float | None = None) -> nn.Module:
+        """A plain nn.Module that owns its weights, in evaluation."""
+        modules = [self.family.assemble(net, state) for net, state in zip(self.nets, self.states, strict=True)]
+        if self.norms == "batch":
+            for module in modules:
+                forget_statistics(module)
+        module = (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
+        return module if robustness is None else set_robustness(module, robustness)
+
+
+@dataclass(frozen=True)
+class Shelf:
+    """A run's weights for whoever is to get them: the server's, or those one client ended with."""
+
+    run: Run
+    client: int | None = None
+
+    def __post_init__(self) -> None:
+        run = self.run
+        if self.client is not None and not 0 <= self.client < run.fleet.num_clients:
+            raise ConfigError(f"client {self.client} was asked for; the fleet has {run.fleet.num_clients}, from 0 on.")
+        if self.client is None and run.method.personal:
+            raise ConfigError(
+                f"{type(run.method).__name__} leaves its result on the clients, each its own. "
+                "Say whose: deploy(budget, client=0)."
+            )
+
+    @cached_property
+    def server(self) -> Server:
+        """The state in the order in which it is handed out; without data, as it was trained."""
+        run = self.run
+        return run.server if run.absent else run.method.arranged(run.server, run.engine)
+
+    def nets(self, budget: Budget) -> Mix:
+        """The nets a device of this budget gets, checked by what they cost."""
+        run, world = self.run, self.run.engine.world
+        if self.client is None:
+            nets = run.method.deploy(self.server, budget, world)
+        else:
+            nets = run.method.own(run.server, self._asked(budget), world)
+        check_within(run, nets, budget)
+        return nets
+
+    def weights(self, net: Submodel) -> dict[str, Tensor]:
+        """A net's weights, with norm statistics where the run has some. Views where possible."""
+        run, world = self.run, self.run.engine.world
+        if self.client is None:
+            names = [name for name in world.family.layout.dims if net.scope + name in self.server.weights]
+            return world.family.cutter.gather(self.server.weights, net, names)
+        job = Job(self._asked(Budget(share=1.0)), net, run.server.round)
+        return dict(run.engine.start(run.server, job, run.method.learner(job, world), PERFECT).state)
+
+    def _asked(self, budget: Budget) -> Client:
+        assert self.client is not None
+        return Client(self.client, budget, len(self.run.engine.data.parts[self.client]))
+
+    def settled(self, nets: Sequence[Submodel], norms: NormPolicy, samples: Tensor | None) -> list[dict[str, Tensor]]:
+        """Weights of several nets with the norm statistics a policy gives them, each net's its own."""
+        states, statistics = [self.weights(net) for net in nets], self.run.engine.world.family.statistics
+        if not statistics:
+            return states
+        if norms in ("tracked", "local"):
+            if all(set(statistics) <= set(state) for state in states):
+                return states
+            if norms == "tracked":
+                raise ConfigError(
+                    f"norms='tracked' was asked for; {type(self.run.method).__name__} trained with norm = "
+                    f"{self.run.method.local.norm!r}, which stores no statistics with the weights. 'post' measures "
+                    "them over training data, and 'batch' does without."
+                )
+        states = [{name: value for name, value in one.items() if name not in statistics} for one in states]
+        if norms == "batch":
+            return states
+        found = self._measured(nets, states, samples)
+        return [{**state, **own} for state, own in zip(states, found, strict=True)]
+
+    def _measured(
+        self, nets: Sequence[Submodel], states: Sequence[Weights], samples: Tensor | None
+    ) -> list[dict[str, Tensor]]:
+        run, engine = self.run, self.run.engine
+        if samples is not None:
+            with engine.computing():
+                return [
+                    measured(engine.world.family, net, state, samples, run.evaluation.batch_size)
+                    for net, state in zip(nets, states, strict=True)
+                ]
+        if run.absent:
+            raise ConfigError(
+                f"norms='post' measures the norms' statistics over the training data, which cannot be had: "
+                f"{run.absent}\n  Give samples (samples=…), or ask for norms='batch' (--norms batch), which normalises "
+                "by the batch; norms='tracked' is for runs that sent statistics with their weights."
+            )
+        own = None if self.client is None else engine.data.parts[self.client]
+        pairs = list(zip(nets, states, strict=True))
+        return engine.calibrate(pairs, run.evaluation.batch_size, own, run.method.attack)
+
+
+def deployed(
+    run: Run,
+    budget: Budget,
+    client: int | None = None,
+    norms: NormPolicy | None = None,
+    samples: Tensor | None = None,
+) -> Deployed:
+    """What a device of a budget gets: of the server's, or what a client ended with."""
+    shelf, policy = Shelf(run, client), norms_of(run, norms, client)
+    nets = shelf.nets(budget)
+    return Deployed(run.engine.world.family, nets, tuple(shelf.settled(nets, policy, samples)), policy)
+
+
+def norms_of(run: Run, asked: NormPolicy | None, client: int | None) -> NormPolicy:
+    """The norm policy that was asked for, or what the method's own implies.
+
+    Statistics that training stored are used. Where it stored none they are measured, so that a model answers sample by
+    sample; also where training was tested on the batch's.
+    """
+    if asked is None:
+        return run.method.local.norm if run.method.local.norm in ("tracked", "local") else "post"
+    if asked not in get_args(NormPolicy):
+        raise ConfigError(f"norms={asked!r} was asked for; it may be {', '.join(map(repr, get_args(NormPolicy)))}.")
+    if asked == "local" and (client is None or run.method.local.norm != "local"):
+        raise ConfigError(
+            "norms='local' was asked for, the statistics that a client keeps; that is for client=… of a run whose "
+            f"norms are local, and this one's are {run.method.local.norm!r}. 'post' measures them over a client's data."
+        )
+    return asked
+
+
+def measured(family: Family, net: Submodel, state: Weights, samples: Tensor, batch_size: int) -> dict[str, Tensor]:
+    """A net's norm statistics over samples as the model sees them: the mean over batches."""
+    example = family.example_inputs[0]
+    if samples.shape[1:] != example.shape[1:] or len(samples) < 2:
+        raise ConfigError(
+            f"norms were to be measured over samples of shape {tuple(samples.shape)}; the model takes two or more of "
+            f"shape {tuple(example.shape[1:])}."
+        )
+    like = next(value for value in state.values() if value.is_floating_point())
+    inputs = samples.to(like.device, like.dtype if samples.is_floating_point() else samples.dtype)
+    both: dict[str, Tensor] = {}
+    for robustness in (0.0, 1.0) if family.dual else (0.0,):  # without labels nothing can be attacked
+        mode = Pass(statistics="measure", robustness=robustness)
+        with torch.no_grad():
+            found = [
+                family.net(net.arch)(state, inputs[start:stop], mode)[1]
+                for start, stop in spans(len(inputs), batch_size, "keep")
+            ]
+        both |= mean_statistics(found, len(found))
+    return both
+
+
+def total_cost(family: Family, nets: Mix) -> Cost:
+    """What nets cost together, as a device that holds and trains all of them."""
+    costs = [family.cost(net) for net in nets]
+    parts = ([getattr(cost, part) for cost in costs] for part in ("macs", "params", "bytes", "memory"))
+    return Cost(*map(sum, parts))
+
+
+def total_share(family: Family, nets: Mix) -> float:
+    """The part of its channels that the widest axis keeps, of all nets together."""
+    sizes = family.layout.sizes
+    return sum(max((width / sizes[axis] for axis, width in net.arch.widths), default=1.0) for net in nets)
+
+
+def check_within(run: Run, nets: Mix, budget: Budget) -> None:
+    """Refuse nets that cost more than their device has: a method's `deploy` is not taken at its word."""
+    family, over = run.engine.world.family, []
+    count = sum(family.count(net.arch) for net in nets)
+    if budget.share is not None:
+        # Several nets divide a share of the channels among them. Rounded up, since some methods round so.
+        most = len(nets) * family.count(family.fit(Budget(share=budget.share / len(nets)), "ceil"))
+        if count > most:
+            over.append(f"a share of {budget.share:g} has {most:,}")
+    for bound in ("params", "macs", "memory"):
+        if most := getattr(budget, bound):
+            found = count if bound == "params" else getattr(total_cost(family, nets), bound)
+            if found > most:
+                over.append(f"{bound} are {found:,}")
+    if over:
+        kind = f"{len(nets)} nets" if len(nets) > 1 else "one common net" if run.method.personal else "a net"
+        raise BudgetError(
+            f"{type(run.method).__name__} trains {kind}, of {count:,} parameters; the budget {budget} allows less: "
+            f"{', '.join(over)}."
+        )
+
+
+def forget_statistics(module: nn.Module) -> None:
+    """Make norms normalise by the batch in evaluation too: theirs are the classes of torch, told to track nothing."""
+    for layer in module.modules():
+        if isinstance(layer, _NormBase):
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+            layer.track_running_stats = False

@@ -1,0 +1,370 @@
+"""Deployed models as files for other runtimes: ONNX, torch's .pt2 and safetensors, each read back and compared."""
+
+from __future__ import annotations
+
+import io
+import json
+import logging
+import os
+import warnings
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt import noise
+from fedquilt.customise import CustomisableModel
+from fedquilt.deploy import Deployed, deployed, forget_statistics
+from fedquilt.errors import ConfigError, ExportError, RecordError
+from fedquilt.family import Family
+from fedquilt.family.dual import set_robustness
+from fedquilt.family.ensemble import Ensemble
+from fedquilt.files import Blob, parse, why, write
+from fedquilt.names import known, said
+from fedquilt.portable import Note, about, family_of, plain, read, submodel
+from fedquilt.round.local import NormPolicy
+from fedquilt.terms import Budget, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.experiment import Run
+
+TOLERANCE = 1e-4  # of an answer, or of the largest one where that is above 1: another runtime sums in another order
+BATCHES = (2, 1, 7, 32)  # in which what was written is compared; the first is what it is recorded with
+Answer = Callable[[Tensor], Tensor]
+
+
+@dataclass(frozen=True)
+class Exported:
+    """What was written, and how far its answers are from torch's."""
+
+    format: str
+    file: str
+    bytes: int
+    params: int
+    macs: int
+    share: float
+    max_difference: float
+    nets: int  # whose logits are averaged
+    norms: NormPolicy
+    compared: str  # what it was fed for that: samples of the test set, or noise where there is no data
+
+    def to_dict(self) -> dict[str, Any]:
+        return asdict(self)
+
+
+@dataclass(frozen=True)
+class Written:
+    """A module on its way into a file."""
+
+    module: nn.Module
+    found: Deployed
+    example: Tensor
+    note: Note
+
+
+def export(
+    run: Run,
+    file: str | Path,
+    budget: Budget,
+    format: str = "",
+    client: int | None = None,
+    norms: NormPolicy | None = None,
+    samples: Tensor | None = None,
+    robustness: float | None = None,
+    force: bool = False,
+) -> Exported:
+    """Write the model for a budget, after it was read back and gave the same answers; see `Run.deploy` for the rest.
+
+    `format` is onnx, pt2 or safetensors; if none is given, what the file's name ends with.
+    """
+    path = Path(file)
+    check_place(path, force)
+    kind = chosen(path, format)
+    writer = FORMATS[kind]()
+    writer.check()
+    found = deployed(run, budget, client, norms, samples)
+    module = found.module(robustness).cpu().requires_grad_(False)
+    if any(weight.dtype == torch.float64 for weight in module.parameters()):
+        module = module.float()  # other runtimes have few kernels for more
+    batches, compared = _samples(run, [size for size in BATCHES if size > 1 or found.norms != "batch"])
+    note = {
+        **about(run),
+        "format": "model",
+        "budget": {name: value for name, value in vars(budget).items() if value is not None},
+        "share": round(found.share, 4),
+        "client": client,
+        "norms": found.norms,
+        "robustness": robustness,
+        "nets": [plain(net) for net in found.nets],
+    }
+    model = Written(module, found, batches[0], note)
+    data = writer.write(model)
+    difference = _difference(module, writer.read(data, model), batches, kind)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = write(path, [data])
+    except OSError as error:
+        raise RecordError(f"{path} could not be written: {why(error)}.") from error
+    cost = found.cost
+    return Exported(
+        kind,
+        str(path),
+        written.size,
+        cost.params,
+        cost.macs,
+        note["share"],
+        difference,
+        len(found.nets),
+        found.norms,
+        compared,
+    )
+
+
+def load_model(file: str | Path, factory: nn.Module | Callable[[], nn.Module], device: str = "cpu") -> nn.Module:
+    """The model in a safetensors file of `export` or `CustomisableModel.save`; `factory` makes the whole one."""
+    tensors, note = read(file, device)
+    return _restored(tensors, note, family_of(note, factory, file))
+
+
+def chosen(path: Path, format: str) -> str:
+    """The format that was asked for, or that a file's name ends with."""
+    if format:
+        known(FORMATS, format, "format")
+        return format
+    kind = path.suffix.removeprefix(".")
+    if kind not in FORMATS:
+        raise ConfigError(
+            f"a model in {path} was asked for; its name does not say in which format. Let it end with "
+            f".{', .'.join(FORMATS)}, or name one: --format onnx."
+        )
+    return kind
+
+
+def check_place(path: Path, force: bool) -> None:
+    """Before anything heavy: what is there is not written over."""
+    if path.is_dir():
+        raise ConfigError(f"a model in {path} was asked for; that is a folder. Name a file in it.")
+    if path.exists() and not force:
+        raise ConfigError(f"a model in {path} was asked for; it is there already. --force writes over it.")
+    folder = next(one for one in path.absolute().parents if one.exists())
+    if not os.access(folder, os.W_OK) or not folder.is_dir():
+        raise ConfigError(f"a model in {path} was asked for; {folder} cannot be written to.")
+
+
+def _samples(run: Run, sizes: Sequence[int]) -> tuple[list[Tensor], str]:
+    """Batches of these sizes that the model is fed in both runtimes."""
+    data, count = run.engine.data, sum(sizes)
+    if not run.absent and len(data.test_targets):
+        rows = torch.arange(count) % len(data.test_targets)
+        inputs, told = data.test_samples(rows.to(run.engine.world.device)), "test samples"
+    else:
+        inputs, told = _noise(run.engine.world.family, count), "random samples"
+    inputs = inputs.cpu().float() if inputs.is_floating_point() else inputs.cpu()
+    return list(inputs.split_with_sizes(list(sizes))), told
+
+
+def _noise(family: Family, count: int) -> Tensor:
+    example, key = family.example_inputs[0], torch.tensor(noise.key(51))
+    shape = (count, *example.shape[1:])
+    if example.is_floating_point():
+        return noise.normal(key, shape, torch.float32)
+    classes = family.layout.axes["class"].size if "class" in family.layout.axes else 2
+    return (noise.uniform(key, shape, torch.float32) * classes).to(example.dtype)
+
+
+def _difference(module: nn.Module, answer: Answer, batches: Sequence[Tensor], kind: str) -> float:
+    """The largest difference of two answers to the same batch, refused if it is more than rounding."""
+    most = 0.0
+    for batch in batches:
+        ours = module(batch)
+        try:
+            theirs = answer(batch)
+        except Exception as error:
+            raise ExportError(
+                f"the model as {kind} failed on a batch of {len(batch)}: {said(error)}. Nothing was written."
+            ) from error
+        if ours.shape != theirs.shape:
+            raise ExportError(
+                f"the model as {kind} answers a batch of {len(batch)} with {tuple(theirs.shape)}, and torch with "
+                f"{tuple(ours.shape)}. Nothing was written."
+            )
+        difference = float((ours - theirs).abs().max())
+        if not difference <= TOLERANCE * max(1.0, float(ours.abs().max())):
+            raise ExportError(
+                f"the model as {kind} answers a batch of {len(batch)} otherwise than torch, by {difference:.2g} where "
+                f"answers are up to {float(ours.abs().max()):.2g}; {TOLERANCE:g} of that would be rounding. "
+                "Nothing was written."
+            )
+        most = max(most, difference)
+    return most
+
+
+# --- formats ----------------------------------------------------------------------------------------------------
+
+
+class Format(ABC):
+    """A kind of file: how a model is written, and how others read it."""
+
+    @classmethod  # noqa: B027  # most need nothing
+    def check(cls) -> None:
+        """Whether what it needs is installed; asked before anything heavy."""
+
+    @abstractmethod
+    def write(self, model: Written) -> bytes: ...
+
+    @abstractmethod
+    def read(self, data: bytes, model: Written) -> Answer: ...
+
+
+@dataclass(frozen=True)
+class Onnx(Format):
+    """ONNX, for ONNX Runtime and whatever else reads it; a batch of any size."""
+
+    @classmethod
+    def check(cls) -> None:
+        missing = []
+        for name in ("onnx", "onnxruntime", "onnxscript"):
+            try:
+                __import__(name)
+            except ImportError:
+                missing.append(name)
+        if missing:
+            raise ConfigError(
+                f"the format 'onnx' was asked for; it needs {', '.join(missing)}, which cannot be imported here: "
+                "pip install 'fedquilt[export]'. pt2 and safetensors need nothing more."
+            )
+
+    def write(self, model: Written) -> bytes:
+        program = _program(model)
+        try:
+            with _quiet():
+                found: Any = torch.onnx.export(
+                    program, dynamo=True, input_names=["input"], output_names=["logits"], verbose=False
+                )
+                proto = found.model_proto
+                _name_batch(proto.graph)
+                for node in proto.graph.node:
+                    del node.metadata_props[:]  # names of the exporter's own
+                proto.metadata_props.add(key="fedquilt", value=_told(model.note))
+                data: bytes = proto.SerializeToString()
+        except Exception as error:
+            told = said(error).strip().split("\n")[0]
+            raise ExportError(f"{model.note['model']} cannot be written as ONNX: {told}") from error
+        return data
+
+    def read(self, data: bytes, model: Written) -> Answer:
+        import onnxruntime
+
+        options = onnxruntime.SessionOptions()
+        options.intra_op_num_threads = torch.get_num_threads()
+        session = onnxruntime.InferenceSession(data, options, providers=["CPUExecutionProvider"])
+        (name,) = (one.name for one in session.get_inputs())
+        return lambda batch: torch.from_numpy(session.run(None, {name: batch.numpy()})[0])
+
+
+def _name_batch(graph: Any) -> None:
+    """Call the size that is open what it is, where the exporter counts symbols."""
+    symbol = graph.input[0].type.tensor_type.shape.dim[0].dim_param
+    for value in (*graph.input, *graph.output, *graph.value_info):
+        for dim in value.type.tensor_type.shape.dim:
+            if symbol and symbol in dim.dim_param:
+                dim.dim_param = dim.dim_param.replace(symbol, "batch")
+
+
+@dataclass(frozen=True)
+class Pt2(Format):
+    """torch's exported program, for torch.export.load without the module's code; a batch of any size."""
+
+    def write(self, model: Written) -> bytes:
+        buffer, program = io.BytesIO(), _program(model)
+        with _quiet():
+            torch.export.save(program, buffer, extra_files={"fedquilt.json": _told(model.note)})
+        return buffer.getvalue()
+
+    def read(self, data: bytes, model: Written) -> Answer:
+        with _quiet():
+            found: Answer = torch.export.load(io.BytesIO(data)).module()
+        return found
+
+
+def _program(model: Written) -> Any:
+    """The module's calls for a batch of any size."""
+    # Recorded with two samples: torch takes a size of one for a constant.
+    shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
+    shapes[model.example] = {0: torch.export.Dim("batch")}
+    try:
+        with _quiet():
+            program = torch.export.export(model.module, (model.example,), dynamic_shapes=shapes)
+    except Exception as error:
+        told = said(error).strip().split("\n")[0]
+        raise ExportError(
+            f"{model.note['model']} cannot be recorded by torch.export for batches of any size: {told} "
+            "safetensors takes every module."
+        ) from error
+    for node in program.graph.nodes:
+        node.meta.pop("stack_trace", None)  # lines of code, with the folders they were in
+    return program
+
+
+@dataclass(frozen=True)
+class Safetensors(Format):
+    """Weights by name and what they are, for fedquilt.load_model with the module's code."""
+
+    def write(self, model: Written) -> bytes:
+        nets = model.module.nets if isinstance(model.module, Ensemble) else [model.module]
+        names, tensors = model.found.family.layout.dims, dict[str, Tensor]()
+        for place, net in enumerate(nets):
+            lead, held = _lead(place, len(model.found.nets)), net.state_dict()
+            tensors |= {lead + name: held[name] for name in names if name in held}
+        return b"".join(Blob.of(tensors, model.note).chunks())
+
+    def read(self, data: bytes, model: Written) -> Answer:
+        tensors, note = parse(bytearray(data), torch.device("cpu"))
+        return _restored(tensors, note, model.found.family).requires_grad_(False)
+
+
+def _lead(place: int, count: int) -> str:
+    """What the names of a net's weights begin with: nothing, where there is one."""
+    return f"nets.{place}." if count > 1 else ""
+
+
+def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
+    if note["format"] == "customisable":
+        return CustomisableModel.restored(family, tensors, note)
+    nets = [submodel(net) for net in note["nets"]]
+    modules = []
+    for place, net in enumerate(nets):
+        lead = _lead(place, len(nets))
+        own = {name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)}
+        modules.append(family.assemble(net, own))
+        if note["norms"] == "batch":
+            forget_statistics(modules[-1])
+    module = (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
+    return module if note["robustness"] is None else set_robustness(module, note["robustness"])
+
+
+def _told(note: Note) -> str:
+    """What a file says of itself, without what only fedquilt would read again."""
+    return json.dumps({key: value for key, value in note.items() if key != "layout"})
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """torch's exporters warn of their own inner workings and of packages that nobody asked for."""
+    log = logging.getLogger("torch.onnx")
+    level = log.level
+    log.setLevel(logging.ERROR)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        log.setLevel(level)
+
+
+FORMATS: dict[str, type[Format]] = {"onnx": Onnx, "pt2": Pt2, "safetensors": Safetensors}

@@ -1,0 +1,101 @@
+"""Trained models as files: which nets they are, what they eat, and how a module becomes them again."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.axes import Index, Positions
+from fedquilt.errors import ConfigError, RecordError
+from fedquilt.family import Family
+from fedquilt.family.layout import Layout
+from fedquilt.files import parse, why
+from fedquilt.terms import Arch, Submodel
+from fedquilt.version import __version__
+
+if TYPE_CHECKING:
+    from fedquilt.experiment import Run
+
+Note = dict[str, Any]
+
+
+def about(run: Run) -> Note:
+    """What whoever finds a model has to know of it; with the layout, so that no one need trace it again."""
+    from fedquilt.methods import METHODS
+    from fedquilt.records import registered
+
+    family = run.engine.world.family
+    example = family.example_inputs[0]
+    return {
+        "fedquilt": __version__,
+        "method": registered(METHODS, run.method),
+        "model": type(family._module).__name__,
+        "data": run.engine.data.name,
+        "rounds": run.server.round,
+        "input_shape": list(example.shape[1:]),
+        "input_dtype": str(example.dtype).removeprefix("torch."),
+        "num_classes": family.layout.axes["class"].size if "class" in family.layout.axes else None,
+        "layout": family.layout.to_json(),
+    }
+
+
+def plain(net: Submodel) -> Note:
+    """A sub-model in values that JSON has."""
+    return {
+        "widths": [list(width) for width in net.arch.widths],
+        "kind": net.arch.kind,
+        "index": {axis: [list(run) for run in kept.runs] for axis, kept in net.index.items()},
+        "scope": net.scope,
+    }
+
+
+def submodel(note: Mapping[str, Any]) -> Submodel:
+    """The inverse of `plain`."""
+    index = {axis: Positions(tuple((start, stop) for start, stop in runs)) for axis, runs in note["index"].items()}
+    return Submodel(
+        Arch(tuple((axis, width) for axis, width in note["widths"]), note["kind"]), Index(index), note["scope"]
+    )
+
+
+def read(file: str | Path, device: str = "cpu") -> tuple[dict[str, Tensor], Note]:
+    """The tensors of a model's file, and what it says of itself."""
+    try:
+        tensors, note = parse(bytearray(Path(file).read_bytes()), torch.device(device))
+    except OSError as error:
+        raise RecordError(f"the model in {file} was asked for; it cannot be read: {why(error)}.") from error
+    except (ValueError, KeyError, TypeError, RuntimeError) as error:
+        raise RecordError(
+            f"the model in {file} was asked for; that is no safetensors file which fedquilt wrote: {error}."
+        ) from error
+    if not isinstance(note, dict) or not {"layout", "nets"} <= note.keys():
+        raise RecordError(
+            f"the model in {file} was asked for; its notes do not say which nets it holds. `fedquilt export --format "
+            "safetensors` writes such files; checkpoints of a run are read by fedquilt.load."
+        )
+    return tensors, note
+
+
+def family_of(note: Mapping[str, Any], factory: nn.Module | Callable[[], nn.Module], file: str | Path) -> Family:
+    """The family a file's nets were cut from; `factory` makes the whole module, whose code is in no file."""
+    layout = Layout.from_json(note["layout"])
+    example = torch.zeros((2, *note["input_shape"]), dtype=getattr(torch, note["input_dtype"]))
+    module = factory if isinstance(factory, nn.Module) else factory()
+    held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+    shapes = {name: layout.shape(name, layout.sizes) for name in layout.dims}
+    wrong = [
+        f"{name} is {shape} there and {tuple(held[name].shape) if name in held else 'nothing'} here"
+        for name, shape in shapes.items()
+        if name not in held or tuple(held[name].shape) != shape
+    ]
+    wrong += [f"{name} is here and not there" for name in dict(module.named_parameters()) if name not in shapes]
+    if wrong:
+        told = "\n  ".join([*wrong[:5], *([f"… and {len(wrong) - 5} more"] if len(wrong) > 5 else [])])
+        raise ConfigError(
+            f"the model in {file} was cut from a {note['model']}; the factory made another {type(module).__name__}. "
+            f"These differ:\n  {told}\n  Give what makes the whole module that was trained."
+        )
+    return Family(module, layout, (example,), lambda: module)

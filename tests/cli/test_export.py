@@ -1,0 +1,142 @@
+"""`fedquilt export`: from a run's folder to a file, and what it says when that cannot be."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import tomllib
+from pathlib import Path
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.cli import main
+from fedquilt.config import load_run
+from tests.cli.test_cli import OWN, QUICK, told
+from tests.unit.test_export import ONNX
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A run of three methods each, on data of a file that one can take away."""
+    folder = tmp_path_factory.mktemp("runs")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(folder)
+        Path("mine.py").write_text(OWN)
+        torch.manual_seed(0)
+        inputs = torch.randn(60, 1, 8, 8).numpy()
+        import numpy as np
+
+        np.savez("own.npz", x_train=inputs, y_train=np.arange(60) % 3, x_test=inputs, y_test=np.arange(60) % 3)
+        for method in ("heterofl", "splitmix", "local", "fedavg"):
+            more = ["--set", "method.local.norm=tracked"] if method == "fedavg" else []
+            assert main(["run", "--method", method, "--data", "own.npz", "--out", method, *QUICK, *more]) == 0
+    return folder
+
+
+@pytest.fixture
+def here(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    shutil.copytree(runs, tmp_path / "copy")
+    monkeypatch.chdir(tmp_path / "copy")
+    return tmp_path / "copy"
+
+
+@pytest.mark.parametrize("format", [ONNX, "pt2", "safetensors"])
+def test_a_run_becomes_a_file(format, here, capsys):
+    found = told(capsys, "export", "splitmix", "--share", "0.25", "--format", format, "--out", "model")
+    assert set(found) >= {"format", "file", "bytes", "params", "macs", "share", "max_difference"}
+    assert (found["format"], found["file"], found["share"]) == (format, "model", 0.25)
+    assert found["bytes"] == Path("model").stat().st_size
+    assert found["max_difference"] < 1e-4
+    assert main(["export", "splitmix", "--share", "0.25", "--format", format, "--out", "model"]) == 2
+    assert "model was asked for; it is there already. --force" in capsys.readouterr().err
+    assert main(["export", "splitmix", "--format", format, "--out", "model", "--force"]) == 0
+    printed = capsys.readouterr().out
+    assert "splitmix after round 1: a model of share 1 as" in printed
+    assert "8 nets whose logits are averaged; norms: post; read back, its answers to test samples differ" in printed
+
+
+def test_budgets_and_clients(here, capsys):
+    half = told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")
+    for bound, flags in (("params", ("--params", "--max-params")), ("macs", ("--macs", "--max-macs"))):
+        for flag in flags:
+            most = str(half[bound])
+            found = told(capsys, "export", "heterofl", flag, most, "--out", f"{flag[2:]}.safetensors")
+            assert found[bound] == half[bound]
+    assert main(["export", "local", "--out", "own.pt2"]) == 2
+    assert "LocalOnly leaves its result on the clients" in capsys.readouterr().err
+    assert told(capsys, "export", "local", "--client", "1", "--out", "own.safetensors")["share"] == 1.0
+    assert main(["export", "heterofl", "--params", "3", "--out", "own.pt2"]) == 2
+    assert "no member fits the budget params 3" in capsys.readouterr().err
+
+
+def test_the_file_answers_as_the_run_reported(here, capsys):
+    told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.safetensors")
+    run = load_run("heterofl")
+    data = run.engine.data
+    model = fq.load_model("half.safetensors", lambda: run.engine.world.family._module)
+    hits = (model(data.test_inputs).argmax(1) == data.test_targets).float().mean()
+    assert json.loads(Path("heterofl/summary.json").read_text())["accuracy"]["0.5"] == pytest.approx(float(hits))
+    assert run.history == [json.loads(line) for line in Path("heterofl/rounds.jsonl").read_text().splitlines()]
+
+
+def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
+    before = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "one.safetensors")
+    Path("own.npz").unlink()
+    assert main(["export", "heterofl", "--share", "0.5", "--out", "half.pt2"]) == 2
+    printed = capsys.readouterr().err
+    assert "measures the norms' statistics over the training data, which cannot be had: " in printed
+    assert "own.npz" in printed
+    assert "--norms batch" in printed
+    batch = told(capsys, "export", "heterofl", "--share", "0.5", "--norms", "batch", "--out", "half.pt2")
+    assert (batch["norms"], batch["compared"]) == ("batch", "random samples")
+    after = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors")  # it tracked statistics
+    assert (after["norms"], after["params"]) == ("tracked", before["params"])
+    model, again = (fq.load_model(f"{name}.safetensors", lambda: whole(here)) for name in ("one", "two"))
+    torch.testing.assert_close(model.state_dict(), again.state_dict())
+
+
+def whole(here: Path) -> torch.nn.Module:
+    return load_run(here / "heterofl").engine.world.family._module
+
+
+def test_other_data_than_the_runs_is_noticed(here, capsys):
+    import numpy as np
+
+    held = dict(np.load("own.npz"))
+    np.savez("own.npz", **{**held, "x_train": held["x_train"] + 1})
+    assert main(["export", "heterofl", "--share", "0.5", "--out", "half.pt2"]) == 2
+    assert "the run in heterofl was asked for, but it is another one. These differ:\n  data.inputs" in (
+        capsys.readouterr().err
+    )
+
+
+def test_a_run_on_another_machine_is_exported_here(here, capsys):
+    """Its device, its engine and its weights to start from are not needed any more."""
+    config = Path("heterofl/config.toml")
+    text = config.read_text().replace('device = "cpu"', 'device = "cuda"').replace('init = ""', 'init = "gone"')
+    config.write_text(text.replace('name = "vectorised"', 'name = "ray"'))
+    settings = tomllib.loads(config.read_text())
+    assert (settings["engine"]["name"], settings["engine"]["device"], settings["init"]) == ("ray", "cuda", "gone")
+    assert told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")["share"] == 0.5
+
+
+def test_mistakes(here, capsys, perceptron, make_data):
+    wrong = {
+        "there is no such folder": ["export", "nowhere", "--out", "a.pt2"],
+        "there is no run in it": ["export", ".", "--out", "a.pt2"],
+        "shares lie in (0, 1]": ["export", "heterofl", "--share", "2", "--out", "a.pt2"],
+        "does not say in which format": ["export", "heterofl", "--out", "a"],
+        "'tracked' was asked for; HeteroFL trained": ["export", "heterofl", "--norms", "tracked", "--out", "a.pt2"],
+        "it was put together by a script": ["export", "script", "--out", "a.pt2"],
+    }
+    fq.run(
+        fq.methods.FedAvg(), perceptron, make_data(perceptron, (4, 4)), fq.Fleet.of((1.0,), 2), rounds=1, out="script"
+    )
+    for text, line in wrong.items():
+        assert main(line) == 2, line
+        assert text in capsys.readouterr().err
+    shutil.rmtree("heterofl/checkpoint")
+    assert main(["export", "heterofl", "--out", "a.pt2"]) == 1
+    assert "there is no checkpoint there" in capsys.readouterr().err

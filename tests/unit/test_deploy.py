@@ -1,0 +1,141 @@
+"""What a device gets: within its budget whatever the method, with norms by a policy one can name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+import fedquilt as fq
+from fedquilt.deploy import deployed
+from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.methods import METHODS, FedAvg, FedBN, HeteroFL, LocalOnly, SplitMix
+from fedquilt.round.cut import prefix
+from tests.conftest import with_local
+
+ALL = [kind() for kind in METHODS.values()]
+
+
+@pytest.fixture(scope="module")
+def family() -> fq.Family:
+    def net() -> torch.nn.Module:
+        return torch.nn.Sequential(
+            torch.nn.Conv2d(1, 8, 3, padding=1),
+            torch.nn.BatchNorm2d(8),
+            torch.nn.ReLU(),
+            torch.nn.Flatten(),
+            torch.nn.Linear(8 * 16, 4),
+        )
+
+    return fq.trace(net, torch.zeros(2, 1, 4, 4))
+
+
+def macs(model: torch.nn.Module) -> int:
+    with FlopCounterMode(display=False) as flops:
+        model(torch.zeros(2, 1, 4, 4, dtype=torch.float64))
+    return flops.get_total_flops() // 4
+
+
+@pytest.mark.parametrize("method", ALL, ids=lambda method: type(method).__name__)
+def test_every_method_stays_within_every_kind_of_budget(method, family, play, make_data):
+    run = play(method, family, make_data(family, (6, 6)), (1.0, 0.5), rounds=1)
+    cost, client = family.cost(family.fit(fq.Budget(share=0.5))), 0 if method.personal else None
+    whole = isinstance(method, FedBN)  # each client's own, and none of them smaller
+    cost = family.cost(family.whole) if whole else cost
+    budgets = [
+        fq.Budget(share=1.0 if whole else 0.5),
+        fq.Budget(params=cost.params + 1),
+        fq.Budget(macs=cost.macs + 1),
+        fq.Budget(memory=cost.memory + 1),
+        fq.Budget(share=1.0, params=cost.params),
+    ]
+    for budget in budgets:
+        found = deployed(run, budget, client)
+        model = run.deploy(budget, client)
+        count = sum(weight.numel() for weight in model.parameters())
+        assert count == found.cost.params <= (budget.params or float("inf"))
+        assert macs(model) == found.cost.macs <= (budget.macs or float("inf"))
+        assert found.cost.memory <= (budget.memory or float("inf"))
+        if isinstance(method, SplitMix):  # biases of several nets add up to more than one's
+            assert 0.25 <= found.share <= 0.5
+        else:
+            assert found.share == (1.0 if whole else 0.5)
+        one_by_one = torch.cat([model(sample[None]) for sample in run.engine.data.test_inputs])
+        torch.testing.assert_close(one_by_one, model(run.engine.data.test_inputs))  # no sample sees another
+
+
+def test_a_method_that_hands_out_too_much_is_refused(family, play, make_data):
+    @dataclass(frozen=True)
+    class Generous(FedAvg):
+        def deploy(self, server, budget, world):
+            return (prefix(world.family.whole),)
+
+    run = play(Generous(), family, make_data(family, (6, 6)), rounds=1)
+    for budget, why in (("share", "a share of 0.5 has"), ("params", "params are"), ("macs", "macs are")):
+        with pytest.raises(BudgetError, match=rf"Generous trains a net, of 612 parameters; the budget .*{why} [\d,]+"):
+            run.deploy(fq.Budget(**{budget: 0.5 if budget == "share" else 100.0}))
+
+
+def test_norms_by_name(family, play, make_data):
+    data = make_data(family, (6, 6))
+    run = play(with_local(HeteroFL(), norm="tracked"), family, data)
+    tracked, post, batch = (run.deploy(fq.Budget(share=0.5), norms=norms) for norms in ("tracked", "post", "batch"))
+    assert torch.equal(run.deploy(fq.Budget(share=0.5))[1].running_mean, tracked[1].running_mean)
+    assert torch.equal(tracked[1].running_mean, run.server.weights["1.running_mean"][:4])
+    assert not torch.allclose(tracked[1].running_mean, post[1].running_mean)
+    assert batch[1].running_mean is None
+    inputs = run.engine.data.test_inputs
+    torch.testing.assert_close(batch(inputs), post.train()(inputs))  # by the batch, though in evaluation
+    assert not torch.allclose(batch(inputs)[:4], batch(inputs[:4]))
+
+
+def test_norms_are_measured_over_given_samples(family, play, make_data):
+    run = play(HeteroFL(), family, make_data(family, (6, 6)))
+    samples = torch.randn(20, 1, 4, 4) + 3
+    model = run.deploy(fq.Budget(share=0.5), samples=samples)
+    own = model[0](samples.double())
+    torch.testing.assert_close(model[1].running_mean, own.mean((0, 2, 3)))
+    with pytest.raises(ConfigError, match=r"samples of shape \(20, 3, 4, 4\); the model takes two or more of shape"):
+        run.deploy(fq.Budget(share=0.5), samples=torch.zeros(20, 3, 4, 4))
+
+
+def test_norms_that_cannot_be_had_are_refused(family, play, make_data):
+    data = make_data(family, (6, 6))
+    run = play(HeteroFL(), family, data)
+    with pytest.raises(ConfigError, match="norms='tracked' was asked for; HeteroFL trained with norm = 'post'"):
+        run.deploy(fq.Budget(share=0.5), norms="tracked")
+    with pytest.raises(ConfigError, match=r"norms='local' was asked for.*client=… of a run whose norms are local"):
+        run.deploy(fq.Budget(share=0.5), norms="local")
+    with pytest.raises(ConfigError, match="norms='none' was asked for; it may be 'batch', 'tracked'"):
+        run.deploy(fq.Budget(share=0.5), norms="none")
+    own = play(FedBN(), family, data)
+    kept, fresh = (own.deploy(fq.Budget(share=1.0), client=1, norms=norms) for norms in (None, "post"))
+    assert torch.equal(kept[1].running_mean, own.server.memory[1, ""].weights["1.running_mean"])
+    assert not torch.allclose(kept[1].running_mean, fresh[1].running_mean)
+
+
+def test_without_data_only_what_needs_none_is_deployed(family, play, make_data):
+    run = play(HeteroFL(), family, make_data(family, (6, 6)))
+    run.absent = "there is no such folder."
+    with pytest.raises(ConfigError, match=r"which cannot be had: there is no such folder\.\n  Give samples"):
+        run.deploy(fq.Budget(share=0.5))
+    assert run.deploy(fq.Budget(share=0.5), norms="batch")[1].running_mean is None
+    assert run.deploy(fq.Budget(share=0.5), samples=torch.randn(9, 1, 4, 4))[1].running_mean is not None
+
+
+def test_nets_that_are_averaged_add_up(family, play, make_data):
+    run = play(SplitMix(base=0.25), family, make_data(family, (6, 6)), rounds=1)
+    found = deployed(run, fq.Budget(share=0.75))
+    one = family.cost(found.nets[0])
+    assert len(found.nets) == 3
+    assert found.share == 0.75
+    assert (found.cost.macs, found.cost.memory) == (3 * one.macs, 3 * one.memory)
+    assert deployed(run, fq.Budget(params=2.5 * one.params)).share == 0.5
+
+
+def test_a_clients_own_is_deployed_for_other_budgets_too(family, play, make_data):
+    run = play(LocalOnly(), family, make_data(family, (6, 6)))
+    half = run.deploy(fq.Budget(share=0.5), client=1)
+    assert torch.equal(half[0].weight, run.server.memory[1, ""].weights["0.weight"][:4])
