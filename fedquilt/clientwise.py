@@ -5,7 +5,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
@@ -40,6 +40,14 @@ class Clientwise:
         """Mean and deviation over clients of `accuracy`, `macs` or `params`."""
         values = [value for device in self.devices if (value := getattr(device, of)) is not None]
         return (statistics.fmean(values), statistics.pstdev(values)) if values else (float("nan"), float("nan"))
+
+    def by(self, what: Literal["share", "domain"]) -> dict[str, Clientwise]:
+        """Those that can hold the same, widest first, or that are of one domain."""
+        groups: dict[str, list[Device]] = {}
+        for device in self.devices:
+            groups.setdefault(getattr(device, what), []).append(device)
+        keys = sorted(groups, key=float, reverse=True) if what == "share" else sorted(groups)
+        return {key: Clientwise(tuple(groups[key]), self.trained) for key in keys}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""

@@ -1,4 +1,4 @@
-"""The command line: `fedquilt run`, `compare`, `export`, `list` and `probe`.
+"""The command line: `fedquilt run`, `compare`, `export`, `clients`, `list` and `probe`.
 
 Exit status: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Nothing here imports torch before a
 request has been understood.
@@ -298,6 +298,31 @@ class ExportRequest:
                 show_export(console, found)
 
 
+@dataclass(frozen=True)
+class ClientsRequest:
+    """What the clients of a run spent and got: costs of a round, the widest model's accuracy on each one's own test
+    part, and how much of the model every domain has trained.
+    """
+
+    run: Folder  # its folder: --out of `fedquilt run`
+    json: Flag = False  # print every client as JSON on standard output, and nothing else there
+
+    def __call__(self) -> None:
+        from fedquilt.cli.show import print_json, show_clients
+
+        with _output(self.json) as (console, stdout):
+            from fedquilt.config import load_run
+
+            run = load_run(self.run)
+            if run.absent:
+                raise ConfigError(f"the clients of {self.run} were asked for; their data cannot be had: {run.absent}")
+            found = run.clientwise()
+            if self.json:
+                print_json(found.to_dict(), stdout)
+            else:
+                show_clients(console, found)
+
+
 @contextmanager
 def _output(for_json: bool) -> Iterator[tuple[Console, TextIO]]:
     """Where words go, and where JSON goes. A user's module may print; with --json that is not for standard output."""
@@ -314,6 +339,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunRequest,
     "compare": CompareRequest,
     "export": ExportRequest,
+    "clients": ClientsRequest,
     "list": ListRequest,
     "probe": ProbeRequest,
 }

@@ -16,6 +16,7 @@ from rich.console import Console
 if TYPE_CHECKING:
     from rich.progress import Progress
 
+    from fedquilt.clientwise import Clientwise
     from fedquilt.export import Exported
     from fedquilt.probe import Probe
     from fedquilt.round import Record
@@ -262,6 +263,39 @@ def show_export(console: Console, found: Exported) -> None:
         f"{nets}norms: {found.norms}; read back, its answers to {found.compared} differ from torch's by at most "
         f"{found.max_difference:.2g}",
     )
+
+
+def show_clients(console: Console, found: Clientwise) -> None:
+    """Clients that can hold the same, and those of a domain: means, and deviations where they differ."""
+
+    def row(group: Clientwise) -> dict[str, Any]:
+        return {
+            "clients": len(group.devices),
+            "accuracy": _spread(group, "accuracy", 100, " %"),
+            "MACs a batch": _spread(group, "macs"),
+            "parameters a round": _spread(group, "params"),
+        }
+
+    show_table(console, "share", {share: row(group) for share, group in found.by("share").items()})
+    if set(found.trained) <= {""}:
+        say(console, f"{100 * found.trained.get('', 0.0):.1f} % of the parameters were trained by somebody")
+        return
+    show_table(
+        console,
+        "domain",
+        {
+            domain: {**row(group), "ever trained": f"{100 * found.trained.get(domain, 0.0):.1f} %"}
+            for domain, group in found.by("domain").items()
+        },
+    )
+
+
+def _spread(group: Clientwise, of: str, scale: float = 1.0, unit: str = "") -> str:
+    mean, deviation = (scale * value for value in group.spread(of))
+    if math.isnan(mean):  # nobody has any
+        return "–"
+    digits = ".1f" if unit else ",.0f"
+    return f"{mean:{digits}}{unit}" + (f" ± {deviation:{digits}}" if deviation else "")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
