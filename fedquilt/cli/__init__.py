@@ -280,13 +280,14 @@ class ExportRequest:
 
         with _output(self.json) as (console, stdout):
             from fedquilt.config import load_run
-            from fedquilt.export import check_place, chosen
+            from fedquilt.export import FORMATS, check_place, chosen
             from fedquilt.terms import Budget
 
             bounds = {"share": self.share, "params": self.params, "macs": self.macs, "memory": self.memory}
             budget = Budget(**({"share": 1.0} if set(bounds.values()) == {None} else bounds))
             check_place(self.out, self.force)
             kind = chosen(self.out, self.format)
+            FORMATS[kind].check()
             run = load_run(self.run)
             whose = "" if self.client is None else f", client {self.client}'s"
             say(console, f"{self.run} after round {run.server.round}: a model of {budget}{whose} as {kind}")
