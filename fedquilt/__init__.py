@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from fedquilt.data import FederatedData
     from fedquilt.devices import keep_pages
     from fedquilt.experiment import Run, prepare, run
-    from fedquilt.family.dual import DualNorm, dual, set_robustness
+    from fedquilt.family.dual import ConditionedNorm, DualNorm, conditioned, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
@@ -31,7 +31,7 @@ _HOMES = {
     "fedquilt.data": ("FederatedData",),
     "fedquilt.devices": ("keep_pages",),
     "fedquilt.experiment": ("Run", "prepare", "run"),
-    "fedquilt.family.dual": ("DualNorm", "dual", "set_robustness"),
+    "fedquilt.family.dual": ("ConditionedNorm", "DualNorm", "conditioned", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
@@ -69,6 +69,7 @@ __all__ = [
     "Clock",
     "Codec",
     "Columns",
+    "ConditionedNorm",
     "Constant",
     "Cosine",
     "DualNorm",
@@ -90,6 +91,7 @@ __all__ = [
     "Wireless",
     "World",
     "__version__",
+    "conditioned",
     "data",
     "dual",
     "errors",

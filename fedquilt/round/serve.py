@@ -210,8 +210,9 @@ def _under_attack(method: Method, engine: Engine, how: Evaluation, exams: Sequen
 
     `standard/0.2` and `robust/0.2`; nets with single norms have one of each, `standard` and `robust`.
     """
-    dual = engine.world.family.dual
-    chosen = [(f"/{float(one)}", float(one)) for one in how.robustness] if dual else [("", 0.0)][: len(how.robustness)]
+    chosen = [(f"/{float(one)}", float(one)) for one in how.robustness]
+    if not engine.world.family.adjustable:
+        chosen = [("", 0.0)][: len(chosen)]
     kinds = {
         f"{metric}{suffix}": (robustness, attack)
         for suffix, robustness in chosen
