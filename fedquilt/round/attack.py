@@ -109,7 +109,7 @@ class AdversarialTraining:
         """A weight for each sample of a batch, all of them as likely."""
         place = (noise.uniform(key, (len(like),), torch.float32) * len(self.all)).long()
         # Summed up from what is known: a list of numbers would have to be copied to the device.
-        return torch.stack([(place == at) * weight for at, weight in enumerate(self.all)]).sum(0).to(like.dtype)
+        return torch.stack([(place == at).to(like.dtype) * weight for at, weight in enumerate(self.all)]).sum(0)
 
 
 def by_sample(key: int, rows: Tensor, like: Tensor) -> Tensor:

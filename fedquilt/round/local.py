@@ -644,6 +644,11 @@ class Learner:
         return steps * len(self.phases)
 
     @property
+    def kinds(self) -> int:
+        """How many kinds of a sample are on their way through a net at once: clean ones, and attacked ones."""
+        return 2 if any(attacks(phase.objective) for phase in self.phases) else 1
+
+    @property
     def timeless(self) -> Self:
         """Without what changes from round to round: what has been recorded of one round serves the next."""
         return replace(self, lr=0.0)

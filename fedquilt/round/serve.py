@@ -53,7 +53,10 @@ class Kind:
     attack: PGD | None = None
 
     def inputs(self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
-        """The samples as the nets see them: as they are, or as they are worst for the nets together."""
+        """The samples as the nets see them: as they are, or as they are worst for the nets together.
+
+        All classes are attacked, also those that an exam hides: a sample of a hidden class is lost anyway.
+        """
         if self.attack is None:
             return inputs
         assert drawn is not None, "an attack starts somewhere"
