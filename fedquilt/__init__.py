@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from fedquilt.devices import keep_pages
     from fedquilt.experiment import Run, prepare, run
     from fedquilt.export import load_model
-    from fedquilt.family.dual import DualNorm, dual, set_robustness
+    from fedquilt.family.dual import ConditionedNorm, DualNorm, conditioned, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
@@ -36,6 +36,7 @@ _HOMES = {
     "fedquilt.experiment": ("Run", "prepare", "run"),
     "fedquilt.export": ("load_model",),
     "fedquilt.family.dual": ("DualNorm", "dual", "set_robustness"),
+    "fedquilt.family.dual": ("ConditionedNorm", "DualNorm", "conditioned", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
@@ -73,6 +74,7 @@ __all__ = [
     "Clock",
     "Codec",
     "Columns",
+    "ConditionedNorm",
     "Constant",
     "Cosine",
     "CustomisableModel",
@@ -95,6 +97,7 @@ __all__ = [
     "Wireless",
     "World",
     "__version__",
+    "conditioned",
     "data",
     "dual",
     "errors",

@@ -68,12 +68,17 @@ TABLES |= {
 class Model(Choice):
     """A model by its name, and the options it is made with."""
 
-    dual: bool = False  # its norms in pairs, for clean and for noised samples: what robust methods need
+    dual: bool = False  # its norms in pairs, for clean and for noised samples: what robust Split-Mix needs
+    conditioned: bool = False  # its norms conditioned on a robustness: what several adversarial weights need
 
     what: ClassVar[str] = "model"
     offers: ClassVar[frozenset[str]] = frozenset(
         {"num_classes", "in_features", "in_channels", "image_size", "max_length"}
     )
+
+    def __post_init__(self) -> None:
+        if self.dual and self.conditioned:
+            raise ConfigError(f"{self.name} was asked for with dual and with conditioned norms; one of them fits.")
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:
@@ -93,6 +98,8 @@ class Model(Choice):
             made = self.make(nn.Module, offers)
             if self.dual:
                 made = fq.dual(made)
+            elif self.conditioned:
+                made = fq.conditioned(made)
             if init:
                 load_weights(made, init)
             return made

@@ -191,15 +191,16 @@ class Engine(ABC):
     ) -> list[dict[str, Tensor]]:
         """Norm statistics of networks, measured over the pooled training data (the papers' static norms), or some.
 
-        Noised norms have those of attacked samples, as they had in training.
+        Noised norms have those of attacked samples, as they had in training; conditioned ones, which see both kinds,
+        the mean of clean samples' at robustness 0 and attacked samples' at 1.
         """
         where = self.pooled if samples is None else samples
         with _failing("the calibration of norms failed"), self.computing():
             found = self._calibrate(nets, batch_size, where, MEASURE, None)
-            if not self.world.family.dual:
+            if not self.world.family.adjustable:
                 return found
             noised = self._calibrate(nets, batch_size, where, replace(MEASURE, robustness=1.0), attack)
-            return [{**clean, **own} for clean, own in zip(found, noised, strict=True)]
+            return [_both(clean, own) for clean, own in zip(found, noised, strict=True)]
 
     @abstractmethod
     def _calibrate(
@@ -457,6 +458,11 @@ class Engine(ABC):
         homes, tests = self.data.test_domains, len(self.data.test_targets)
         if homes is not None and len(homes) != tests:  # a test set that was put in another's place
             raise DataError(f"{self.data.name} has {tests} test samples and the domains of {len(homes)}.")
+
+
+def _both(clean: Weights, noised: Weights) -> dict[str, Tensor]:
+    """Statistics of norms that saw one kind of samples, and the mean of those that saw both."""
+    return {**noised, **{name: (v + noised[name]) / 2 if name in noised else v for name, v in clean.items()}}
 
 
 @contextmanager

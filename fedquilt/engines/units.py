@@ -33,7 +33,6 @@ from fedquilt.round.local import (
     Phase,
     State,
     apart,
-    attacks,
     gradient,
     laid_gradient,
     teach,
@@ -130,7 +129,7 @@ class Unit:
         family, mode = self.engine.world.family, train_pass(self.shape.learner.local)
         if mode.statistics != "batch":
             raise LayoutError("its norms keep statistics")
-        if any(attacks(phase.objective) for phase in self.shape.learner.phases):
+        if self.shape.learner.kinds > 1:
             raise LayoutError("its samples are attacked, which takes nets one by one")
         some = torch.arange(self.rows[0].numel(), device=self.rows.device) % len(self.engine.data.targets)
         inputs, net = self.engine.data.samples(some.view(self.rows.shape[1:])), family.net(self.shape.arch)

@@ -171,7 +171,10 @@ class Vectorised(Engine):
         """Stacks that are trained at the same time: on a CPU one, on a GPU as many as fit."""
         wave: list[tuple[Learner, list[Job]]] = []
         room = 0
-        needs = {key: self._need(key[0], key[1].local.batch_size, len(key[1].local.optimiser.slots)) for key in alike}
+        needs = {
+            key: self._need(key[0], key[1].local.batch_size * key[1].kinds, len(key[1].local.optimiser.slots))
+            for key in alike
+        }
         for key in sorted(alike, key=lambda key: -needs[key]):  # the largest take longest: they begin
             (arch, learner, _), members, need = key, alike[key], needs[key]
             for some in self._split(arch, learner, members, max(1, self.memory // need)):

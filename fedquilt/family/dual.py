@@ -1,16 +1,19 @@
-"""Norms in pairs: one for clean samples, one for noised ones, and between them how robust a net shall be.
+"""Norms that can be told how robust a net shall be, when it is used and not when it is trained.
 
-What a net is good at (standard accuracy, or accuracy under attack) is then a number that is chosen when it is used, not
-when it is trained (Split-Mix, section 4.3; the norms are those of Xie & Yuille 2020).
+A `DualNorm` is two norms, one for clean samples and one for noised ones, and mixes what they give (Split-Mix, section
+4.3; the norms are those of Xie & Yuille 2020). A `ConditionedNorm` is one norm followed by a scale and a shift that a
+small net makes of the number asked for (OAT, Wang et al. 2020).
 """
 
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable, Iterator
 from functools import partial
 from typing import overload
 
+import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.lazy import LazyModuleMixin
@@ -18,25 +21,21 @@ from torch.nn.modules.lazy import LazyModuleMixin
 from fedquilt.errors import ConfigError
 
 NORMS = (_NormBase, nn.GroupNorm, nn.LayerNorm, nn.RMSNorm)
+HOW_TO = "Train the dual model: fq.trace(fq.dual(module), …) in Python, --set model.dual=true on the command line."
+HOW_TO_CONDITION = (
+    "Train the conditioned model: fq.trace(fq.conditioned(module), …) in Python, --set model.conditioned=true on the "
+    "command line."
+)
 
 
-class DualNorm(nn.Module):
-    """DBN (equation 2): (1 − λ)·clean(x) + λ·noised(x), λ being `robustness`; at 0 and 1 only the one norm runs."""
+class Adjustable(nn.Module):
+    """A layer that looks at λ, its `robustness`: a number for all samples, or one for each of the batch."""
 
-    robustness: float
+    robustness: float | Tensor
 
-    def __init__(self, norm: nn.Module) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.clean, self.noised = norm, copy.deepcopy(norm)
         self.robustness = 0.0
-
-    def forward(self, x: Tensor) -> Tensor:
-        if self.robustness == 0:
-            return self.clean(x)  # type: ignore[no-any-return]
-        if self.robustness == 1:
-            return self.noised(x)  # type: ignore[no-any-return]
-        mixed: Tensor = (1 - self.robustness) * self.clean(x) + self.robustness * self.noised(x)
-        return mixed
 
     @property
     def eps(self) -> float:
@@ -44,7 +43,68 @@ class DualNorm(nn.Module):
         return float("nan")
 
     def extra_repr(self) -> str:
-        return f"robustness={self.robustness:g}"
+        return f"robustness={self.robustness}"
+
+
+class DualNorm(Adjustable):
+    """DBN (equation 2): (1 − λ)·clean(x) + λ·noised(x); at 0 and 1 only the one norm runs."""
+
+    def __init__(self, norm: nn.Module) -> None:
+        super().__init__()
+        self.clean, self.noised = norm, copy.deepcopy(norm)
+
+    def forward(self, x: Tensor) -> Tensor:
+        share = self.robustness
+        if isinstance(share, Tensor):
+            share = share.reshape(-1, *[1] * (x.dim() - 1))
+        elif share == 0:
+            return self.clean(x)  # type: ignore[no-any-return]
+        elif share == 1:
+            return self.noised(x)  # type: ignore[no-any-return]
+        mixed: Tensor = (1 - share) * self.clean(x) + share * self.noised(x)
+        return mixed
+
+
+class ConditionedNorm(Adjustable):
+    """FiLM after a norm: (1 + scale(λ))·norm(x) + shift(λ), both by a net of two layers that starts at zero.
+
+    λ is read as cos(π·k·λ) for the first `codes` whole numbers k, the discrete cosine code.
+    """
+
+    def __init__(self, norm: nn.Module, codes: int) -> None:
+        super().__init__()
+        weight = next(iter((*norm.parameters(), *norm.buffers())))
+        if weight.dim() != 1:
+            raise ConfigError(
+                f"a conditioned norm was asked for; {type(norm).__name__} normalises {weight.dim()} dimensions at "
+                "once. Norms over channels fit."
+            )
+        self.norm, self.codes = norm, codes
+        self.last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))  # where the channels are
+        self.scale, self.shift = (_perceptron(codes, len(weight)) for _ in range(2))
+
+    def forward(self, x: Tensor) -> Tensor:
+        chosen = self.robustness
+        one_each = chosen if isinstance(chosen, Tensor) else torch.full((1,), chosen, dtype=x.dtype, device=x.device)
+        harmonics = torch.arange(self.codes, dtype=x.dtype, device=x.device)
+        code = torch.cos(math.pi * one_each.unsqueeze(1) * harmonics)  # (sample or 1, code)
+        between = (1,) * (x.dim() - 2)
+        scale, shift = (
+            found.reshape(len(code), *between, -1) if self.last else found.reshape(len(code), -1, *between)
+            for found in (self.scale(code), self.shift(code))
+        )
+        made: Tensor = (1 + scale) * self.norm(x) + shift
+        return made
+
+
+def _perceptron(codes: int, channels: int) -> nn.Sequential:
+    made = nn.Sequential(nn.Linear(codes, channels), nn.LeakyReLU(), nn.Linear(channels, channels))
+    for value in made[2].parameters():
+        nn.init.zeros_(value)
+    return made
+
+
+# --- modules made of them -----------------------------------------------------------------------------------------
 
 
 @overload
@@ -57,57 +117,75 @@ def dual(module: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[]
     It computes what the module did, and goes through `fq.trace` as any other.
     """
     if not isinstance(module, nn.Module):
-        return partial(_made, module)
-    made = copy.deepcopy(module)
-    pairs: dict[nn.Module, DualNorm] = {}  # a norm that stands in two places is one pair there
-    if _splits(made):
-        return DualNorm(made)
-    for layer in list(made.modules()):
-        if isinstance(layer, DualNorm):
+        return partial(_made, module, DualNorm)
+    return _with(module, DualNorm)
+
+
+@overload
+def conditioned(module: nn.Module, codes: int = ...) -> nn.Module: ...
+@overload
+def conditioned(module: Callable[[], nn.Module], codes: int = ...) -> Callable[[], nn.Module]: ...
+def conditioned(module: nn.Module | Callable[[], nn.Module], codes: int = 128) -> nn.Module | Callable[[], nn.Module]:
+    """A copy of a module in which every norm is a `ConditionedNorm`; or of what a function makes.
+
+    It computes what the module did until it is trained, and goes through `fq.trace` as any other.
+    """
+    make = partial(ConditionedNorm, codes=codes)
+    return _with(module, make) if isinstance(module, nn.Module) else partial(_made, module, make)
+
+
+def _made(factory: Callable[[], nn.Module], make: Callable[[nn.Module], Adjustable]) -> nn.Module:
+    return _with(factory(), make)
+
+
+def _with(module: nn.Module, make: Callable[[nn.Module], Adjustable]) -> nn.Module:
+    """A copy with another layer in place of every norm."""
+    copied = copy.deepcopy(module)
+    if _adjusts(copied):
+        return make(copied)
+    found: dict[nn.Module, Adjustable] = {}  # a norm that stands in two places is one layer there
+    for layer in list(copied.modules()):
+        if isinstance(layer, Adjustable):
             continue
         for name, inner in layer._modules.items():  # unlike named_children, all names of a layer
-            if inner is not None and _splits(inner):
-                pairs[inner] = layer._modules[name] = pairs.get(inner) or DualNorm(inner)
-    if not has_dual(made):
+            if inner is not None and _adjusts(inner):
+                found[inner] = layer._modules[name] = found.get(inner) or make(inner)
+    if not is_adjustable(copied):
         raise ConfigError(
-            f"dual norms were asked for {type(module).__name__}; it has no norm layer with weights or statistics to "
-            "keep two of. Batch, group, layer, instance and RMS norms fit; digits_cnn_norm is digits_cnn with more."
+            f"norms to adjust were asked for in {type(module).__name__}; it has no norm layer with weights or "
+            "statistics. Batch, group, layer, instance and RMS norms fit."
         )
-    return made
+    return copied
 
 
-def _made(factory: Callable[[], nn.Module]) -> nn.Module:
-    return dual(factory())
-
-
-def _splits(layer: nn.Module) -> bool:
+def _adjusts(layer: nn.Module) -> bool:
     """Whether two of a layer could differ."""
     if not isinstance(layer, NORMS) or isinstance(layer, LazyModuleMixin):
         return False
     return any(True for _ in (*layer.parameters(), *layer.buffers()))
 
 
-def dual_norms(module: nn.Module) -> Iterator[DualNorm]:
-    """The pairs in a module."""
-    return (layer for layer in module.modules() if isinstance(layer, DualNorm))
+# --- which of them a net uses -------------------------------------------------------------------------------------
 
 
-def has_dual(module: nn.Module) -> bool:
-    return next(dual_norms(module), None) is not None
+def adjustables(module: nn.Module) -> Iterator[Adjustable]:
+    """The layers in a module that look at λ."""
+    return (layer for layer in module.modules() if isinstance(layer, Adjustable))
+
+
+def is_adjustable(module: nn.Module, kind: type[Adjustable] = Adjustable) -> bool:
+    return any(isinstance(layer, kind) for layer in adjustables(module))
 
 
 def set_robustness(module: nn.Module, robustness: float) -> nn.Module:
     """Choose λ for all that a module computes from now on: 0 is the clean net, 1 the noised one. Nothing is rebuilt."""
     if not 0 <= robustness <= 1:
         raise ConfigError(f"a robustness of {robustness} was asked for; it must lie in [0, 1].")
-    if not has_dual(module):
+    if not is_adjustable(module):
         raise ConfigError(
             f"a robustness of {robustness:g} was asked for; {type(module).__name__} has no dual norms to choose "
             f"between. {HOW_TO}"
         )
-    for layer in dual_norms(module):
+    for layer in adjustables(module):
         layer.robustness = float(robustness)
     return module
-
-
-HOW_TO = "Train the dual model: fq.trace(fq.dual(module), …) in Python, --set model.dual=true on the command line."

@@ -19,7 +19,7 @@ from fedquilt.axes import Axis, Index, axes_in, write
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
-from fedquilt.family.dual import has_dual
+from fedquilt.family.dual import ConditionedNorm, DualNorm, is_adjustable
 from fedquilt.family.laid import LaidNet
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net, Pass
@@ -103,7 +103,17 @@ class Family:
     @cached_property
     def dual(self) -> bool:
         """Whether its norms come in pairs, a clean and a noised one."""
-        return has_dual(self._module)
+        return is_adjustable(self._module, DualNorm)
+
+    @cached_property
+    def conditioned(self) -> bool:
+        """Whether its norms are conditioned on the robustness asked for."""
+        return is_adjustable(self._module, ConditionedNorm)
+
+    @property
+    def adjustable(self) -> bool:
+        """Whether it can be told how robust to be."""
+        return self.dual or self.conditioned
 
     @cached_property
     def carried(self) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedquilt.errors import FedquiltError
-from fedquilt.family.dual import dual_norms
+from fedquilt.family.dual import ConditionedNorm, adjustables
 
 
 class LayoutError(FedquiltError):
@@ -33,7 +33,7 @@ class LaidNet:
     def __init__(self, module: nn.Module, count: int, shares: Mapping[str, float]) -> None:
         """`module` becomes this net's own. `shares`: the kept part of each convolution's outputs, for the scaler."""
         self.module, self.count, self._scaler = module.train(), count, False
-        self._pairs = tuple(dual_norms(module))
+        self._adjustables = tuple(adjustables(module))
         for name, layer in module.named_modules():
             forward = _laid(layer, count)
             if forward is not None:
@@ -51,8 +51,8 @@ class LaidNet:
     ) -> Tensor:
         """Logits (client, batch, class, …) of inputs (client, batch, channel, …), on batch statistics."""
         self._scaler = scaler
-        for pair in self._pairs:
-            pair.robustness = robustness
+        for layer in self._adjustables:
+            layer.robustness = robustness
         flat = inputs.transpose(0, 1).flatten(1, 2)
         outputs: Tensor = functional_call(self.module, dict(weights), (flat,), strict=False)
         if class_dim != 1 or outputs.shape[0] != inputs.shape[1] or outputs.shape[1] % self.count:
@@ -70,6 +70,8 @@ def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
             return partial(_conv, layer, count)
         case nn.ConvTranspose1d() | nn.ConvTranspose2d() | nn.ConvTranspose3d():
             return partial(_conv_transpose, layer, count)
+        case ConditionedNorm():
+            raise LayoutError("it has norms that are conditioned on a number, each client's by its own net")
         case nn.SyncBatchNorm():
             raise LayoutError("it has a SyncBatchNorm")
         case _BatchNorm():

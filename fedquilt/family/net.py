@@ -25,7 +25,7 @@ from torch.overrides import TorchFunctionMode
 
 from fedquilt import noise
 from fedquilt.errors import TrainingError
-from fedquilt.family.dual import dual_norms
+from fedquilt.family.dual import adjustables
 
 Statistics = Literal["batch", "stored", "track", "measure"]
 
@@ -38,7 +38,7 @@ class Pass:
     # Normalise by the batch or by what is stored; by the batch, handing back the new running values or the batch's own.
     statistics: Statistics = "batch"
     scaler: bool = False  # HeteroFL: convolutions' outputs are divided by the kept share, in training only
-    robustness: float = 0.0  # of dual norms: 0 is the clean one, 1 the noised one, between them their mixture
+    robustness: float = 0.0  # of norms that can be told: 0 is the clean net, 1 the noised one
 
 
 @dataclass
@@ -58,7 +58,7 @@ class Net:
         self._constants = dict(constants)
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         self._now = _Now()
-        self._pairs = tuple(dual_norms(module))
+        self._adjustables = tuple(adjustables(module))
         self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
         for name, layer in module.named_modules():
             if isinstance(layer, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
@@ -71,12 +71,20 @@ class Net:
                 layer.register_forward_hook(partial(_rescale, self._now, shares[name]))
 
     def __call__(
-        self, weights: Mapping[str, Tensor], inputs: Tensor, mode: Pass = Pass(), key: Tensor | None = None
+        self,
+        weights: Mapping[str, Tensor],
+        inputs: Tensor,
+        mode: Pass = Pass(),
+        key: Tensor | None = None,
+        condition: Tensor | None = None,
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Run the net. `key` seeds its noise in training, one number a client."""
+        """Run the net. `key` seeds its noise in training, one number a client.
+
+        `condition` is a robustness for each sample, in place of the pass's for all.
+        """
         self.module.train(mode.train)
-        for pair in self._pairs:
-            pair.robustness = mode.robustness
+        for layer in self._adjustables:
+            layer.robustness = mode.robustness if condition is None else condition
         self._now.mode, self._now.seen = mode, {}
         values = {**self._constants_for(weights), **weights}
         if mode.train in self._plain:
@@ -87,6 +95,9 @@ class Net:
             if not drawn.replaced:  # watching every operation costs a millisecond: nets are traced, so once will do
                 self._plain.add(mode.train)
         seen, self._now.seen = self._now.seen, {}
+        if condition is not None:  # a net holds on to nobody's tensors
+            for layer in self._adjustables:
+                layer.robustness = mode.robustness
         return outputs, seen
 
     def _constants_for(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:

@@ -26,7 +26,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fedquilt.family.atoms import Dim, plain
 from fedquilt.family.build import blueprint
-from fedquilt.family.dual import dual_norms
+from fedquilt.family.dual import adjustables
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -298,8 +298,8 @@ def record(
         return made
 
     module = blueprint(module, make)
-    for pair in dual_norms(module):
-        pair.robustness = 0.5  # both norms run: neither may be missed
+    for layer in adjustables(module):
+        layer.robustness = 0.5  # both of two norms run: neither may be missed
 
     def enter(path: str) -> Callable[..., None]:
         return lambda *_: recorder.layers.append(path)

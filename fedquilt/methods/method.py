@@ -10,6 +10,7 @@ from torch import Tensor
 
 from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
+from fedquilt.family.dual import HOW_TO_CONDITION
 from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase
@@ -65,6 +66,11 @@ class Method:
     def init(self, world: World) -> Server:
         """The state before the first round."""
         family = world.family
+        if self.local.adversarial and self.local.adversarial.draws and not family.conditioned:
+            raise ConfigError(
+                f"{type(self).__name__} was asked to draw a weight for every sample, which nets have to be told; the "
+                f"model has no conditioned norms. {HOW_TO_CONDITION}"
+            )
         tracked = family.statistics if self.local.norm == "tracked" else ()  # local ones never come here
         names = {*family.trainable, *tracked, *family.carried}
         initial = self.initial(world).items()

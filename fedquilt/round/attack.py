@@ -82,13 +82,34 @@ class PGD:
 
 @dataclass(frozen=True)
 class AdversarialTraining:
-    """Training on attacked samples beside clean ones (Split-Mix, equation 1)."""
+    """Training on attacked samples beside clean ones (Split-Mix, equation 1).
 
-    weight: float = 0.5  # of the attacked samples' loss, the paper's λn; 0: standard training, 1: attacked ones alone
+    With several weights every sample draws one, which conditioned norms are told (OAT, Wang et al. 2020).
+    """
+
+    # Of the attacked samples' loss, the paper's λn; 0: standard training, 1: attacked ones alone.
+    weight: float | tuple[float, ...] = 0.5
     attack: PGD = PGD()  # on every batch
 
     def __post_init__(self) -> None:
         within(self, weight="[0, 1]")
+        if self.weight == ():
+            raise ConfigError("adversarial training was given no weights to draw from; (0, 0.5, 1) would fit.")
+
+    @property
+    def draws(self) -> bool:
+        """Whether every sample draws its own."""
+        return isinstance(self.weight, tuple)
+
+    @property
+    def all(self) -> tuple[float, ...]:
+        return self.weight if isinstance(self.weight, tuple) else (self.weight,)
+
+    def draw(self, key: Tensor, like: Tensor) -> Tensor:
+        """A weight for each sample of a batch, all of them as likely."""
+        place = (noise.uniform(key, (len(like),), torch.float32) * len(self.all)).long()
+        # Summed up from what is known: a list of numbers would have to be copied to the device.
+        return torch.stack([(place == at).to(like.dtype) * weight for at, weight in enumerate(self.all)]).sum(0)
 
 
 def by_sample(key: int, rows: Tensor, like: Tensor) -> Tensor:

@@ -35,6 +35,7 @@ LastBatch = Literal["keep", "drop", "merge"]
 Masked = Literal["", "client", "batch"]
 Freeze = Literal["update", "gradient"]
 State = dict[str, Tensor]
+_LOT = -4  # the site of the weights that samples draw
 _START = -3  # the site an attack starts from; augmentation has the two before it, layers have those from 1 on
 OptimiserState = dict[str, State]
 
@@ -313,6 +314,8 @@ class View:
     taught: Tensor | None = None  # the logits of the client's own net before this batch moved it, if anybody asks
     known: dict[float | None, Tensor] = field(default_factory=dict)  # logits of nets that have been run
     seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
+    condition: Tensor | None = None  # a robustness for each sample, instead of the pass's
+    importance: Tensor | None = None  # what each sample's loss is multiplied by
 
     def logits(self, share: float | None = None) -> Tensor:
         """Run the client's net on the batch, or the nested net of a smaller share of the whole model."""
@@ -326,11 +329,20 @@ class View:
 
     def _run(self, share: float | None) -> Tensor:
         if share is None:
-            logits, self.seen = self.family.net(self.arch)(self.weights, self.inputs, self.mode, self.key)
+            net = self.family.net(self.arch)
+            logits, self.seen = net(self.weights, self.inputs, self.mode, self.key, self.condition)
             return logits
         nested = self.family.nested(self.arch, share)
         narrowed = self.family.cutter.narrow(self.weights, prefix(self.arch).index, nested.index)
-        return self.family.net(nested.arch)(narrowed, self.inputs, self.mode, self.key)[0]
+        return self.family.net(nested.arch)(narrowed, self.inputs, self.mode, self.key, self.condition)[0]
+
+    def cross_entropy(self, logits: Tensor, ignore: int) -> Tensor:
+        """The mean over the targets that count, by the samples' importance."""
+        if self.importance is None:
+            return F.cross_entropy(logits, self.targets, ignore_index=ignore)
+        losses = F.cross_entropy(logits, self.targets, ignore_index=ignore, reduction="none")
+        by_sample = self.importance.reshape(-1, *[1] * (losses.dim() - 1))
+        return (losses * by_sample).sum() / (self.targets != ignore).sum()
 
 
 class Objective(Protocol):
@@ -355,7 +367,7 @@ class CrossEntropy:
         return (self.share,)
 
     def __call__(self, view: View) -> Tensor:
-        return F.cross_entropy(view.logits(self.share), view.targets, ignore_index=self.ignore)
+        return view.cross_entropy(view.logits(self.share), self.ignore)
 
 
 @dataclass(frozen=True)
@@ -381,7 +393,7 @@ class MaskedCrossEntropy:
             classes = torch.arange(logits.shape[1], device=logits.device)
             present = (view.targets.reshape(-1, 1) == classes).any(0)
         present = present.reshape([1, -1] + [1] * (logits.dim() - 2))
-        return F.cross_entropy(torch.where(present, logits, 0.0), view.targets, ignore_index=self.ignore)
+        return view.cross_entropy(torch.where(present, logits, 0.0), self.ignore)
 
 
 @dataclass(frozen=True)
@@ -408,7 +420,8 @@ class Adversarial:
     """Equation 1 of Split-Mix: (1 − λn)·L(x) + λn·max L(x + δ), δ found by an attack.
 
     Clean samples go through a net's clean norms; attack and attacked samples go through the noised ones (algorithm 4).
-    With single norms it is adversarial training as Madry et al. (2018) have it.
+    With single norms it is adversarial training as Madry et al. (2018) have it. Where every sample draws a λn of its
+    own the net is told it, for both samples and the attack (OAT).
     """
 
     objective: Objective  # L
@@ -419,16 +432,35 @@ class Adversarial:
         return self.objective.shares
 
     def __call__(self, view: View) -> Tensor:
-        weight, losses = self.how.weight, []
-        if weight < 1:
+        weight: float | Tensor = self.how.all[0]
+        if self.how.draws:
+            weight = self.how.draw(noise.fold_in(view.key, _LOT), view.inputs)
+            view = replace(view, condition=weight)
+        losses = []
+        if self._clean:
             clean = view.through(0.0)
-            losses.append((1 - weight) * self.objective(clean))
+            losses.append(self._weighted(clean, 1 - weight))
             view.seen.update(clean.seen)
-        if weight > 0:
+        if self._noised:
             noised = view.through(1.0, weights={**view.weights, **view.seen}, inputs=self._attacked(view))
-            losses.append(weight * self.objective(noised))
+            losses.append(self._weighted(noised, weight))
             view.seen.update(noised.seen)
         return torch.stack(losses).sum()
+
+    def _weighted(self, view: View, weight: float | Tensor) -> Tensor:
+        """The objective with one weight for the batch, or one for each sample."""
+        if not isinstance(weight, Tensor):
+            return weight * self.objective(view)
+        view.importance = weight
+        return self.objective(view)
+
+    @property
+    def _clean(self) -> bool:
+        return any(weight < 1 for weight in self.how.all)
+
+    @property
+    def _noised(self) -> bool:
+        return any(weight > 0 for weight in self.how.all)
 
     def _attacked(self, view: View) -> Tensor:
         """The worst samples found for the weights as they are: no gradient goes through the search."""
@@ -445,8 +477,7 @@ class Adversarial:
     @property
     def passes(self) -> int:
         """What it takes, in passes through the net; a step of the attack goes back to the samples alone."""
-        clean, noised = self.how.weight < 1, self.how.weight > 0
-        return 3 * (clean + noised) + 2 * self.how.attack.steps * noised
+        return 3 * (self._clean + self._noised) + 2 * self.how.attack.steps * self._noised
 
 
 @dataclass(frozen=True)
@@ -582,8 +613,8 @@ class Local:
     def objective_at(self, share: float | None) -> Objective:
         """The loss of the client's own net, or of the nested net of a share."""
         objective = MaskedCrossEntropy(self.masked, share) if self.masked else CrossEntropy(share)
-        # With no weight on attacked samples nothing is to be attacked.
-        return Adversarial(objective, self.adversarial) if self.adversarial and self.adversarial.weight else objective
+        # With no weight on attacked samples nothing is to be attacked; of several, 0 is one that may be drawn.
+        return Adversarial(objective, self.adversarial) if self.adversarial and any(self.adversarial.all) else objective
 
 
 @dataclass(frozen=True)
@@ -611,6 +642,11 @@ class Learner:
     def moves(self, steps: int) -> int:
         """The optimiser steps behind so many batches; every batch has the same number of phases."""
         return steps * len(self.phases)
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds of a sample are on their way through a net at once: clean ones, and attacked ones."""
+        return 2 if any(attacks(phase.objective) for phase in self.phases) else 1
 
     @property
     def timeless(self) -> Self:

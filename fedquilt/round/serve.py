@@ -53,7 +53,10 @@ class Kind:
     attack: PGD | None = None
 
     def inputs(self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
-        """The samples as the nets see them: as they are, or as they are worst for the nets together."""
+        """The samples as the nets see them: as they are, or as they are worst for the nets together.
+
+        All classes are attacked, also those that an exam hides: a sample of a hidden class is lost anyway.
+        """
         if self.attack is None:
             return inputs
         assert drawn is not None, "an attack starts somewhere"
@@ -211,8 +214,9 @@ def _under_attack(method: Method, engine: Engine, how: Evaluation, exams: Sequen
 
     `standard/0.2` and `robust/0.2`; nets with single norms have one of each, `standard` and `robust`.
     """
-    dual = engine.world.family.dual
-    chosen = [(f"/{float(one)}", float(one)) for one in how.robustness] if dual else [("", 0.0)][: len(how.robustness)]
+    chosen = [(f"/{float(one)}", float(one)) for one in how.robustness]
+    if not engine.world.family.adjustable:
+        chosen = [("", 0.0)][: len(chosen)]
     kinds = {
         f"{metric}{suffix}": (robustness, attack)
         for suffix, robustness in chosen

@@ -140,3 +140,17 @@ def test_mistakes(here, capsys, perceptron, make_data):
     shutil.rmtree("heterofl/checkpoint")
     assert main(["export", "heterofl", "--out", "a.pt2"]) == 1
     assert "there is no checkpoint there" in capsys.readouterr().err
+
+
+def test_clients_tell_what_they_spent_and_got(here, capsys):
+    assert main(["clients", "splitmix", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert {"clients", "spread", "trained"} == found.keys()
+    assert all(client["params"] > 0 for client in found["clients"])
+    assert main(["clients", "heterofl"]) == 0
+    out = capsys.readouterr().out
+    assert "MACs a batch" in out
+    assert "of the parameters were trained by somebody" in out
+    Path("own.npz").unlink()
+    assert main(["clients", "heterofl"]) == 2
+    assert "their data cannot be had" in capsys.readouterr().err

@@ -9,6 +9,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.methods import METHODS
+from fedquilt.models import PreResNet
 from fedquilt.terms import Memory
 from tests.conftest import LOCAL, assert_same, with_local
 from tests.engines.test_links import LINKS
@@ -87,6 +88,24 @@ def test_recorded_steps_give_the_numbers_of_the_truth(name, layout, residual, ma
     run = fq.prepare(method, residual, data, fleet, "vectorised", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
+
+
+@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("transform", [fq.dual, fq.conditioned])
+def test_recorded_attacks_give_the_numbers_of_the_truth(transform, layout, make_data, play):
+    """Attacks in training, in tests and in calibration; what cannot be laid is stacked."""
+    family = fq.trace(transform(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6))
+    weight = 0.5 if transform is fq.dual else (0.0, 0.4, 1.0)
+    method = METHODS["splitmix"](local=fq.Local(batch_size=4, norm="post"), base=0.25)
+    method = with_local(method, adversarial=fq.AdversarialTraining(weight))
+    data = make_data(family, RAGGED, tests=48)
+    data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
+    fleet, how = fq.Fleet.of(SHARES, 6, 6), fq.Evaluation(every=0, robustness=(0, 0.5, 1), batch_size=2)
+    truth = play(method, family, data, fleet=fleet, evaluation=how)
+    run = fq.prepare(method, family, data, fleet, "vectorised", 0, "cuda", "fp64", how)
+    run.engine.layout = layout
+    assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
+    assert not run.engine._unswept
 
 
 def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, make_data):

@@ -52,6 +52,8 @@ def test_the_table_has_a_curve_of_one_run_and_a_point_of_each_other(example, fil
     assert [(row["method"], row["share"], row["lambda"]) for row in rows] == [
         ("Split-Mix + DAT", 1.0, 0.0),
         ("Split-Mix + DAT", 1.0, 1.0),
+        ("FedAvg + OAT", 1.0, 0.0),
+        ("FedAvg + OAT", 1.0, 1.0),
         ("FedAvg + AT, λn 0.5", 1.0, None),
     ]
     assert all(0 <= row[kind] <= 1 for row in rows for kind in ("standard", "robust"))
@@ -65,7 +67,8 @@ def test_the_table_has_a_curve_of_one_run_and_a_point_of_each_other(example, fil
 def test_it_compares_what_the_paper_does(example):
     full = list(example.entrants("full", 400, example.WEIGHTS))
     assert [entrant.method.base for entrant in full[:1]] == [1.0]
-    assert [entrant.method.local.adversarial.weight for entrant in full] == [0.5, 0, 0.1, 0.2, 0.3, 0.5, 1]
+    weights = [entrant.method.local.adversarial.weight for entrant in full]
+    assert weights == [0.5, example.OAT, 0, 0.1, 0.2, 0.3, 0.5, 1]
     widths = list(example.entrants("widths", 400, (0.5,)))
     assert (widths[0].method.base, widths[1].method.share) == (0.125, 0.125)
-    assert [entrant.dual for entrant in widths] == [True, False]
+    assert [entrant.norms for entrant in widths] == ["dual", "single"]
