@@ -35,7 +35,6 @@ _HOMES = {
     "fedquilt.devices": ("keep_pages",),
     "fedquilt.experiment": ("Run", "prepare", "run"),
     "fedquilt.export": ("load_model",),
-    "fedquilt.family.dual": ("DualNorm", "dual", "set_robustness"),
     "fedquilt.family.dual": ("ConditionedNorm", "DualNorm", "conditioned", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
