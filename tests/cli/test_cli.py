@@ -698,7 +698,11 @@ def test_what_is_listed_can_be_set(name: str) -> None:
 
     parts = {"model": "tiny_resnet", "data": "digits"}
     settings = {"method": {"name": name}, **parts}
-    for path, row in options("methods", name).items():
+    rows = options("methods", name)
+    absent = tuple(path for path, row in rows.items() if row["default"] == "none")  # tables that are not there
+    for path, row in rows.items():
+        if path.startswith(absent):
+            continue
         chosen = row["type"].startswith(("sgd", "constant", "plain"))  # by its name
         if row["default"] != "null" and "(" not in path:
             keys = ["method", *path.split("."), *(["name"] if chosen else [])]
