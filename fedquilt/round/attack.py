@@ -87,8 +87,7 @@ class AdversarialTraining:
     With several weights every sample draws one, which conditioned norms are told (OAT, Wang et al. 2020).
     """
 
-    # Of the attacked samples' loss, the paper's λn; 0: standard training, 1: attacked ones alone.
-    weight: float | tuple[float, ...] = 0.5
+    weight: float | tuple[float, ...] = 0.5  # of attacked samples' loss (λn): 0 none, 1 all; several: drawn by sample
     attack: PGD = PGD()  # on every batch
 
     def __post_init__(self) -> None:

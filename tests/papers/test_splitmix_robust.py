@@ -497,3 +497,17 @@ def test_masked_losses_are_attacked_as_they_are(pairs, images):
     assert isinstance(objective, Adversarial)
     assert objective.shares == (None,)
     assert objective != Adversarial(CrossEntropy())
+
+
+@pytest.mark.parametrize("norm", ["batch", "post"])
+def test_sweeps_see_the_same_attacks(norm, pairs, images, play):
+    """Tests and calibration as a GPU goes through them, batch after batch of one size."""
+    method = with_local(SplitMix.preset("robust", base=0.5), batch_size=4, norm=norm)
+    data = images(pairs, (8, 8), tests=40)
+    how = fq.Evaluation(every=0, robustness=(0.5,), batch_size=4, local=False)
+    truth = play(method, pairs, data, (1.0, 0.5), evaluation=how, rounds=1)
+    run = fq.prepare(method, pairs, data, fq.Fleet.of((1.0, 0.5), 2, 2), precision="fp64", evaluation=how)
+    run.engine.record = True
+    assert_same(truth, run.train(1))
+    swept = {kind.attack is not None for kind, *_ in run.engine._sweeps}
+    assert swept == {True, False}
