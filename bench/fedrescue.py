@@ -12,13 +12,12 @@ from __future__ import annotations
 
 import argparse
 import logging
-import platform
 import time
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from measure import batch_norms, median
+from measure import batch_norms, cohort, machine, median
 from torch import Tensor, nn
 
 import fedquilt as fq
@@ -33,13 +32,6 @@ from fedquilt.terms import Arch, Client, Job, World
 COHORTS = {"five whole nets": (1.0,) * 5, "five of four shares": (1.0, 0.75, 0.5, 0.5, 0.25)}
 METHODS: dict[str, Nested] = {"fedrescue": FedResCuE(), "fjord": FjORD()}
 BATCH = 32
-
-
-def data_of(clients: int, images: int) -> fq.FederatedData:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(clients * images, 3, 32, 32, generator=generator)
-    y = torch.randint(10, (len(x),), generator=generator)
-    return fq.FederatedData.of((x, y), (x[:100], y[:100]), list(torch.arange(len(x)).split(images)))
 
 
 class Eager:
@@ -125,7 +117,7 @@ def compare(
     times: int,
 ) -> tuple[float, float]:
     """Milliseconds of a cohort's local epoch: one client after another, and ours."""
-    data = data_of(len(shares), images)
+    data = cohort(len(shares), images)
     world = World(family, 0, torch.device(device), DTYPES[precision])
     engine = Vectorised(world, data, precision=precision)
     server = method.init(world)
@@ -161,8 +153,7 @@ def main() -> None:
     asked = parser.parse_args()
     cuda = asked.device == "cuda"
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
-    where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} threads"
-    print(f"{where}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(machine())
     family = fq.trace(fq.models.MODELS["rescue_resnet"].factory, torch.zeros(2, 3, 32, 32))
     for precision in (asked.precision or ("tf32,bf16" if cuda else "fp32")).split(","):
         for name in asked.methods.split(","):

@@ -17,6 +17,8 @@ if TYPE_CHECKING:  # population.py times the import
     import torch
     from torch import nn
 
+    from fedquilt.data import FederatedData
+
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 NUM_CLASSES = 10
 
@@ -68,11 +70,24 @@ def machine() -> str:
     """Where and when, and how busy the machine was."""
     import torch
 
+    gpu = f"{torch.cuda.get_device_name()}, " if torch.cuda.is_available() else ""
     return (
-        f"{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
+        f"{gpu}{platform.processor() or platform.machine()}, {os.cpu_count()} cores, load {os.getloadavg()[0]:.1f}, "
         f"{torch.get_num_threads()} threads, torch {torch.__version__}, Python {platform.python_version()}, "
         f"{datetime.date.today()}"
     )
+
+
+def cohort(clients: int, images: int) -> FederatedData:
+    """Clients with so many random pictures of 32×32 each."""
+    import torch
+
+    import fedquilt as fq
+
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(clients * images, 3, 32, 32, generator=generator)
+    y = torch.randint(NUM_CLASSES, (len(x),), generator=generator)
+    return fq.FederatedData.of((x, y), (x[:100], y[:100]), list(torch.arange(len(x)).split(images)))
 
 
 def median(step: Callable[[], object], times: int, warm: int = 3) -> float:

@@ -10,12 +10,11 @@ from __future__ import annotations
 
 import argparse
 import logging
-import platform
 import time
 
 import torch
 import torch.nn.functional as F
-from measure import batch_norms, median
+from measure import batch_norms, cohort, machine, median
 
 import fedquilt as fq
 from fedquilt.engines.vectorised import Vectorised
@@ -27,16 +26,9 @@ SHARES = tuple(count / 8 for count in (8, 8, 8, 4, 4, 2, 2, 2, 1, 1))
 IMAGES = 500
 
 
-def data_of(clients: int) -> fq.FederatedData:
-    generator = torch.Generator().manual_seed(0)
-    x = torch.randn(clients * IMAGES, 3, 32, 32, generator=generator)
-    y = torch.randint(10, (len(x),), generator=generator)
-    return fq.FederatedData.of((x, y), (x[:100], y[:100]), list(torch.arange(len(x)).split(IMAGES)))
-
-
 def compare(family: fq.Family, batch_size: int, precision: Precision, device: str, times: int) -> None:
     local = fq.Local(optimiser=fq.SGD(lr=0.01, momentum=0.9, decay=5e-4), batch_size=batch_size, last_batch="drop")
-    method, data = SplitMix(local=local), data_of(len(SHARES))
+    method, data = SplitMix(local=local), cohort(len(SHARES), IMAGES)
     world = World(family, 0, torch.device(device), DTYPES[precision])
     engine, server = Vectorised(world, data, precision=precision), method.init(world)
     clients = [Client(id, fq.Budget(share=share), IMAGES, id) for id, share in enumerate(SHARES)]
@@ -80,8 +72,7 @@ def main() -> None:
     asked = parser.parse_args()
     cuda = asked.device == "cuda"
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
-    where = torch.cuda.get_device_name() if cuda else f"{torch.get_num_threads()} threads"
-    print(f"{where}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(machine())
     family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
     for precision in (asked.precision or ("tf32,bf16" if cuda else "fp32")).split(","):
         for batch_size in asked.batch_size.split(","):
