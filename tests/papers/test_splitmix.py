@@ -200,6 +200,14 @@ def test_table_1_parameters_of_cifar_10():
     assert [round(params(family, share), 1) for share in shares] == [0.2, 0.4, 0.7, 1.4]
 
 
+def test_table_1_parameters_of_digits():
+    family = fq.trace(fq.models.MODELS["digits_cnn_norm"].factory, torch.zeros(2, 3, 28, 28))
+    shares = (0.125, 0.25, 0.5, 1.0)
+    nets = [family.count(family.fit(Budget(share=share))) / 1e6 for share in shares]
+    assert [round(count, 1) for count in nets] == [0.2, 0.9, 3.6, 14.2]
+    assert [round(params(family, share), 1) for share in shares] == [0.2, 0.4, 0.9, 1.8]
+
+
 def test_budgets_that_are_no_shares_bound_the_sum_of_the_nets(residual):
     method, world = SplitMix(**QUARTER), World(residual)
     one = residual.cost(residual.fit(Budget(share=0.25)))
