@@ -305,7 +305,7 @@ class Unit:
         kept = {slot: {n: v.clone() for n, v in values.items()} for slot, values in self.slots.items() if masked}
         losses = self.losses[0]
         for phase in learner.phases:
-            grads, (losses, seen) = self._gradients(phase.objective, batch)
+            grads, (losses, seen) = self._gradients(phase.objective, batch, self.shape.arch, self.state, self.received)
             self._move(self.engine.clipped(learner, grads), phase, self._constant[phase])
             rewrite(self.state, seen)
         self._close(losses, before, kept, masked)
@@ -341,9 +341,19 @@ class Unit:
                 rewrite(hand.kept[slot], values)
 
     def _add(self, hand: _Hand, objective: Objective) -> None:
-        """One objective's gradient to those of its phase."""
-        grads, (losses, seen) = self._gradients(objective, hand.batch)
-        torch._foreach_add_(list(hand.grads.values()), [_laid_out_as(grads[n], own) for n, own in hand.grads.items()])
+        """One objective's gradient to those of its phase; of a nested net, only where that net is."""
+        family, arch, sums = self.engine.world.family, self.shape.arch, hand.grads
+        state, received = self.state, self.received
+        if len(objective.shares) == 1 and objective.shares[0] is not None:
+            held, nested = prefix(arch).index, family.nested(arch, objective.shares[0])
+            state, received, sums = (
+                family.cutter.narrow(own, held, nested.index, lead=1) for own in (state, received, sums)
+            )
+            arch = nested.arch
+        grads, (losses, seen) = self._gradients(objective, hand.batch, arch, state, received)
+        if arch == self.shape.arch:  # what is laid out alike is added by one launch
+            grads = {name: _laid_out_as(grads[name], own) for name, own in sums.items()}
+        torch._foreach_add_(list(sums.values()), [grads[name] for name in sums])
         hand.sums += losses
         rewrite(self.state, seen)
 
@@ -368,16 +378,18 @@ class Unit:
                 return self._net(self.state, batch.inputs, family.layout.class_dim, learner.local.scaler)
         return self.engine.taught(learner, arch, self.state, batch)
 
-    def _gradients(self, objective: Objective, batch: Batch) -> tuple[State, tuple[Tensor, State]]:
-        learner, family, arch = self.shape.learner, self.engine.world.family, self.shape.arch
+    def _gradients(
+        self, objective: Objective, batch: Batch, arch: Arch, state: State, received: State
+    ) -> tuple[State, tuple[Tensor, State]]:
+        learner, family = self.shape.learner, self.engine.world.family
         if self.shape.layout == "alone":
-            state, received = ({name: value[0] for name, value in own.items()} for own in (self.state, self.received))
+            state, received = ({name: value[0] for name, value in own.items()} for own in (state, received))
             grads, (loss, stats) = gradient(learner, family, arch, objective, state, received, _first(batch))
             lead = ({n: v.unsqueeze(0) for n, v in found.items()} for found in (grads, stats))
             return next(lead), (loss.unsqueeze(0), next(lead))
-        if self._net is not None:
-            return laid_gradient(learner, family, arch, objective, self._net, self.state, self.received, batch)
-        return self.engine.gradients(learner, arch, objective, self.state, self.received, batch)
+        if self._net is not None and arch == self.shape.arch:
+            return laid_gradient(learner, family, arch, objective, self._net, state, received, batch)
+        return self.engine.gradients(learner, arch, objective, state, received, batch)
 
     def _mask(self, phase: Phase) -> State | None:
         """1 where a phase may move, laid out as the weights are; None: everywhere."""
