@@ -346,10 +346,10 @@ class Unit:
         state, received = self.state, self.received
         if len(objective.shares) == 1 and objective.shares[0] is not None:
             held, nested = prefix(arch).index, family.nested(arch, objective.shares[0])
-            state, received, sums = (
-                family.cutter.narrow(own, held, nested.index, lead=1) for own in (state, received, sums)
-            )
-            arch = nested.arch
+            inside = family.cutter.narrow(sums, held, nested.index, lead=1)
+            if all(own._is_view() or own is sums[name] for name, own in inside.items()):  # heads are cut by copies
+                sums, arch = inside, nested.arch
+                state, received = (family.cutter.narrow(own, held, nested.index, lead=1) for own in (state, received))
         grads, (losses, seen) = self._gradients(objective, hand.batch, arch, state, received)
         if arch == self.shape.arch:  # what is laid out alike is added by one launch
             grads = {name: _laid_out_as(grads[name], own) for name, own in sums.items()}
