@@ -4,8 +4,9 @@
     python examples/splitmix_tables.py cifar10.npz --table cifar10 --rounds 100 --device cuda --precision bf16
 
 `digits` and `cifar10`: Table 1, with Figures 5 and 6's statistics of clients. `ablation`: Table 4. `iid`: Table 5.
-`budgets`: Figure 11. `contact`: Figure 12. Every width's accuracy is that on the whole test set, and, where there are
-domains, the mean over them. docs/results/splitmix.md has what came out.
+`budgets`: Figure 11. `contact`: Figure 12. `sizes`: what Table 1's nets cost, of the model of the tables beside it.
+Every width's accuracy is that on the whole test set, and, where there are domains, the mean over them.
+docs/results/splitmix.md has what came out.
 """
 
 from __future__ import annotations
@@ -88,7 +89,7 @@ class Tables:
 
     def __init__(self, asked: argparse.Namespace) -> None:
         self.asked = asked
-        self.kind = "cifar10" if asked.table[0] in ("cifar10", "iid") else "digits"
+        self.kind = "cifar10" if {"cifar10", "iid"} & set(asked.table) else "digits"
         self.pool = npz(asked.data, **SCALE)
         model = fq.models.MODELS["digits_cnn_norm" if self.kind == "digits" else "preresnet18"].factory
         self.runs = Runs(fq.trace(model, self.pool.example), asked.out, asked.device, asked.precision)
@@ -130,6 +131,17 @@ def told(lines: list[dict[str, Any]]) -> str:
     return markdown(["setting", "method", *(f"×{share}" for share in shares), "own, ×1", "GB", "s"], table)
 
 
+def sizes(family: fq.Family) -> str:
+    """Parameters and multiply-adds of Table 1, of whole nets and of base nets mixed; nothing is trained."""
+    world, rows = fq.World(family), []
+    for width in reversed(WIDTHS):
+        whole = family.cost(family.fit(fq.Budget(share=width)))
+        mix = [family.cost(net) for net in SplitMix().deploy(fq.Server(0, {}), fq.Budget(share=width), world)]
+        mixed = sum(cost.params for cost in mix), sum(cost.macs for cost in mix)
+        rows.append([f"×{width:g}", *(f"{count / 1e6:.2f} M" for count in (whole.params, whole.macs, *mixed))])
+    return markdown(["width", "a whole net: parameters", "MACs", "base nets mixed: parameters", "MACs"], rows)
+
+
 def _mean(line: dict[str, Any], share: str) -> float | None:
     """Over domains, where there are some, else over the test set."""
     domains = [v[share] for name, v in line["metrics"].items() if name.startswith("accuracy/") and share in v]
@@ -140,7 +152,7 @@ def _mean(line: dict[str, Any], share: str) -> float | None:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("data", help="an .npz file with x_train, y_train, x_test, y_test, and domains for Digits")
-    names = ("digits", "ablation", "budgets", "contact", "cifar10", "iid")
+    names = ("sizes", "digits", "ablation", "budgets", "contact", "cifar10", "iid")
     parser.add_argument("--table", nargs="+", default=["digits"], choices=names)
     parser.add_argument("--methods", nargs="*", default=[], help="only these")
     parser.add_argument("--part", type=float, default=0.3, help="of each client's training images of Digits")
@@ -153,6 +165,9 @@ def main() -> None:
     asked = parser.parse_args()
     tables = Tables(asked)
     for table in asked.table:
+        if table == "sizes":
+            print(sizes(tables.runs.family))
+            continue
         chosen = [case for case in cases(table) if not asked.methods or case.method in asked.methods]
         lines = [tables.play(case, seed) for seed in asked.seeds for case in chosen]
         print(f"\n{table}\n{told(lines)}\n")

@@ -19,7 +19,7 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.net import Pass
 from fedquilt.round.link import PERFECT
 from fedquilt.round.local import NormPolicy, spans
-from fedquilt.round.serve import mean_statistics
+from fedquilt.round.serve import given, mean_statistics
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ class Shelf:
         """The nets a device of this budget gets, checked by what they cost."""
         run, world = self.run, self.run.engine.world
         if self.client is None:
-            nets = run.method.deploy(self.server, budget, world)
+            nets = given(run.method, self.server, budget, world)
         else:
             nets = run.method.own(run.server, self._asked(budget), world)
         check_within(run, nets, budget)

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import importlib.util
 import signal
+import sys
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
+from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -155,3 +159,16 @@ def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:
         assert (mine.bytes_down, mine.bytes_up, mine.macs) == (theirs.bytes_down, theirs.bytes_up, theirs.macs)
         assert mine.loss == pytest.approx(theirs.loss, abs=atol)
         assert mine.grades == theirs.grades
+
+
+def load_example(name: str) -> ModuleType:
+    """A script of examples/ as a module; those beside it can be imported by it."""
+    folder = Path(__file__).parents[1] / "examples"
+    if str(folder) not in sys.path:
+        sys.path.append(str(folder))
+    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    assert spec is not None
+    assert spec.loader is not None
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
+    spec.loader.exec_module(module)
+    return module

@@ -13,6 +13,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.axes import Index
 from fedquilt.checks import within
+from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD, by_sample
 from fedquilt.round.clients import Fleet
@@ -310,6 +311,17 @@ def joined(nets: Mix, weights: Mapping[Submodel, Weights]) -> dict[str, Tensor]:
     return {net.scope + name: value for net in nets for name, value in weights[net].items()}
 
 
+def given(method: Method, server: Server, budget: Budget, world: World) -> Mix:
+    """The nets a method gives a device, which are a tuple even where there is one."""
+    nets = method.deploy(server, budget, world)
+    if not isinstance(nets, tuple):
+        raise ConfigError(
+            f"{type(method).__name__}.deploy returned a {type(nets).__name__} for the budget {budget}; a tuple of "
+            "sub-models fits, whose logits are averaged: (submodel,)."
+        )
+    return nets
+
+
 def members_by_share(
     method: Method, server: Server, fleet: Fleet, world: World, shares: Sequence[float] = ()
 ) -> dict[str, Mix]:
@@ -321,7 +333,7 @@ def members_by_share(
     asked = () if method.personal else (Budget(share=share) for share in (1.0, *shares))
     for budget in (*fleet.kinds, *asked):
         own = Client(0, budget)
-        nets = method.own(server, own, world) if method.personal else method.deploy(server, budget, world)
+        nets = method.own(server, own, world) if method.personal else given(method, server, budget, world)
         found.setdefault(share_label(budget, world), nets)
     return dict(sorted(found.items(), key=lambda item: -float(item[0])))
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -16,16 +14,14 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.data import npz
 from fedquilt.round.cut import prefix
+from tests.conftest import load_example
 
 FILE = Path(__file__).parents[2] / "examples" / "fedrescue_case_study.py"
 
 
 @pytest.fixture(scope="module")
 def case():
-    spec = importlib.util.spec_from_file_location("fedrescue_case_study", FILE)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+    return load_example("fedrescue_case_study")
 
 
 @pytest.fixture(scope="module")

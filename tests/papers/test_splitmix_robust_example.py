@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
-import sys
 from pathlib import Path
 
 import numpy as np
 import pytest
+
+from tests.conftest import load_example
 
 FILE = Path(__file__).parents[2] / "examples" / "splitmix_robust.py"
 
 
 @pytest.fixture(scope="module")
 def example():
-    spec = importlib.util.spec_from_file_location("splitmix_robust", FILE)
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
-    spec.loader.exec_module(module)
-    return module
+    return load_example("splitmix_robust")
 
 
 @pytest.fixture(scope="module")

@@ -259,3 +259,12 @@ def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(norm, res
             own[client, domain] = score.accuracy
     assert metrics["accuracy/mnist"]["1.0"] == pytest.approx((own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12)
     assert metrics["accuracy/syn"] == {"1.0": own[2, 1]}
+
+
+def test_a_method_that_gives_a_device_no_tuple_is_told_what_fits(residual, make_data, play):
+    class Old(HeteroFL):
+        def deploy(self, server, budget, world):
+            return super().deploy(server, budget, world)[0]
+
+    with pytest.raises(fq.errors.ConfigError, match=r"Old\.deploy returned a Submodel for the budget share 1"):
+        play(with_local(Old(), batch_size=4), residual, make_data(residual, (6, 6)), (1.0, 0.5))

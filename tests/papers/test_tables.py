@@ -1,0 +1,55 @@
+"""The scripts that reproduce tables: every case can be made, and a run that is written down is not made again."""
+
+from __future__ import annotations
+
+import json
+
+import pytest
+
+import fedquilt as fq
+from fedquilt.methods import HeteroFL, Method
+from tests.conftest import load_example, with_local
+
+FEDRESCUE = ("sufficiency", "clusters", "loss", "samples", "parts", "norms", "digits")
+SPLITMIX = ("digits", "ablation", "budgets", "contact", "cifar10", "iid")
+
+
+@pytest.mark.parametrize("table", FEDRESCUE)
+def test_fedrescues_cases(table):
+    script = load_example("fedrescue_tables")
+    cases = list(script.cases(table, 0.2))
+    assert (
+        len(cases)
+        == len(set(cases))
+        == {"sufficiency": 8, "clusters": 4, "loss": 16, "samples": 15, "parts": 6}.get(table, len(cases))
+    )
+    assert all(isinstance(case.how, Method) and case.link in (*script.RATES, "by domain") for case in cases)
+    assert all(script.fleet(case.setting, 20, 3).num_clients == 20 for case in cases)
+
+
+@pytest.mark.parametrize("table", SPLITMIX)
+def test_splitmixs_cases(table):
+    cases = list(load_example("splitmix_tables").cases(table))
+    assert len(cases) == {"digits": 6, "cifar10": 6, "iid": 6, "ablation": 16, "budgets": 14, "contact": 4}[table]
+    assert all(fq.Fleet.of(case.fleet, 50, case.contact).num_clients == 50 for case in cases)
+
+
+def test_a_run_that_is_written_down_is_not_made_again(residual, make_data, tmp_path):
+    reproducing = load_example("reproducing")
+    data, fleet, how = make_data(residual, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2), fq.Evaluation(every=1)
+    method, out, known = with_local(HeteroFL(), batch_size=4), tmp_path / "runs.jsonl", {"table": "a", "method": "b"}
+    first = reproducing.Runs(residual, out, "cpu", "fp64").run(known, method, data, fleet, 2, how, seed=5)
+    assert json.loads(out.read_text())["accuracy"] == first["accuracy"]
+    again = reproducing.Runs(residual, out, "cpu", "fp64")
+    assert again.run(known, method, data, fleet, 2, how, seed=5) == json.loads(out.read_text())
+    assert again.engine == "vectorised"  # none was made
+    again.run(known, method, data, fleet, 2, how, seed=6)
+    assert len(out.read_text().splitlines()) == 2
+
+
+def test_means_over_seeds():
+    reproducing = load_example("reproducing")
+    assert reproducing.percent([0.5, 0.7]) == "60.0 ± 10.0"
+    assert reproducing.percent([0.5]) == "50.0"
+    assert reproducing.percent([]) == "–"
+    assert reproducing.markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
