@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -15,8 +14,6 @@ import fedquilt as fq
 from fedquilt.data import npz
 from fedquilt.round.cut import prefix
 from tests.conftest import load_example
-
-FILE = Path(__file__).parents[2] / "examples" / "fedrescue_case_study.py"
 
 
 @pytest.fixture(scope="module")

@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-from pathlib import Path
 
 import numpy as np
 import pytest
 
 from tests.conftest import load_example
-
-FILE = Path(__file__).parents[2] / "examples" / "splitmix_robust.py"
 
 
 @pytest.fixture(scope="module")

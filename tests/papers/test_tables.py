@@ -18,11 +18,8 @@ SPLITMIX = ("digits", "ablation", "budgets", "contact", "cifar10", "iid")
 def test_fedrescues_cases(table):
     script = load_example("fedrescue_tables")
     cases = list(script.cases(table, 0.2))
-    assert (
-        len(cases)
-        == len(set(cases))
-        == {"sufficiency": 8, "clusters": 4, "loss": 16, "samples": 15, "parts": 6}.get(table, len(cases))
-    )
+    counts = {"sufficiency": 8, "clusters": 4, "loss": 16, "samples": 15, "parts": 6, "norms": 3, "digits": 5}
+    assert len(cases) == len(set(cases)) == counts[table]
     assert all(isinstance(case.how, Method) and case.link in (*script.RATES, "by domain") for case in cases)
     assert all(script.fleet(case.setting, 20, 3).num_clients == 20 for case in cases)
 
