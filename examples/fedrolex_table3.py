@@ -87,6 +87,7 @@ def main() -> None:
     parser.add_argument("--precision", default="fp32")
     parser.add_argument("--stages", default="tune,full,presets,coverage", help="also bounds: one common share")
     parser.add_argument("--methods", default=",".join(METHODS))
+    parser.add_argument("--presets", default="paper,released")
     parser.add_argument("--labels", type=int, default=2, choices=SCHEDULES)
     parser.add_argument("--fleet", default="uniform", choices=FLEETS, help="income: Table 4's")
     parser.add_argument("--cohort", type=int, default=10, help="of 100; 5 and 20 are Table 6's others")
@@ -138,7 +139,7 @@ def main() -> None:
             method, own = of(name, lr)
             run("full", name, method, data, rounds, asked.every, **own)
     if "presets" in stages:
-        for preset in ("paper", "released"):
+        for preset in asked.presets.split(","):
             run("preset", "fedrolex", FedRolex.preset(preset), data, 500, 100, preset=preset)
     if "bounds" in stages:  # Table 9: one common model, 1,250 rounds, a tenth of the rate after 500 and after 1,000
         for share in (1.0, 1 / 16):

@@ -14,11 +14,20 @@ from pathlib import Path
 from typing import Any
 
 import fedquilt as fq
-from fedquilt.data import FederatedData
+from fedquilt.data import FederatedData, Pool
+from fedquilt.errors import TrainingError
 from fedquilt.methods import Method
 from fedquilt.precision import Precision
 from fedquilt.round.link import PERFECT
 from fedquilt.round.serve import grade
+
+DIGITS = 7438  # training images of a domain in Digits-Five as the papers have it, from FedBN
+
+
+def of_digits(part: float, pool: Pool) -> float:
+    """What a part of the papers' Digits-Five is of the images that are here: at most all of them."""
+    assert pool.domains is not None
+    return min(1.0, part * DIGITS * len(pool.domains.unique()) / len(pool.targets))
 
 
 class Runs:
@@ -53,17 +62,23 @@ class Runs:
         )
         self.engine = run.engine
         began = time.perf_counter()
-        run.train(rounds, watch=lambda record: self._tell(known, record, began))
+        try:
+            run.train(rounds, watch=lambda record: self._tell(known, record, began))
+        except TrainingError as error:  # what counts is the state it has left: that of the round before
+            print(*known.values(), error, flush=True)
+        seconds = time.perf_counter() - began
+        # Clients' own parts are tested once, at the end.
+        final = grade(run.method, run.server, run.fleet, run.engine, replace(how, local=local))
         line = {
             **known,
-            "seconds": time.perf_counter() - began,
-            "accuracy": run.accuracy,
-            "metrics": run.summary["metrics"],
+            "seconds": seconds,
+            "accuracy": final.accuracy,
+            "metrics": final.metrics,
             "curves": {r.round: r.grades.accuracy for r in run.records if r.grades.accuracy},
             "gigabytes": sum(r.bytes_down + r.bytes_up for r in run.records) / 1e9,
         }
-        if local:  # once, at the end: it tests every client's part
-            line["metrics"] = grade(run.method, run.server, run.fleet, run.engine, replace(how, local=True)).metrics
+        if run.server.round < rounds:
+            line["diverged"] = run.server.round + 1
         self.write(line)
         return line
 
@@ -76,6 +91,12 @@ class Runs:
         if record.grades.accuracy:
             accuracy = {share: f"{100 * value:.1f}" for share, value in record.grades.accuracy.items()}
             print(*known.values(), record.round, f"{time.perf_counter() - began:.0f} s", accuracy, flush=True)
+
+
+def told_of(method: str, lines: Sequence[dict[str, Any]]) -> str:
+    """A method, and when its runs diverged, if some did."""
+    found = ", ".join(str(line["diverged"]) for line in lines if "diverged" in line)
+    return f"{method}, diverged in round {found}" if found else method
 
 
 def percent(values: Sequence[float]) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from reproducing import Runs, markdown, percent
+from reproducing import Runs, markdown, of_digits, percent, told_of
 
 import fedquilt as fq
 from fedquilt.data import Domains, FederatedData, Iid, Labels, Partition, npz
@@ -98,7 +98,8 @@ class Tables:
     def deal(self, table: str, seed: int) -> FederatedData:
         if (table, seed) not in self.data:
             how: dict[str, Partition] = {"cifar10": Labels(3), "iid": Iid()}
-            partition = how.get(table, Domains(fraction=self.asked.part))
+            fraction = 1.0 if self.kind == "cifar10" else of_digits(self.asked.part, self.pool)
+            partition = how.get(table, Domains(fraction=fraction))
             dealt = self.pool.deal(CLIENTS[self.kind], partition, seed)
             self.data = {(table, seed): dealt.to(torch.device(self.asked.device), DTYPES[self.asked.precision])}
         return self.data[table, seed]
@@ -109,7 +110,10 @@ class Tables:
         fleet = fq.Fleet.of(case.fleet, CLIENTS[self.kind], contact, seed=seed)
         how = fq.Evaluation(every=asked.every, batch_size=100, local=False, shares=WIDTHS)
         known = {"table": case.table, "method": case.method, "setting": case.setting, "part": asked.part}
-        return self.runs.run(known, case.how, data, fleet, asked.rounds, how, seed, local=True)
+        method = case.how
+        if isinstance(method.local.schedule, fq.Cosine):  # which ends with the run
+            method = replace(method, local=replace(method.local, schedule=fq.Cosine(asked.rounds)))
+        return self.runs.run(known, method, data, fleet, asked.rounds, how, seed, local=True)
 
 
 def told(lines: list[dict[str, Any]]) -> str:
@@ -121,7 +125,7 @@ def told(lines: list[dict[str, Any]]) -> str:
     table = []
     for (setting, method), same in rows.items():
         own = [share for share in shares if "×" not in method or f"×{float(share):g}" == method.split()[-1]]
-        row = [setting, method]
+        row = [setting, told_of(method, same)]
         for share in shares:
             key = "1.0" if "×" in method and share in own else share  # the widest that there is
             found = [_mean(one, key) for one in same] if share in own else []
@@ -155,7 +159,7 @@ def main() -> None:
     names = ("sizes", "digits", "ablation", "budgets", "contact", "cifar10", "iid")
     parser.add_argument("--table", nargs="+", default=["digits"], choices=names)
     parser.add_argument("--methods", nargs="*", default=[], help="only these")
-    parser.add_argument("--part", type=float, default=0.3, help="of each client's training images of Digits")
+    parser.add_argument("--part", type=float, default=0.3, help="of the paper's Digits, 7,438 images a domain")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--every", type=int, default=50, help="rounds between evaluations")

@@ -9,6 +9,7 @@ recorded instead of the whole, each when it is first needed: nets, not combinati
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 from collections.abc import Callable, Hashable, Iterator, Mapping
@@ -53,6 +54,8 @@ os.environ.setdefault("CUDA_DEVICE_MAX_CONNECTIONS", "32")
 Layout = Literal["alone", "laid", "stack"]
 _WARM = 3  # times an action is carried out before it is recorded
 _CHUNK = 64  # steps whose batches are on the device at once
+_SCARCE = 4  # of a card's memory less than such a part is free
+_RARE = 32  # times a tail of one size is taken as it comes before it is recorded
 
 
 class CaptureError(FedquiltError):
@@ -89,7 +92,8 @@ class Unit:
             for slot in learner.local.optimiser.slots
         }
         self.received = {name: value.clone() for name, value in self.state.items()}
-        self.rows = torch.zeros(_CHUNK, count, learner.local.batch_size, dtype=torch.int64, device=device)
+        most = 2 * learner.local.batch_size  # a short tail may be joined to the batch before
+        self.rows = torch.zeros(_CHUNK, count, most, dtype=torch.int64, device=device)
         self.active = torch.ones(_CHUNK, count, dtype=torch.bool, device=device)
         self.losses = torch.zeros(_CHUNK, count, dtype=world.dtype, device=device)
         self.held = torch.ones(count, family.num_classes, dtype=torch.bool, device=device)
@@ -131,8 +135,9 @@ class Unit:
             raise LayoutError("its norms keep statistics")
         if self.shape.learner.kinds > 1:
             raise LayoutError("its samples are attacked, which takes nets one by one")
-        some = torch.arange(self.rows[0].numel(), device=self.rows.device) % len(self.engine.data.targets)
-        inputs, net = self.engine.data.samples(some.view(self.rows.shape[1:])), family.net(self.shape.arch)
+        count, size = self.shape.count, self.shape.learner.local.batch_size
+        some = torch.arange(count * size, device=self.rows.device) % len(self.engine.data.targets)
+        inputs, net = self.engine.data.samples(some.view(count, size)), family.net(self.shape.arch)
         shaken = {
             name: value + 0.1 * noise.uniform(noise.fold_in(self.keys[0], place), value.shape, value.dtype)
             for place, (name, value) in enumerate(self.state.items())
@@ -170,20 +175,30 @@ class Unit:
         with self._on_stream():
             if step % _CHUNK == 0:
                 self._fill(step)
-            size = self.shape.learner.local.batch_size
-            groups = self._stack.groups(step)
-            whole = next((group for group in groups if self._stack.sizes[group[0]][step] == size), [])
-            everyone = len(whole) == self.shape.count
-            if whole and (everyone or self._masking):
-                self._replay(step, masked=not everyone)
+            size = self._sizes[step % _CHUNK]
+            if size:
+                self._replay(step, size, masked=self._stack.sizes_at(step) != [size] * self.shape.count)
             else:
-                whole = []
                 self.at += 1
                 self.age += len(self.shape.learner.phases)
-            for clients in groups:
-                if clients is not whole:
+            for clients in self._stack.groups(step):
+                if self._stack.sizes[clients[0]][step] != size:
                     self.engine.step(self._stack, step, clients)
                     self._take_back()
+
+    def _size(self, step: int) -> int:
+        """Of the batches that are played as recorded: full ones, or everyone's tail if it is a usual one; 0: none."""
+        full, found = self.shape.learner.local.batch_size, self._stack.sizes_at(step)
+        if found == [found[0]] * self.shape.count:
+            return found[0] if found[0] == full or self._usual(found[0]) else 0
+        return full if self._masking and full in found else 0
+
+    def _usual(self, size: int) -> bool:
+        """Whether recording steps of this size pays: every size needs kernels of its own, which are searched for."""
+        if self.stream is None:
+            return True
+        self.engine.tails[self.shape, size] += 1
+        return self.engine.tails[self.shape, size] > _RARE
 
     @property
     def _masking(self) -> bool:
@@ -192,18 +207,19 @@ class Unit:
 
     def _fill(self, step: int) -> None:
         """Put the batches of the next steps onto the device."""
-        stack, size = self._stack, self.shape.learner.local.batch_size
+        stack = self._stack
         self._report(step)
         steps = range(step, min(step + _CHUNK, len(stack.losses)))
-        rows = torch.zeros(_CHUNK, self.shape.count, size, dtype=torch.int64)
-        active = torch.zeros(_CHUNK, self.shape.count, dtype=torch.bool)
+        self._sizes = [self._size(at) for at in steps]
+        rows = torch.zeros(self.rows.shape, dtype=torch.int64)
+        active = torch.zeros(self.active.shape, dtype=torch.bool)
         for client, own in enumerate(stack.batches):
-            full = [place for place, length in enumerate(stack.sizes[client][step : steps.stop]) if length == size]
-            if full:
-                rows[full, client] = torch.stack([own[step + place] for place in full])
-                active[full, client] = True
-        if not self._masking:  # where not everyone has a full batch, steps are taken as they come
-            active &= active.all(1, keepdim=True)
+            own_sizes = stack.sizes[client][step : steps.stop]
+            for length in dict.fromkeys(self._sizes):
+                places = [p for p, own_size in enumerate(own_sizes) if own_size == length == self._sizes[p]]
+                if places:
+                    rows[places, client, :length] = torch.stack([own[step + place] for place in places])
+                    active[places, client] = True
         device = self.at.device
         self.rows.copy_(onto(device, rows))
         self.active.copy_(onto(device, active))
@@ -240,7 +256,8 @@ class Unit:
     def record(self, masked: bool = False) -> None:
         """Capture a step; of one whose phases are drawn, the parts it begins with."""
         if self.stream is not None:
-            for key, action in self._actions(self.shape.learner.phases, masked):
+            full = self.shape.learner.local.batch_size
+            for key, action in self._actions(self.shape.learner.phases, full, masked):
                 if key is None:
                     action()
                 else:
@@ -268,8 +285,8 @@ class Unit:
         if self._hand is not None:
             yield from self._hand.tensors()
 
-    def _replay(self, step: int, masked: bool) -> None:
-        for key, action in self._actions(self._learner.phases_at(step), masked):
+    def _replay(self, step: int, size: int, masked: bool) -> None:
+        for key, action in self._actions(self._learner.phases_at(step), size, masked):
             if key is None or self.stream is None:
                 action()
             else:
@@ -278,18 +295,23 @@ class Unit:
     def replay_alone(self) -> None:
         """One step of whatever the tensors hold."""
         with self._on_stream():
-            self._replay(0, masked=False)
+            self._replay(0, self.shape.learner.local.batch_size, masked=False)
 
-    def _actions(self, phases: tuple[Phase, ...], masked: bool) -> Iterator[tuple[Hashable, Callable[[], None]]]:
+    def _actions(
+        self, phases: tuple[Phase, ...], size: int, masked: bool
+    ) -> Iterator[tuple[Hashable, Callable[[], None]]]:
         """What a step consists of, each with the name it is recorded under; without one it is only done."""
         hand = self._hand
         if hand is None:
-            yield masked, lambda: self._step(masked)
+            yield (size, masked), lambda: self._step(size, masked)
             return
-        yield ("open", masked), lambda: self._deal(hand, masked)
+        if size not in hand.batches:
+            hand.batches[size] = Batch(*(value.clone() for value in _tensors_of(self._batch(size))))
+        batch = hand.batches[size]
+        yield ("open", size, masked), lambda: self._deal(hand, batch, masked)
         for phase in phases:
             for objective in apart(phase.objective):
-                yield objective, lambda objective=objective: self._add(hand, objective)  # type: ignore[misc]
+                yield (objective, size), lambda o=objective: self._add(hand, batch, o)  # type: ignore[misc]
             if not isinstance(phase.moves, Everywhere):
                 yield None, lambda phase=phase: self._load_mask(hand, phase)  # type: ignore[misc]
             whole = isinstance(phase.moves, Everywhere)
@@ -298,9 +320,9 @@ class Unit:
 
     # --- a step whose phases are always the same -------------------------------------------------------------------
 
-    def _step(self, masked: bool) -> None:
+    def _step(self, size: int, masked: bool) -> None:
         learner = self.shape.learner
-        batch = self._batch()
+        batch = self._batch(size)
         before = {name: value.clone() for name, value in self.state.items()} if masked else {}
         kept = {slot: {n: v.clone() for n, v in values.items()} for slot, values in self.slots.items() if masked}
         losses = self.losses[0]
@@ -310,10 +332,10 @@ class Unit:
             rewrite(self.state, seen)
         self._close(losses, before, kept, masked)
 
-    def _batch(self) -> Batch:
-        """Everyone's batch of this step."""
+    def _batch(self, size: int) -> Batch:
+        """Everyone's batch of this step, of so many samples."""
         learner = self.shape.learner
-        rows, keys = self.rows.index_select(0, self.at)[0], self.noise.index_select(0, self.at)[0]
+        rows, keys = self.rows.index_select(0, self.at)[0, :, :size], self.noise.index_select(0, self.at)[0]
         inputs = self.engine.augmented(learner.local, self.engine.data.samples(rows), keys)
         if self._channels_last and inputs.dim() == 5:
             inputs = inputs[0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
@@ -331,16 +353,16 @@ class Unit:
 
     # --- a step whose phases are drawn: parts that hand each other what they found -----------------------------------
 
-    def _deal(self, hand: _Hand, masked: bool) -> None:
+    def _deal(self, hand: _Hand, batch: Batch, masked: bool) -> None:
         """The batch, and what there was before it."""
-        for own, new in zip(hand.batch_tensors(), _tensors_of(self._batch()), strict=True):
+        for own, new in zip(_tensors_of(batch), _tensors_of(self._batch(batch.targets.shape[1])), strict=True):
             own.copy_(new)
         if masked:
             rewrite(hand.before, self.state)
             for slot, values in self.slots.items():
                 rewrite(hand.kept[slot], values)
 
-    def _add(self, hand: _Hand, objective: Objective) -> None:
+    def _add(self, hand: _Hand, batch: Batch, objective: Objective) -> None:
         """One objective's gradient to those of its phase; of a nested net, only where that net is."""
         family, arch, sums = self.engine.world.family, self.shape.arch, hand.grads
         state, received = self.state, self.received
@@ -350,7 +372,8 @@ class Unit:
             if all(own._is_view() or own is sums[name] for name, own in inside.items()):  # heads are cut by copies
                 sums, arch = inside, nested.arch
                 state, received = (family.cutter.narrow(own, held, nested.index, lead=1) for own in (state, received))
-        grads, (losses, seen) = self._gradients(objective, hand.batch, arch, state, received)
+        with nullcontext() if arch == self.shape.arch else _unsearched():
+            grads, (losses, seen) = self._gradients(objective, batch, arch, state, received)
         if arch == self.shape.arch:  # what is laid out alike is added by one launch
             grads = {name: _laid_out_as(grads[name], own) for name, own in sums.items()}
         torch._foreach_add_(list(sums.values()), [grads[name] for name in sums])
@@ -436,7 +459,7 @@ class Unit:
 class _Hand:
     """What the parts of a drawn step hand each other, in tensors that stay where they are."""
 
-    batch: Batch
+    batches: dict[int, Batch]  # of each size
     grads: State  # summed over the objectives of a phase
     sums: Tensor  # (client,) of their losses
     losses: Tensor  # (client,) of the last phase
@@ -450,9 +473,8 @@ class _Hand:
         world = unit.engine.world
         grads = {name: torch.zeros_like(unit.state[name]) for name in world.family.trainable}
         mask = torch.zeros(sum(value[0].numel() for value in grads.values()), dtype=world.dtype, device=world.device)
-        batch = unit._batch()
         return _Hand(
-            Batch(*(value.clone() for value in _tensors_of(batch))),
+            {},
             grads,
             torch.zeros_like(unit.losses[0]),
             torch.zeros_like(unit.losses[0]),
@@ -462,11 +484,9 @@ class _Hand:
             {slot: {n: v.clone() for n, v in values.items()} for slot, values in unit.slots.items()},
         )
 
-    def batch_tensors(self) -> list[Tensor]:
-        return _tensors_of(self.batch)
-
     def tensors(self) -> Iterator[Tensor]:
-        yield from self.batch_tensors()
+        for batch in self.batches.values():
+            yield from _tensors_of(batch)
         yield from self.grads.values()
         yield from (self.sums, self.losses, self.mask)
         yield from self.before.values()
@@ -506,13 +526,48 @@ def recorded(
             for _ in range(warm):  # kernels are chosen and work space is taken before the recording
                 action()
         torch.cuda.synchronize()
+        _make_room()
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=pool, stream=stream):
-            action()
+        with torch.cuda.stream(stream), _uncollected():
+            graph.capture_begin(pool)
+            try:
+                action()
+            finally:
+                graph.capture_end()
     except RuntimeError as error:
         raise CaptureError(str(error).splitlines()[0]) from error
     torch.cuda.synchronize()
     return graph
+
+
+def _make_room() -> None:
+    """Work space of other graphs cannot be used by this one; handing it back takes long, and is done if need be."""
+    free, total = torch.cuda.mem_get_info()
+    if _SCARCE * free < total:
+        torch.cuda.empty_cache()
+
+
+@contextmanager
+def _uncollected() -> Iterator[None]:
+    """No garbage is collected: a graph that is destroyed while another one is captured spoils it."""
+    before = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if before:
+            gc.enable()
+
+
+@contextmanager
+def _unsearched() -> Iterator[None]:
+    """cuDNN takes the kernels it thinks best: of nets that are drawn there are many, and each search takes seconds."""
+    before = torch.backends.cudnn.benchmark
+    torch.backends.cudnn.benchmark = False
+    try:
+        yield
+    finally:
+        torch.backends.cudnn.benchmark = before
 
 
 @contextmanager

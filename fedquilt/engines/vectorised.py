@@ -7,6 +7,7 @@ has the same size, so that unequal amounts of data are exact: padding a batch wo
 from __future__ import annotations
 
 import logging
+from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
@@ -102,6 +103,10 @@ class Stack:
         """Of each client, how many samples each of its batches has."""
         return [[len(batch) for batch in own] for own in self.batches]
 
+    def sizes_at(self, step: int) -> list[int]:
+        """How many samples each client that still trains has in this step."""
+        return [own[step] for own in self.sizes if step < len(own)]
+
     def groups(self, step: int) -> list[list[int]]:
         """The clients that still train at this step, by the size of their batch."""
         by_size: dict[int, list[int]] = {}
@@ -125,6 +130,7 @@ class Vectorised(Engine):
         self._chosen: dict[Shape, Layout] = {}
         self._single: set[Arch] = set()  # members that vmap cannot stack
         self.warm: set[Hashable] = set()  # what units have recorded before
+        self.tails: Counter[tuple[Shape, int]] = Counter()  # batches that were not full, by their size
         self._regions: dict[Hashable, Tensor] = {}
         self._sweeps: dict[Hashable, list[Sweep]] = {}
         self._unswept: set[Hashable] = set()

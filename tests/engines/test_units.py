@@ -10,6 +10,7 @@ import torch
 import fedquilt as fq
 from fedquilt.engines.sweep import Sweep
 from fedquilt.engines.units import CaptureError
+from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Adam
@@ -52,6 +53,22 @@ def test_every_method_gives_the_same_numbers_in_every_layout(name, layout, resid
 def test_every_setting(changes, layout, record, residual, make_data, play):
     method, data = with_local(HeteroFL(), batch_size=3, **changes), make_data(residual, RAGGED)
     assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout, record=record))
+
+
+@pytest.mark.parametrize("name", ["fedrescue", "heterofl"])
+@pytest.mark.parametrize(("sizes", "apart"), [([10, 10, 10, 10], 0), ([9, 9, 9, 9], 0), ([10, 8, 10, 10], 2)])
+def test_a_tail_that_everyone_has_is_played_like_a_whole_batch(name, sizes, apart, residual, make_data, monkeypatch):
+    """Batches of 4: tails of 2, and of 5 where one sample is joined to the batch before. Unequal ones come apart."""
+    steps = []
+
+    def step(self, stack, step, clients, own=Vectorised.step):
+        steps.append((step, clients))
+        own(self, stack, step, clients)
+
+    monkeypatch.setattr(Vectorised, "step", step)
+    method, data = with_local(METHODS[name](), batch_size=4), make_data(residual, sizes)
+    played(method, residual, data, "stack", shares=[1.0])
+    assert len(steps) == apart
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

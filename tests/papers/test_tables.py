@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+import torch
 
 import fedquilt as fq
 from fedquilt.methods import HeteroFL, Method
@@ -42,6 +43,25 @@ def test_a_run_that_is_written_down_is_not_made_again(residual, make_data, tmp_p
     assert again.engine == "vectorised"  # none was made
     again.run(known, method, data, fleet, 2, how, seed=6)
     assert len(out.read_text().splitlines()) == 2
+
+
+def test_a_run_that_diverges_is_told_with_what_it_left(residual, make_data, tmp_path):
+    reproducing = load_example("reproducing")
+    data, fleet, how = make_data(residual, (6, 6)), fq.Fleet.of((1.0,), 2, 2), fq.Evaluation(every=0)
+    method = with_local(HeteroFL(), batch_size=4, optimiser=fq.SGD(lr=1e300))
+    line = reproducing.Runs(residual, tmp_path / "runs.jsonl", "cpu", "fp64").run({}, method, data, fleet, 9, how)
+    assert line["diverged"] < 9
+    assert set(line["accuracy"]) == {"1.0"}
+    assert reproducing.told_of("HeteroFL", [line, {}]) == f"HeteroFL, diverged in round {line['diverged']}"
+    assert reproducing.told_of("HeteroFL", [{}]) == "HeteroFL"
+
+
+def test_a_part_of_digits_is_that_of_the_papers_set():
+    """5 % and 10 % of it are the 371 and 743 images of FedResCuE's appendix A.1."""
+    reproducing = load_example("reproducing")
+    some = torch.zeros(10_000, 1), torch.zeros(10_000).long()
+    pool = fq.data.Pool.of(some, some, domains=torch.arange(10_000) % 5)
+    assert [int(2000 * reproducing.of_digits(part, pool)) for part in (0.05, 0.1, 0.3)] == [371, 743, 2000]
 
 
 def test_means_over_seeds():

@@ -98,7 +98,8 @@ class Codec:
     def _scale(self, ranges: Tensor, dtype: torch.dtype) -> Tensor:
         """(2, weight) each weight's least value and the width of a step, by what the header says."""
         low, high = ranges.to(dtype)
-        return torch.stack([low, (high - low) / (2**self.bits - 1)])
+        # By a tensor: a GPU would divide by a number by multiplying with its inverse, which rounds otherwise.
+        return torch.stack([low, (high - low) / torch.full_like(low, 2**self.bits - 1)])
 
     def _where(
         self, seed: int | Tensor | None, count: int, arrives: Tensor | None, device: torch.device
