@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from typing import TYPE_CHECKING
 
@@ -23,10 +23,10 @@ Look = Callable[["Weights", Tensor], State]  # what is looked at in one batch of
 
 
 class Sweep:
-    """Sums what `look` sees over batches: `begin` and go on with something else, `end` has the sums.
+    """Sums what `look` sees over batches: `begin`, `play` batch by batch, `end` has the sums.
 
     Like a unit it keeps its tensors, knows nothing of rounds, and has a stream of its own: sweeps of unequal members
-    overlap.
+    overlap, if they are played by turns: a stream takes a few replays ahead, and then makes its caller wait.
     """
 
     def __init__(self, look: Look, weights: Weights, size: int, device: torch.device) -> None:
@@ -36,6 +36,8 @@ class Sweep:
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self._sums: State = {}
+        self._batches = torch.zeros(0, size, dtype=torch.int64, device=device)
+        self._played = 0
         self._follow()
         with self._on_stream():
             self._sums = {name: torch.zeros_like(value) for name, value in self._see().items()}
@@ -43,23 +45,32 @@ class Sweep:
             self._graph = recorded(self._step, self._stream)
 
     def begin(self, weights: Weights, batches: list[Tensor]) -> None:
-        """Look at batches of equal size."""
+        """Get ready to look at batches of equal size."""
         rewrite(self._weights, weights)
-        rows = torch.stack(batches)
+        self._batches, self._played = torch.stack(batches), 0
         self._follow()
         if self._stream is not None:
-            rows.record_stream(self._stream)  # else its memory may be another's before it has been read
+            self._batches.record_stream(self._stream)  # else its memory may be another's before it has been read
         with self._on_stream():
             torch._foreach_zero_(list(self._sums.values()))
-            for first in range(0, len(rows), _CHUNK):
-                count = min(_CHUNK, len(rows) - first)
-                self._rows[:count] = rows[first : first + count]
+
+    def play(self) -> bool:
+        """Look at the next batch; False: there is none."""
+        if self._played == len(self._batches):
+            return False
+        with self._on_stream():
+            if self._played % _CHUNK == 0:
+                some = self._batches[self._played : self._played + _CHUNK]
+                self._rows[: len(some)] = some
                 self._at.zero_()
-                for _ in range(count):
-                    self._step() if self._graph is None else self._graph.replay()
+            self._step() if self._graph is None else self._graph.replay()
+        self._played += 1
+        return True
 
     def end(self) -> State:
-        """The sums; they are the sweep's own until it begins again."""
+        """The sums, of all batches; they are the sweep's own until it begins again."""
+        while self.play():
+            pass
         if self._stream is not None:
             torch.cuda.current_stream().wait_stream(self._stream)
         return self._sums
@@ -80,6 +91,13 @@ class Sweep:
 
     def _on_stream(self) -> AbstractContextManager[object]:
         return torch.cuda.stream(self._stream) if self._stream is not None else nullcontext()
+
+
+def by_turns(sweeps: Iterable[Sweep]) -> None:
+    """Play sweeps to their ends, side by side."""
+    playing = list(sweeps)
+    while playing:
+        playing = [sweep for sweep in playing if sweep.play()]
 
 
 def _channels_last(value: Tensor, device: torch.device) -> Tensor:

@@ -21,7 +21,7 @@ from fedquilt import noise
 from fedquilt.devices import onto
 from fedquilt.engines.engine import Engine, Outcome, Start
 from fedquilt.engines.sequential import Sequential
-from fedquilt.engines.sweep import Look, Sweep
+from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
@@ -595,6 +595,7 @@ class Vectorised(Engine):
                     swept[net] = place, begun
             for rows in batches:
                 work.setdefault((kind, len(rows), exam.held is not None), []).append((place, rows))
+        by_turns(sweep for _, (_, sweep) in swept.values())
         for (kind, size, masked), some in work.items():
             most = self._batches_at_once(self._widest(kind.nets), size)
             for first in range(0, len(some), most):
@@ -705,6 +706,7 @@ class Vectorised(Engine):
         batches = self._batches_of(samples, batch_size)
         kinds = [Kind((Submodel(submodel.arch),), mode, attack) for submodel, _ in nets]
         swept = [self._sweep(kind, weights, batches) for kind, (_, weights) in zip(kinds, nets, strict=True)]
+        by_turns(begun[1] for begun, _ in swept if begun)
         found = []
         for kind, (_, weights), (sweep, rest) in zip(kinds, nets, swept, strict=True):
             measured = self._measured(kind, weights, rest)
