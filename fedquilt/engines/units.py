@@ -268,7 +268,8 @@ class Unit:
             assert self.stream is not None
             own = [*self._tensors()]
             before = [value.clone() for value in own]
-            warm = 1 if (self.shape, key) in self.engine.warm else _WARM  # its like has found the kernels already
+            # Once is enough where its like has found the kernels, or this unit has recorded something already.
+            warm = 1 if self._graphs or (self.shape, key) in self.engine.warm else _WARM
             self._graphs[key] = recorded(action, self.stream, self._pool, warm)
             self.engine.warm.add((self.shape, key))
             for value, old in zip(own, before, strict=True):
