@@ -134,9 +134,15 @@ class Tables:
         data = self.deal(case.part, seed)
         how = fq.Evaluation(every=asked.every, batch_size=250, local=False, shares=SHARES)
         known = {name: value for name, value in vars(case).items() if name != "how"}
+        known |= {"augmented": asked.augment and not self.digits, "lr": asked.lr}
+        local = case.how.local
+        local = replace(local, optimiser=replace(local.optimiser, lr=asked.lr))
+        if known["augmented"]:
+            local = replace(local, crop=4, flip=True)
+        method = replace(case.how, local=local)
         rounds = asked.rounds or (100 if self.digits else 300)
         devices = fleet(case.setting, self.clients, seed)
-        return self.runs.run(known, case.how, data, devices, rounds, how, seed, self.link(case.link, data))
+        return self.runs.run(known, method, data, devices, rounds, how, seed, self.link(case.link, data))
 
 
 def told(lines: list[dict[str, Any]]) -> str:
@@ -179,6 +185,13 @@ def main() -> None:
     parser.add_argument("--links", nargs="*", default=[], help="only these")
     parser.add_argument(
         "--part", type=float, default=0.2, help="of the training images, where the table leaves it open"
+    )
+    parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument(
+        "--augment",
+        action=argparse.BooleanOptionalAction,
+        default=True,
+        help="crops and flips of CIFAR-10: the paper does not say, and has accuracies that need them",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[3])
     parser.add_argument("--rounds", type=int, default=0, help="0: the paper's")

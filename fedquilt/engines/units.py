@@ -268,8 +268,9 @@ class Unit:
             assert self.stream is not None
             own = [*self._tensors()]
             before = [value.clone() for value in own]
-            # Once is enough where its like has found the kernels, or this unit has recorded something already.
-            warm = 1 if self._graphs or (self.shape, key) in self.engine.warm else _WARM
+            # Kernels have been found if its like has recorded this; work space, if this unit has recorded anything.
+            unknown = [(self.shape, key) not in self.engine.warm, not self._graphs]
+            warm = _WARM if all(unknown) else int(any(unknown))
             self._graphs[key] = recorded(action, self.stream, self._pool, warm)
             self.engine.warm.add((self.shape, key))
             for value, old in zip(own, before, strict=True):
