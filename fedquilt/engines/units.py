@@ -23,6 +23,7 @@ from torch.func import vmap
 
 from fedquilt import noise
 from fedquilt.devices import onto
+from fedquilt.engines.lines import Lines, Nested
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError, agrees
 from fedquilt.round.cut import prefix
@@ -55,6 +56,7 @@ Layout = Literal["alone", "laid", "stack"]
 _WARM = 3  # times an action is carried out before it is recorded
 _CHUNK = 64  # steps whose batches are on the device at once
 _SCARCE = 4  # of a card's memory less than such a part is free
+_LINE = ""  # the name of all weights of a unit that are moved as one
 _RARE = 32  # times a tail of one size is taken as it comes before it is recorded
 
 
@@ -91,6 +93,11 @@ class Unit:
             slot: {name: torch.zeros_like(self.state[name]) for name in family.trainable}
             for slot in learner.local.optimiser.slots
         }
+        # What the optimiser moves: every weight, or, where phases move parts, the lines that the weights are views of.
+        self._moving = {name: self.state[name] for name in family.trainable}, self.slots
+        self._lines = Lines({name: fresh[name].shape for name in family.trainable}, self._channels_last)
+        if learner.drawn or any(not isinstance(phase.moves, Everywhere) for phase in learner.phases):
+            self._line_up()
         self.received = {name: value.clone() for name, value in self.state.items()}
         most = 2 * learner.local.batch_size  # a short tail may be joined to the batch before
         self.rows = torch.zeros(_CHUNK, count, most, dtype=torch.int64, device=device)
@@ -111,7 +118,7 @@ class Unit:
         self.ragged = False  # whether some client has no full batch in some step of the chunk
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._constant = {} if learner.drawn else {phase: self._mask(phase) for phase in learner.phases}
+        self._masks = {} if learner.drawn else {phase: self._mask(phase) for phase in learner.phases}
         self._hand = _Hand.empty(self) if learner.drawn else None
         if self._net is not None:
             self._compare()
@@ -122,6 +129,13 @@ class Unit:
         if self._channels_last and value.dim() == 4:
             placed = placed[0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
         return placed
+
+    def _line_up(self) -> None:
+        line = self._lines.join(self.state)
+        slots = {slot: torch.zeros_like(line) for slot in self.slots}
+        self._moving = {_LINE: line}, {slot: {_LINE: own} for slot, own in slots.items()}
+        self.state |= self._lines.views(line)
+        self.slots = {slot: self._lines.views(own) for slot, own in slots.items()}
 
     @property
     def _channels_last(self) -> bool:
@@ -313,7 +327,8 @@ class Unit:
         yield ("open", size, masked), lambda: self._deal(hand, batch, masked)
         for phase in phases:
             for objective in apart(phase.objective):
-                yield (objective, size), lambda o=objective: self._add(hand, batch, o)  # type: ignore[misc]
+                nested = hand.nested_for(self, objective)
+                yield (objective, size), lambda o=objective, n=nested: self._add(hand, batch, o, n)  # type: ignore[misc]
             if not isinstance(phase.moves, Everywhere):
                 yield None, lambda phase=phase: self._load_mask(hand, phase)  # type: ignore[misc]
             whole = isinstance(phase.moves, Everywhere)
@@ -330,7 +345,9 @@ class Unit:
         losses = self.losses[0]
         for phase in learner.phases:
             grads, (losses, seen) = self._gradients(phase.objective, batch, self.shape.arch, self.state, self.received)
-            self._move(self.engine.clipped(learner, grads), phase, self._constant[phase])
+            if _LINE in self._moving[0]:
+                grads = {_LINE: self._lines.join(grads)}
+            self._move(self.engine.clipped(learner, grads), phase, self._masks[phase])
             rewrite(self.state, seen)
         self._close(losses, before, kept, masked)
 
@@ -364,30 +381,32 @@ class Unit:
             for slot, values in self.slots.items():
                 rewrite(hand.kept[slot], values)
 
-    def _add(self, hand: _Hand, batch: Batch, objective: Objective) -> None:
+    def _add(self, hand: _Hand, batch: Batch, objective: Objective, nested: Nested | None) -> None:
         """One objective's gradient to those of its phase; of a nested net, only where that net is."""
-        family, arch, sums = self.engine.world.family, self.shape.arch, hand.grads
-        state, received = self.state, self.received
-        if len(objective.shares) == 1 and objective.shares[0] is not None:
-            held, nested = prefix(arch).index, family.nested(arch, objective.shares[0])
-            inside = family.cutter.narrow(sums, held, nested.index, lead=1)
-            if all(own._is_view() or own is sums[name] for name, own in inside.items()):  # heads are cut by copies
-                sums, arch = inside, nested.arch
-                state, received = (family.cutter.narrow(own, held, nested.index, lead=1) for own in (state, received))
-        with nullcontext() if arch == self.shape.arch else _unsearched():
-            grads, (losses, seen) = self._gradients(objective, batch, arch, state, received)
-        if arch == self.shape.arch:  # what is laid out alike is added by one launch
-            grads = {name: _laid_out_as(grads[name], own) for name, own in sums.items()}
-        torch._foreach_add_(list(sums.values()), [grads[name] for name in sums])
+        family, arch = self.engine.world.family, self.shape.arch
+        if nested is None:
+            grads, (losses, seen) = self._gradients(objective, batch, arch, self.state, self.received)
+            sums = hand.views  # what is laid out alike is added by one launch
+            torch._foreach_add_(list(sums.values()), [_laid_out_as(grads[name], own) for name, own in sums.items()])
+        else:
+            assert objective.shares[0] is not None
+            inner, held = family.nested(arch, objective.shares[0]), prefix(arch).index
+            rest = {name: value for name, value in self.state.items() if name not in nested.lines.shapes}
+            rest, received = (family.cutter.narrow(own, held, inner.index, lead=1) for own in (rest, self.received))
+            own = nested.lines.views(nested.cut(self._moving[0][_LINE]))
+            with _unsearched():
+                grads, (losses, seen) = self._gradients(objective, batch, inner.arch, {**rest, **own}, received)
+            nested.add(hand.grads, nested.lines.join(grads))
         hand.sums += losses
         rewrite(self.state, seen)
 
     def _load_mask(self, hand: _Hand, phase: Phase) -> None:
-        hand.mask.copy_(self.engine.region(self.shape.arch, phase.moves, self._channels_last))
+        hand.mask.copy_(self.engine.region(self.shape.arch, phase.moves, self._lines))
 
     def _play_hand(self, hand: _Hand, phase: Phase, whole: bool) -> None:
-        self._move(self.engine.clipped(self.shape.learner, hand.grads), phase, None if whole else hand.masks)
-        torch._foreach_zero_(list(hand.grads.values()))
+        grads = self.engine.clipped(self.shape.learner, {_LINE: hand.grads})
+        self._move(grads, phase, None if whole else hand.mask)
+        hand.grads.zero_()
         hand.losses.copy_(hand.sums)
         hand.sums.zero_()
 
@@ -416,45 +435,32 @@ class Unit:
             return laid_gradient(learner, family, arch, objective, self._net, state, received, batch)
         return self.engine.gradients(learner, arch, objective, state, received, batch)
 
-    def _mask(self, phase: Phase) -> State | None:
-        """1 where a phase may move, laid out as the weights are; None: everywhere."""
+    def _mask(self, phase: Phase) -> Tensor | None:
+        """True where a phase may move; None: everywhere."""
         if isinstance(phase.moves, Everywhere):
             return None
-        vector = self.engine.region(self.shape.arch, phase.moves, self._channels_last)
-        return self._views(vector.to(self.engine.world.dtype))
+        return self.engine.region(self.shape.arch, phase.moves, self._lines)
 
-    def _views(self, vector: Tensor) -> State:
-        """A vector of one number a weight's entry, as tensors laid out in memory as one client's weights are."""
-        views, start = {}, 0
-        for name in self.engine.world.family.trainable:
-            one = self.state[name][:1]
-            views[name] = vector[start : start + one.numel()].as_strided(one.shape, one.stride(), start)
-            start += one.numel()
-        return views
-
-    def _move(self, grads: State, phase: Phase, masks: State | None) -> None:
-        """In place where everything moves; elsewhere by a mask of ones and zeros, which keeps every bit."""
+    def _move(self, grads: State, phase: Phase, mask: Tensor | None) -> None:
+        """One step of the optimiser, in place; what a mask keeps in its place is put back, bit by bit."""
         self.age += 1
-        learner, names = self.shape.learner, list(grads)
-        if masks is not None and phase.freeze == "gradient":
-            grads, masks = {name: value * masks[name] for name, value in grads.items()}, None
-        weights = [self.state[name] for name in names]
-        slots = {slot: [values[name] for name in names] for slot, values in self.slots.items()}
-        if masks is None and self._fused:
-            alike = [_laid_out_as(grads[name], self.state[name]) for name in names]
-            learner.local.optimiser.update_(weights, slots, alike, self.lr, self.age)
-            return
-        own = {name: self.state[name] for name in names}
-        moved, kept = learner.local.optimiser.update(own, self.slots, grads, self.lr, 0)
-        if masks is None:
-            rewrite(self.state, moved)
+        optimiser, (weights, slots) = self.shape.learner.local.optimiser, self._moving
+        if mask is not None and phase.freeze == "gradient":
+            grads, mask = {name: value * mask for name, value in grads.items()}, None
+        own = [value for values in (weights, *slots.values()) for value in values.values()]
+        before = [] if mask is None else [value.clone() for value in own]
+        if self._fused:
+            alike = [_laid_out_as(grads[name], weight) for name, weight in weights.items()]
+            listed = {slot: list(values.values()) for slot, values in slots.items()}
+            optimiser.update_(list(weights.values()), listed, alike, self.lr, self.age)
+        else:
+            moved, kept = optimiser.update(weights, slots, grads, self.lr, 0)
+            rewrite(weights, moved)
             for slot, values in kept.items():
-                rewrite(self.slots[slot], values)
-            return
-        free = [masks[name] for name in names]
-        for before, after in ((weights, moved), *((slots[slot], values) for slot, values in kept.items())):
-            # a + 0·(b − a) is a, and b − 0·(b − a) is b
-            torch._foreach_lerp_(before, [_laid_out_as(after[n], w) for n, w in zip(names, before, strict=True)], free)
+                rewrite(slots[slot], values)
+        if mask is not None:
+            for value, old in zip(own, before, strict=True):
+                torch.where(mask, value, old, out=value)
 
 
 @dataclass
@@ -462,35 +468,43 @@ class _Hand:
     """What the parts of a drawn step hand each other, in tensors that stay where they are."""
 
     batches: dict[int, Batch]  # of each size
-    grads: State  # summed over the objectives of a phase
+    nested: dict[float, Nested]  # nets that have been drawn, by their share
+    grads: Tensor  # (client, entry) summed over the objectives of a phase
+    views: State  # of it
     sums: Tensor  # (client,) of their losses
     losses: Tensor  # (client,) of the last phase
-    mask: Tensor  # 1 where the phase may move, all weights in one
-    masks: State  # views of it
+    mask: Tensor  # (1, entry) True where the phase may move
     before: State  # the weights this batch started from, for those who sit it out
     kept: dict[str, State]
 
     @staticmethod
     def empty(unit: Unit) -> _Hand:
-        world = unit.engine.world
-        grads = {name: torch.zeros_like(unit.state[name]) for name in world.family.trainable}
-        mask = torch.zeros(sum(value[0].numel() for value in grads.values()), dtype=world.dtype, device=world.device)
+        grads = torch.zeros_like(unit._moving[0][_LINE])
         return _Hand(
             {},
+            {},
             grads,
+            unit._lines.views(grads),
             torch.zeros_like(unit.losses[0]),
             torch.zeros_like(unit.losses[0]),
-            mask,
-            unit._views(mask),
+            torch.zeros_like(grads[:1], dtype=torch.bool),
             {name: value.clone() for name, value in unit.state.items()},
             {slot: {n: v.clone() for n, v in values.items()} for slot, values in unit.slots.items()},
         )
 
+    def nested_for(self, unit: Unit, objective: Objective) -> Nested | None:
+        """Of an objective that runs one nested net alone, that net; it stays where it is, for those who recorded it."""
+        share = objective.shares[0] if len(objective.shares) == 1 else None
+        if share is None:
+            return None
+        if share not in self.nested:
+            self.nested[share] = unit.engine.nested(unit.shape.arch, share, unit._lines)
+        return self.nested[share]
+
     def tensors(self) -> Iterator[Tensor]:
         for batch in self.batches.values():
             yield from _tensors_of(batch)
-        yield from self.grads.values()
-        yield from (self.sums, self.losses, self.mask)
+        yield from (self.grads, self.sums, self.losses, self.mask)
         yield from self.before.values()
         for values in self.kept.values():
             yield from values.values()

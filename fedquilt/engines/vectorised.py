@@ -12,6 +12,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from typing import TYPE_CHECKING, Any, Literal
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -20,6 +21,7 @@ from torch.func import vmap
 from fedquilt import noise
 from fedquilt.devices import onto
 from fedquilt.engines.engine import Engine, Outcome, Start
+from fedquilt.engines.lines import Lines, Nested
 from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
@@ -27,6 +29,7 @@ from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD
+from fedquilt.round.cut import prefix
 from fedquilt.round.local import (
     Batch,
     Learner,
@@ -132,6 +135,7 @@ class Vectorised(Engine):
         self.warm: set[Hashable] = set()  # what units have recorded before
         self.tails: Counter[tuple[Shape, int]] = Counter()  # batches that were not full, by their size
         self._regions: dict[Hashable, Tensor] = {}
+        self._nested: WeakValueDictionary[Hashable, Nested] = WeakValueDictionary()
         self._sweeps: dict[Hashable, list[Sweep]] = {}
         self._unswept: set[Hashable] = set()
         super().__post_init__()
@@ -481,24 +485,29 @@ class Vectorised(Engine):
         )
         return found
 
-    def region(self, arch: Arch, moves: Region, channels_last: bool) -> Tensor:
-        """Where a phase may move, for all weights of a member in one vector of booleans; those asked for last are kept.
-
-        Entries stand in it as convolutions are laid out in memory, which on a GPU may be with their channels last.
-        """
-        key = arch, moves, channels_last
+    def region(self, arch: Arch, moves: Region, lines: Lines) -> Tensor:
+        """Where a phase may move, for all weights of a member in a line of booleans; those asked for last are kept."""
+        key = arch, moves, lines.channels_last
         if key not in self._regions:
-            family, parts = self.world.family, []
-            sizes = family.layout.sizes | arch.sizes
-            for name in family.trainable:
-                mask = moves.mask(family, arch, name)
-                if not isinstance(mask, Tensor):
-                    mask = torch.full(family.layout.shape(name, sizes), mask)
-                parts.append((mask.permute(0, 2, 3, 1) if channels_last and mask.dim() == 4 else mask).reshape(-1))
-            self._regions[key] = torch.cat(parts).to(self.world.device)
+            masks = {}
+            for name, shape in lines.shapes.items():
+                mask = moves.mask(self.world.family, arch, name)
+                masks[name] = mask[None] if isinstance(mask, Tensor) else torch.full((1, *shape), mask)
+            self._regions[key] = lines.join(masks).to(self.world.device)
             while len(self._regions) > 1 and sum(known.numel() for known in self._regions.values()) > _REGIONS:
                 self._regions.pop(next(iter(self._regions)))
         return self._regions[key]
+
+    def nested(self, arch: Arch, share: float, lines: Lines) -> Nested:
+        """A net within a member, as units that are alive have it."""
+        key = arch, share, lines.channels_last
+        found = self._nested.get(key)
+        if found is None:
+            family = self.world.family
+            inner = family.nested(arch, share)
+            found = lines.nested(family.cutter, prefix(arch).index, inner.index).to(self.world.device)
+            self._nested[key] = found
+        return found
 
     @staticmethod
     def clipped(learner: Learner, grads: State) -> State:

@@ -1,0 +1,70 @@
+"""Weights end to end: views write into the lines, and nets nested in others are cut from them and put back."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import fedquilt as fq
+from fedquilt.engines.lines import Lines
+from fedquilt.round.cut import prefix
+
+KINDS = pytest.mark.parametrize("channels_last", [False, True])
+CLIENTS = pytest.mark.parametrize("clients", [1, 3])
+
+
+def some(family, clients, seed=0):
+    """Random weights of several clients."""
+    generator = torch.Generator().manual_seed(seed)
+    shapes = {name: family.layout.shape(name, family.layout.sizes) for name in family.trainable}
+    return {name: torch.randn(clients, *shape, generator=generator) for name, shape in shapes.items()}
+
+
+@KINDS
+@CLIENTS
+@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+def test_views_of_lines_are_the_weights(family, clients, channels_last):
+    weights = some(family, clients)
+    lines = Lines({name: value.shape[1:] for name, value in weights.items()}, channels_last)
+    line = lines.join(weights)
+    assert line.shape == (clients, len(lines)) == (clients, family.count(family.whole))
+    views = lines.views(line)
+    assert all(torch.equal(views[name], value) for name, value in weights.items())
+    for value in views.values():
+        value.add_(1)
+    assert torch.equal(line, lines.join({name: value + 1 for name, value in weights.items()}))
+    if channels_last:
+        assert all(
+            view[0].is_contiguous(memory_format=torch.channels_last) for view in views.values() if view.dim() == 5
+        )
+
+
+@KINDS
+@CLIENTS
+@pytest.mark.parametrize("share", [0.25, 0.5, 0.75])
+@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+def test_a_nested_net_is_cut_and_put_back_where_it_is(family, clients, share, channels_last):
+    weights, held = some(family, clients), prefix(family.whole).index
+    inner = family.nested(family.whole, share)
+    lines = Lines({name: value.shape[1:] for name, value in weights.items()}, channels_last)
+    nested = lines.nested(family.cutter, held, inner.index)
+    cut = nested.lines.views(nested.cut(lines.join(weights)))
+    wanted = family.cutter.narrow(weights, held, inner.index, lead=1)
+    assert all(torch.equal(cut[name], value) for name, value in wanted.items())
+    outer = torch.zeros(clients, len(lines))
+    for _ in range(2):
+        nested.add(outer, nested.lines.join(wanted))
+    found = family.cutter.narrow(lines.views(outer), held, inner.index, lead=1)
+    assert all(torch.equal(found[name], 2 * value) for name, value in wanted.items())
+    assert int((outer[0] != 0).sum()) == family.count(inner.arch) < len(lines)
+
+
+def test_nets_that_nobody_uses_any_more_are_forgotten(residual, make_data):
+    """Places are as many numbers as a net has weights: units that are alive share them, and then they go."""
+    fleet = fq.Fleet.of((1.0,), 2, 2)
+    method = fq.methods.FedResCuE(local=fq.Local(batch_size=4))
+    run = fq.prepare(method, residual, make_data(residual, (4, 4)), fleet, evaluation=fq.Evaluation(every=0)).train(3)
+    engine = run.engine
+    assert engine._nested
+    engine._idle.clear()
+    assert not engine._nested
