@@ -522,8 +522,6 @@ def _first(batch: Batch) -> Batch:
 
 def _check_capturable(learner: Learner) -> None:
     """Refuse learners whose steps differ from each other in more than their numbers."""
-    if type(learner).phases_at is not Learner.phases_at and not learner.drawn:
-        raise CaptureError("its phases change from step to step, which `drawn` does not say")
     partly = any(not isinstance(phase.moves, Everywhere) for phase in learner.phases)
     if learner.local.optimiser.ages and partly:
         raise CaptureError(f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move")

@@ -32,7 +32,9 @@ class Drawn(Learner):
     count: int = 0  # that are drawn, as far as there are so many
     key: int = 0  # of the round
 
-    drawn: ClassVar[bool] = True
+    @property
+    def drawn(self) -> bool:
+        return self.count > 0 and bool(self.ratios)  # else there is nothing to draw
 
     @staticmethod
     def of(kind: type[Drawn], base: Learner, **own: Any) -> Drawn:

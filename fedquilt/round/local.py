@@ -633,7 +633,10 @@ class Learner:
     mu: float = 0.0  # the proximal weight, which changes that count
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
 
-    drawn: ClassVar[bool] = False  # whether phases differ from step to step
+    @property
+    def drawn(self) -> bool:
+        """Whether phases differ from step to step."""
+        return type(self).phases_at is not Learner.phases_at
 
     def phases_at(self, step: int) -> tuple[Phase, ...]:
         """The phases of one batch; learners that draw them do so by round and step, so that clients stack."""
