@@ -1,7 +1,7 @@
 """FedResCuE's tables on CIFAR-10 and Digits-Five, in Table 17's setting.
 
     python examples/fedrescue_tables.py cifar10.npz --table sufficiency loss --seeds 3 5 7 --device cuda
-    python examples/fedrescue_tables.py digits5.npz --table digits --device cuda
+    python examples/fedrescue_tables.py digits5.npz --table digits --lr 0.03 --device cuda
 
 `sufficiency`: Tables 2 and 11, on a fifth of the images (`--part 1`: on all of them). `clusters`: Table 3. `loss`:
 Tables 4 and 12, on all images. `digits`: Tables 5 and 13. `samples`: Figures 6 and 10, S from 1 to 16. `parts`: Table
