@@ -271,7 +271,8 @@ def show_clients(console: Console, found: Clientwise) -> None:
     def row(group: Clientwise) -> dict[str, Any]:
         return {
             "clients": len(group.devices),
-            "accuracy": _spread(group, "accuracy", 100, " %"),
+            "accuracy, own size": _spread(group, "accuracy_own_size", 100, " %"),
+            "accuracy, whole model": _spread(group, "accuracy_whole_model", 100, " %"),
             "MACs a batch": _spread(group, "macs"),
             "parameters a round": _spread(group, "params"),
         }

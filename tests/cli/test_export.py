@@ -150,6 +150,7 @@ def test_clients_tell_what_they_spent_and_got(here, capsys):
     assert main(["clients", "heterofl"]) == 0
     out = capsys.readouterr().out
     assert "MACs a batch" in out
+    assert "accuracy, own size  accuracy, whole model" in out.splitlines()[0]
     assert "of the parameters were trained by somebody" in out
     Path("own.npz").unlink()
     assert main(["clients", "heterofl"]) == 2
