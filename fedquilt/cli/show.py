@@ -157,11 +157,13 @@ def _to(summary: Mapping[str, Any]) -> str:
 
 
 def _milestone(found: Mapping[str, Any] | None) -> str:
-    """What it took to reach a target."""
+    """What it took to reach a target; where the link has a clock, the time there and not the simulation's."""
     if found is None:
         return "–"
     rounds = f"{found['round']} round{'s'[: found['round'] != 1]}"
-    return f"{rounds}, {size(found['bytes'])}, {found['seconds']:.1f} s"
+    over = found["link_seconds"]
+    took = f"{found['seconds']:.1f} s" if over is None else f"{over:,.1f} s over the link"
+    return f"{rounds}, {size(found['bytes'])}, {took}"
 
 
 def _members(summary: Mapping[str, Any]) -> dict[str, dict[str, int]]:

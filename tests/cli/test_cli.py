@@ -509,7 +509,12 @@ def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str
         assert plain == {key: value for key, value in summary.items() if key not in ("target", "reached")}
         first = json.loads(Path("c", name, "rounds.jsonl").read_text().splitlines()[0])
         sent = first["bytes_down"] + first["bytes_up"]
-        assert summary["reached"]["1.0"] == {"round": 1, "bytes": sent, "seconds": first["seconds"]}
+        assert summary["reached"]["1.0"] == {
+            "round": 1,
+            "bytes": sent,
+            "seconds": first["seconds"],
+            "link_seconds": None,
+        }
     high = told(capsys, "compare", "--resume", "c", "--target", "1")["heterofl"]["reached"]  # from what is on disk
     assert high == {"1.0": None, "0.5": None, "0.25": None}
     assert main(["compare", "--resume", "c", "--target", "0.01"]) == 0
@@ -525,6 +530,18 @@ def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str
     Path("c/fedavg/rounds.jsonl").write_text("{")
     assert main(["run", "--resume", "c/fedavg", "--target", "1"]) == 1
     assert "c/fedavg/rounds.jsonl is not what was written" in capsys.readouterr().err
+
+
+def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*TINY[:4], "--cohort", "3", "--rounds", "1", "--link", "mobile", "--target", "0.01"]
+    found = told(capsys, "run", "--method", "fedavg", *asked, "--out", "timed")
+    over = found["reached"]["1.0"]["link_seconds"]
+    assert over == found["link_seconds"]
+    assert main(["run", "--resume", "timed", "--target", "0.01"]) == 0
+    assert f", {over:,.1f} s over the link" in capsys.readouterr().out.splitlines()[1]
+    assert main(["compare", "fedavg", *asked]) == 0
+    _, table, *_ = capsys.readouterr().out.split("\n\n")
+    assert table.splitlines()[1].endswith(" s over the link")
 
 
 def test_methods_of_other_members_are_told_apart(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
