@@ -110,7 +110,7 @@ def _accuracies(record: Record) -> str:
 
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
-    """A table of the shares, others of domains and of robustness if there are any, and a line of bytes and seconds."""
+    """A table of the shares and a note, tables of domains and of robustness if there are any, bytes and seconds."""
     columns = {"accuracy": {_short(share): _percent(value) for share, value in summary["accuracy"].items()}}
     if "reached" in summary:
         columns[_to(summary)] = {_short(share): _milestone(found) for share, found in summary["reached"].items()}
@@ -119,6 +119,7 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
         for share, member in _members(summary).items()
     }
     show_table(console, "share", rows)
+    _say_notes(console, {summary["method"]: summary})
     if domains := _domains(summary):
         say(console, "")
         shares = summary["accuracy"]
@@ -131,6 +132,13 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
         show_table(console, "metric", {name: _row(values, summary["accuracy"]) for name, values in tested.items()})
         say(console, "")
     say(console, _totals(summary))
+
+
+def _say_notes(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
+    """What one must know to read the accuracies above, of those methods that have something to say."""
+    for name, summary in summaries.items():
+        if note := summary.get("note"):
+            say(console, f"{name}: {note}")
 
 
 def _short(share: str) -> str:
@@ -197,6 +205,7 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
         for name, summary in summaries.items()
     }
     show_table(console, "method", rows)
+    _say_notes(console, summaries)
     by_domain = {name: _domains(summary) for name, summary in summaries.items()}
     if domains := dict.fromkeys(domain for own in by_domain.values() for domain in own):
         widest = max(shares, key=float)

@@ -44,6 +44,7 @@ SUMMARY = {
     "accuracy",
     "metrics",
     "members",
+    "note",
     "fedquilt",
 }
 ROUND = {"round", "seconds", "clients", "bytes_down", "bytes_up", "macs", "loss"}
@@ -471,12 +472,30 @@ def test_methods_are_compared_on_the_same_ground(own: Path, capsys: pytest.Captu
 
 def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "1"]) == 0
-    _, first, *_, head, one, other, space, below, whole, half, quarter = capsys.readouterr().out.splitlines()
+    _, first, *_, head, one, other, common, alone, space, below, whole, half, quarter = (
+        capsys.readouterr().out.splitlines()
+    )
     assert first.startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
     assert head.split() == ["method", "1", "0.5", "0.25", "to", "clients", "back", "seconds"]
     assert (one.split()[0], other.split()[0]) == ("fedavg", "local")
+    assert common == "fedavg: every client trains share 1, whatever its budget"
+    assert alone.startswith("local: every client trains what fits its budget, alone")
     assert (space, below.split()) == ("", ["share", "parameters", "MACs", "a", "sample"])
     assert [row.split()[0] for row in (whole, half, quarter)] == ["1", "0.5", "0.25"]
+
+
+def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the table of accuracies by share, which are of one common net then, and in the list of methods."""
+    quick = ["--clients", "4", "--cohort", "1", "--rounds", "1"]
+    assert main(["run", "--method", "fedprox", "--set", "method.share=0.5", *quick]) == 0
+    *_, note, _ = capsys.readouterr().out.splitlines()
+    assert note == "fedprox: every client trains share 0.5, whatever its budget"
+    assert main(["run", "--method", "heterofl", *quick]) == 0
+    assert "whatever its budget" not in capsys.readouterr().out
+    listed = told(capsys, "list", "methods")
+    assert {name for name, entry in listed.items() if "whatever its budget" in entry["note"]} == {
+        *("fedavg", "fedprox", "fednova", "fedbn")
+    }
 
 
 def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
