@@ -283,9 +283,14 @@ def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_finished_run_tells_its_summary_or_trains_longer(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", "d")
     assert told(capsys, "run", "--resume", "d") == summary
-    assert told(capsys, "run", "--resume", "d", "--rounds", "1") == summary
+    assert main(["run", "--resume", "d", "--rounds", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == summary
+    assert "--rounds 1 was asked for; the run in d has 2 behind it, and this is what they came to." in said.err
+    assert main(["run", "--resume", "d", "--rounds", "2"]) == 0
+    assert "was asked for" not in capsys.readouterr().err
     assert main(["run", "--resume", "d"]) == 0
-    head, *rows, last = capsys.readouterr().out.splitlines()
+    head, *rows, _, last = capsys.readouterr().out.splitlines()
     assert head.split() == ["share", "accuracy", "parameters", "MACs", "a", "sample"]
     assert [row.split()[::2] for row in rows] == [
         [f"{float(share):g}", f"{member['params']:,}"] for share, member in summary["members"].items()
