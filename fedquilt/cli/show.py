@@ -271,9 +271,16 @@ def show_export(console: Console, found: Exported) -> None:
     nets = f"{found.nets} nets whose logits are averaged; " if found.nets > 1 else ""
     say(
         console,
-        f"{nets}norms: {found.norms}; read back, its answers to {found.compared} differ from torch's by at most "
-        f"{found.max_difference:.2g}",
+        f"{nets}norms: {found.norms}{_robustness(found)}; read back, its answers to {found.compared} differ from "
+        f"torch's by at most {found.max_difference:.2g}",
     )
+
+
+def _robustness(found: Exported) -> str:
+    if found.robustness is None:
+        return ""
+    chosen = " (the clean net, as none was asked for: --robustness)" if found.robustness_by_default else ""
+    return f", robustness {found.robustness:g}{chosen}"
 
 
 def show_clients(console: Console, found: Clientwise) -> None:
