@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import statistics
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 from torch import Tensor
 
-from fedquilt.round.serve import Exam, joined, members_by_share, own_exam, ready, share_label
-from fedquilt.terms import Client, Job, Server, Submodel
+from fedquilt.round.link import Trip
+from fedquilt.round.serve import Exam, Score, given, joined, own_exam, ready, share_label
+from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
     from fedquilt.experiment import Run
@@ -26,7 +27,8 @@ class Device:
     domain: str  # where most of its samples come from; "": the data has no domains
     macs: int  # multiply-adds of one training batch
     params: int  # sent to it in a round, and back
-    accuracy: float | None  # of the widest model on its own test part; None: it has none
+    accuracy_own_size: float | None  # of what its budget gets, on its own test part; None: it has none
+    accuracy_whole_model: float | None  # of the widest model on the same; None: also where results live on clients
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,10 @@ class Clientwise:
     """All clients of a fleet, or those asked for."""
 
     devices: tuple[Device, ...]
-    trained: dict[str, float]  # by domain: the part of all parameters that its clients ever trained
+    trained: dict[str, float]  # by domain: the part of all parameters that arrived from its clients
 
     def spread(self, of: str) -> tuple[float, float]:
-        """Mean and deviation over clients of `accuracy`, `macs` or `params`."""
+        """Mean and deviation over clients of `accuracy_own_size`, `accuracy_whole_model`, `macs` or `params`."""
         values = [value for device in self.devices if (value := getattr(device, of)) is not None]
         return (statistics.fmean(values), statistics.pstdev(values)) if values else (float("nan"), float("nan"))
 
@@ -55,7 +57,8 @@ class Clientwise:
         return {"clients": [asdict(device) for device in self.devices], "spread": spreads, "trained": self.trained}
 
 
-_SPREAD = ("accuracy", "macs", "params")
+_SPREAD = ("accuracy_own_size", "accuracy_whole_model", "macs", "params")
+_Accuracies = tuple[float | None, float | None]  # of its own size, and of the whole model
 
 
 def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
@@ -63,35 +66,42 @@ def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
     chosen = list(range(run.fleet.num_clients)) if clients is None else list(clients)
     devices = [run.fleet.client(id, run.server.round, run.engine.world.seed, run.engine.data.size(id)) for id in chosen]
     scores = _accuracies(run, devices)
-    found = tuple(_device(run, client, scores.get(client.id)) for client in devices)
+    found = tuple(_device(run, client, own) for client, own in zip(devices, scores, strict=True))
     return Clientwise(found, ever_trained(run))
 
 
-def _device(run: Run, client: Client, accuracy: float | None) -> Device:
+def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
     world, method = run.engine.world, run.method
     macs = params = 0
     for submodel in method.plan(run.server, client, world):
         learner = method.learner(Job(client, submodel, run.server.round), world)
         macs += learner.macs(world.family, submodel.arch, [learner.local.batch_size])
         params += world.family.count(submodel.arch)
-    return Device(client.id, share_label(client.budget, world), domain_of(run, client.id), macs, params, accuracy)
+    return Device(client.id, share_label(client.budget, world), domain_of(run, client.id), macs, params, *accuracies)
 
 
-def _accuracies(run: Run, clients: list[Client]) -> dict[int, float]:
-    """Of the widest model, on each client's own part of the test set; where results live on clients, of theirs."""
+def _accuracies(run: Run, clients: list[Client]) -> list[_Accuracies]:
+    """On each client's own part of the test set; where results live on clients, each has its own and no whole one."""
     method, engine, size = run.method, run.engine, run.evaluation.batch_size
-    server = method.arranged(run.server, engine)
     parts = engine.data.test_parts
     if parts is None:
-        return {}
+        return [(None, None)] * len(clients)
+    server = method.arranged(run.server, engine)
     if method.personal:
-        exams = [own_exam(method, server, client, engine, size) for client in clients]
-    else:
-        nets = next(iter(members_by_share(method, server, run.fleet, engine.world).values()))  # the widest comes first
-        weights = joined(nets, ready(method, server, nets, engine, size))
-        exams = [Exam("", nets, weights, parts[client.id]) for client in clients]
-    scores = engine.evaluate(method, exams, size)
-    return {client.id: score.accuracy for client, score in zip(clients, scores, strict=True) if score.count}
+        own = [own_exam(method, server, client, engine, size) for client in clients]
+        return [(_accuracy(score), None) for score in engine.evaluate(method, own, size)]
+    whole = given(method, server, Budget(share=1.0), engine.world)
+    sized = [given(method, server, client.budget, engine.world) for client in clients]
+    weights = ready(method, server, list(dict.fromkeys(net for nets in (*sized, whole) for net in nets)), engine, size)
+    # Each once: a client that can hold the whole model has one accuracy.
+    pairs = dict.fromkeys((kind, c.id) for c, nets in zip(clients, sized, strict=True) for kind in (nets, whole))
+    exams = [Exam("", nets, joined(nets, weights), parts[id]) for nets, id in pairs]
+    scores = dict(zip(pairs, map(_accuracy, engine.evaluate(method, exams, size)), strict=True))
+    return [(scores[nets, c.id], scores[whole, c.id]) for c, nets in zip(clients, sized, strict=True)]
+
+
+def _accuracy(score: Score) -> float | None:
+    return score.accuracy if score.count else None
 
 
 def domain_of(run: Run, client: int) -> str:
@@ -104,26 +114,43 @@ def domain_of(run: Run, client: int) -> str:
 
 
 def ever_trained(run: Run) -> dict[str, float]:
-    """By domain, the part of all parameters that clients of it have been handed in the rounds so far (Figure 6).
+    """By domain, the part of all parameters that clients of it have trained in the rounds so far (Figure 6).
 
-    Nothing is trained: who took part, and what they were planned, is known from the seed.
+    What a link lost on the way to the server does not count. Nothing is trained for this: who took part, what they were
+    planned and what arrived is known from the seed.
     """
     held: dict[str, dict[Submodel, None]] = {}
-    for client, submodels in _planned(run):
-        held.setdefault(domain_of(run, client.id), {}).update(dict.fromkeys(submodels))
+    for job in _jobs(run):
+        held.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(_arrived(run, job)))
     family = run.engine.world.family
     names = [name for name in run.server.weights if name[name.rfind("/") + 1 :] in family.trainable]
     total = sum(run.server.weights[name].numel() for name in names)
     return {domain: _covered(run, list(own), names) / total for domain, own in sorted(held.items())}
 
 
-def _planned(run: Run) -> Iterator[tuple[Client, list[Submodel]]]:
+def _jobs(run: Run) -> Iterator[Job]:
+    """All that was planned so far."""
     fleet, world = run.fleet, run.engine.world
     for played in range(run.server.round):
         server = Server(played, run.server.weights)
         for place, id in enumerate(fleet.cohort(played, world.seed)):
             client = fleet.client(id, played, world.seed, run.engine.data.size(id), place)
-            yield client, run.method.plan(server, client, world)
+            for submodel in run.method.plan(server, client, world):
+                yield Job(client, submodel, played)
+
+
+def _arrived(run: Run, job: Job) -> list[Submodel]:
+    """What the server got of what a client trained; of a client that sends nothing, what it trained for itself."""
+    world, family = run.engine.world, run.engine.world.family
+    if not run.link.lossy:
+        return [job.submodel]
+    learner = run.method.learner(job, world)
+    if not learner.sent(family):
+        return [job.submodel]
+    # Output rows of classes that a client lacks count with the rest, as they do where nothing is lost.
+    uploads = replace(learner, class_rows=False).uploads(family, job.submodel, run.engine.held(job.client.id))
+    reached = (run.link.reach(one, Trip(world, job, up=True, place=place)) for place, one in enumerate(uploads))
+    return [one for one in reached if one is not None]
 
 
 def _covered(run: Run, submodels: list[Submodel], names: list[str]) -> int:

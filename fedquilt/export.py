@@ -52,6 +52,8 @@ class Exported:
     nets: int  # whose logits are averaged
     norms: NormPolicy
     compared: str  # what it was fed for that: samples of the test set, or noise where there is no data
+    robustness: float | None  # λ of dual or conditioned norms; None: there are none
+    robustness_by_default: bool  # nobody asked for one, and 0, the clean net, was taken
 
     def to_dict(self) -> dict[str, Any]:
         return asdict(self)
@@ -88,6 +90,9 @@ def export(
     writer = FORMATS[kind]()
     writer.check()
     found = deployed(run, budget, client, norms, samples)
+    by_default = robustness is None and found.family.adjustable
+    if by_default:
+        robustness = 0.0
     module = found.module(robustness).cpu().requires_grad_(False)
     if any(weight.dtype == torch.float64 for weight in module.parameters()):
         module = module.float()  # other runtimes have few kernels for more
@@ -122,6 +127,8 @@ def export(
         len(found.nets),
         found.norms,
         compared,
+        robustness,
+        by_default,
     )
 
 

@@ -18,7 +18,8 @@ class Milestone:
 
     round: int
     bytes: int  # to all clients and back
-    seconds: float
+    seconds: float  # that the rounds took here, evaluations included
+    link_seconds: float | None = None  # that they would take over the link; None: it has no clock
 
 
 def milestones(records: Iterable[Record], target: float, metric: str = "accuracy") -> dict[str, Milestone | None]:
@@ -29,16 +30,18 @@ def milestones(records: Iterable[Record], target: float, metric: str = "accuracy
     check_target(target)
     found: dict[str, Milestone | None] = {}
     known: dict[str, None] = {}  # metrics there are
-    sent, seconds = 0, 0.0
+    sent, seconds, over = 0, 0.0, None
     for record in records:
         sent += record.bytes_down + record.bytes_up
         seconds += record.seconds
+        if record.link_seconds is not None:
+            over = (over or 0.0) + record.link_seconds
         grades = {"accuracy": record.grades.accuracy, **record.grades.metrics} if record.grades.accuracy else {}
         known |= dict.fromkeys(grades)
         for share, value in grades.get(metric, {}).items():
             found.setdefault(share, None)
             if found[share] is None and value >= target:
-                found[share] = Milestone(record.round, sent, seconds)
+                found[share] = Milestone(record.round, sent, seconds, over)
     if known and metric not in known:
         raise ConfigError(f"the metric {metric!r} was asked for; the records have {', '.join(known)}.")
     return found

@@ -301,8 +301,8 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ClientsRequest:
-    """What the clients of a run spent and got: costs of a round, the widest model's accuracy on each one's own test
-    part, and how much of the model every domain has trained.
+    """What the clients of a run spent and got: costs of a round, accuracy on each one's own test samples, of a model of
+    its own size and of the whole one, and how much of the model every domain has trained.
     """
 
     run: Folder  # its folder: --out of `fedquilt run`

@@ -59,7 +59,7 @@ def _table(what: str) -> Mapping[str, Any]:
 
 
 def _method(kind: type[Method]) -> Entry:
-    return {"paper": kind.paper, **_plain(kind), "presets": list(kind.presets)}
+    return {"paper": kind.paper, **_plain(kind), "note": kind().note, "presets": list(kind.presets)}
 
 
 def _model(spec: ModelSpec) -> Entry:

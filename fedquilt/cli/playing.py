@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import sys
 from collections.abc import Callable
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
@@ -136,6 +137,9 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
         experiment = replace(experiment, rounds=rounds)
     finished = _summary_of(path)
     if finished and experiment.rounds <= finished["rounds"]:
+        if rounds is not None and rounds < finished["rounds"]:  # what was learnt is not unlearnt
+            behind = f"the run in {path} has {finished['rounds']} behind it, and this is what they came to."
+            print(f"--rounds {rounds} was asked for; {behind}", file=sys.stderr)
         return Playing(experiment, finished=finished, rounds=path)
     folder = stack.enter_context(Folder.resume(path, experiment.checkpoint))
     run = experiment.prepare()

@@ -110,7 +110,7 @@ def _accuracies(record: Record) -> str:
 
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
-    """A table of the shares, others of domains and of robustness if there are any, and a line of bytes and seconds."""
+    """A table of the shares and a note, tables of domains and of robustness if there are any, bytes and seconds."""
     columns = {"accuracy": {_short(share): _percent(value) for share, value in summary["accuracy"].items()}}
     if "reached" in summary:
         columns[_to(summary)] = {_short(share): _milestone(found) for share, found in summary["reached"].items()}
@@ -119,6 +119,7 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
         for share, member in _members(summary).items()
     }
     show_table(console, "share", rows)
+    _say_notes(console, {summary["method"]: summary})
     if domains := _domains(summary):
         say(console, "")
         shares = summary["accuracy"]
@@ -131,6 +132,13 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
         show_table(console, "metric", {name: _row(values, summary["accuracy"]) for name, values in tested.items()})
         say(console, "")
     say(console, _totals(summary))
+
+
+def _say_notes(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
+    """What one must know to read the accuracies above, of those methods that have something to say."""
+    for name, summary in summaries.items():
+        if note := summary.get("note"):
+            say(console, f"{name}: {note}")
 
 
 def _short(share: str) -> str:
@@ -157,11 +165,13 @@ def _to(summary: Mapping[str, Any]) -> str:
 
 
 def _milestone(found: Mapping[str, Any] | None) -> str:
-    """What it took to reach a target."""
+    """What it took to reach a target; where the link has a clock, the time there and not the simulation's."""
     if found is None:
         return "–"
     rounds = f"{found['round']} round{'s'[: found['round'] != 1]}"
-    return f"{rounds}, {size(found['bytes'])}, {found['seconds']:.1f} s"
+    over = found["link_seconds"]
+    took = f"{found['seconds']:.1f} s" if over is None else f"{over:,.1f} s over the link"
+    return f"{rounds}, {size(found['bytes'])}, {took}"
 
 
 def _members(summary: Mapping[str, Any]) -> dict[str, dict[str, int]]:
@@ -195,6 +205,7 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
         for name, summary in summaries.items()
     }
     show_table(console, "method", rows)
+    _say_notes(console, summaries)
     by_domain = {name: _domains(summary) for name, summary in summaries.items()}
     if domains := dict.fromkeys(domain for own in by_domain.values() for domain in own):
         widest = max(shares, key=float)
@@ -260,9 +271,16 @@ def show_export(console: Console, found: Exported) -> None:
     nets = f"{found.nets} nets whose logits are averaged; " if found.nets > 1 else ""
     say(
         console,
-        f"{nets}norms: {found.norms}; read back, its answers to {found.compared} differ from torch's by at most "
-        f"{found.max_difference:.2g}",
+        f"{nets}norms: {found.norms}{_robustness(found)}; read back, its answers to {found.compared} differ from "
+        f"torch's by at most {found.max_difference:.2g}",
     )
+
+
+def _robustness(found: Exported) -> str:
+    if found.robustness is None:
+        return ""
+    chosen = " (the clean net, as none was asked for: --robustness)" if found.robustness_by_default else ""
+    return f", robustness {found.robustness:g}{chosen}"
 
 
 def show_clients(console: Console, found: Clientwise) -> None:
@@ -271,7 +289,8 @@ def show_clients(console: Console, found: Clientwise) -> None:
     def row(group: Clientwise) -> dict[str, Any]:
         return {
             "clients": len(group.devices),
-            "accuracy": _spread(group, "accuracy", 100, " %"),
+            "accuracy, own size": _spread(group, "accuracy_own_size", 100, " %"),
+            "accuracy, whole model": _spread(group, "accuracy_whole_model", 100, " %"),
             "MACs a batch": _spread(group, "macs"),
             "parameters a round": _spread(group, "params"),
         }

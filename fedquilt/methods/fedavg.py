@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedquilt.checks import within
-from fedquilt.methods.method import Method, Presets, narrower
+from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
 from fedquilt.methods.partial import TABLE_9
 from fedquilt.round.cut import prefix
 from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
@@ -26,6 +26,10 @@ class FedAvg(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         within(self, share="(0, 1]")
+
+    @property
+    def note(self) -> str:
+        return whatever_the_budget(self.share) if type(self).plan is FedAvg.plan else ""
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(Budget(share=self.share)))]

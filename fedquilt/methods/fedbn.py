@@ -28,5 +28,9 @@ class FedBN(FedAvg):
     def personal(self) -> bool:
         return True
 
+    @property
+    def note(self) -> str:
+        return f"{super().note}; accuracy is the mean over clients, each with its norms"
+
     def learner(self, job: Job, world: World) -> Learner:
         return replace(super().learner(job, world), send=replace(_NORMS, other=True), keep=_NORMS)

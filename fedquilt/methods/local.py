@@ -20,6 +20,10 @@ class LocalOnly(Method):
     def personal(self) -> bool:
         return True
 
+    @property
+    def note(self) -> str:
+        return "every client trains what fits its budget, alone; accuracy is the mean over clients, each with its net"
+
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(client.budget))]
 

@@ -56,6 +56,11 @@ class Method:
         """The attack that clients train against, if they do."""
         return self.local.adversarial.attack if self.local.adversarial else None
 
+    @property
+    def note(self) -> str:
+        """What readers of its results must know: who trains what, if that is not what fits a budget; "": nothing."""
+        return whatever_the_budget(1.0) if type(self).plan is Method.plan else ""
+
     def initial(self, world: World) -> dict[str, Tensor]:
         """All weights before the first round, by scope and name; whoever knows the seed has them."""
         return {
@@ -105,6 +110,11 @@ class Method:
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """The sub-model for a device of this budget, once trained; several give the mean of their logits."""
         return (prefix(world.family.fit(budget)),)
+
+
+def whatever_the_budget(share: float) -> str:
+    """The note of a method whose clients all train the same."""
+    return f"every client trains share {share:g}, whatever its budget"
 
 
 def narrower(one: Arch, other: Arch) -> Arch:

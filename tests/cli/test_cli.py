@@ -44,6 +44,7 @@ SUMMARY = {
     "accuracy",
     "metrics",
     "members",
+    "note",
     "fedquilt",
 }
 ROUND = {"round", "seconds", "clients", "bytes_down", "bytes_up", "macs", "loss"}
@@ -282,9 +283,14 @@ def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) ->
 def test_a_finished_run_tells_its_summary_or_trains_longer(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", "d")
     assert told(capsys, "run", "--resume", "d") == summary
-    assert told(capsys, "run", "--resume", "d", "--rounds", "1") == summary
+    assert main(["run", "--resume", "d", "--rounds", "1", "--json"]) == 0
+    said = capsys.readouterr()
+    assert json.loads(said.out) == summary
+    assert "--rounds 1 was asked for; the run in d has 2 behind it, and this is what they came to." in said.err
+    assert main(["run", "--resume", "d", "--rounds", "2"]) == 0
+    assert "was asked for" not in capsys.readouterr().err
     assert main(["run", "--resume", "d"]) == 0
-    head, *rows, last = capsys.readouterr().out.splitlines()
+    head, *rows, _, last = capsys.readouterr().out.splitlines()
     assert head.split() == ["share", "accuracy", "parameters", "MACs", "a", "sample"]
     assert [row.split()[::2] for row in rows] == [
         [f"{float(share):g}", f"{member['params']:,}"] for share, member in summary["members"].items()
@@ -471,12 +477,30 @@ def test_methods_are_compared_on_the_same_ground(own: Path, capsys: pytest.Captu
 
 def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "1"]) == 0
-    _, first, *_, head, one, other, space, below, whole, half, quarter = capsys.readouterr().out.splitlines()
+    _, first, *_, head, one, other, common, alone, space, below, whole, half, quarter = (
+        capsys.readouterr().out.splitlines()
+    )
     assert first.startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
     assert head.split() == ["method", "1", "0.5", "0.25", "to", "clients", "back", "seconds"]
     assert (one.split()[0], other.split()[0]) == ("fedavg", "local")
+    assert common == "fedavg: every client trains share 1, whatever its budget"
+    assert alone.startswith("local: every client trains what fits its budget, alone")
     assert (space, below.split()) == ("", ["share", "parameters", "MACs", "a", "sample"])
     assert [row.split()[0] for row in (whole, half, quarter)] == ["1", "0.5", "0.25"]
+
+
+def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the table of accuracies by share, which are of one common net then, and in the list of methods."""
+    quick = ["--clients", "4", "--cohort", "1", "--rounds", "1"]
+    assert main(["run", "--method", "fedprox", "--set", "method.share=0.5", *quick]) == 0
+    *_, note, _ = capsys.readouterr().out.splitlines()
+    assert note == "fedprox: every client trains share 0.5, whatever its budget"
+    assert main(["run", "--method", "heterofl", *quick]) == 0
+    assert "whatever its budget" not in capsys.readouterr().out
+    listed = told(capsys, "list", "methods")
+    assert {name for name, entry in listed.items() if "whatever its budget" in entry["note"]} == {
+        *("fedavg", "fedprox", "fednova", "fedbn")
+    }
 
 
 def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -509,7 +533,12 @@ def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str
         assert plain == {key: value for key, value in summary.items() if key not in ("target", "reached")}
         first = json.loads(Path("c", name, "rounds.jsonl").read_text().splitlines()[0])
         sent = first["bytes_down"] + first["bytes_up"]
-        assert summary["reached"]["1.0"] == {"round": 1, "bytes": sent, "seconds": first["seconds"]}
+        assert summary["reached"]["1.0"] == {
+            "round": 1,
+            "bytes": sent,
+            "seconds": first["seconds"],
+            "link_seconds": None,
+        }
     high = told(capsys, "compare", "--resume", "c", "--target", "1")["heterofl"]["reached"]  # from what is on disk
     assert high == {"1.0": None, "0.5": None, "0.25": None}
     assert main(["compare", "--resume", "c", "--target", "0.01"]) == 0
@@ -525,6 +554,18 @@ def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str
     Path("c/fedavg/rounds.jsonl").write_text("{")
     assert main(["run", "--resume", "c/fedavg", "--target", "1"]) == 1
     assert "c/fedavg/rounds.jsonl is not what was written" in capsys.readouterr().err
+
+
+def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    asked = [*TINY[:4], "--cohort", "3", "--rounds", "1", "--link", "mobile", "--target", "0.01"]
+    found = told(capsys, "run", "--method", "fedavg", *asked, "--out", "timed")
+    over = found["reached"]["1.0"]["link_seconds"]
+    assert over == found["link_seconds"]
+    assert main(["run", "--resume", "timed", "--target", "0.01"]) == 0
+    assert f", {over:,.1f} s over the link" in capsys.readouterr().out.splitlines()[1]
+    assert main(["compare", "fedavg", *asked]) == 0
+    _, table, *_ = capsys.readouterr().out.split("\n\n")
+    assert table.splitlines()[1].endswith(" s over the link")
 
 
 def test_methods_of_other_members_are_told_apart(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

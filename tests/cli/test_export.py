@@ -81,6 +81,18 @@ def test_the_file_answers_as_the_run_reported(here, capsys):
     assert run.history == [json.loads(line) for line in Path("heterofl/rounds.jsonl").read_text().splitlines()]
 
 
+def test_robustness_is_told_also_where_none_was_asked_for(here, capsys):
+    told(capsys, "run", "--method", "heterofl", "--set", "model.dual=true", "--out", "dual", *QUICK)
+    for flags, said in (
+        ([], "norms: post, robustness 0 (the clean net, as none was asked for: --robustness); read back"),
+        (["--robustness", "0.8"], "norms: post, robustness 0.8; read back"),
+    ):
+        assert main(["export", "dual", "--share", "0.5", "--out", "d.safetensors", "--force", *flags]) == 0
+        assert said in capsys.readouterr().out
+    found = told(capsys, "export", "dual", "--share", "0.5", "--out", "d.safetensors", "--force")
+    assert (found["robustness"], found["robustness_by_default"]) == (0.0, True)
+
+
 def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
     before = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "one.safetensors")
     Path("own.npz").unlink()
@@ -150,6 +162,7 @@ def test_clients_tell_what_they_spent_and_got(here, capsys):
     assert main(["clients", "heterofl"]) == 0
     out = capsys.readouterr().out
     assert "MACs a batch" in out
+    assert "accuracy, own size  accuracy, whole model" in out.splitlines()[0]
     assert "of the parameters were trained by somebody" in out
     Path("own.npz").unlink()
     assert main(["clients", "heterofl"]) == 2

@@ -49,6 +49,22 @@ def test_python_begins_and_resumes(tmp_path, monkeypatch, perceptron, make_data)
     assert fq.load("runs/one").round == 2
 
 
+def test_clients_are_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptron, make_data, capsys):
+    monkeypatch.chdir(tmp_path)
+    quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"]
+    assert main(["run", *quick, "--out", "runs/one"]) == 0
+    capsys.readouterr()
+    (line,) = blocks("sh")[2].splitlines()
+    assert main([*shlex.split(line, comments=True)[1:], "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)["clients"][0]
+    section = PAGE.split("## By client")[1]
+    assert all(f"`{key}`" in section or f".{key}" in section for key in told.keys() - {"client"})
+    run = fq.run(
+        fq.methods.FedAvg(), perceptron, make_data(perceptron, (4, 4)), fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1
+    )
+    exec(blocks("python")[2], {"run": run})
+
+
 def test_a_target_is_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptron, make_data, capsys):
     monkeypatch.chdir(tmp_path)
     begin, again = (shlex.split(line, comments=True)[1:] for line in blocks("sh")[1].splitlines())

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, SplitMix
+from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, LocalOnly, SHeteroFL, SplitMix
 from tests.conftest import with_local
 
 SHARES = (1.0, 0.5, 0.25)
@@ -27,10 +27,27 @@ def test_every_method_tells_what_its_clients_got(name, residual, make_data, play
     found = run.clientwise()
     assert [device.client for device in found.devices] == [0, 1, 2]
     assert [device.share for device in found.devices] == ["1.0", "0.5", "0.25"]
-    assert all(0 <= device.accuracy <= 1 for device in found.devices)
+    assert all(0 <= device.accuracy_own_size <= 1 for device in found.devices)
+    assert all((device.accuracy_whole_model is None) == run.method.personal for device in found.devices)
     assert all(0 < part <= 1 for part in found.trained.values())
     assert [device.client for device in run.clientwise([2]).devices] == [2]
     assert found.to_dict()["spread"]["macs"]["mean"] > 0
+
+
+def test_accuracy_is_told_of_a_clients_own_size_and_of_the_whole_model(residual, make_data, play):
+    """A device cannot use the whole model: beside its share stands what it gets of it."""
+    data = make_data(residual, (8,) * 3, tests=60)
+    run = play(with_local(HeteroFL(), batch_size=4), residual, data, SHARES)
+    found = run.clientwise()
+    for device, share in zip(found.devices, SHARES, strict=True):
+        rows = data.test_parts[device.client]
+        for accuracy, size in ((device.accuracy_own_size, share), (device.accuracy_whole_model, 1.0)):
+            answers = run.deploy(fq.Budget(share=size))(data.test_samples(rows)).argmax(1)
+            assert accuracy == float((answers == data.test_targets[rows]).double().mean())
+    assert found.devices[0].accuracy_own_size == found.devices[0].accuracy_whole_model
+    assert any(device.accuracy_own_size != device.accuracy_whole_model for device in found.devices)
+    assert found.to_dict()["spread"]["accuracy_own_size"]["mean"] == found.spread("accuracy_own_size")[0]
+    assert "accuracy" not in found.to_dict()["clients"][0]
 
 
 def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
@@ -61,6 +78,28 @@ def test_what_each_domain_trained(residual, make_data, play):
     assert hetero == {"near": 1.0, "far": quarter / whole}
     assert hetero["far"] < trained(FedRolex())["far"] <= 1.0
     assert trained(SplitMix(base=0.25)) == {"near": 1.0, "far": 1.0}
+
+
+@pytest.mark.parametrize("name", ["fedavg", "sheterofl", "splitmix"])
+@pytest.mark.parametrize("rounds", [1, 3])
+def test_what_a_link_lost_was_not_trained(name, rounds, perceptron, make_data, play):
+    """With weight decay all that arrives has moved, and nothing else has: the weights themselves are the truth."""
+    method = {"fedavg": FedAvg(), "sheterofl": SHeteroFL(count_widths=True), "splitmix": SplitMix(base=0.25)}[name]
+    method = with_local(method, optimiser=fq.SGD(lr=0.1, decay=0.1), batch_size=4)
+    link = fq.Link(loss=fq.Columns(0.4))
+    run = play(method, perceptron, make_data(perceptron, (8, 8)), rounds=rounds, link=link)
+    first = method.init(run.engine.world).weights
+    moved = sum(int((value != first[name]).sum()) for name, value in run.server.weights.items())
+    total = sum(value.numel() for value in first.values())
+    assert run.clientwise().trained == {"": moved / total}
+    assert rounds > 1 or moved < total
+
+
+def test_what_never_travels_is_not_lost(residual, make_data, play):
+    link = fq.Link(loss=fq.Columns(1.0))
+    data, whole = make_data(residual, (8, 8)), {"": 1.0}
+    assert play(with_local(LocalOnly(), batch_size=4), residual, data, link=link).clientwise().trained == whole
+    assert play(with_local(FedAvg(), batch_size=4), residual, data, link=link).clientwise().trained == {"": 0.0}
 
 
 def test_domains_are_told_by_name_or_not_at_all(residual, make_data, play):

@@ -103,6 +103,24 @@ def test_a_file_says_what_it_holds(family, play, make_data, tmp_path):
     assert note["robustness"] is note["client"] is None
 
 
+@pytest.mark.parametrize("kind", [fq.dual, fq.conditioned])
+def test_the_robustness_that_went_in_is_told(kind, make_data, tmp_path):
+    """Nobody can see it in the file: 0 is written where none was asked for, and that is said too."""
+    family = fq.trace(kind(net), torch.zeros(2, 1, 4, 4))
+    run = fq.prepare(HeteroFL(), family, make_data(family, (9, 8)), fq.Fleet.of((1.0,), 2, 2))
+    for asked, told in ((None, (0.0, True)), (0.0, (0.0, False)), (0.8, (0.8, False))):
+        found = run.export(tmp_path / "model.safetensors", HALF, robustness=asked, force=True)
+        assert (found.robustness, found.robustness_by_default) == told
+        with safe_open(tmp_path / "model.safetensors", "pt") as file:
+            assert json.loads(file.metadata()["fedquilt"])["robustness"] == told[0]
+
+
+def test_a_model_without_dual_norms_has_no_robustness(family, make_data, tmp_path):
+    run = fq.prepare(HeteroFL(), family, make_data(family, (9, 8)), fq.Fleet.of((1.0,), 2, 2))
+    found = run.export(tmp_path / "model.safetensors", HALF)
+    assert (found.robustness, found.robustness_by_default) == (None, False)
+
+
 def test_an_ensembles_nets_stand_side_by_side(family, play, make_data, tmp_path):
     run = play(SplitMix(base=0.25), family, make_data(family, (9, 8)), rounds=1)
     run.export(tmp_path / "model.safetensors", HALF)

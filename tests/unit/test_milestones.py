@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 import fedquilt as fq
@@ -32,6 +34,13 @@ def test_a_target_is_reached_in_the_first_evaluated_round_that_has_it():
     assert reached(RECORDS, 0.4, share=0.5) == Milestone(2, 220, 1.0)
     assert reached(RECORDS, 0.61) is None
     assert milestones(RECORDS, 0.45) == {"1.0": Milestone(2, 220, 1.0), "0.5": Milestone(5, 550, 2.5)}
+
+
+def test_a_link_with_a_clock_has_its_own_seconds():
+    """What counts there is the slowest client of each round, not how fast the simulation was."""
+    timed = [replace(one, link_seconds=10.0 * one.round) for one in RECORDS]
+    assert reached(timed, 0.6) == Milestone(4, 440, seconds=2.0, link_seconds=100.0)
+    assert reached(RECORDS, 0.6).link_seconds is None
 
 
 def test_a_target_of_another_metric():

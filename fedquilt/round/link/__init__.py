@@ -76,6 +76,10 @@ class Link:
             if part is not None:
                 part.check(num_clients)
 
+    def reach(self, submodel: Submodel, trip: Trip) -> Submodel | None:
+        """What arrives of what is sent, known without sending it; None: nothing."""
+        return self.loss.reach(submodel, trip) if self.loss is not None and self.lossy else submodel
+
     def down(self, payload: Payload, trip: Trip, known: Weights = _NOTHING) -> Arrival:
         """What arrives at the client; `known` is what both sides know that it received before."""
         codec = self.coder if self.coder and self.coder.down else None
@@ -86,9 +90,7 @@ class Link:
         return self._carry(payload, trip, self.coder, known, residual)
 
     def _carry(self, payload: Payload, trip: Trip, codec: Codec | None, known: Weights, residual: Weights) -> Arrival:
-        reach: Submodel | None = payload.submodel
-        if self.loss is not None and self.lossy and payload.weights:
-            reach = self.loss.reach(payload.submodel, trip)
+        reach = self.reach(payload.submodel, trip) if payload.weights else payload.submodel
         if reach is None:
             return Arrival(None, 0)
         coded = {name: value for name, value in payload.weights.items() if name in known} if codec else {}
