@@ -143,6 +143,7 @@ class CustomisableModel(nn.Module):
             forget_statistics(self.stocks)  # every net has its own, or none
         self.requires_grad_(False).eval()
         self._share = next(iter(plan.mixes))
+        self._robustness: float | None = None
         self._members: dict[float, nn.Module] = {}  # modules around the stocks' tensors: not to be counted or moved
         self._link()
         self.register_load_state_dict_post_hook(_relink)  # type: ignore[no-untyped-call]
@@ -158,20 +159,26 @@ class CustomisableModel(nn.Module):
         return self._share
 
     @property
+    def robustness(self) -> float | None:
+        """The one that is set; None: none was, and dual norms are clean."""
+        return self._robustness
+
+    @property
     def resident_bytes(self) -> int:
         """What all its tensors take, those that share memory once."""
         return resident_bytes([self, *self._members.values()])
 
     def set(self, share: float | None = None, robustness: float | None = None) -> Self:
         """Answer with another share, or another weight on robustness (dual norms); what is not given stays."""
-        if share is not None:
-            if share not in self._members:
-                known = ", ".join(f"{one:g}" for one in self.shares)
-                raise ConfigError(f"a share of {share:g} was asked for; the model was made for {known}.")
-            self._share = share
+        if share is not None and share not in self._members:
+            known = ", ".join(f"{one:g}" for one in self.shares)
+            raise ConfigError(f"a share of {share:g} was asked for; the model was made for {known}.")
         if robustness is not None:
             for net in self._members.values():
                 set_robustness(net, robustness)
+            self._robustness = float(robustness)
+        if share is not None:
+            self._share = share  # last: what was refused has changed nothing
         return self
 
     def forward(self, *inputs: Any) -> Tensor:
@@ -193,6 +200,7 @@ class CustomisableModel(nn.Module):
             share: nets[mix[0]] if len(mix) == 1 else Ensemble(nets[place] for place in mix).eval()
             for share, mix in self.plan.mixes.items()
         }
+        self.set(robustness=self._robustness)
 
     def _apply(self, fn: Any, recurse: bool = True) -> Self:
         super()._apply(fn, recurse)  # type: ignore[no-untyped-call]
@@ -216,7 +224,8 @@ class CustomisableModel(nn.Module):
         for place, own in enumerate(self.statistics):
             assert isinstance(own, _Statistics)
             tensors |= {f"statistics.{place}.{name}": value for name, value in own.values.items()}
-        note = {**self.note, **self.plan.to_note(), "format": "customisable", "norms": self.norms, "share": self.share}
+        chosen = {"norms": self.norms, "share": self.share, "robustness": self.robustness}
+        note = {**self.note, **self.plan.to_note(), "format": "customisable", **chosen}
         try:
             write(Path(file), Blob.of(tensors, note).chunks())
         except OSError as error:
@@ -228,8 +237,10 @@ class CustomisableModel(nn.Module):
         plan = Plan.from_note(note)
         weights = [_under(f"stocks.{place}.", tensors) for place in range(len(plan.stocks))]
         statistics = [_under(f"statistics.{place}.", tensors) for place in range(len(plan.nets))]
-        about = {key: value for key, value in note.items() if key not in (*plan.to_note(), "format", "norms", "share")}
-        return CustomisableModel(family, plan, weights, statistics, note["norms"], about).set(note["share"])
+        own = (*plan.to_note(), "format", "norms", "share", "robustness")
+        about = {key: value for key, value in note.items() if key not in own}
+        made = CustomisableModel(family, plan, weights, statistics, note["norms"], about)
+        return made.set(note["share"], note.get("robustness"))  # files of an earlier version have none
 
 
 class _Statistics(nn.Module):

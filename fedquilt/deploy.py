@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,6 +25,9 @@ from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.experiment import Run
+
+_ROUNDING = 1e-9  # of shares that are added up
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, eq=False)
@@ -209,7 +213,10 @@ def total_share(family: Family, nets: Mix) -> float:
 
 
 def check_within(run: Run, nets: Mix, budget: Budget) -> None:
-    """Refuse nets that cost more than their device has: a method's `deploy` is not taken at its word."""
+    """Refuse nets that cost more than their device has: a method's `deploy` is not taken at its word.
+
+    A share has no net of its own where it is less than a channel, or where a method rounds up; then a warning says so.
+    """
     family, over = run.engine.world.family, []
     count = sum(family.count(net.arch) for net in nets)
     if budget.share is not None:
@@ -227,6 +234,13 @@ def check_within(run: Run, nets: Mix, budget: Budget) -> None:
         raise BudgetError(
             f"{type(run.method).__name__} trains {kind}, of {count:,} parameters; the budget {budget} allows less: "
             f"{', '.join(over)}."
+        )
+    if budget.share is not None and (share := total_share(family, nets)) > budget.share + _ROUNDING:
+        _log.warning(
+            "a share of %g was asked for; what is deployed has %.4g: every axis keeps at least one channel, and some "
+            "methods round up. A budget of params, macs or memory is never exceeded.",
+            budget.share,
+            share,
         )
 
 

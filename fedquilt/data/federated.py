@@ -200,6 +200,20 @@ class Pool:
             public=self.inputs[public],
         )
 
+    def __repr__(self) -> str:
+        return f"Pool({self._told()})"
+
+    def _told(self) -> str:
+        """What there is, in a line: a repr with every number of every sample would help nobody."""
+        sizes = f"{len(self.targets):,} training and {len(self.test_targets):,} test samples"
+        parts = [f"{sizes} of {tuple(self.inputs.shape[1:])}", f"{self.num_classes} classes"]
+        known = [one for one in (self.domains, self.test_domains) if one is not None]
+        if names := ", ".join(self.domain_names):
+            parts.append(f"domains {names}")
+        elif known:
+            parts.append(f"{max(int(one.max()) for one in known) + 1} domains")
+        return f"{self.name}: {', '.join(parts)}"
+
     # --- what models see -----------------------------------------------------------------------------------------
 
     @property
@@ -252,6 +266,9 @@ class FederatedData(Pool):
     ) -> FederatedData:
         """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), `parts` positions a client."""
         return Pool.of(train, test, name=name).dealt(parts, test_parts)
+
+    def __repr__(self) -> str:
+        return f"FederatedData({self._told()}; dealt to {self.num_clients:,} clients)"
 
     @property
     def num_clients(self) -> int:

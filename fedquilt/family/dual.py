@@ -11,6 +11,7 @@ import copy
 import math
 from collections.abc import Callable, Iterator
 from functools import partial
+from numbers import Real
 from typing import overload
 
 import torch
@@ -179,8 +180,12 @@ def is_adjustable(module: nn.Module, kind: type[Adjustable] = Adjustable) -> boo
 
 def set_robustness(module: nn.Module, robustness: float) -> nn.Module:
     """Choose λ for all that a module computes from now on: 0 is the clean net, 1 the noised one. Nothing is rebuilt."""
-    if not 0 <= robustness <= 1:
-        raise ConfigError(f"a robustness of {robustness} was asked for; it must lie in [0, 1].")
+    if not isinstance(robustness, Real) or not 0 <= robustness <= 1:
+        what = f"a tensor {tuple(robustness.shape)}" if isinstance(robustness, Tensor) else repr(robustness)
+        raise ConfigError(
+            f"a robustness of {what} was asked for; it must lie in [0, 1]: one number for all samples, since one for "
+            "each is not supported here."
+        )
     if not is_adjustable(module):
         raise ConfigError(
             f"a robustness of {robustness:g} was asked for; {type(module).__name__} has no dual norms to choose "

@@ -158,9 +158,12 @@ class SplitMix(Method):
         most = [_whole(getattr(budget, name) / cost) for name, cost in bounds.items() if getattr(budget, name)]
         count = min([self.count, *most, *([] if budget.share is None else [_whole(budget.share / self.base)])])
         if count < 1:
+            fits = world.family.share(budget)
             raise BudgetError(
                 f"the budget {budget} was given; Split-Mix's base nets have a share of {self.base:g}, {one.params:,} "
-                f"parameters and {one.macs:,} multiply-adds, and train in {one.memory:,} bytes. A smaller base fits."
+                f"parameters and {one.macs:,} multiply-adds, and train in {one.memory:,} bytes. A smaller base fits: "
+                f"method.base = {fits} in a file, SplitMix(base={fits}) in Python; or larger budgets, which clients "
+                "have from the fleet (fleet.budgets)."
             )
         return count
 

@@ -55,6 +55,7 @@ class PGD:
 
     def on(self, module: nn.Module, inputs: Tensor, targets: Tensor, seed: int = 0) -> Tensor:
         """The samples as they are worst for a plain module, one of `run.deploy` or any other, as it runs now."""
+        self._refuse(inputs, "the samples given", "Give them as they are without normalisation")
         key = torch.tensor(noise.key(seed), device=inputs.device)
         drawn = noise.uniform(key, inputs.shape, inputs.dtype)
         return self(lambda x: F.cross_entropy(module(x), targets), inputs, drawn)
@@ -67,17 +68,20 @@ class PGD:
         ):
             for first in range(0, count, _CHUNK):
                 seen = samples(torch.arange(first, min(first + _CHUNK, count)))
-                if not seen.is_floating_point():
-                    raise DataError(
-                        f"an attack was asked for; it moves real numbers, and {data.name} has {seen.dtype}."
-                    )
-                lowest, highest = float(seen.min()), float(seen.max())
-                if lowest < self.low - _ROUNDING or highest > self.high + _ROUNDING:
-                    raise DataError(
-                        f"an attack was asked for that keeps samples in [{self.low:g}, {self.high:g}]; among the "
-                        f"{what} samples of {data.name} are numbers from {lowest:.4g} to {highest:.4g}. Load the data "
-                        "with normalise = 'none', or set the attack's low, high, eps and size in the data's unit."
-                    )
+                self._refuse(seen, f"the {what} samples of {data.name}", "Load the data with normalise = 'none'")
+
+    def _refuse(self, samples: Tensor, whose: str, remedy: str) -> None:
+        if not samples.is_floating_point():
+            raise DataError(f"an attack was asked for; it moves real numbers, and {whose} are {samples.dtype}.")
+        if not samples.numel():
+            return
+        lowest, highest = float(samples.min()), float(samples.max())
+        if lowest < self.low - _ROUNDING or highest > self.high + _ROUNDING:
+            raise DataError(
+                f"an attack was asked for that keeps samples in [{self.low:g}, {self.high:g}]; among {whose} are "
+                f"numbers from {lowest:.4g} to {highest:.4g}. {remedy}, or set the attack's low, high, eps and size "
+                "in the data's unit."
+            )
 
 
 @dataclass(frozen=True)

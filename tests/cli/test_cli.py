@@ -682,7 +682,7 @@ def test_a_run_goes_over_a_link_by_name(own: Path, capsys: pytest.CaptureFixture
 def test_a_link_by_name_can_be_changed_and_is_shown(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["run", *TINY, "--rounds", "1", "--link", "lq8", "--set", "link.clock.up=1e6"]) == 0
     shown = capsys.readouterr().out
-    assert "on cpu; 8 bits a value; 2e+07 bits/s down, 1e+06 bits/s up" in shown
+    assert "on cpu; 8 bits a value; 20 Mbit/s down, 1 Mbit/s up" in shown
     assert "s over the link" in shown.splitlines()[-1]
 
 

@@ -12,6 +12,8 @@ from typing import Any
 import pytest
 
 from fedquilt.cli import main
+from fedquilt.config import Experiment
+from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
 
 ROOT = Path(__file__).parents[2]
@@ -87,6 +89,14 @@ def test_the_file_of_settings_runs(
     again = json.loads(capsys.readouterr().out)
     first = json.loads(Path("runs/two/summary.json").read_text())
     assert {**again, "seconds": 0} == {**first, "seconds": 0}
+
+
+def test_a_file_names_a_method_a_model_and_data_and_nothing_else() -> None:
+    named = {"method": "fedavg", "model": "tiny_resnet", "data": "digits"}
+    assert Experiment.of(named).rounds > 0
+    for missing in named:
+        with pytest.raises(ConfigError, match=rf"{missing}: nothing was found"):
+            Experiment.of({key: value for key, value in named.items() if key != missing})
 
 
 def test_make_has_the_targets() -> None:

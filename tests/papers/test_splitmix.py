@@ -222,6 +222,15 @@ def test_budgets_that_are_no_shares_bound_the_sum_of_the_nets(residual):
         method.affordable(Budget(share=0.2), world)
 
 
+@pytest.mark.parametrize("budget", [Budget(share=0.1), Budget(params=70), Budget(share=0.2, macs=2000)], ids=str)
+def test_a_budget_too_small_is_told_the_base_that_fits(budget, residual):
+    """And whose the budget is: a file that names a method alone has the papers' five shares, down to 1/16."""
+    with pytest.raises(BudgetError, match=r"SplitMix\(base=.*fleet \(fleet\.budgets\)") as caught:
+        SplitMix(base=0.5).affordable(budget, World(residual))
+    base = float(str(caught.value).split("method.base = ")[1].split()[0])
+    assert SplitMix(base=base).affordable(budget, World(residual)) == 1
+
+
 def test_settings_of_the_paper():
     """A.2: 400 rounds of cosine decay on Digits, five local epochs on CIFAR-10."""
     digits, cifar = SplitMix.preset("digits"), SplitMix.preset("cifar10")

@@ -189,6 +189,9 @@ def test_what_cannot_be_chosen_is_refused(single, pairs):
         fq.set_robustness(single.module(single.whole), 0.5)
     with pytest.raises(ConfigError, match=r"1\.5 was asked for; it must lie in \[0, 1\]"):
         fq.set_robustness(pairs.module(pairs.whole), 1.5)
+    for wrong, told in (("a", "'a'"), (torch.rand(8), r"a tensor \(8,\)"), (float("nan"), "nan"), (None, "None")):
+        with pytest.raises(ConfigError, match=rf"{told} was asked for; .* one number for all samples"):
+            fq.set_robustness(pairs.module(pairs.whole), wrong)
     with pytest.raises(ConfigError, match=r"asked to be robust; .*fq\.dual"):
         SplitMix(robust=True).init(World(single))
 
@@ -231,8 +234,19 @@ def test_data_outside_of_the_range_is_refused(engine, pairs, make_data, language
     run = fq.prepare(wide, pairs, make_data(pairs, (6, 6)), fleet, engine, evaluation=fq.Evaluation(robustness=(0,)))
     with pytest.raises(DataError, match=told):  # the evaluation's own attack
         run.train(1)
-    with pytest.raises(DataError, match=r"it moves real numbers, and data has torch\.int64"):
+    with pytest.raises(DataError, match=r"it moves real numbers, and the training samples of data are torch\.int64"):
         fq.prepare(method, language, make_data(language, (6, 6)), fleet, engine)
+
+
+def test_samples_outside_of_the_range_are_not_moved_into_it():
+    module, x, y = _net().eval(), torch.rand(4, 1, 6, 6), torch.zeros(4, dtype=torch.int64)
+    told = r"keeps samples in \[0, 1\]; among the samples given are numbers from -[\d.]+ to [\d.]+\. Give .*low, high"
+    with pytest.raises(DataError, match=told):
+        fq.PGD().on(module, 4 * x - 2, y)
+    wide = fq.PGD(low=-2, high=2)
+    assert float((wide.on(module, 4 * x - 2, y) - (4 * x - 2)).abs().max()) <= wide.eps + 1e-6
+    with pytest.raises(DataError, match=r"it moves real numbers, and the samples given are torch\.uint8"):
+        fq.PGD().on(module, torch.zeros(4, 1, 6, 6, dtype=torch.uint8), y)
 
 
 # --- equation 1 and algorithm 4 -----------------------------------------------------------------------------------

@@ -344,6 +344,12 @@ def test_a_table_is_laid_over_a_link_by_name(own: Path) -> None:
     assert small(link=LINK).link.loss == fq.Wireless(distances=(100, 300), fading="constant", granularity=0.25)
 
 
+def test_a_rate_above_its_upper_bound_is_told_what_would_help(own: Path) -> None:
+    with pytest.raises(ConfigError, match=r"link\.loss\.upto: 0\.2 was asked for.*Set upto too, or upto to none"):
+        small(link={"name": "lossy-mild", "loss": {"rate": 0.5}})
+    assert small(link={"name": "lossy-mild", "loss": {"rate": 0.5, "upto": "none"}}).link.loss == fq.Columns(0.5)
+
+
 def test_all_that_is_wrong_with_a_link_is_told(own: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         small(link={"name": "lossy-mid", "loss": {"name": "colums"}, "codec": {"bits": 3, "kept": 1}, "clok": {}})

@@ -179,9 +179,18 @@ def test_size_and_robustness_are_chosen_together(method, play, make_data, tmp_pa
             found = model.set(share=share, robustness=robustness)(inputs)
             deployed = run.deploy(fq.Budget(share=share), robustness=robustness)
             torch.testing.assert_close(found, deployed(inputs), rtol=0, atol=1e-12)
+    made = fq.dual(fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16)))
+    assert model.robustness == 1.0
+    expected = model.set(share=0.5, robustness=0.7)(inputs)
+    model.save(tmp_path / "all.safetensors")
+    for again in (fq.load_model(tmp_path / "all.safetensors", made), copy.deepcopy(model), model.float().double()):
+        assert (again.share, again.robustness) == (0.5, 0.7)
+        torch.testing.assert_close(again.double()(inputs), expected, rtol=0, atol=1e-4)
+    with pytest.raises(ConfigError, match="one number for all samples"):
+        model.set(share=1.0, robustness="a")
+    assert (model.share, model.robustness) == (0.5, 0.7)
     exported = run.export(tmp_path / "some.safetensors", fq.Budget(share=0.5), robustness=0.3)
     assert exported.max_difference == 0
-    made = fq.dual(fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16)))
     again = fq.load_model(tmp_path / "some.safetensors", made)
     expected = run.deploy(fq.Budget(share=0.5), robustness=0.3)(inputs)
     torch.testing.assert_close(again(inputs.float()).double(), expected, rtol=0, atol=1e-4)

@@ -66,6 +66,19 @@ def test_every_method_stays_within_every_kind_of_budget(method, family, play, ma
         torch.testing.assert_close(one_by_one, model(run.engine.data.test_inputs))  # no sample sees another
 
 
+@pytest.mark.parametrize("share", [0.01, 0.5])
+def test_a_share_below_one_channel_is_exceeded_with_a_warning(share, family, play, make_data, caplog):
+    run = play(HeteroFL(), family, make_data(family, (6, 6)), (1.0, 0.5), rounds=1)
+    run.deploy(fq.Budget(share=share))
+    told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    if share == 0.5:
+        assert not told
+    else:
+        assert told[0].startswith(
+            "a share of 0.01 was asked for; what is deployed has 0.125: every axis keeps at least"
+        )
+
+
 def test_a_method_that_hands_out_too_much_is_refused(family, play, make_data):
     @dataclass(frozen=True)
     class Generous(FedAvg):

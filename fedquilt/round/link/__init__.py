@@ -14,6 +14,7 @@ from typing import ClassVar
 import torch
 from torch import Tensor
 
+from fedquilt.checks import refuse
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.round.flat import Flat
@@ -37,6 +38,20 @@ class Link:
     clock: Clock | None = None  # none: time is not counted
 
     presets: ClassVar[Mapping[str, Link]]  # links by name
+
+    def __post_init__(self) -> None:
+        parts: dict[str, tuple[type, str]] = {
+            "loss": (Loss, "fq.Columns(0.1) or fq.Wireless()"),
+            "codec": (Codec, "fq.Codec(bits=8)"),
+            "clock": (Clock, "fq.Clock(down=20e6, up=10e6)"),
+        }
+        wrong = {
+            name: f"{getattr(self, name)!r} was asked for; {fits} would fit, None for none, or a whole link by its "
+            'name, such as fq.Link.preset("lossy-mild").'
+            for name, (kind, fits) in parts.items()
+            if not isinstance(getattr(self, name), (kind, type(None)))
+        }
+        refuse(self, wrong)
 
     def __str__(self) -> str:
         return (

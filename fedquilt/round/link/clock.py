@@ -8,6 +8,8 @@ from dataclasses import dataclass
 from fedquilt.checks import outside, refuse
 from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown
 
+_UNITS = ((1e9, "Gbit"), (1e6, "Mbit"), (1e3, "kbit"), (1.0, "bit"))
+
 
 @dataclass(frozen=True)
 class Clock:
@@ -23,7 +25,7 @@ class Clock:
         refuse(self, bounds | empty(self, "down", "up", "latency", "compute"))
 
     def __str__(self) -> str:
-        return f"{shown(self.down)} bits/s down, {shown(self.up)} bits/s up, {shown(self.latency)} s each way"
+        return f"{_speed(self.down)} down, {_speed(self.up)} up, {shown(self.latency)} s each way"
 
     def check(self, num_clients: int) -> None:
         """Refuse what does not fit so many clients."""
@@ -39,3 +41,11 @@ class Clock:
         rate = dealt(self.compute, client)
         travel = 8 * bytes_down / dealt(self.down, client) + 8 * bytes_up / dealt(self.up, client)
         return 2 * dealt(self.latency, client) + travel + (macs / rate if rate else 0.0)
+
+
+def _speed(value: Dealt) -> str:
+    """Bits a second in the unit one says them in, or all that are dealt."""
+    if isinstance(value, tuple):
+        return ", ".join(map(_speed, value))
+    size, unit = next((one for one in _UNITS if value >= one[0]), _UNITS[-1])
+    return f"{value / size:g} {unit}/s"

@@ -85,7 +85,10 @@ class Columns(Loss):
             wrong |= outside(self, upto="[0, 1]")
             most = max(self.rate, default=0.0) if isinstance(self.rate, tuple) else self.rate
             if not wrong and self.upto < most:
-                wrong["upto"] = f"{self.upto} was asked for; it must be at least the rate, {most}."
+                wrong["upto"] = (
+                    f"{self.upto} was asked for; it must be at least the rate, {most}, since every column's rate is "
+                    "drawn between the two. Set upto too, or upto to none, which leaves every column the rate."
+                )
         refuse(self, wrong)
 
     def __str__(self) -> str:

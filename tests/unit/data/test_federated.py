@@ -79,6 +79,16 @@ def test_arrays_and_lists_become_tensors():
     assert [part.tolist() for part in data.test_parts] == [[0], [1, 2]]
 
 
+def test_data_is_told_in_a_line():
+    pool = Pool.of((X, Y), (X, Y), name="small")
+    assert repr(pool) == "Pool(small: 6 training and 6 test samples of (4,), 3 classes)"
+    dealt = "FederatedData(small: 6 training and 6 test samples of (4,), 3 classes; dealt to 2 clients)"
+    assert str(pool.deal(2)) == repr(pool.deal(2)) == dealt
+    homes = {"domains": Y, "test_domains": Y}
+    assert "3 classes, 3 domains)" in repr(Pool.of((X, Y), (X, Y), **homes))
+    assert "3 classes, domains a, b, c)" in repr(Pool.of((X, Y), (X, Y), **homes, domain_names=("a", "b", "c")))
+
+
 def test_held_classes_ignore_padding():
     data = of((X, torch.tensor([0, 2, -100, 1, 1, 1])))
     assert data.held(0, 3).tolist() == [True, False, True]

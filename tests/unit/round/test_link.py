@@ -153,6 +153,18 @@ def test_without_a_clock_nothing_is_said_of_time(perceptron, make_data, play):
     assert type(run.records[0]).from_dict(run.history[0]).link_seconds is None
 
 
+@pytest.mark.parametrize(
+    ("clock", "told"),
+    [
+        (fq.Clock(), "20 Mbit/s down, 10 Mbit/s up, 0.05 s each way"),
+        (fq.Clock(1e9, 1.5e5), "1 Gbit/s down, 150 kbit/s up, 0.05 s each way"),
+        (fq.Clock((50e6, 5e5), 300.0, 0.0), "50 Mbit/s, 500 kbit/s down, 300 bit/s up, 0 s each way"),
+    ],
+)
+def test_a_clock_is_told_in_units(clock, told):
+    assert str(clock) == told
+
+
 def test_a_round_without_clients_takes_no_time():
     assert fq.Clock().slowest({}) == 0.0
 
@@ -166,7 +178,7 @@ def test_a_round_without_clients_takes_no_time():
         (lambda: fq.Columns(1.5), r"Columns: rate = 1\.5 was asked for; it must lie in \[0, 1\]"),
         (lambda: fq.Columns((0.1, -1.0)), r"rate = -1\.0 was asked for"),
         (lambda: fq.Columns(()), r"rate = an empty list was asked for; one number for all"),
-        (lambda: fq.Columns(0.3, 0.2), r"upto = 0\.2 was asked for; it must be at least the rate, 0\.3"),
+        (lambda: fq.Columns(0.3, 0.2), r"upto = 0\.2 .* at least the rate, 0\.3,.*Set upto too, or upto to none"),
         (lambda: fq.Columns((0.1, 0.3), 0.2), r"at least the rate, 0\.3"),
         (lambda: fq.Columns(granularity=0.0), r"granularity = 0\.0 was asked for; it must lie in \[0\.001, 1\]"),
         (lambda: fq.Clock(down=0.0), r"Clock: down = 0\.0 was asked for; it must lie in \[1, 1e15\]"),
@@ -175,6 +187,14 @@ def test_a_round_without_clients_takes_no_time():
         (lambda: fq.Wireless(power=0.0), r"Wireless: power = 0\.0 was asked for"),
         (lambda: fq.Wireless(distances=(10.0, 0.0)), r"distances = 0\.0 was asked for"),
         (lambda: fq.Wireless(fading="fog"), r"fading = 'fog' was asked for; it may be 'rayleigh', 'constant'"),
+        (
+            lambda: fq.Link(loss=0.1),
+            r"Link: loss = 0\.1 was asked for; fq\.Columns\(0\.1\) or fq\.Wireless\(\) would fit",
+        ),
+        (lambda: fq.Link(codec=8), r"Link: codec = 8 was asked for; fq\.Codec\(bits=8\) would fit, None for none"),
+        (lambda: fq.Link(codec="lq8"), r"codec = 'lq8' was asked for; .* by its name, such as fq\.Link\.preset"),
+        (lambda: fq.Link(clock=1e6), r"Link: clock = 1000000\.0 was asked for; fq\.Clock\(down=20e6, up=10e6\)"),
+        (lambda: fq.Link(loss=fq.Columns), r"loss = <class .*Columns'> was asked for"),
         (lambda: fq.Link.preset("lossy"), r"there is no link named 'lossy'.*Did you mean 'lossy-mild'"),
     ],
 )

@@ -61,6 +61,15 @@ def test_mean_statistics():
     assert mean_statistics(measured, 4)["m"].tolist() == [1, 2]  # where they are sums over batches
 
 
+def test_shares_are_tested_beside_those_of_the_fleet(perceptron, make_data, play):
+    """And beside the whole model; where results live on clients there is nothing at other shares."""
+    how, data = fq.Evaluation(every=0, shares=(0.75, 0.5)), make_data(perceptron, (5, 5))
+    found = play(fq.methods.HeteroFL(), perceptron, data, (0.5, 0.25), rounds=1, evaluation=how)
+    assert list(found.accuracy) == ["1.0", "0.75", "0.5", "0.25"]
+    own = play(fq.methods.LocalOnly(), perceptron, data, (0.5, 0.25), rounds=1, evaluation=how)
+    assert set(own.accuracy) == {"0.5", "0.25"}
+
+
 def test_labels_are_the_share_of_every_axis_a_budget_allows(perceptron):
     world = World(perceptron)
     assert share_label(fq.Budget(share=0.5), world) == "0.5"
