@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fedquilt.checks import outside, refuse
-from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown
+from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown, take_lists
 
 _UNITS = ((1e9, "Gbit"), (1e6, "Mbit"), (1e3, "kbit"), (1.0, "bit"))
 
@@ -21,6 +21,7 @@ class Clock:
     compute: Dealt = 0.0  # multiply-adds a second of a client; 0: training takes no time
 
     def __post_init__(self) -> None:
+        take_lists(self, "down", "up", "latency", "compute")
         bounds = outside(self, down="[1, 1e15]", up="[1, 1e15]", latency="[0, 1e9]", compute="[0, 1e21]")
         refuse(self, bounds | empty(self, "down", "up", "latency", "compute"))
 

@@ -13,7 +13,7 @@ import torch
 
 from fedquilt import noise
 from fedquilt.checks import outside, refuse, within
-from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown
+from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown, take_lists
 from fedquilt.round.link.trip import Trip
 from fedquilt.terms import Arch, Submodel
 
@@ -80,6 +80,7 @@ class Columns(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        take_lists(self, "rate")
         wrong = outside(self, rate="[0, 1]") | empty(self, "rate")
         if self.upto is not None:
             wrong |= outside(self, upto="[0, 1]")

@@ -17,6 +17,13 @@ def shown(value: Dealt) -> str:
     return ", ".join(f"{one:g}" for one in value) if isinstance(value, tuple) else f"{value:g}"
 
 
+def take_lists(owner: object, *names: str) -> None:
+    """Of a frozen owner, let lists be tuples: they read alike, and only tuples can be looked up by."""
+    for name in names:
+        if isinstance(value := getattr(owner, name), list):
+            object.__setattr__(owner, name, tuple(value))
+
+
 def empty(owner: object, *names: str) -> dict[str, str]:
     """What is wrong with fields that are lists of nothing."""
     return {

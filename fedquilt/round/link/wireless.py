@@ -15,7 +15,7 @@ import torch
 from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.round.link.columns import Loss
-from fedquilt.round.link.dealt import check_dealt, dealt, shown
+from fedquilt.round.link.dealt import check_dealt, dealt, shown, take_lists
 
 Fading = Literal["rayleigh", "constant"]
 _SITE = 42
@@ -58,6 +58,7 @@ class Wireless(Loss):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        take_lists(self, "distances")
         within(
             self,
             bandwidth="[1, 1e12]",

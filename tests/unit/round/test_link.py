@@ -239,3 +239,11 @@ def test_a_run_goes_on_only_over_its_link(perceptron, make_data, tmp_path):
     with pytest.raises(ConfigError, match=r"link\.loss\.rate: 0\.1 there, 0\.2 here"):
         fq.run(*parts, rounds=2, out=tmp_path / "run", resume=True, link=fq.Link.preset("lossy-strong"))
     fq.run(*parts, rounds=2, out=tmp_path / "run", resume=True, link=fq.Link.preset("lossy-mild"))
+
+
+def test_lists_are_dealt_as_tuples_are():
+    assert fq.Columns([0.1, 0.2]) == fq.Columns((0.1, 0.2))
+    assert hash(fq.Clock(down=[1e6, 2e6], latency=[0.1, 0.2])) == hash(fq.Clock(down=(1e6, 2e6), latency=(0.1, 0.2)))
+    assert hash(fq.Wireless(distances=[100.0, 400.0])) == hash(fq.Wireless(distances=(100.0, 400.0)))
+    with pytest.raises(ConfigError, match="an empty list"):
+        fq.Columns([])
