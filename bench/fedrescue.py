@@ -10,14 +10,12 @@ not: less work), then the whole net's. Medians, warm.
 
 from __future__ import annotations
 
-import argparse
-import logging
 import time
 from collections.abc import Sequence
 
 import torch
 import torch.nn.functional as F
-from measure import batch_norms, cohort, machine, median
+from measure import batch_norms, cohort, median, versus
 from torch import Tensor, nn
 
 import fedquilt as fq
@@ -144,18 +142,9 @@ def compare(
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--precision", default="", help="tf32,bf16 on a GPU, fp32 elsewhere")
-    parser.add_argument("--methods", default="fedrescue")
-    parser.add_argument("--batches", type=int, default=15, help="of a client's epoch; a fifth of CIFAR-10 gives 16")
-    parser.add_argument("--times", type=int, default=3)
-    asked = parser.parse_args()
-    cuda = asked.device == "cuda"
-    logging.basicConfig(level=logging.INFO, format="    %(message)s")
-    print(machine())
+    asked, precisions = versus(methods="fedrescue", batches=15)  # of an epoch; a fifth of CIFAR-10 gives 16
     family = fq.trace(fq.models.MODELS["rescue_resnet"].factory, torch.zeros(2, 3, 32, 32))
-    for precision in (asked.precision or ("tf32,bf16" if cuda else "fp32")).split(","):
+    for precision in precisions:
         for name in asked.methods.split(","):
             for what, shares in COHORTS.items():
                 images = asked.batches * BATCH

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import argparse
 import datetime
+import logging
 import os
 import platform
 import statistics
@@ -11,7 +13,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from functools import cache
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:  # population.py times the import
     import torch
@@ -31,6 +33,22 @@ def images(count: int, *shape: int, seed: int = 0) -> tuple[torch.Tensor, torch.
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randint(256, (count, *shape), dtype=torch.uint8, generator=generator)
     return inputs, torch.randint(NUM_CLASSES, (count,), generator=generator)
+
+
+def versus(**own: Any) -> tuple[argparse.Namespace, list[Any]]:
+    """What benchmarks of a cohort against one after another can be asked for, and the precisions to measure in."""
+    import torch
+
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--precision", default="", help="tf32,bf16 on a GPU, fp32 elsewhere")
+    parser.add_argument("--times", type=int, default=3)
+    for name, default in own.items():
+        parser.add_argument(f"--{name.replace('_', '-')}", type=type(default), default=default)
+    asked = parser.parse_args()
+    logging.basicConfig(level=logging.INFO, format="    %(message)s")
+    print(machine())
+    return asked, (asked.precision or ("tf32,bf16" if asked.device == "cuda" else "fp32")).split(",")
 
 
 class Clock:

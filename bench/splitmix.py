@@ -8,13 +8,11 @@ built once, data on the device, the same precision; a client's nets see the same
 
 from __future__ import annotations
 
-import argparse
-import logging
 import time
 
 import torch
 import torch.nn.functional as F
-from measure import batch_norms, cohort, machine, median
+from measure import batch_norms, cohort, median, versus
 
 import fedquilt as fq
 from fedquilt.engines.vectorised import Vectorised
@@ -64,17 +62,9 @@ def compare(family: fq.Family, batch_size: int, precision: Precision, device: st
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser()
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--precision", default="", help="tf32,bf16 on a GPU, fp32 elsewhere")
-    parser.add_argument("--batch-size", default="10,128")
-    parser.add_argument("--times", type=int, default=3)
-    asked = parser.parse_args()
-    cuda = asked.device == "cuda"
-    logging.basicConfig(level=logging.INFO, format="    %(message)s")
-    print(machine())
+    asked, precisions = versus(batch_size="10,128")
     family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
-    for precision in (asked.precision or ("tf32,bf16" if cuda else "fp32")).split(","):
+    for precision in precisions:
         for batch_size in asked.batch_size.split(","):
             compare(family, int(batch_size), precision, asked.device, asked.times)
 

@@ -14,11 +14,10 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from reproducing import Runs, markdown, of_digits, percent, told_of
+from reproducing import Runs, markdown, of_digits, parser_of, percent, told_of
 
 import fedquilt as fq
 from fedquilt.data import Domains, FederatedData, Iid, Pool, npz
@@ -176,8 +175,7 @@ def _reached(lines: list[dict[str, Any]]) -> Iterator[str]:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="an .npz file with x_train, y_train, x_test, y_test, and domains for `digits`")
+    parser = parser_of(__doc__, ", and domains for `digits`", "fedrescue.jsonl", rounds=0, every=10)
     names = ("sufficiency", "clusters", "loss", "samples", "parts", "norms", "digits")
     parser.add_argument("--table", nargs="+", default=["sufficiency"], choices=names)
     parser.add_argument("--methods", nargs="*", default=[], help="only these")
@@ -194,11 +192,6 @@ def main() -> None:
         help="crops and flips of CIFAR-10: the paper does not say, and has accuracies that need them",
     )
     parser.add_argument("--seeds", type=int, nargs="+", default=[3])
-    parser.add_argument("--rounds", type=int, default=0, help="0: the paper's")
-    parser.add_argument("--every", type=int, default=10, help="rounds between evaluations; 2 in the paper")
-    parser.add_argument("--out", type=Path, default=Path("fedrescue.jsonl"))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="fp32")
     asked = parser.parse_args()
     if "digits" in asked.table and len(asked.table) > 1:
         parser.error("digits is another data set: a command of its own")

@@ -9,14 +9,12 @@ rounds, and how often a weight is handed out. docs/results/fedrolex.md has what 
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from reproducing import Runs
+from reproducing import Runs, parser_of
 
 import fedquilt as fq
 from fedquilt.data import FederatedData, Labels, Parts, npz
@@ -80,11 +78,7 @@ def coverage(runs: Runs, fleet: fq.Fleet, how_to: Method, rounds: int, seed: int
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="an .npz file with x_train, y_train, x_test, y_test")
-    parser.add_argument("--out", type=Path, default=Path("table3.jsonl"))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="fp32")
+    parser = parser_of(__doc__, "", "table3.jsonl", rounds=0, every=250)
     parser.add_argument("--stages", default="tune,full,presets,coverage", help="also bounds: one common share")
     parser.add_argument("--methods", default=",".join(METHODS))
     parser.add_argument("--presets", default="paper,released")
@@ -94,8 +88,6 @@ def main() -> None:
     parser.add_argument("--batch-size", type=int, default=50)
     parser.add_argument("--lrs", default="0.007,0.015,0.03,0.06", help="tuned over; a single one is taken as it is")
     parser.add_argument("--tuning-rounds", type=int, default=150)
-    parser.add_argument("--rounds", type=int, default=0, help="0: the paper's schedule")
-    parser.add_argument("--every", type=int, default=250, help="rounds between evaluations")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
     data = npz(asked.data).deal(CLIENTS, Labels(asked.labels), asked.seed).to(torch.device(asked.device), torch.float32)

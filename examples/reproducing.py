@@ -5,6 +5,7 @@ A run that stands in the file already is not made again, so that a script can be
 
 from __future__ import annotations
 
+import argparse
 import json
 import statistics
 import time
@@ -28,6 +29,20 @@ def of_digits(part: float, pool: Pool) -> float:
     """What a part of the papers' Digits-Five is of the images that are here: at most all of them."""
     assert pool.domains is not None
     return min(1.0, part * DIGITS * len(pool.domains.unique()) / len(pool.targets))
+
+
+def parser_of(title: str | None, data: str, out: str, rounds: int, every: int) -> argparse.ArgumentParser:
+    """What all of these scripts can be asked for."""
+    parser = argparse.ArgumentParser(description=title, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("data", help=f"an .npz file with x_train, y_train, x_test, y_test{data}")
+    parser.add_argument("--rounds", type=int, default=rounds, help="0: the paper's")
+    parser.add_argument("--every", type=int, default=every, help="rounds between evaluations")
+    parser.add_argument(
+        "--out", type=Path, default=Path(out), help="a line of JSON a run; what stands there is not run"
+    )
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--precision", default="fp32")
+    return parser
 
 
 class Runs:

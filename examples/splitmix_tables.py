@@ -15,11 +15,10 @@ import argparse
 import statistics
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from pathlib import Path
 from typing import Any
 
 import torch
-from reproducing import Runs, markdown, of_digits, percent, told_of
+from reproducing import Runs, markdown, of_digits, parser_of, percent, told_of
 
 import fedquilt as fq
 from fedquilt.data import Domains, FederatedData, Iid, Labels, Partition, npz
@@ -110,10 +109,10 @@ class Tables:
         fleet = fq.Fleet.of(case.fleet, CLIENTS[self.kind], contact, seed=seed)
         how = fq.Evaluation(every=asked.every, batch_size=100, local=False, shares=WIDTHS)
         known = {"table": case.table, "method": case.method, "setting": case.setting, "part": asked.part}
-        method = case.how
+        method, rounds = case.how, asked.rounds or 400
         if isinstance(method.local.schedule, fq.Cosine):  # which ends with the run
-            method = replace(method, local=replace(method.local, schedule=fq.Cosine(asked.rounds)))
-        return self.runs.run(known, method, data, fleet, asked.rounds, how, seed, local=True)
+            method = replace(method, local=replace(method.local, schedule=fq.Cosine(rounds)))
+        return self.runs.run(known, method, data, fleet, rounds, how, seed, local=True)
 
 
 def told(lines: list[dict[str, Any]]) -> str:
@@ -154,18 +153,12 @@ def _mean(line: dict[str, Any], share: str) -> float | None:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help="an .npz file with x_train, y_train, x_test, y_test, and domains for Digits")
+    parser = parser_of(__doc__, ", and domains for Digits", "splitmix.jsonl", rounds=0, every=50)
     names = ("sizes", "digits", "ablation", "budgets", "contact", "cifar10", "iid")
     parser.add_argument("--table", nargs="+", default=["digits"], choices=names)
     parser.add_argument("--methods", nargs="*", default=[], help="only these")
     parser.add_argument("--part", type=float, default=0.3, help="of the paper's Digits, 7,438 images a domain")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
-    parser.add_argument("--rounds", type=int, default=400)
-    parser.add_argument("--every", type=int, default=50, help="rounds between evaluations")
-    parser.add_argument("--out", type=Path, default=Path("splitmix.jsonl"))
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--precision", default="fp32")
     asked = parser.parse_args()
     tables = Tables(asked)
     for table in asked.table:

@@ -12,6 +12,7 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -85,6 +86,16 @@ def language() -> fq.Family:
 def family(request: pytest.FixtureRequest) -> fq.Family:
     """For indirect parametrisation: `@pytest.mark.parametrize("family", ["residual"], indirect=True)`."""
     return _traced(request.param)
+
+
+def save_images(path: Path, count: int, homes: int, **more: Any) -> Path:
+    """A file of drawn images of 8×8 pixels, four classes and some domains, so many for training and for tests."""
+    draw, arrays = np.random.default_rng(0), dict(more)
+    for part in ("train", "test"):
+        arrays |= {f"x_{part}": draw.integers(256, size=(count, 8, 8, 3), dtype=np.uint8)}
+        arrays |= {f"y_{part}": draw.integers(4, size=count), f"domain_{part}": np.arange(count) % homes}
+    np.savez(path, **arrays)
+    return path
 
 
 MakeData = Callable[..., fq.FederatedData]

@@ -39,11 +39,11 @@ class Lines:
         """(client, entry) of weights with the clients in front."""
         return torch.cat([self._row(state[name], shape) for name, shape in self.shapes.items()], 1)
 
-    def nested(self, cutter: Cutter, held: Index, wanted: Index) -> Nested:
+    def nested(self, cutter: Cutter, held: Index, wanted: Index) -> Inner:
         """Of weights cut as `held`, the entries that `wanted` keeps."""
         inside = cutter.narrow(self.views(torch.arange(len(self))[None]), held, wanted, lead=1)
         shapes = {name: inside[name].shape[1:] for name in self.shapes}
-        return Nested(self.join(inside)[0], Lines(shapes, self.channels_last))
+        return Inner(self.join(inside)[0], Lines(shapes, self.channels_last))
 
     def _view(self, part: Tensor, shape: torch.Size) -> Tensor:
         lying = (shape[0], *shape[2:], shape[1]) if self._turned(shape) else shape
@@ -59,14 +59,14 @@ class Lines:
 
 
 @dataclass(frozen=True)
-class Nested:
+class Inner:
     """A net within others: where its entries stand in their lines, and lines of its own."""
 
     places: Tensor
     lines: Lines
 
-    def to(self, device: torch.device) -> Nested:
-        return Nested(self.places.to(device), self.lines)
+    def to(self, device: torch.device) -> Inner:
+        return Inner(self.places.to(device), self.lines)
 
     def cut(self, outer: Tensor) -> Tensor:
         return outer.index_select(1, self.places)

@@ -23,7 +23,7 @@ from torch.func import vmap
 
 from fedquilt import noise
 from fedquilt.devices import onto
-from fedquilt.engines.lines import Lines, Nested
+from fedquilt.engines.lines import Inner, Lines
 from fedquilt.errors import FedquiltError
 from fedquilt.family.laid import LayoutError, agrees
 from fedquilt.round.cut import prefix
@@ -381,7 +381,7 @@ class Unit:
             for slot, values in self.slots.items():
                 rewrite(hand.kept[slot], values)
 
-    def _add(self, hand: _Hand, batch: Batch, objective: Objective, nested: Nested | None) -> None:
+    def _add(self, hand: _Hand, batch: Batch, objective: Objective, nested: Inner | None) -> None:
         """One objective's gradient to those of its phase; of a nested net, only where that net is."""
         family, arch = self.engine.world.family, self.shape.arch
         if nested is None:
@@ -468,7 +468,7 @@ class _Hand:
     """What the parts of a drawn step hand each other, in tensors that stay where they are."""
 
     batches: dict[int, Batch]  # of each size
-    nested: dict[float, Nested]  # nets that have been drawn, by their share
+    nested: dict[float, Inner]  # nets that have been drawn, by their share
     grads: Tensor  # (client, entry) summed over the objectives of a phase
     views: State  # of it
     sums: Tensor  # (client,) of their losses
@@ -492,7 +492,7 @@ class _Hand:
             {slot: {n: v.clone() for n, v in values.items()} for slot, values in unit.slots.items()},
         )
 
-    def nested_for(self, unit: Unit, objective: Objective) -> Nested | None:
+    def nested_for(self, unit: Unit, objective: Objective) -> Inner | None:
         """Of an objective that runs one nested net alone, that net; it stays where it is, for those who recorded it."""
         share = objective.shares[0] if len(objective.shares) == 1 else None
         if share is None:
@@ -521,7 +521,7 @@ def _first(batch: Batch) -> Batch:
 
 
 def _check_capturable(learner: Learner) -> None:
-    """Refuse learners whose steps differ from each other in more than their numbers."""
+    """Refuse learners whose optimiser would have to count steps for every position."""
     partly = any(not isinstance(phase.moves, Everywhere) for phase in learner.phases)
     if learner.local.optimiser.ages and partly:
         raise CaptureError(f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move")

@@ -21,7 +21,7 @@ from torch.func import vmap
 from fedquilt import noise
 from fedquilt.devices import onto
 from fedquilt.engines.engine import Engine, Outcome, Start
-from fedquilt.engines.lines import Lines, Nested
+from fedquilt.engines.lines import Inner, Lines
 from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
@@ -135,7 +135,7 @@ class Vectorised(Engine):
         self.warm: set[Hashable] = set()  # what units have recorded before
         self.tails: Counter[tuple[Shape, int]] = Counter()  # batches that were not full, by their size
         self._regions: dict[Hashable, Tensor] = {}
-        self._nested: WeakValueDictionary[Hashable, Nested] = WeakValueDictionary()
+        self._nested: WeakValueDictionary[Hashable, Inner] = WeakValueDictionary()
         self._sweeps: dict[Hashable, list[Sweep]] = {}
         self._unswept: set[Hashable] = set()
         super().__post_init__()
@@ -143,13 +143,17 @@ class Vectorised(Engine):
         self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _STACKED)
 
     def deal(self, data: FederatedData, seed: int | None = None) -> None:
-        """What was recorded stays good as long as its samples lie where they lay."""
-        before = self.data
+        """What was recorded stays good while its samples lie where they lay; attacks in tests have the seed in them."""
+        before, world = self.data, self.world
         super().deal(data, seed)
         self.__dict__.pop("_one_by_one", None)
         if self.data.inputs is not before.inputs or self.data.targets is not before.targets:
             self._idle, self._sweeps = {}, {}
-        elif self.data.test_inputs is not before.test_inputs or self.data.test_targets is not before.test_targets:
+        elif (
+            self.data.test_inputs is not before.test_inputs
+            or self.data.test_targets is not before.test_targets
+            or self.world is not world
+        ):
             self._sweeps = {}
 
     # --- training ----------------------------------------------------------------------------------------------
@@ -498,7 +502,7 @@ class Vectorised(Engine):
                 self._regions.pop(next(iter(self._regions)))
         return self._regions[key]
 
-    def nested(self, arch: Arch, share: float, lines: Lines) -> Nested:
+    def nested(self, arch: Arch, share: float, lines: Lines) -> Inner:
         """A net within a member, as units that are alive have it."""
         key = arch, share, lines.channels_last
         found = self._nested.get(key)

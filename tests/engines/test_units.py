@@ -12,6 +12,7 @@ from fedquilt.engines.sweep import Sweep
 from fedquilt.engines.units import CaptureError
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import METHODS, HeteroFL
+from fedquilt.models import PreResNet
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Adam
 from tests.conftest import assert_same, with_local
@@ -129,6 +130,31 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(residual, make_d
     cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
     ours, theirs = (run.engine.calibrate([(submodel, cut)], batch_size)[0] for run in (swept, truth))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data):
+    """Where an attack begins is drawn by the seed, and a recorded test has it in it."""
+    family = fq.trace(fq.dual(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6))
+    data = make_data(family, (6, 6), tests=48)
+    data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
+    method = with_local(HeteroFL(), batch_size=4)
+    how = fq.Evaluation(every=0, batch_size=4, robustness=(0, 1), attack=fq.PGD(eps=0.3, steps=0))
+    fleet = fq.Fleet.of((1.0,), 2, 2)
+
+    def prepared(engine, seed):
+        run = fq.prepare(method, family, data, fleet, engine, seed, precision="fp64", evaluation=how)
+        run.engine.record = True
+        return run
+
+    def seen(run):
+        """The statistics that a recorded pass measures of attacked samples."""
+        nets = [(prefix(family.whole), run.server.weights)]
+        return run.engine.calibrate(nets, 2, torch.arange(8), how.attack)[0]
+
+    first = prepared("vectorised", 1)
+    seen(first)
+    again, fresh = prepared(first.engine, 2), prepared("vectorised", 2)
+    torch.testing.assert_close(seen(again), seen(fresh), rtol=0, atol=1e-12)
 
 
 def test_a_member_whose_evaluation_cannot_be_recorded_is_told_once(residual, make_data, play, monkeypatch, caplog):

@@ -13,7 +13,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.data import npz
 from fedquilt.round.cut import prefix
-from tests.conftest import load_example
+from tests.conftest import load_example, save_images
 
 
 @pytest.fixture(scope="module")
@@ -24,14 +24,8 @@ def case():
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
     """Three domains of 8×8 pixels, the two asked for in another order than they are learnt."""
-    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("digits") / "digits.npz"
-    homes = np.arange(90) % 3
-    arrays = {}
-    for part in ("train", "test"):
-        arrays |= {f"x_{part}": draw.integers(256, size=(90, 8, 8, 3), dtype=np.uint8), f"domain_{part}": homes}
-        arrays |= {f"y_{part}": draw.integers(4, size=90)}
-    np.savez(path, domains=np.array(["syn", "svhn", "mnist"]), **arrays)
-    return path
+    path = tmp_path_factory.mktemp("digits") / "digits.npz"
+    return save_images(path, 90, 3, domains=np.array(["syn", "svhn", "mnist"]))
 
 
 @pytest.fixture(scope="module")

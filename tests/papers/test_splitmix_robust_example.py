@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 
-import numpy as np
 import pytest
 
-from tests.conftest import load_example
+from tests.conftest import load_example, save_images
 
 
 @pytest.fixture(scope="module")
@@ -17,13 +16,7 @@ def example():
 
 @pytest.fixture(scope="module")
 def file(tmp_path_factory):
-    draw, path = np.random.default_rng(0), tmp_path_factory.mktemp("digits") / "digits.npz"
-    arrays = {}
-    for part in ("train", "test"):
-        arrays |= {f"x_{part}": draw.integers(256, size=(64, 8, 8, 3), dtype=np.uint8)}
-        arrays |= {f"y_{part}": draw.integers(4, size=64), f"domain_{part}": np.arange(64) % 4}
-    np.savez(path, **arrays)
-    return path
+    return save_images(tmp_path_factory.mktemp("digits") / "digits.npz", 64, 4)
 
 
 def test_the_table_has_a_curve_of_one_run_and_a_point_of_each_other(example, file, capsys):
