@@ -133,12 +133,19 @@ class Tables:
         data = self.deal(case.part, seed)
         how = fq.Evaluation(every=asked.every, batch_size=250, local=False, shares=SHARES)
         known = {name: value for name, value in vars(case).items() if name != "how"}
-        known |= {"augmented": asked.augment and not self.digits, "lr": asked.lr}
+        known |= {
+            "augmented": asked.augment and not self.digits,
+            "lr": asked.lr,
+            "clip": asked.clip,
+            "samples": asked.samples,
+        }
         local = case.how.local
-        local = replace(local, optimiser=replace(local.optimiser, lr=asked.lr))
+        local = replace(local, optimiser=replace(local.optimiser, lr=asked.lr, clip=asked.clip))
         if known["augmented"]:
             local = replace(local, crop=4, flip=True)
         method = replace(case.how, local=local)
+        if asked.samples and hasattr(method, "samples"):
+            method = replace(method, samples=asked.samples)
         rounds = asked.rounds or (100 if self.digits else 300)
         devices = fleet(case.setting, self.clients, seed)
         return self.runs.run(known, method, data, devices, rounds, how, seed, self.link(case.link, data))
@@ -185,6 +192,8 @@ def main() -> None:
         "--part", type=float, default=0.2, help="of the training images, where the table leaves it open"
     )
     parser.add_argument("--lr", type=float, default=0.1)
+    parser.add_argument("--clip", type=float, default=0.0, help="of gradients; 0: none")
+    parser.add_argument("--samples", type=int, default=0, help="S; 0: the table's")
     parser.add_argument(
         "--augment",
         action=argparse.BooleanOptionalAction,
