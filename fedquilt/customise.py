@@ -16,7 +16,7 @@ from fedquilt.family import Family
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.files import Blob, why, write
-from fedquilt.portable import Note, about, plain, submodel
+from fedquilt.portable import Note, about, plain, submodel, under
 from fedquilt.round.local import NormPolicy
 from fedquilt.terms import Budget, Mix, Submodel, Weights
 
@@ -235,12 +235,12 @@ class CustomisableModel(nn.Module):
     def restored(family: Family, tensors: Weights, note: Note) -> CustomisableModel:
         """What `save` wrote."""
         plan = Plan.from_note(note)
-        weights = [_under(f"stocks.{place}.", tensors) for place in range(len(plan.stocks))]
-        statistics = [_under(f"statistics.{place}.", tensors) for place in range(len(plan.nets))]
+        weights = [under(f"stocks.{place}.", tensors) for place in range(len(plan.stocks))]
+        statistics = [under(f"statistics.{place}.", tensors) for place in range(len(plan.nets))]
         own = (*plan.to_note(), "format", "norms", "share", "robustness")
         about = {key: value for key, value in note.items() if key not in own}
         made = CustomisableModel(family, plan, weights, statistics, note["norms"], about)
-        return made.set(note["share"], note.get("robustness"))  # files of an earlier version have none
+        return made.set(note["share"], note["robustness"])
 
 
 class _Statistics(nn.Module):
@@ -288,10 +288,6 @@ def resident_bytes(modules: Iterable[nn.Module]) -> int:
 def _values(stock: nn.Module, family: Family) -> dict[str, Tensor]:
     held = {**dict(stock.named_parameters()), **dict(stock.named_buffers())}
     return {name: held[name].detach() for name in family.layout.dims if name in held}
-
-
-def _under(lead: str, tensors: Weights) -> dict[str, Tensor]:
-    return {name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)}
 
 
 def _relink(model: nn.Module, _: object) -> None:

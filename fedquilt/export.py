@@ -26,7 +26,7 @@ from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.files import Blob, parse, why, write
 from fedquilt.names import known, said
-from fedquilt.portable import Note, about, family_of, plain, read, submodel
+from fedquilt.portable import Note, about, family_of, plain, read, submodel, under
 from fedquilt.round.local import NormPolicy
 from fedquilt.terms import Budget, Weights
 
@@ -347,7 +347,7 @@ def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
     modules = []
     for place, net in enumerate(nets):
         lead = _lead(place, len(nets))
-        own = {name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)}
+        own = under(lead, tensors)
         modules.append(family.assemble(net, own))
         if note["norms"] == "batch":
             forget_statistics(modules[-1])

@@ -14,7 +14,7 @@ from fedquilt.errors import ConfigError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.layout import Layout
 from fedquilt.files import parse, why
-from fedquilt.terms import Arch, Submodel
+from fedquilt.terms import Arch, Submodel, Weights
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
@@ -99,3 +99,8 @@ def family_of(note: Mapping[str, Any], factory: nn.Module | Callable[[], nn.Modu
             f"These differ:\n  {told}\n  Give what makes the whole module that was trained."
         )
     return Family(module, layout, (example,), lambda: module)
+
+
+def under(lead: str, tensors: Weights) -> dict[str, Tensor]:
+    """Those whose names begin so, without that beginning."""
+    return {name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)}

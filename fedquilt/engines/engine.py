@@ -303,11 +303,7 @@ class Engine(ABC):
     @cached_property
     def initial(self) -> dict[str, Tensor]:
         """The weights everyone starts from, without a scope."""
-        world = self.world
-        return {
-            name: value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
-            for name, value in world.family.init(world.seed).items()
-        }
+        return self.world.family.init(self.world.seed, self.world.device, self.world.dtype)
 
     @property
     def _initial(self) -> Weights:
@@ -353,9 +349,9 @@ class Engine(ABC):
         own = {**slots, **travel} if learner.keep_slots else travel
         new = Memory(job.submodel, weights, own, steps if learner.keep_slots else 0)
         old = server.memory.get((job.client.id, job.submodel.scope))
-        return new if old is None or old.submodel.index == new.submodel.index else self._joined(server, old, new)
+        return new if old is None or old.submodel.index == new.submodel.index else self._joined(old, new)
 
-    def _joined(self, server: Server, old: Memory, new: Memory) -> Memory:
+    def _joined(self, old: Memory, new: Memory) -> Memory:
         """Both memories, by global position; where they overlap the new one counts."""
         family, cutter = self.world.family, self.world.family.cutter
         index = cutter.union(old.submodel.index, new.submodel.index)

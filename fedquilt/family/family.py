@@ -263,9 +263,15 @@ class Family:
 
     # --- weights and networks ----------------------------------------------------------------------------------
 
-    def init(self, seed: int = 0) -> dict[str, Tensor]:
-        """All weights as training starts from them, norm statistics and carried constants included."""
-        return _state(self._made(seed), (*self.trainable, *self.statistics, *self.carried))
+    def init(
+        self, seed: int = 0, device: torch.device | None = None, dtype: torch.dtype | None = None
+    ) -> dict[str, Tensor]:
+        """All weights as training starts from them, norm statistics and carried constants included.
+
+        On a device and in a type if asked for; whole numbers stay whole.
+        """
+        state = _state(self._made(seed), (*self.trainable, *self.statistics, *self.carried))
+        return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in state.items()}
 
     def _made(self, seed: int) -> nn.Module:
         with torch.random.fork_rng(devices=[]):

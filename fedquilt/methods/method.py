@@ -63,10 +63,7 @@ class Method:
 
     def initial(self, world: World) -> dict[str, Tensor]:
         """All weights before the first round, by scope and name; whoever knows the seed has them."""
-        return {
-            name: value.to(world.device, world.dtype if value.is_floating_point() else value.dtype)
-            for name, value in world.family.init(world.seed).items()
-        }
+        return world.family.init(world.seed, world.device, world.dtype)
 
     def init(self, world: World) -> Server:
         """The state before the first round."""

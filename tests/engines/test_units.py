@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.engines.sweep import Sweep
+from fedquilt.engines.sweep import Sweep, by_turns
 from fedquilt.engines.units import CaptureError
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import METHODS, HeteroFL
@@ -57,7 +57,9 @@ def test_every_setting(changes, layout, record, residual, make_data, play):
 
 
 @pytest.mark.parametrize("name", ["fedrescue", "heterofl"])
-@pytest.mark.parametrize(("sizes", "apart"), [([10, 10, 10, 10], 0), ([9, 9, 9, 9], 0), ([10, 8, 10, 10], 2)])
+@pytest.mark.parametrize(
+    ("sizes", "apart"), [([10, 10, 10, 10], 0), ([9, 9, 9, 9], 0), ([10, 8, 10, 10], 2), ([8, 6, 8, 8], 2)]
+)
 def test_a_tail_that_everyone_has_is_played_like_a_whole_batch(name, sizes, apart, residual, make_data, monkeypatch):
     """Batches of 4: tails of 2, and of 5 where one sample is joined to the batch before. Unequal ones come apart."""
     steps = []
@@ -110,6 +112,23 @@ def test_units_that_nobody_uses_are_kept_within_the_memory(residual, make_data, 
     assert_same(run, less)
 
 
+@pytest.mark.parametrize("name", ["heterofl", "fedrescue"])
+def test_steps_are_put_onto_the_device_in_chunks(name, residual, make_data, play, monkeypatch):
+    """Batches, noise and losses of more steps than are there at once."""
+    monkeypatch.setattr("fedquilt.engines.units._CHUNK", 2)
+    method, data = with_local(METHODS[name](), batch_size=3, epochs=2, crop=1, flip=True), make_data(residual, RAGGED)
+    assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, "stack"))
+
+
+def test_a_tail_is_recorded_once_it_is_usual(residual, make_data):
+    run = played(with_local(HeteroFL(), batch_size=4), residual, make_data(residual, (6,)), "alone", shares=(1.0,))
+    ((unit,),) = run.engine._idle.values()
+    assert unit._usual(2)  # nothing is recorded on a CPU, and so nothing is rare
+    unit.stream = "some stream"
+    assert [unit._usual(2) for _ in range(34)] == [False] * 32 + [True] * 2
+    assert not unit._usual(3)
+
+
 # --- sweeps -----------------------------------------------------------------------------------------------------
 
 
@@ -130,6 +149,31 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(residual, make_d
     cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
     ours, theirs = (run.engine.calibrate([(submodel, cut)], batch_size)[0] for run in (swept, truth))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
+
+
+def test_sweeps_are_played_by_turns():
+    """One after another the first would keep its caller waiting while the second has not begun."""
+    played = []
+
+    class Few:
+        def __init__(self, name, count):
+            self.name, self.left = name, count
+
+        def play(self):
+            self.left -= 1
+            played.extend([self.name] if self.left >= 0 else [])
+            return self.left >= 0
+
+    by_turns([Few("a", 3), Few("b", 1)])
+    assert played == ["a", "b", "a", "a"]
+
+
+def test_a_sweep_names_its_samples_in_chunks(residual, make_data, play, monkeypatch):
+    monkeypatch.setattr("fedquilt.engines.sweep._CHUNK", 2)
+    how, data = fq.Evaluation(every=1, batch_size=4), make_data(residual, RAGGED, tests=30)
+    truth = play(HeteroFL(), residual, data, shares=SHARES, evaluation=how)
+    swept = played(HeteroFL(), residual, data, "stack", how=how)
+    assert [record.grades for record in swept.records] == [record.grades for record in truth.records]
 
 
 def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data):

@@ -81,13 +81,14 @@ def test_ratios_are_drawn_by_round_and_step_and_not_by_client(residual):
     assert all(abs(count - 2000 * 3 / 18) < 5 * (2000 * 3 / 18) ** 0.5 for count in counts.values())
 
 
-def test_algorithm_1_has_its_phases_in_order(residual):
+@pytest.mark.parametrize("alpha", [1.0, 0.25])
+def test_algorithm_1_has_its_phases_in_order(alpha, residual):
     for step in range(5):
-        *inner, rest, last = learner(FedResCuE(), residual).phases_at(step)
+        *inner, rest, last = learner(FedResCuE(alpha=alpha), residual).phases_at(step)
         before = 0.0
         for phase in inner:
             (share,) = phase.objective.shares
-            assert phase.objective == Summed((CrossEntropy(share), Distilled(share)))  # equation 3
+            assert phase.objective == Summed((CrossEntropy(share), Distilled(share, alpha)))  # equation 3
             assert phase.moves == Between(before, share)  # equation 2
             before = share
         assert rest == Phase(CrossEntropy(), Between(before, 1.0))  # no KL at ratio 1

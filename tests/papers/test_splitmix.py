@@ -14,7 +14,7 @@ from fedquilt.errors import BudgetError
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.methods import FedAvg, SplitMix
 from fedquilt.round.cut import windows
-from fedquilt.terms import Budget, Client, Server, World
+from fedquilt.terms import Budget, Client, Job, Server, World
 from tests.conftest import LOCAL, with_local
 
 QUARTER = {"base": 0.25}
@@ -32,6 +32,23 @@ def scopes(method, family, share, turn=0, id=0, round=0, seed=0):
 @pytest.mark.parametrize(("base", "count"), [(0.125, 8), (1 / 3, 3), (0.1, 10), (0.3, 3), (1.0, 1)])
 def test_there_are_as_many_base_nets_as_fit_into_one(base, count):
     assert SplitMix(base=base).count == count
+
+
+def test_what_is_drawn_depends_on_seed_client_and_round(residual):
+    """The cycle on the seed alone; the others, by lot, on who trains and when, too."""
+    method = SplitMix(**QUARTER)
+    cycles = {tuple(scopes(method, residual, 0.25, turn, seed=seed)[0] for turn in range(4)) for seed in range(10)}
+    assert len(cycles) > 1
+    for others in ({"id": place} for place in range(10)), ({"round": place} for place in range(10)):
+        assert len({tuple(scopes(method, residual, 0.5, **own)) for own in others}) > 1
+
+
+def test_all_rows_of_the_output_are_averaged_though_the_loss_is_masked(residual):
+    method, world = SplitMix.preset("cifar10"), World(residual)
+    client = Client(0, Budget(share=1.0), 4)
+    job = Job(client, method.plan(Server(0, {}), client, world)[0], 0)
+    assert method.local.masked
+    assert not method.learner(job, world).class_rows
 
 
 def test_a_client_trains_floor_of_its_share_over_the_base(residual):

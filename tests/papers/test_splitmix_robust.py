@@ -525,3 +525,14 @@ def test_sweeps_see_the_same_attacks(norm, pairs, images, play):
     assert_same(truth, run.train(1))
     swept = {kind.attack is not None for kind, *_ in run.engine._sweeps}
     assert swept == {True, False}
+
+
+def test_every_sample_may_have_a_robustness_of_its_own():
+    norm = DualNorm(nn.BatchNorm2d(3)).eval()
+    with torch.no_grad():
+        norm.noised.weight.fill_(2.0)
+        norm.noised.bias.fill_(1.0)
+    x = torch.randn(3, 3, 2, 2)
+    norm.robustness = torch.tensor([0.0, 0.25, 1.0])
+    clean, noised = norm.clean(x), norm.noised(x)
+    torch.testing.assert_close(norm(x), torch.stack([clean[0], 0.75 * clean[1] + 0.25 * noised[1], noised[2]]))

@@ -8,6 +8,7 @@ import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.clientwise import Clientwise, Device
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, LocalOnly, SHeteroFL, SplitMix
 from tests.conftest import with_local
 
@@ -29,7 +30,8 @@ def test_every_method_tells_what_its_clients_got(name, residual, make_data, play
     assert [device.share for device in found.devices] == ["1.0", "0.5", "0.25"]
     assert all(0 <= device.accuracy_own_size <= 1 for device in found.devices)
     assert all((device.accuracy_whole_model is None) == run.method.personal for device in found.devices)
-    assert all(0 < part <= 1 for part in found.trained.values())
+    assert [0 < part <= 1 for part in found.trained.values()] == [True]
+    assert list(found.by("share")) == ["1.0", "0.5", "0.25"]  # the richest first
     assert [device.client for device in run.clientwise([2]).devices] == [2]
     assert found.to_dict()["spread"]["macs"]["mean"] > 0
 
@@ -48,6 +50,26 @@ def test_accuracy_is_told_of_a_clients_own_size_and_of_the_whole_model(residual,
     assert any(device.accuracy_own_size != device.accuracy_whole_model for device in found.devices)
     assert found.to_dict()["spread"]["accuracy_own_size"]["mean"] == found.spread("accuracy_own_size")[0]
     assert "accuracy" not in found.to_dict()["clients"][0]
+
+
+def test_a_spread_is_the_mean_and_the_deviation_of_all():
+    devices = [Device(id, "1.0", "", 0, params, None, None) for id, params in enumerate((1, 3))]
+    assert Clientwise(tuple(devices), {}).spread("params") == (2.0, 1.0)
+
+
+def test_sorted_base_nets_are_tested_in_their_order(residual, make_data, play):
+    data = make_data(residual, (8,) * 4, tests=60)
+    run = play(with_local(SplitMix(base=0.25, sort=True), batch_size=4, norm="post"), residual, data, (0.25,))
+    for device in run.clientwise().devices:
+        rows = data.test_parts[device.client]
+        answers = run.deploy(fq.Budget(share=0.25))(data.test_samples(rows)).argmax(1)
+        assert device.accuracy_own_size == float((answers == data.test_targets[rows]).double().mean())
+
+
+def test_who_is_how_far_in_the_cycle_counts(residual, make_data, play):
+    """Two clients of one round take two base nets of four, one after the other."""
+    run = play(SplitMix(base=0.25), residual, make_data(residual, (8, 8)), (0.25,), rounds=1)
+    assert run.clientwise().trained == {"": 0.5}
 
 
 def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
@@ -95,6 +117,13 @@ def test_what_a_link_lost_was_not_trained(name, rounds, perceptron, make_data, p
     assert rounds > 1 or moved < total
 
 
+def test_rows_of_classes_that_a_client_lacks_count_over_every_link(residual, make_data, play):
+    """A link on which nothing gets lost in this run, though it might, tells what a perfect one does."""
+    method, data = with_local(HeteroFL(), batch_size=4, masked="client"), make_data(residual, (8,), labels=2)
+    for link in (fq.Link(), fq.Link(loss=fq.Columns(0.0, 1e-12))):
+        assert play(method, residual, data, (1.0,), link=link).clientwise().trained == {"": 1.0}
+
+
 def test_what_never_travels_is_not_lost(residual, make_data, play):
     link = fq.Link(loss=fq.Columns(1.0))
     data, whole = make_data(residual, (8, 8)), {"": 1.0}
@@ -109,3 +138,15 @@ def test_domains_are_told_by_name_or_not_at_all(residual, make_data, play):
     assert set(run.clientwise().trained) == {""}
     run = play(with_local(FedAvg(), batch_size=4), residual, with_domains(data), rounds=1)
     assert [device.domain for device in run.clientwise().devices] == ["near", "far"]
+    nameless = replace(with_domains(data), domain_names=())
+    run = play(with_local(FedAvg(), batch_size=4), residual, nameless, rounds=1)
+    assert [device.domain for device in run.clientwise().devices] == ["0", "1"]
+
+
+def test_a_client_is_of_the_domain_that_most_of_its_samples_have(residual, make_data, play):
+    data = make_data(residual, (8,))
+    homes = torch.zeros(len(data.targets), dtype=torch.int64)
+    homes[data.parts[0][:2]] = 1
+    data = replace(data, domains=homes, domain_names=("near", "far"))
+    run = play(with_local(FedAvg(), batch_size=4), residual, data, rounds=1)
+    assert [device.domain for device in run.clientwise().devices] == ["near"]

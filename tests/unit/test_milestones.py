@@ -56,6 +56,8 @@ def test_nothing_is_reached_before_anything_was_evaluated():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
+        ({"target": 0}, "a target of 0 was asked for"),
+        ({"target": -0.1}, "a target of -0.1 was asked for"),
         ({"target": 60}, r"a target of 60 was asked for; accuracies lie in \(0, 1\]: for 60 % say 0.6."),
         ({"target": 0.5, "share": 0.25}, "the share 0.25 was asked for; the records have accuracy at 1.0, 0.5."),
         (
