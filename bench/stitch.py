@@ -77,6 +77,7 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 
 def main() -> None:
+    fq.keep_pages()  # as every run from a file or the command line has them
     family = fq.trace(lambda: fq.models.MODELS["preresnet18"].factory(num_classes=10), torch.zeros(2, 3, 32, 32))
     server = fq.methods.FedRolex().init(fq.World(family))
     torch.manual_seed(0)
