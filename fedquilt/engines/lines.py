@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from itertools import accumulate
+from functools import cached_property
 
 import torch
 from torch import Tensor
@@ -16,34 +16,48 @@ from fedquilt.axes import Index
 from fedquilt.round.cut import Cutter
 from fedquilt.round.local import State
 
+_APART = 64  # a weight starts at a multiple of so many entries: kernels of a GPU load 16 bytes at once, from such places
+
 
 @dataclass(frozen=True)
 class Lines:
-    """Where each weight stands in a line."""
+    """Where each weight stands in a line. What lies between two weights, and the last entry, stays zero."""
 
     shapes: Mapping[str, torch.Size]  # of one client's weights, in the order in which they stand
     channels_last: bool  # convolutions lie in memory as the fast kernels of a GPU want them
 
+    @cached_property
+    def _starts(self) -> list[int]:
+        """Of every weight, and after them the end, which leaves an entry to spare."""
+        starts = [0]
+        for place, shape in enumerate(self.shapes.values(), start=1):
+            taken = starts[-1] + shape.numel() + (place == len(self.shapes))
+            starts.append(-(-taken // _APART) * _APART)
+        return starts
+
     def __len__(self) -> int:
-        return sum(shape.numel() for shape in self.shapes.values())
+        return self._starts[-1]
 
     def views(self, lines: Tensor) -> State:
         """(client, entry) as weights with the clients in front; what is written into them is written into the lines."""
-        starts = accumulate((shape.numel() for shape in self.shapes.values()), initial=0)
         return {
             name: self._view(lines[:, start : start + shape.numel()], shape)
-            for (name, shape), start in zip(self.shapes.items(), starts, strict=False)
+            for (name, shape), start in zip(self.shapes.items(), self._starts, strict=False)
         }
 
-    def join(self, state: Mapping[str, Tensor]) -> Tensor:
+    def join(self, state: Mapping[str, Tensor], between: int = 0) -> Tensor:
         """(client, entry) of weights with the clients in front."""
-        return torch.cat([self._row(state[name], shape) for name, shape in self.shapes.items()], 1)
+        first = state[next(iter(self.shapes))]
+        filling, pieces = first.new_full((len(first), _APART), between), []
+        for (name, shape), start, stop in zip(self.shapes.items(), self._starts, self._starts[1:], strict=False):
+            pieces += [self._row(state[name], shape), filling[:, : stop - start - shape.numel()]]
+        return torch.cat(pieces, 1)
 
     def nested(self, cutter: Cutter, held: Index, wanted: Index) -> Inner:
-        """Of weights cut as `held`, the entries that `wanted` keeps."""
+        """Of weights cut as `held`, the entries that `wanted` keeps; what lies between them is the entry to spare."""
         inside = cutter.narrow(self.views(torch.arange(len(self))[None]), held, wanted, lead=1)
-        shapes = {name: inside[name].shape[1:] for name in self.shapes}
-        return Inner(self.join(inside)[0], Lines(shapes, self.channels_last))
+        own = Lines({name: inside[name].shape[1:] for name in self.shapes}, self.channels_last)
+        return Inner(own.join(inside, between=len(self) - 1)[0], own)
 
     def _view(self, part: Tensor, shape: torch.Size) -> Tensor:
         lying = (shape[0], *shape[2:], shape[1]) if self._turned(shape) else shape
@@ -72,5 +86,5 @@ class Inner:
         return outer.index_select(1, self.places)
 
     def add(self, outer: Tensor, own: Tensor) -> None:
-        """Onto where the entries stand; no two stand at one place."""
+        """Onto where the entries stand; no two stand at one place, but those that stay zero."""
         outer.index_copy_(1, self.places, self.cut(outer) + own)
