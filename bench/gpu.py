@@ -289,7 +289,7 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
-    parser.add_argument("--only", default="a,b,c,d,e")
+    parser.add_argument("--only", default="a,b,c,d,e", help="also a10, a50, e-batch, e-post")
     parser.add_argument("--precision", default="tf32,bf16")
     asked = parser.parse_args()
     if not torch.cuda.is_available():
@@ -315,8 +315,8 @@ def main() -> None:
         for name, case in cases.items():
             if name in wanted or name[0] in wanted:
                 compare(case(), precision, rate)
-        if "e" in wanted:
-            for norm in ("batch", "post"):
+        for norm in ("batch", "post"):
+            if "e" in wanted or f"e-{norm}" in wanted:
                 method = FedRolex(local=replace(LOCAL, norm=norm))
                 whole_rounds(Case("e", resnet, images(1), mixed, method), precision)
 

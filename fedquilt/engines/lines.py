@@ -16,7 +16,7 @@ from fedquilt.axes import Index
 from fedquilt.round.cut import Cutter
 from fedquilt.round.local import State
 
-_APART = 64  # a weight starts at a multiple of so many entries: kernels of a GPU load 16 bytes at once, from such places
+_APART = 64  # a weight starts at a multiple of so many entries, where kernels of a GPU can load 16 bytes at once
 
 
 @dataclass(frozen=True)

@@ -384,7 +384,9 @@ class Vectorised(Engine):
             return "stack"
         key = Shape.of(arch, learner, count, "stack")
         if key not in self._chosen:
-            self._chosen[key] = self._fastest(key)
+            # Side by side pays the more the more there are: where it did not for many, few need not be tried.
+            more = (own for one, own in self._chosen.items() if one.count > count and replace(one, count=count) == key)
+            self._chosen[key] = "alone" if "alone" in more else self._fastest(key)
         return self._chosen[key]
 
     def _fastest(self, shape: Shape) -> Layout:
@@ -394,7 +396,10 @@ class Vectorised(Engine):
         """
         crowd = shape.count * max(1, _CROWD // shape.count)
         taken: dict[Layout, float] = {}
-        for layout in ("alone", "laid", "stack"):
+        layouts: tuple[Layout, ...] = ("alone", "laid", "stack")
+        for layout in layouts:
+            if layout == "stack" and "laid" in taken:  # never faster where both were timed: docs/performance.md
+                continue
             one = replace(shape, layout=layout, count=1 if layout == "alone" else shape.count)
             try:
                 units = [self._ready(one) for _ in range(crowd // one.count)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -15,6 +16,7 @@ from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.models import PreResNet
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Adam
+from fedquilt.terms import Client, Job, World
 from tests.conftest import assert_same, with_local
 from tests.engines.test_parity import RAGGED, SHARES
 
@@ -213,3 +215,22 @@ def test_a_member_whose_evaluation_cannot_be_recorded_is_told_once(residual, mak
     ]
     told = [line.message for line in caplog.records if "cannot be recorded" in line.message]
     assert len(told) == 2 * len(SHARES)  # tested and measured, each once
+
+
+def test_few_clients_are_alone_where_many_are_faster_alone(residual):
+    """Layouts are timed for the largest stack first: what did not pay there is not recorded for smaller ones."""
+    timed = []
+
+    def fastest(shape):
+        timed.append(shape.count)
+        return "laid" if shape.count == 8 else "alone"
+
+    engine = SimpleNamespace(
+        layout="auto", world=SimpleNamespace(device=torch.device("cuda")), _recorded=True, _chosen={}, _fastest=fastest
+    )
+    learner = HeteroFL().learner(
+        Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual, 0, torch.device("cpu"))
+    )
+    found = [Vectorised._layout(engine, residual.whole, learner, count) for count in (4, 2, 8, 2, 1)]
+    assert found == ["alone", "alone", "laid", "alone", "alone"]
+    assert timed == [4, 8]
