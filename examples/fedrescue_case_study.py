@@ -20,6 +20,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
+from reproducing import file
 
 import fedquilt as fq
 from fedquilt.config import Model
@@ -112,7 +113,7 @@ def accuracies(run: fq.Run) -> list[float]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data", help="an .npz file with domain_train, domain_test and the names mnist and syn")
+    parser.add_argument("data", type=file, help="an .npz file with domain_train, domain_test, names mnist and syn")
     parser.add_argument("--images", type=int, nargs="+", default=list(IMAGES), help="of each domain")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(SEEDS))
     parser.add_argument("--ways", nargs="+", choices=("progressive", "overwriting"), default=None, metavar="WAY")

@@ -31,10 +31,17 @@ def of_digits(part: float, pool: Pool) -> float:
     return min(1.0, part * DIGITS * len(pool.domains.unique()) / len(pool.targets))
 
 
+def file(name: str) -> str:
+    """A file that has to be there."""
+    if not Path(name).is_file():
+        raise argparse.ArgumentTypeError(f"there is no file {name}; docs/data.md says what it holds")
+    return name
+
+
 def parser_of(title: str | None, data: str, out: str, rounds: int, every: int) -> argparse.ArgumentParser:
     """What all of these scripts can be asked for."""
     parser = argparse.ArgumentParser(description=title, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("data", help=f"an .npz file with x_train, y_train, x_test, y_test{data}")
+    parser.add_argument("data", type=file, help=f"an .npz file with x_train, y_train, x_test, y_test{data}")
     parser.add_argument("--rounds", type=int, default=rounds, help="0: the paper's")
     parser.add_argument("--every", type=int, default=every, help="rounds between evaluations")
     parser.add_argument(

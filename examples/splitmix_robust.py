@@ -21,7 +21,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from reproducing import of_digits
+from reproducing import file, of_digits
 
 import fedquilt as fq
 from fedquilt.config import Model
@@ -83,7 +83,7 @@ def curve(run: fq.Run, share: str) -> list[tuple[float | None, float, float]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data", help="an .npz file of images with domain_train and domain_test")
+    parser.add_argument("data", type=file, help="an .npz file of images with domain_train and domain_test")
     parser.add_argument("--figure", choices=("full", "widths"), default="full")
     parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--clients", type=int, default=50)

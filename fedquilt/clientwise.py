@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-from torch import Tensor
 
+from fedquilt.round.cut import inside
 from fedquilt.round.link import Trip
 from fedquilt.round.serve import Exam, Score, given, joined, own_exam, ready, share_label
 from fedquilt.terms import Budget, Client, Job, Server, Submodel
@@ -162,18 +162,6 @@ def _covered(run: Run, submodels: list[Submodel], names: list[str]) -> int:
         whole = torch.zeros(run.server.weights[name].shape, dtype=torch.bool)
         for submodel in submodels:
             if submodel.scope == scope:
-                _mark(
-                    whole,
-                    [None if kept is None else kept.tensor for kept in family.cutter.rows(weight, submodel.index)],
-                )
+                whole |= inside(family.cutter.rows(weight, submodel.index), whole.shape)
         count += int(whole.sum())
     return count
-
-
-def _mark(whole: Tensor, kept: list[Tensor | None]) -> None:
-    inside = torch.ones_like(whole)
-    for dim, rows in enumerate(kept):
-        if rows is not None:
-            row = torch.zeros(whole.shape[dim], dtype=torch.bool).index_fill_(0, rows, True)
-            inside &= row.reshape([-1 if d == dim else 1 for d in range(whole.dim())])
-    whole |= inside

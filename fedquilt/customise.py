@@ -16,7 +16,7 @@ from fedquilt.family import Family
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.files import Blob, why, write
-from fedquilt.portable import Note, about, plain, submodel, under
+from fedquilt.portable import Note, about, under
 from fedquilt.round.local import NormPolicy
 from fedquilt.terms import Budget, Mix, Submodel, Weights
 
@@ -68,16 +68,16 @@ class Plan:
 
     def to_note(self) -> Note:
         return {
-            "stocks": [plain(stock) for stock in self.stocks],
-            "nets": [{**plain(one.net), "stock": one.stock} for one in self.nets],
+            "stocks": [stock.to_dict() for stock in self.stocks],
+            "nets": [{**one.net.to_dict(), "stock": one.stock} for one in self.nets],
             "mixes": [[share, list(nets)] for share, nets in self.mixes.items()],
         }
 
     @staticmethod
     def from_note(note: Mapping[str, Any]) -> Plan:
         return Plan(
-            tuple(submodel(stock) for stock in note["stocks"]),
-            tuple(Placed(submodel(net), net["stock"]) for net in note["nets"]),
+            tuple(Submodel.from_dict(stock) for stock in note["stocks"]),
+            tuple(Placed(Submodel.from_dict(net), net["stock"]) for net in note["nets"]),
             {share: tuple(nets) for share, nets in note["mixes"]},
         )
 

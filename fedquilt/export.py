@@ -19,16 +19,15 @@ from torch import Tensor, nn
 
 from fedquilt import noise
 from fedquilt.customise import CustomisableModel
-from fedquilt.deploy import Deployed, deployed, forget_statistics
+from fedquilt.deploy import Deployed, deployed
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family import Family
-from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.files import Blob, parse, why, write
 from fedquilt.names import known, said
-from fedquilt.portable import Note, about, family_of, plain, read, submodel, under
+from fedquilt.portable import Note, about, family_of, read, under
 from fedquilt.round.local import NormPolicy
-from fedquilt.terms import Budget, Weights
+from fedquilt.terms import Budget, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.experiment import Run
@@ -105,7 +104,7 @@ def export(
         "client": client,
         "norms": found.norms,
         "robustness": robustness,
-        "nets": [plain(net) for net in found.nets],
+        "nets": [net.to_dict() for net in found.nets],
     }
     model = Written(module, found, batches[0], note)
     data = writer.write(model)
@@ -343,16 +342,9 @@ def _lead(place: int, count: int) -> str:
 def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
     if note["format"] == "customisable":
         return CustomisableModel.restored(family, tensors, note)
-    nets = [submodel(net) for net in note["nets"]]
-    modules = []
-    for place, net in enumerate(nets):
-        lead = _lead(place, len(nets))
-        own = under(lead, tensors)
-        modules.append(family.assemble(net, own))
-        if note["norms"] == "batch":
-            forget_statistics(modules[-1])
-    module = (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
-    return module if note["robustness"] is None else set_robustness(module, note["robustness"])
+    nets = tuple(Submodel.from_dict(net) for net in note["nets"])
+    states = tuple(under(_lead(place, len(nets)), tensors) for place in range(len(nets)))
+    return Deployed(family, nets, states, note["norms"]).module(note["robustness"])
 
 
 def _told(note: Note) -> str:

@@ -22,10 +22,9 @@ from weakref import finalize
 
 import torch
 
-from fedquilt.axes import Index, Positions
 from fedquilt.errors import RecordError
 from fedquilt.files import Blob, Bytes, Written, header, parse_state, read_header, settled, why, write
-from fedquilt.terms import Arch, Memory, Submodel
+from fedquilt.terms import Memory, Submodel
 
 Key = tuple[int, str]  # client and scope
 
@@ -350,14 +349,8 @@ class Spill(Log):
 
 def encode(memory: Memory) -> Blob:
     """A memory as bytes, without loss."""
-    submodel = memory.submodel
-    what = {
-        "kind": submodel.arch.kind,
-        "widths": submodel.arch.widths,
-        "index": {axis: positions.runs for axis, positions in submodel.index.items()},
-        "scope": submodel.scope,
-    }
-    return Blob.of_state(memory.weights, memory.slots, submodel=json.dumps(what), steps=memory.steps)
+    submodel = json.dumps(memory.submodel.to_dict())
+    return Blob.of_state(memory.weights, memory.slots, submodel=submodel, steps=memory.steps)
 
 
 def decode(data: bytearray, device: torch.device) -> Memory:
@@ -368,10 +361,7 @@ def decode(data: bytearray, device: torch.device) -> Memory:
 
 @lru_cache(maxsize=1024)  # clients that hold the same positions hold the same object
 def _submodel(text: str) -> Submodel:
-    what = json.loads(text)
-    index = {axis: Positions(tuple((a, b) for a, b in runs)) for axis, runs in what["index"].items()}
-    widths = tuple((axis, width) for axis, width in what["widths"])
-    return Submodel(Arch(widths, what["kind"]), Index(index), what["scope"])
+    return Submodel.from_dict(json.loads(text))
 
 
 def _settled(memory: Memory) -> Memory:

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from fedquilt.axes import Index, Positions
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.layout import Layout
 from fedquilt.files import parse, why
-from fedquilt.terms import Arch, Submodel, Weights
+from fedquilt.terms import Weights
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
@@ -41,24 +40,6 @@ def about(run: Run) -> Note:
         "num_classes": family.layout.axes["class"].size if "class" in family.layout.axes else None,
         "layout": family.layout.to_json(),
     }
-
-
-def plain(net: Submodel) -> Note:
-    """A sub-model in values that JSON has."""
-    return {
-        "widths": [list(width) for width in net.arch.widths],
-        "kind": net.arch.kind,
-        "index": {axis: [list(run) for run in kept.runs] for axis, kept in net.index.items()},
-        "scope": net.scope,
-    }
-
-
-def submodel(note: Mapping[str, Any]) -> Submodel:
-    """The inverse of `plain`."""
-    index = {axis: Positions(tuple((start, stop) for start, stop in runs)) for axis, runs in note["index"].items()}
-    return Submodel(
-        Arch(tuple((axis, width) for axis, width in note["widths"]), note["kind"]), Index(index), note["scope"]
-    )
 
 
 def read(file: str | Path, device: str = "cpu") -> tuple[dict[str, Tensor], Note]:

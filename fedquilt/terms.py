@@ -4,12 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
-from fedquilt.axes import Index
+from fedquilt.axes import Index, Positions
 from fedquilt.errors import BudgetError
 
 if TYPE_CHECKING:
@@ -38,6 +38,22 @@ class Submodel:
     arch: Arch
     index: Index = Index()
     scope: str = ""
+
+    def to_dict(self) -> dict[str, Any]:
+        """In values that JSON has."""
+        return {
+            "widths": [list(width) for width in self.arch.widths],
+            "kind": self.arch.kind,
+            "index": {axis: [list(run) for run in kept.runs] for axis, kept in self.index.items()},
+            "scope": self.scope,
+        }
+
+    @staticmethod
+    def from_dict(note: Mapping[str, Any]) -> Submodel:
+        """The inverse of `to_dict`."""
+        arch = Arch(tuple((axis, width) for axis, width in note["widths"]), note["kind"])
+        index = {axis: Positions(tuple((start, stop) for start, stop in runs)) for axis, runs in note["index"].items()}
+        return Submodel(arch, Index(index), note["scope"])
 
 
 Mix = tuple[Submodel, ...]  # nets whose logits are averaged; most methods give a device one

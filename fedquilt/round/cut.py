@@ -95,6 +95,16 @@ def is_blocky(cut: Rows) -> bool:
     return count <= _FEW_RUNS
 
 
+def inside(cut: Rows, shape: Sequence[int]) -> Tensor:
+    """True where a cut keeps an entry of a weight of this shape."""
+    mask = torch.ones(tuple(shape), dtype=torch.bool)
+    for dim, kept in enumerate(cut):
+        if kept is not None:
+            row = torch.zeros(shape[dim], dtype=torch.bool).index_fill_(0, kept.tensor, True)
+            mask &= row.reshape([-1 if d == dim else 1 for d in range(len(shape))])
+    return mask
+
+
 def grid(cut: Rows, shape: Sequence[int], device: torch.device) -> tuple[Tensor, ...]:
     """The same cut as index tensors, for sets with many runs."""
     axes = [

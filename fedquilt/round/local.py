@@ -23,7 +23,7 @@ from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import AdversarialTraining
-from fedquilt.round.cut import prefix
+from fedquilt.round.cut import inside, prefix
 from fedquilt.terms import Arch, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -263,8 +263,8 @@ class Between:
     outer: float = 1.0
 
     def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
-        inside = _inside(family, arch, name, self.outer)
-        return inside & ~_inside(family, arch, name, self.inner) if self.inner else inside
+        outer = _inside(family, arch, name, self.outer)
+        return outer & ~_inside(family, arch, name, self.inner) if self.inner else outer
 
 
 @dataclass(frozen=True)
@@ -280,13 +280,8 @@ class Part:
 
 def _inside(family: Family, arch: Arch, name: str, share: float) -> Tensor:
     """Which elements of a member's weight the sub-model of a smaller share has."""
-    nested = family.nested(arch, share)
-    mask = torch.ones(family.layout.shape(name, family.layout.sizes | arch.sizes), dtype=torch.bool)
-    for dim, kept in enumerate(family.cutter.rows(name, nested.index, prefix(arch).index)):
-        if kept is not None:
-            row = torch.zeros(mask.shape[dim], dtype=torch.bool).index_fill_(0, kept.tensor, True)
-            mask &= row.reshape([-1 if d == dim else 1 for d in range(mask.dim())])
-    return mask
+    cut = family.cutter.rows(name, family.nested(arch, share).index, prefix(arch).index)
+    return inside(cut, family.layout.shape(name, family.layout.sizes | arch.sizes))
 
 
 @lru_cache(maxsize=64)  # drawn phases have many, of the size of the net
