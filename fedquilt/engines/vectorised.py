@@ -59,7 +59,7 @@ _AT_ONCE = 64 << 20
 _STACKED = 256 << 20
 _KEPT = 4  # times a stack's memory that idle units may hold
 _SMALLEST = 16  # samples tested at once
-_CROWD = 4  # clients that layouts are timed with, at least
+_CROWD = 4  # clients that layouts are timed with, at least, and that a group has on average
 _AHEAD = 4
 _REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
 _SWEPT = 4  # batches from which on recording a pass pays
@@ -202,14 +202,22 @@ class Vectorised(Engine):
 
     def _split(self, arch: Arch, learner: Learner, jobs: list[Job], most: int) -> Iterator[list[Job]]:
         """Jobs of one member as the stacks they are trained in."""
-        while jobs:
-            size = min(len(jobs), most)
-            if self._recorded:  # in powers of two: cohorts change from round to round, and few sizes need recording
-                size = 1 << size.bit_length() - 1
-            if self._layout(arch, learner, size) == "alone":
-                size = 1
-            some, jobs = jobs[:size], jobs[size:]
-            yield some
+        for alike in self._by_samples(jobs):
+            while alike:
+                size = min(len(alike), most)
+                if self._recorded:  # in powers of two: cohorts change from round to round, and few sizes need recording
+                    size = 1 << size.bit_length() - 1
+                if self._layout(arch, learner, size) == "alone":
+                    size = 1
+                yield alike[:size]
+                alike = alike[size:]
+
+    def _by_samples(self, jobs: list[Job]) -> list[list[Job]]:
+        """Clients by how many samples they have, if that makes few groups: tails of one size can be recorded, too."""
+        alike: dict[int, list[Job]] = {}
+        for job in jobs:
+            alike.setdefault(job.client.size, []).append(job)
+        return list(alike.values()) if self._recorded and _CROWD * len(alike) <= len(jobs) else [jobs]
 
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:

@@ -137,3 +137,33 @@ def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
     for name, weight in runs[0].server.weights.items():
         other = runs[1].server.weights[name].cpu()
         assert float((weight - other).norm()) <= 1e-4 * float(weight.norm()) + 1e-7, name
+
+
+@pytest.mark.parametrize("precision", ["fp32", "tf32", "bf16"])
+@pytest.mark.parametrize("name", ["fedrescue", "fjord", "heterofl"])
+def test_nets_of_real_widths_are_recorded_in_every_precision(name, precision, make_data, caplog):
+    """cuDNN's fast kernels ask for more than float64's do: weights that begin where 16 bytes can be loaded."""
+    family = fq.trace(lambda: PreResNet((1, 1), widths=(24, 40)), torch.zeros(2, 3, 16, 16))
+    method = with_local(METHODS[name](), batch_size=8)
+    data, fleet = make_data(family, (16, 16, 16)), fq.Fleet.of((1.0,), 3, 3)
+    none, runs = fq.Evaluation(every=0), []
+    with caplog.at_level("WARNING"):
+        for device, how in (("cpu", "fp32"), ("cuda", precision)):
+            runs.append(fq.run(method, family, data, fleet, rounds=1, device=device, precision=how, evaluation=none))
+    assert not caplog.messages
+    near = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 1e-1}[precision]
+    whole = [torch.cat([run.server.weights[n].cpu().reshape(-1) for n in family.trainable]) for run in runs]
+    start = torch.cat([family.init(0)[n].reshape(-1) for n in family.trainable])
+    assert float((whole[0] - whole[1]).norm()) < near * float((whole[0] - start).norm())
+
+
+@pytest.mark.parametrize("name", ["fedrolex", "fedrescue", "splitmix", "fedbn"])
+def test_a_run_that_goes_on_on_cuda_ends_as_if_it_had_not_stopped(name, residual, make_data, tmp_path):
+    data, fleet = make_data(residual, RAGGED), fq.Fleet.of(SHARES, 6, 4)
+    method = with_local(METHODS[name](), batch_size=4)
+    settings = {"device": "cuda", "precision": "fp64", "evaluation": fq.Evaluation(every=2)}
+    whole = fq.run(method, residual, data, fleet, rounds=4, **settings)
+    fq.run(method, residual, data, fleet, rounds=2, out=tmp_path / "run", **settings)
+    again = fq.run(method, residual, data, fleet, rounds=4, out=tmp_path / "run", resume=True, **settings)
+    assert again.server.round == 4
+    assert_same(on_cpu(whole), on_cpu(again), atol=1e-8)

@@ -234,3 +234,22 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
     found = [Vectorised._layout(engine, residual.whole, learner, count) for count in (4, 2, 8, 2, 1)]
     assert found == ["alone", "alone", "laid", "alone", "alone"]
     assert timed == [4, 8]
+
+
+@pytest.mark.parametrize(
+    ("sizes", "stacks"),
+    [
+        ((6, 9, 6, 9, 6, 9, 6, 9), [[6, 6, 6, 6], [9, 9, 9, 9]]),  # tails of 2 and of 1
+        ((6, 9, 7, 10, 6, 9, 7, 10), [[6, 9, 7, 10, 6, 9, 7, 10]]),  # by their samples, stacks would be too small
+    ],
+)
+def test_recorded_stacks_are_of_clients_with_equal_tails_where_few_differ(sizes, stacks, residual, make_data, play):
+    method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, sizes)
+    fleet = fq.Fleet.of((1.0,), 8, 8)
+    run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0))
+    run.engine.record, run.engine.layout = True, "laid"
+    seen, stack = [], run.engine._stack
+    run.engine._stack = lambda *given: seen.append([job.client.size for job in given[2]]) or stack(*given)
+    run = run.train(1)
+    assert sorted(map(sorted, seen)) == sorted(map(sorted, stacks))
+    assert_same(play(method, residual, data, fleet=fleet, rounds=1), run)
