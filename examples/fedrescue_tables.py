@@ -14,7 +14,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, get_args
 
 import torch
 from reproducing import Runs, markdown, of_digits, parser_of, percent, told_of
@@ -25,6 +25,7 @@ from fedquilt.methods import FedAvg, FedBN, FedResCuE, FedRush, FedSeq, FedSlim,
 from fedquilt.methods.nested import TABLE_17
 from fedquilt.precision import DTYPES
 from fedquilt.round.link import PERFECT, Columns
+from fedquilt.round.local import Freeze
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
 FIVE = (1.0, 0.75, 0.5, 0.35, 0.2)
@@ -139,6 +140,8 @@ class Tables:
             "clip": asked.clip,
             "samples": asked.samples,
         }
+        if asked.freeze != "update":
+            known["freeze"] = asked.freeze
         local = case.how.local
         local = replace(local, optimiser=replace(local.optimiser, lr=asked.lr, clip=asked.clip))
         if known["augmented"]:
@@ -146,6 +149,8 @@ class Tables:
         method = replace(case.how, local=local)
         if asked.samples and hasattr(method, "samples"):
             method = replace(method, samples=asked.samples)
+        if hasattr(method, "freeze"):
+            method = replace(method, freeze=asked.freeze)
         rounds = asked.rounds or (100 if self.digits else 300)
         devices = fleet(case.setting, self.clients, seed)
         return self.runs.run(known, method, data, devices, rounds, how, seed, self.link(case.link, data))
@@ -194,6 +199,9 @@ def main() -> None:
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=0.0, help="of gradients; 0: none")
     parser.add_argument("--samples", type=int, default=0, help="S; 0: the table's")
+    parser.add_argument(
+        "--freeze", default="update", choices=get_args(Freeze), help="FedResCuE's: gradient masks those alone (A.6.2)"
+    )
     parser.add_argument(
         "--augment",
         action=argparse.BooleanOptionalAction,
