@@ -197,7 +197,7 @@ class Unit:
                 self.age += len(self.shape.learner.phases)
             for clients in self._stack.groups(step):
                 if self._stack.sizes[clients[0]][step] != size:
-                    with unsearched():  # of as many sizes as there are tails, and numbers of clients that have them
+                    with _unsearched():  # of as many sizes as there are tails, and numbers of clients that have them
                         self.engine.step(self._stack, step, clients)
                     self._take_back()
 
@@ -395,7 +395,7 @@ class Unit:
             rest = {name: value for name, value in self.state.items() if name not in nested.lines.shapes}
             rest, received = (family.cutter.narrow(own, held, inner.index, lead=1) for own in (rest, self.received))
             own = nested.lines.views(nested.cut(self._moving[0][_LINE]))
-            with unsearched():
+            with _unsearched():
                 grads, (losses, seen) = self._gradients(objective, batch, inner.arch, {**rest, **own}, received)
             nested.add(hand.grads, nested.lines.join(grads))
         hand.sums += losses
@@ -575,7 +575,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def unsearched() -> Iterator[None]:
+def _unsearched() -> Iterator[None]:
     """cuDNN takes the kernels it thinks best: where shapes are many, searching for the fastest takes longer."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False
