@@ -111,7 +111,7 @@ class Tables:
         self.clients = 10 if self.digits else 20
         model = fq.models.MODELS["digits_cnn" if self.digits else "rescue_resnet"].factory
         family = fq.trace(model, self.pool.example)
-        self.runs = Runs(family, asked.out, asked.device, asked.precision)
+        self.runs = Runs(family, asked.out, asked.device, asked.precision, asked.keep)
         self.data: dict[tuple[float, int], FederatedData] = {}
 
     def deal(self, part: float, seed: int) -> FederatedData:

@@ -92,7 +92,7 @@ def main() -> None:
     asked = parser.parse_args()
     data = npz(asked.data).deal(CLIENTS, Labels(asked.labels), asked.seed).to(torch.device(asked.device), torch.float32)
     family = fq.trace(fq.models.MODELS["preresnet18"].factory, data.example)
-    runs, fleet = Runs(family, asked.out, asked.device, asked.precision), FLEETS[asked.fleet](asked.cohort)
+    runs, fleet = Runs(family, asked.out, asked.device, asked.precision, asked.keep), FLEETS[asked.fleet](asked.cohort)
     lrs, stages = [float(lr) for lr in asked.lrs.split(",")], asked.stages.split(",")
     best = dict.fromkeys(asked.methods.split(","), lrs[0])
     setting = {"labels": asked.labels, "fleet": asked.fleet, "cohort": asked.cohort}

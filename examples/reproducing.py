@@ -1,15 +1,17 @@
 """What scripts that reproduce tables share: runs one after another on one engine, each written down as a line of JSON.
 
-A run that stands in the file already is not made again, so that a script can be stopped and goes on where it was.
+A run that stands in the file already is not made again, so that a script can be stopped and goes on where it was; with
+`--keep DIR` also in the middle of a run.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import re
 import statistics
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -47,6 +49,7 @@ def parser_of(title: str | None, data: str, out: str, rounds: int, every: int) -
     parser.add_argument(
         "--out", type=Path, default=Path(out), help="a line of JSON a run; what stands there is not run"
     )
+    parser.add_argument("--keep", type=Path, help="a folder for states, from which a run that was stopped goes on")
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     return parser
@@ -55,8 +58,10 @@ def parser_of(title: str | None, data: str, out: str, rounds: int, every: int) -
 class Runs:
     """Runs of one family that share an engine, and what it has recorded."""
 
-    def __init__(self, family: fq.Family, out: Path, device: str, precision: Precision) -> None:
-        self.family, self.out, self.device, self.precision = family, out, device, precision
+    def __init__(
+        self, family: fq.Family, out: Path, device: str, precision: Precision, keep: Path | None = None
+    ) -> None:
+        self.family, self.out, self.device, self.precision, self.keep = family, out, device, precision, keep
         self.engine: fq.engines.Engine | str = "vectorised"
         self.lines: list[dict[str, Any]] = []
         if out.exists():
@@ -79,21 +84,33 @@ class Runs:
         for line in self.lines:
             if all(line.get(name) == value for name, value in known.items()):
                 return line
-        run = fq.prepare(
-            method, self.family, data, fleet, self.engine, seed, self.device, self.precision, how, link=link
-        )
-        self.engine = run.engine
         began = time.perf_counter()
         try:
-            run.train(rounds, watch=lambda record: self._tell(known, record, began))
+            run = fq.run(
+                method,
+                self.family,
+                data,
+                fleet,
+                self.engine,
+                rounds,
+                seed,
+                self.device,
+                self.precision,
+                how,
+                watch=lambda record: self._tell(known, record, began),
+                out=self._folder(known),
+                resume=True,
+                link=link,
+            )
         except TrainingError as error:  # what counts is the state it has left: that of the round before
             print(*known.values(), error, flush=True)
-        seconds = time.perf_counter() - began
+            run = error.run  # type: ignore[attr-defined]
+        self.engine = run.engine
         # Clients' own parts are tested once, at the end.
         final = grade(run.method, run.server, run.fleet, run.engine, replace(how, local=local))
         line = {
             **known,
-            "seconds": seconds,
+            "seconds": sum(record.seconds for record in run.records),
             "accuracy": final.accuracy,
             "metrics": final.metrics,
             "curves": {r.round: r.grades.accuracy for r in run.records if r.grades.accuracy},
@@ -103,6 +120,10 @@ class Runs:
             line["diverged"] = run.server.round + 1
         self.write(line)
         return line
+
+    def _folder(self, known: Mapping[str, Any]) -> Path | None:
+        """Where a run's states are kept, if they are."""
+        return self.keep / re.sub(r"[^\w.]+", "-", "-".join(map(str, known.values()))) if self.keep else None
 
     def write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)

@@ -13,21 +13,19 @@ rounds. An attacked step takes 20 forward passes where a plain one takes 3: this
 
 from __future__ import annotations
 
-import argparse
-import json
-import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from reproducing import file, of_digits
+from reproducing import Runs, markdown, of_digits, parser_of
 
 import fedquilt as fq
 from fedquilt.config import Model
 from fedquilt.data import Domains, Pool, npz
 from fedquilt.fleets import Quarters
 from fedquilt.methods import FedAvg, Method, SplitMix
+from fedquilt.precision import DTYPES
 
 Figure = Literal["full", "widths"]
 LAMBDAS = (0.0, 0.2, 0.5, 0.8, 1.0)  # of the mixed norms, when a net is used
@@ -69,10 +67,9 @@ def thinned(pool: Pool, tests: int) -> Pool:
     return replace(pool, test_inputs=inputs, test_targets=targets, test_domains=homes, test_clients=None)
 
 
-def curve(run: fq.Run, share: str) -> list[tuple[float | None, float, float]]:
-    """(λ, standard, robust) at a share; λ is None for single norms."""
-    metrics = run.records[-1].grades.metrics
-    found = []
+def curve(line: dict[str, Any], share: str) -> list[tuple[float | None, float, float]]:
+    """(λ, standard, robust) of a run at a share; λ is None for single norms."""
+    metrics, found = line["metrics"], []
     for name, values in metrics.items():
         kind, _, robustness = name.partition("/")
         if kind == "standard":
@@ -82,10 +79,8 @@ def curve(run: fq.Run, share: str) -> list[tuple[float | None, float, float]]:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("data", type=file, help="an .npz file of images with domain_train and domain_test")
+    parser = parser_of(__doc__, ", domain_train and domain_test", "robust.jsonl", rounds=0, every=0)
     parser.add_argument("--figure", choices=("full", "widths"), default="full")
-    parser.add_argument("--rounds", type=int, default=400)
     parser.add_argument("--clients", type=int, default=50)
     parser.add_argument("--fraction", type=float, default=0.3, help="of the paper's Digits, 7,438 images a domain")
     parser.add_argument("--tests", type=int, default=0, help="test samples, evenly from all of them; 0: all")
@@ -93,46 +88,38 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--weights", type=float, nargs="*", default=list(WEIGHTS), help="to train FedAvg with")
     parser.add_argument("--model", default="digits_cnn_norm", help="a name of `fedquilt list models`")
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--device", default="cpu")
-    parser.add_argument("--json", action="store_true", help="print JSON on standard output, and nothing else there")
     asked = parser.parse_args(arguments)
+    rounds = asked.rounds or 400
     fq.keep_pages()
     pool: Pool = npz(asked.data, normalise="none")  # attacks are defined on images between 0 and 1
     pool = thinned(pool, asked.tests)
-    data = pool.deal(asked.clients, Domains(fraction=of_digits(asked.fraction, pool)), asked.seed)
+    dealt = pool.deal(asked.clients, Domains(fraction=of_digits(asked.fraction, pool)), asked.seed)
+    data = dealt.to(torch.device(asked.device), DTYPES[asked.precision])
     budgets = [1.0] if asked.figure == "full" else Quarters()
     fleet = fq.Fleet.of(budgets, asked.clients, 1.0)
-    how = fq.Evaluation(every=0, robustness=tuple(asked.lambdas), local=False, domains=False)
-    rows: list[dict[str, Any]] = []
-    for entrant in entrants(asked.figure, asked.rounds, asked.weights):
+    how = fq.Evaluation(every=asked.every, robustness=tuple(asked.lambdas), local=False, domains=False)
+    known = {name: vars(asked)[name] for name in ("figure", "clients", "fraction", "tests", "lambdas", "model")}
+    runs: dict[str, Runs] = {}  # by their norms: other nets
+    lines = []
+    for entrant in entrants(asked.figure, rounds, asked.weights):
         norms = entrant.norms
-        family = Model(asked.model, dual=norms == "dual", conditioned=norms == "conditioned").trace(data)
-        run = fq.run(
-            entrant.method,
-            family,
-            data,
-            fleet,
-            rounds=asked.rounds,
-            seed=asked.seed,
-            device=asked.device,
-            evaluation=how,
-        )
-        for share in run.accuracy:
-            for robustness, standard, robust in curve(run, share):
-                row = {"method": entrant.name, "share": float(share), "lambda": robustness}
-                rows.append({**row, "standard": standard, "robust": robust})
-        print(f"{entrant.name} is done", file=sys.stderr, flush=True)
-    print(json.dumps({"figure": asked.figure, "rows": rows}, indent=2) if asked.json else table(rows))
+        if norms not in runs:
+            family = Model(asked.model, dual=norms == "dual", conditioned=norms == "conditioned").trace(data)
+            runs[norms] = Runs(family, asked.out, asked.device, asked.precision, asked.keep)
+        own = {"method": entrant.name, **known}
+        lines.append(runs[norms].run(own, entrant.method, data, fleet, rounds, how, asked.seed))
+    print(f"\n{table(lines)}\n")
 
 
-def table(rows: Sequence[dict[str, Any]]) -> str:
-    """As Markdown: the curve of a method from standard to robust, at every share."""
-    lines = ["| method | share | λ | SA % | RA % |", "|---|---:|---:|---:|---:|"]
-    for row in rows:
-        chosen = "" if row["lambda"] is None else f"{row['lambda']:g}"
-        scores = f"{100 * row['standard']:.2f} | {100 * row['robust']:.2f}"
-        lines.append(f"| {row['method']} | {row['share']:g} | {chosen} | {scores} |")
-    return "\n".join(lines)
+def table(lines: Sequence[dict[str, Any]]) -> str:
+    """The curve of a method from standard to robust, at every share."""
+    rows = []
+    for line in lines:
+        for share in line["accuracy"]:
+            for robustness, *scores in curve(line, share):
+                chosen = "" if robustness is None else f"{robustness:g}"
+                rows.append([line["method"], f"{float(share):g}", chosen, *(f"{100 * score:.2f}" for score in scores)])
+    return markdown(["method", "share", "λ", "SA %", "RA %"], rows)
 
 
 if __name__ == "__main__":

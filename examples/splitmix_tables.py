@@ -91,7 +91,7 @@ class Tables:
         self.kind = "cifar10" if {"cifar10", "iid"} & set(asked.table) else "digits"
         self.pool = npz(asked.data, **SCALE)
         model = fq.models.MODELS["digits_cnn_norm" if self.kind == "digits" else "preresnet18"].factory
-        self.runs = Runs(fq.trace(model, self.pool.example), asked.out, asked.device, asked.precision)
+        self.runs = Runs(fq.trace(model, self.pool.example), asked.out, asked.device, asked.precision, asked.keep)
         self.data: dict[tuple[str, int], FederatedData] = {}
 
     def deal(self, table: str, seed: int) -> FederatedData:

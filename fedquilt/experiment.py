@@ -132,7 +132,7 @@ def run(
     family: Family,
     data: FederatedData,
     fleet: Fleet,
-    engine: str = "vectorised",
+    engine: str | Engine = "vectorised",
     rounds: int = 10,
     seed: int = 0,
     device: str = "cpu",

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 import pytest
 
 from tests.conftest import load_example, save_images
@@ -19,36 +17,33 @@ def file(tmp_path_factory):
     return save_images(tmp_path_factory.mktemp("digits") / "digits.npz", 64, 4)
 
 
-def test_the_table_has_a_curve_of_one_run_and_a_point_of_each_other(example, file, capsys):
-    common = [
-        str(file),
-        "--rounds",
-        "1",
-        "--clients",
-        "4",
-        "--fraction",
-        "1",
-        "--tests",
-        "24",
-        "--model",
-        "tiny_resnet",
+def test_the_table_has_a_curve_of_one_run_and_a_point_of_each_other(example, file, capsys, tmp_path):
+    common = (
+        f"{file} --rounds 1 --clients 4 --fraction 1 --tests 24 --model tiny_resnet --out {tmp_path / 'runs.jsonl'}"
+    )
+
+    def rows(asked):
+        example.main(f"{common} {asked}".split())
+        table = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| ")]
+        return [[cell.strip() for cell in line.strip("|").split("|")] for line in table[2:]]
+
+    full = rows("--lambdas 0 1 --weights 0.5")
+    assert [row[:3] for row in full] == [
+        ["Split-Mix + DAT", "1", "0"],
+        ["Split-Mix + DAT", "1", "1"],
+        ["FedAvg + OAT", "1", "0"],
+        ["FedAvg + OAT", "1", "1"],
+        ["FedAvg + AT, λn 0.5", "1", ""],
     ]
-    chosen = ["--lambdas", "0", "1", "--weights", "0.5"]
-    example.main([*common, *chosen, "--json"])
-    rows = json.loads(capsys.readouterr().out)["rows"]
-    assert [(row["method"], row["share"], row["lambda"]) for row in rows] == [
-        ("Split-Mix + DAT", 1.0, 0.0),
-        ("Split-Mix + DAT", 1.0, 1.0),
-        ("FedAvg + OAT", 1.0, 0.0),
-        ("FedAvg + OAT", 1.0, 1.0),
-        ("FedAvg + AT, λn 0.5", 1.0, None),
-    ]
-    assert all(0 <= row[kind] <= 1 for row in rows for kind in ("standard", "robust"))
-    example.main([*common, "--figure", "widths", "--lambdas", "0", "1", "--weights"])
-    table = capsys.readouterr().out.splitlines()
-    assert [line.split(" | ")[1:3] for line in table[2:]] == [
+    assert all(0 <= float(score) <= 100 for row in full for score in row[3:])
+    widths = rows("--figure widths --lambdas 0 1 --weights")
+    assert [row[1:3] for row in widths] == [
         [share, robustness] for share in ("1", "0.5", "0.25", "0.125") for robustness in ("0", "1")
     ]
+    written = (tmp_path / "runs.jsonl").read_text()
+    assert rows("--lambdas 0 1 --weights 0.5") == full
+    assert (tmp_path / "runs.jsonl").read_text() == written
+    assert len(written.splitlines()) == 4
 
 
 def test_it_compares_what_the_paper_does(example):

@@ -45,6 +45,33 @@ def test_a_run_that_is_written_down_is_not_made_again(residual, make_data, tmp_p
     assert len(out.read_text().splitlines()) == 2
 
 
+def test_a_run_that_was_stopped_goes_on_from_what_was_kept(residual, make_data, tmp_path, monkeypatch):
+    reproducing = load_example("reproducing")
+    data, fleet, how = make_data(residual, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2), fq.Evaluation(every=1)
+    method, known, told = with_local(HeteroFL(), batch_size=4), {"table": "a", "method": "b, ✓"}, []
+
+    def until(last):
+        def tell(self, known, record, began):
+            told.append(record.round)
+            if record.round == last:
+                raise KeyboardInterrupt
+
+        monkeypatch.setattr(reproducing.Runs, "_tell", tell)
+
+    def line(name, keep=None):
+        out = tmp_path / name
+        found = reproducing.Runs(residual, out, "cpu", "fp64", keep).run(known, method, data, fleet, 4, how)
+        return {key: value for key, value in found.items() if key != "seconds"}
+
+    until(2)
+    with pytest.raises(KeyboardInterrupt):
+        line("stopped.jsonl", tmp_path / "kept")
+    assert not (tmp_path / "stopped.jsonl").exists()
+    until(None)
+    assert line("stopped.jsonl", tmp_path / "kept") == line("whole.jsonl")
+    assert told == [1, 2, 3, 4, 1, 2, 3, 4]
+
+
 def test_a_run_that_diverges_is_told_with_what_it_left(residual, make_data, tmp_path):
     reproducing = load_example("reproducing")
     data, fleet, how = make_data(residual, (6, 6)), fq.Fleet.of((1.0,), 2, 2), fq.Evaluation(every=0)
