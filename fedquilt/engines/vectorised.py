@@ -544,8 +544,8 @@ class Vectorised(Engine):
         for wanted, clients in alike.items():
             chosen = own if len(clients) == len(stack.jobs) else _some(own, clients)
             # Clients of one stack that upload the same positions also held the same.
-            held = stack.jobs[clients[0]].submodel.index
-            states = [family.cutter.narrow(chosen, held, upload.index, lead=1) for upload in wanted]
+            held = stack.jobs[clients[0]].submodel.held
+            states = [family.cutter.narrow(chosen, held, upload.held, lead=1) for upload in wanted]
             self._send(stack, clients, wanted, states, fold, outcome)
 
     def _send(
