@@ -15,6 +15,8 @@ from functools import cached_property, reduce
 import torch
 from torch import Tensor
 
+from fedquilt.devices import untransformed
+
 _FEW = 8  # runs up to which a call for each is faster than a list of all positions
 Run = tuple[int, int]  # positions start..stop-1
 
@@ -61,9 +63,10 @@ class Positions:
     @cached_property
     def tensor(self) -> Tensor:
         """The positions as an int64 vector on the CPU."""
-        if len(self.runs) > _FEW:
-            return torch.tensor(list(self))
-        return torch.cat([torch.arange(start, stop) for start, stop in self.runs] or [torch.arange(0)])
+        with untransformed():
+            if len(self.runs) > _FEW:
+                return torch.tensor(list(self))
+            return torch.cat([torch.arange(start, stop) for start, stop in self.runs] or [torch.arange(0)])
 
     @property
     def stop(self) -> int:

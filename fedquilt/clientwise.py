@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 
+from fedquilt.axes import Index
 from fedquilt.round.cut import inside
 from fedquilt.round.link import Trip
 from fedquilt.round.serve import Exam, Score, given, joined, own_exam, ready, share_label
@@ -58,6 +59,7 @@ class Clientwise:
 
 
 _SPREAD = ("accuracy_own_size", "accuracy_whole_model", "macs", "params")
+_Cut = tuple[Submodel, Index]  # what arrived, and what its positions count within
 _Accuracies = tuple[float | None, float | None]  # of its own size, and of the whole model
 
 
@@ -119,9 +121,10 @@ def ever_trained(run: Run) -> dict[str, float]:
     What a link lost on the way to the server does not count. Nothing is trained for this: who took part, what they were
     planned and what arrived is known from the seed.
     """
-    held: dict[str, dict[Submodel, None]] = {}
+    held: dict[str, dict[_Cut, None]] = {}
     for job in _jobs(run):
-        held.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(_arrived(run, job)))
+        arrived = ((one, job.submodel.home) for one in _arrived(run, job))
+        held.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(arrived))
     family = run.engine.world.family
     names = [name for name in run.server.weights if name[name.rfind("/") + 1 :] in family.trainable]
     total = sum(run.server.weights[name].numel() for name in names)
@@ -153,15 +156,15 @@ def _arrived(run: Run, job: Job) -> list[Submodel]:
     return [one for one in reached if one is not None]
 
 
-def _covered(run: Run, submodels: list[Submodel], names: list[str]) -> int:
+def _covered(run: Run, submodels: list[_Cut], names: list[str]) -> int:
     """How many entries some of the sub-models have."""
     family, count = run.engine.world.family, 0
     for name in names:
         cut = name.rfind("/") + 1
         scope, weight = name[:cut], name[cut:]
         whole = torch.zeros(run.server.weights[name].shape, dtype=torch.bool)
-        for submodel in submodels:
+        for submodel, home in submodels:
             if submodel.scope == scope:
-                whole |= inside(family.cutter.rows(weight, submodel.index), whole.shape)
+                whole |= inside(family.cutter.rows(weight, submodel.index, home), whole.shape)
         count += int(whole.sum())
     return count

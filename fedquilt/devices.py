@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+from contextlib import AbstractContextManager
 
 import torch
 from torch import Tensor
@@ -11,6 +12,11 @@ from torch import Tensor
 def onto(device: torch.device, tensor: Tensor) -> Tensor:
     """A tensor of the host on a device, without waiting for what a GPU is doing at the moment."""
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+
+
+def untransformed() -> AbstractContextManager[None]:
+    """For tensors that are kept: what is made inside of `grad` belongs to it, and is of no use once it is over."""
+    return torch._C._DisableFuncTorch()
 
 
 def keep_pages() -> None:

@@ -58,3 +58,9 @@ class ConfigError(FedquiltError):
     def __init__(self, message: str, fields: Mapping[str, str] | None = None) -> None:
         super().__init__(message)
         self.fields = dict(fields or {})
+
+
+def first_line(error: Exception) -> str:
+    """The first sentence of what an error says, or its kind where it says nothing."""
+    told = str(error).split(". ")[0].splitlines()
+    return told[0] if told else type(error).__name__

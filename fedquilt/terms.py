@@ -39,6 +39,17 @@ class Submodel:
     index: Index = Index()
     scope: str = ""
 
+    @property
+    def home(self) -> Index:
+        """The axes that the index leaves out: of these the state under its scope has the member's channels alone."""
+        return Index({axis: Positions.prefix(width) for axis, width in self.arch.widths if axis not in self.index})
+
+    @property
+    def held(self) -> Index:
+        """The positions on all of the member's axes, whether the index names them or not."""
+        home = self.home
+        return Index({**home, **self.index}) if home else self.index
+
     def to_dict(self) -> dict[str, Any]:
         """In values that JSON has."""
         return {

@@ -232,18 +232,18 @@ class Engine(ABC):
             else:
                 state = family.cutter.gather(self._initial, submodel, names)
                 if memory:
-                    state = family.cutter.overlay(state, submodel.index, memory.weights, memory.submodel.index)
+                    state = family.cutter.overlay(state, submodel.held, memory.weights, memory.submodel.held)
                 if arrived:
-                    state = family.cutter.overlay(state, submodel.index, arrived.weights, arrived.submodel.index)
+                    state = family.cutter.overlay(state, submodel.held, arrived.weights, arrived.submodel.held)
             if arrived and link.coder:
                 coded = {name: arrived.weights[name] for name in self._coded(shared)}
-                known = family.cutter.overlay(known, submodel.index, coded, arrived.submodel.index) if known else coded
+                known = family.cutter.overlay(known, submodel.held, coded, arrived.submodel.held) if known else coded
             slots = None
             if memory and learner.keep_slots:
                 slots = learner.start_slots(state, family)
                 for slot, values in slots.items():
                     remembered = memory.slots.get(slot, {})
-                    slots[slot] = family.cutter.overlay(values, submodel.index, remembered, memory.submodel.index)
+                    slots[slot] = family.cutter.overlay(values, submodel.held, remembered, memory.submodel.held)
         return Start(state, slots, memory.steps if memory and learner.keep_slots else 0, arrival.bytes, known)
 
     def _coded(self, names: Sequence[str]) -> list[str]:
@@ -262,25 +262,25 @@ class Engine(ABC):
         found = {name: torch.zeros_like(value) for name, value in like.items()}
         memory = server.memory.get((job.client.id, job.submodel.scope))
         if memory and slot in memory.slots:
-            there = memory.slots[slot], memory.submodel.index
-            found = self.world.family.cutter.overlay(found, job.submodel.index, *there)
+            there = memory.slots[slot], memory.submodel.held
+            found = self.world.family.cutter.overlay(found, job.submodel.held, *there)
         return found
 
     def deliver(self, server: Server, job: Job, uploads: Sequence[Payload], known: Weights) -> Delivery:
         """Send what a client trained; `known` is what both sides know that it started from."""
-        cutter, held, link = self.world.family.cutter, job.submodel.index, self.link
+        cutter, held, link = self.world.family.cutter, job.submodel.held, self.link
         residual = self._recalled(server, job, "residual", known) if link.feedback else {}
         lost, sent, size, intact = residual, [], 0, True
         with self.blame(job, "sending"):
             for place, payload in enumerate(uploads):
-                index = payload.submodel.index
-                beside = [cutter.narrow(one, held, index) if one else one for one in (known, residual)]
+                wanted = payload.submodel.held
+                beside = [cutter.narrow(one, held, wanted) if one else one for one in (known, residual)]
                 arrival = link.up(payload, Trip(self.world, job, up=True, place=place), *beside)
                 size, intact = size + arrival.bytes, intact and arrival.payload is payload
                 if arrival.payload:
                     sent.append(arrival.payload)
                     if arrival.error:  # of what did not arrive the residual stays as it was
-                        lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.index)
+                        lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.held)
             slots = {"residual": lost} if lost else {}
             if link.tracks and known:  # kept as the change since the beginning: an empty slot is zero
                 first = cutter.gather(self._initial, job.submodel, list(known))

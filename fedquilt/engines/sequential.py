@@ -55,7 +55,7 @@ class Sequential(Engine):
         outcome.losses.append(float(torch.stack(losses).mean()))
         own = {name: state[name] for name in learner.sent(family)}
         uploads = [
-            Payload(wanted, family.cutter.narrow(own, job.submodel.index, wanted.index))
+            Payload(wanted, family.cutter.narrow(own, job.submodel.held, wanted.held))
             for wanted in learner.uploads(family, job.submodel, held)
         ]
         delivery = self.deliver(server, job, uploads, start.known)

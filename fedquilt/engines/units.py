@@ -24,8 +24,8 @@ from torch.func import vmap
 from fedquilt import noise
 from fedquilt.devices import onto
 from fedquilt.engines.lines import Inner, Lines
-from fedquilt.errors import FedquiltError
-from fedquilt.family.laid import LayoutError, agrees
+from fedquilt.errors import FedquiltError, first_line
+from fedquilt.family.laid import LayoutError, Undrawn, agrees
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import (
     Batch,
@@ -35,9 +35,7 @@ from fedquilt.round.local import (
     Phase,
     State,
     apart,
-    gradient,
     laid_gradient,
-    teach,
     train_pass,
 )
 from fedquilt.terms import Arch
@@ -156,9 +154,15 @@ class Unit:
             name: value + 0.1 * noise.uniform(noise.fold_in(self.keys[0], place), value.shape, value.dtype)
             for place, (name, value) in enumerate(self.state.items())
         }  # no two clients alike
-        with torch.no_grad(), exact():
-            laid = self._net(shaken, inputs, family.layout.class_dim, mode.scaler)
-            stacked = vmap(lambda weights, x: net(weights, x, mode, self.keys[0])[0])(shaken, inputs)
+        try:
+            with torch.no_grad(), exact():
+                stacked = vmap(lambda weights, x: net(weights, x, mode, self.keys[0])[0])(shaken, inputs)
+                with Undrawn():
+                    laid = self._net(shaken, inputs, family.layout.class_dim, mode.scaler)
+        except FedquiltError:
+            raise
+        except Exception as error:  # a forward may be anybody's
+            raise LayoutError(f"its nets do not run both stacked and side by side: {first_line(error)}") from error
         if not agrees(laid, stacked):
             raise LayoutError("side by side its nets give other logits than one by one")
 
@@ -415,9 +419,6 @@ class Unit:
 
     def _taught(self, batch: Batch) -> Tensor:
         learner, family, arch = self.shape.learner, self.engine.world.family, self.shape.arch
-        if self.shape.layout == "alone":
-            own = {name: value[0] for name, value in self.state.items()}
-            return teach(family, arch, learner.local, own, _first(batch)).unsqueeze(0)
         if self._net is not None:
             with torch.no_grad():
                 return self._net(self.state, batch.inputs, family.layout.class_dim, learner.local.scaler)
@@ -427,11 +428,6 @@ class Unit:
         self, objective: Objective, batch: Batch, arch: Arch, state: State, received: State
     ) -> tuple[State, tuple[Tensor, State]]:
         learner, family = self.shape.learner, self.engine.world.family
-        if self.shape.layout == "alone":
-            state, received = ({name: value[0] for name, value in own.items()} for own in (state, received))
-            grads, (loss, stats) = gradient(learner, family, arch, objective, state, received, _first(batch))
-            lead = ({n: v.unsqueeze(0) for n, v in found.items()} for found in (grads, stats))
-            return next(lead), (loss.unsqueeze(0), next(lead))
         if self._net is not None and arch == self.shape.arch:
             return laid_gradient(learner, family, arch, objective, self._net, state, received, batch)
         return self.engine.gradients(learner, arch, objective, state, received, batch)
@@ -514,11 +510,6 @@ class _Hand:
 def _tensors_of(batch: Batch) -> list[Tensor]:
     found = (batch.inputs, batch.targets, batch.held, batch.key, batch.taught)
     return [value for value in found if value is not None]
-
-
-def _first(batch: Batch) -> Batch:
-    """The only client's."""
-    return Batch(*(value[0] for value in _tensors_of(batch)))
 
 
 def _check_capturable(learner: Learner) -> None:

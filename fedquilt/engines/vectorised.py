@@ -25,7 +25,7 @@ from fedquilt.engines.lines import Inner, Lines
 from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
-from fedquilt.errors import FedquiltError
+from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD
@@ -71,12 +71,8 @@ class _UnstackableError(FedquiltError):
     """A member with an operation that vmap cannot stack."""
 
     def __init__(self, arch: Arch, cause: Exception) -> None:
-        super().__init__(_first_line(cause))
+        super().__init__(first_line(cause))
         self.arch = arch
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).split(". ")[0].splitlines()[0]
 
 
 @dataclass
@@ -233,10 +229,14 @@ class Vectorised(Engine):
 
     def _exam_size(self, kind: Kind, batch_size: int) -> int:
         """The batches a test is cut into: on a CPU smaller ones, where nothing depends on who is tested together."""
-        if self.world.device.type == "cuda" or kind.mode.statistics == "batch":
+        if self.world.device.type == "cuda" or self._mixes(kind):
             return batch_size
         arch = self._widest(kind.nets)
         return min(batch_size, max(_SMALLEST, _AT_ONCE * _SMALLEST // self._activations(arch, _SMALLEST)))
+
+    def _mixes(self, kind: Kind) -> bool:
+        """Whether an answer may depend on who else is tested: also on stored statistics, if some norm stores none."""
+        return kind.mode.statistics == "batch" or self.world.family.mixes(kind.mode)
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
         """The bytes of what a training step keeps for its way back."""
@@ -347,11 +347,12 @@ class Vectorised(Engine):
         try:
             action()
         except Exception as error:
-            if _NO_RULE in str(error):
-                raise _UnstackableError(stack.arch, error) from error
-            self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
-            with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
-                raise error
+            if _NO_RULE not in str(error):
+                self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
+            if _stackable(error):
+                with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
+                    raise error
+            raise _UnstackableError(stack.arch, error) from error
 
     # --- units -------------------------------------------------------------------------------------------------
 
@@ -482,6 +483,9 @@ class Vectorised(Engine):
         return vmap(lambda own, key: augment(own, local, key))(inputs, keys)
 
     def taught(self, learner: Learner, arch: Arch, state: State, batch: Batch) -> Tensor:
+        if len(batch.inputs) == 1:
+            return teach(self.world.family, arch, learner.local, _first(state), _first_batch(batch)).unsqueeze(0)
+
         def one(state: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor) -> Tensor:
             return teach(self.world.family, arch, learner.local, state, Batch(inputs, targets, held, key))
 
@@ -490,6 +494,11 @@ class Vectorised(Engine):
     def gradients(
         self, learner: Learner, arch: Arch, objective: Objective, state: State, received: State, batch: Batch
     ) -> tuple[State, tuple[Tensor, State]]:
+        if len(batch.inputs) == 1:  # as the truth does it: not all that a net may do can be stacked
+            alone, own = (_first(state), _first(received)), _first_batch(batch)
+            grads, (loss, seen) = gradient(learner, self.world.family, arch, objective, *alone, own)
+            return _lead(grads), (loss.unsqueeze(0), _lead(seen))
+
         def one(
             state: State, received: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, taught: Any
         ) -> tuple[State, tuple[Tensor, State]]:
@@ -544,8 +553,8 @@ class Vectorised(Engine):
         for wanted, clients in alike.items():
             chosen = own if len(clients) == len(stack.jobs) else _some(own, clients)
             # Clients of one stack that upload the same positions also held the same.
-            held = stack.jobs[clients[0]].submodel.index
-            states = [family.cutter.narrow(chosen, held, upload.index, lead=1) for upload in wanted]
+            held = stack.jobs[clients[0]].submodel.held
+            states = [family.cutter.narrow(chosen, held, upload.held, lead=1) for upload in wanted]
             self._send(stack, clients, wanted, states, fold, outcome)
 
     def _send(
@@ -703,7 +712,7 @@ class Vectorised(Engine):
         index = torch.stack(rows)
         held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
         targets = self.data.test_targets[index]
-        if shared and kind.mode.statistics != "batch":  # nobody depends on who else is there: one large batch
+        if shared and not self._mixes(kind):  # nobody depends on who else is there: one large batch
             with torch.no_grad():
                 flat = index.flatten()
                 together = run(exams[0].weights, self.data.test_samples(flat), targets.flatten(0, 1), flat)
@@ -714,11 +723,11 @@ class Vectorised(Engine):
             mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0, 0 if masked else None))
             try:
                 return mapped(weights, self.data.test_samples(index), targets, index, held)
-            except RuntimeError as error:
-                if _NO_RULE not in str(error):
+            except Exception as error:
+                if _stackable(error):
                     raise
                 for net in kind.nets:
-                    self._set_apart(net.arch, _first_line(error))
+                    self._set_apart(net.arch, first_line(error))
                 return self._right(kind, exams, rows, masked)
 
     def _calibrate(
@@ -752,21 +761,35 @@ class Vectorised(Engine):
             drawn = kind.drawn(self.world.seed, rows, inputs)
             return kind.statistics(self.world.family, weights, inputs, targets, drawn)
 
+        def stacked(now: list[Tensor]) -> list[State]:
+            index = torch.stack(now)
+            some = vmap(one)(self.data.samples(index), self.data.targets[index], index)
+            return [{name: value[place] for name, value in some.items()} for place in range(len(now))]
+
         measured: list[State] = []
         for size, alike in by_size.items():
             most = self._batches_at_once(arch, size)
             for first in range(0, len(alike), most):
+                now = alike[first : first + most]
                 with torch.no_grad():
-                    if most == 1 or arch in self._single:
-                        now = alike[first : first + most]
-                        measured += [one(self.data.samples(rows), self.data.targets[rows], rows) for rows in now]
-                        continue
-                    index = torch.stack(alike[first : first + most])
-                    some = vmap(one)(self.data.samples(index), self.data.targets[index], index)
-                measured += [
-                    {name: value[i] for name, value in some.items()} for i in range(len(next(iter(some.values()))))
-                ]
+                    if most > 1 and arch not in self._single:
+                        try:
+                            measured += stacked(now)
+                            continue
+                        except Exception as error:
+                            if _stackable(error):
+                                raise
+                            self._set_apart(arch, first_line(error))
+                    measured += [one(self.data.samples(rows), self.data.targets[rows], rows) for rows in now]
         return measured
+
+
+def _stackable(error: Exception) -> bool:
+    """Whether what failed in a stack would not work one by one either, or should not.
+
+    What draws its own noise would run, and nobody would notice that it draws otherwise every time.
+    """
+    return isinstance(error, (FedquiltError, torch.OutOfMemoryError)) or "vmap: called random" in str(error)
 
 
 def _channels_last(inputs: Tensor) -> Tensor:
@@ -784,10 +807,25 @@ def _stacked(states: Sequence[Weights]) -> State:
     return stacked
 
 
+def _first(state: Weights) -> State:
+    """The only client's."""
+    return {name: value[0] for name, value in state.items()}
+
+
+def _first_batch(batch: Batch) -> Batch:
+    taught = None if batch.taught is None else batch.taught[0]
+    return Batch(batch.inputs[0], batch.targets[0], batch.held[0], batch.key[0], taught)
+
+
+def _lead(state: Weights) -> State:
+    """One client's as a stack of one."""
+    return {name: value.unsqueeze(0) for name, value in state.items()}
+
+
 def _some(state: Weights, clients: Sequence[int]) -> State:
-    """The states of some clients; of one, as views."""
+    """The states of some clients; of one, as views. Clients may send nothing."""
     first = clients[0]
-    if len(clients) == 1:
+    if len(clients) == 1 or not state:
         return {name: value[first : first + 1] for name, value in state.items()}
     return _of(state, onto(next(iter(state.values())).device, torch.tensor(clients)))
 

@@ -23,28 +23,43 @@ class Cost:
 def measure(module: nn.Module, example_inputs: tuple[Any, ...], batch_size: int, slots: int) -> Cost:
     """Count one member. Memory = weights + gradients + optimiser slots + activations saved for the backward pass."""
     module = module.to("meta")
-    inputs = tuple(_resized(value, batch_size) for value in example_inputs)
+    count = max(2, batch_size)  # norms over the batch refuse to train on one sample alone
+    inputs = tuple(_resized(value, count) for value in example_inputs)
     weights = {id(p): p for p in module.parameters()}.values()
     params = sum(p.numel() for p in weights)
     size = sum(p.numel() * p.element_size() for p in weights)
-    saved: dict[int, int] = {}
     own = {p.untyped_storage()._cdata for p in weights}
 
-    def keep(tensor: Tensor) -> Tensor:
-        storage = tensor.untyped_storage()
-        if storage._cdata not in own:  # a weight's view, such as its transpose, is no activation
-            saved[storage._cdata] = storage.nbytes()
-            alive.append(storage)  # a freed storage's address could be met again
-        return tensor
+    def counted(train: bool) -> tuple[int, int]:
+        """The operations of a pass, and the bytes of what it saves."""
+        saved: dict[int, int] = {}
+        alive: list[Any] = []
 
-    alive: list[Any] = []
-    with FlopCounterMode(display=False) as flops, torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t):
-        module.train()(*inputs)
+        def keep(tensor: Tensor) -> Tensor:
+            storage = tensor.untyped_storage()
+            if storage._cdata not in own:  # a weight's view, such as its transpose, is no activation
+                saved[storage._cdata] = storage.nbytes()
+                alive.append(storage)  # a freed storage's address could be met again
+            return tensor
+
+        # What a forward makes without naming a device, positions or noise, must be where the weights are.
+        with (
+            torch.device("meta"),
+            FlopCounterMode(display=False) as flops,
+            torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t),
+        ):
+            module.train(train)(*inputs)
+        return flops.get_total_flops(), sum(saved.values())
+
+    try:
+        operations, activations = counted(train=True)
+    except Exception:  # in training it reads data, and there is none here: evaluation has to do, as in tracing
+        operations, activations = counted(train=False)
     return Cost(
-        macs=flops.get_total_flops() // 2 // batch_size,
+        macs=operations // 2 // count,
         params=params,
         bytes=size,
-        memory=size * (2 + slots) + sum(saved.values()),
+        memory=size * (2 + slots) + activations * batch_size // count,
     )
 
 

@@ -16,6 +16,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
 from fedquilt.axes import Axis, Index, axes_in, write
+from fedquilt.devices import untransformed
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
@@ -46,7 +47,7 @@ def trace(
     `fixed` names axes or layers that are never cut; `parts` names groups of weights (`{"head": ["fc"]}`).
     """
     factory = _maker(module)
-    model = factory()
+    model = _made(factory)
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     layout = trace_layout(model, inputs, fixed=fixed, parts=parts, heads=heads, class_dim=class_dim)
     for note in layout.notes:
@@ -270,17 +271,12 @@ class Family:
 
         On a device and in a type if asked for; whole numbers stay whole.
         """
-        state = _state(self._made(seed), (*self.trainable, *self.statistics, *self.carried))
+        state = _state(_made(self._factory, seed), (*self.trainable, *self.statistics, *self.carried))
         return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in state.items()}
-
-    def _made(self, seed: int) -> nn.Module:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(seed)
-            return self._factory()
 
     def seeded(self, seed: int) -> Family:
         """The family with one seed's weights for every seed: other machines need neither the factory nor its files."""
-        return Family(self._module, self.layout, self.example_inputs, _maker(self._made(seed)))
+        return Family(self._module, self.layout, self.example_inputs, _maker(_made(self._factory, seed)))
 
     def bare(self) -> Family:
         """The family without weights: enough to put modules around weights that are somewhere else."""
@@ -301,6 +297,14 @@ class Family:
         # constants, and statistics nobody measured yet, are as the module brought them
         missing = [name for name in self.layout.dims if name not in weights]
         brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
+        like = next((value for value in weights.values() if value.is_floating_point()), None)
+        if like is not None:  # where the others are, and as precise; a bare family brings none
+            brought = {
+                name: value
+                if value.is_meta
+                else value.to(like.device, like.dtype if value.is_floating_point() else None)
+                for name, value in brought.items()
+            }
         owner = dict(module.named_modules(remove_duplicate=False))
         aliases: dict[str, list[str]] = {}
         for alias, name in self.layout.ties.items():
@@ -318,10 +322,11 @@ class Family:
         """A member as a pure function of its weights; built once."""
         known = self._nets.get(arch)
         if known is None:
-            module = build(self._module, self.layout, self._sizes(arch))
             moving = {*self.trainable, *self.statistics, *self.carried}
             rest = tuple(name for name in self.layout.dims if name not in moving)
-            known = self._nets[arch] = Net(module, _state(self._module, rest), self._conv_shares(module))
+            with untransformed():
+                module = build(self._module, self.layout, self._sizes(arch))
+                known = self._nets[arch] = Net(module, _state(self._module, rest), self._conv_shares(module))
         return known
 
     @cached_property
@@ -371,12 +376,19 @@ class Family:
         """Read a traced family; the module's code is still needed, tracing is not."""
         factory = _maker(module)
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        return Family(factory(), Layout.from_json(Path(path).read_text()), inputs, factory)
+        return Family(_made(factory), Layout.from_json(Path(path).read_text()), inputs, factory)
 
 
 def _maker(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:
     """A module makes itself, so that its own weights are every seed's start; a function makes a new one a seed."""
     return partial(_itself, module) if isinstance(module, nn.Module) else module
+
+
+def _made(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+    """What a function makes of a seed. What is neither trained nor cut has that of 0, in every run and process."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return factory()
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -21,10 +21,21 @@ from torch.nn.modules.dropout import _DropoutNd
 
 from fedquilt.errors import FedquiltError
 from fedquilt.family.dual import ConditionedNorm, adjustables
+from fedquilt.family.net import Drawn
 
 
 class LayoutError(FedquiltError):
     """A net whose clients cannot be laid side by side."""
+
+
+class Undrawn(Drawn):
+    """Within this context a forward that draws random numbers is refused: they are each client's own, by its key."""
+
+    def __init__(self) -> None:
+        super().__init__(None)
+
+    def site(self) -> Tensor:
+        raise LayoutError("its forward draws random numbers, which are each client's own")
 
 
 class LaidNet:
@@ -145,4 +156,4 @@ def agrees(one: Tensor, other: Tensor) -> bool:
     return bool((one - other).abs().max() <= 1e-3 * other.abs().max().clamp(min=1e-6))
 
 
-__all__ = ["LaidNet", "LayoutError", "agrees"]
+__all__ = ["LaidNet", "LayoutError", "Undrawn", "agrees"]

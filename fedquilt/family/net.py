@@ -24,6 +24,7 @@ from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
 from fedquilt import noise
+from fedquilt.devices import untransformed
 from fedquilt.errors import TrainingError
 from fedquilt.family.dual import adjustables
 
@@ -107,10 +108,11 @@ class Net:
             return self._constants
         moved = self._moved.get((like.device, like.dtype))
         if moved is None:
-            moved = {
-                name: value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
-                for name, value in self._constants.items()
-            }
+            with untransformed():
+                moved = {
+                    name: value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+                    for name, value in self._constants.items()
+                }
             self._moved[like.device, like.dtype] = moved
         return moved
 
@@ -361,14 +363,22 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
             "F.alpha_dropout": F.alpha_dropout,
             "F.feature_alpha_dropout": F.feature_alpha_dropout,
             "F.rrelu": F.rrelu,
+            "F.gumbel_softmax": F.gumbel_softmax,
+            "F.fractional_max_pool2d": F.fractional_max_pool2d,
+            "F.fractional_max_pool3d": F.fractional_max_pool3d,
             "torch.randint": torch.randint,
+            "torch.randint_like": torch.randint_like,
             "torch.randperm": torch.randperm,
             "torch.multinomial": torch.multinomial,
             "torch.normal": torch.normal,
+            "torch.poisson": torch.poisson,
             "Tensor.uniform_": torch.Tensor.uniform_,
             "Tensor.normal_": torch.Tensor.normal_,
             "Tensor.random_": torch.Tensor.random_,
             "Tensor.exponential_": torch.Tensor.exponential_,
+            "Tensor.log_normal_": torch.Tensor.log_normal_,
+            "Tensor.cauchy_": torch.Tensor.cauchy_,
+            "Tensor.geometric_": torch.Tensor.geometric_,
         }.items()
     },
 }

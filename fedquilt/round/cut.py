@@ -175,9 +175,9 @@ class Cutter:
         sizes = self.sizes | arch.sizes
         return sum(size_of(dims[0], sizes) for dims in self.dims.values() if len(dims) > 1)
 
-    def keeps(self, name: str, index: Index) -> bool:
+    def keeps(self, name: str, index: Index, within: Index = WHOLE) -> bool:
         """Whether a cut keeps all of a weight, in its own order."""
-        return not any(axis in index for axis in self._axes[name]) or is_whole(self.rows(name, index))
+        return not any(axis in index for axis in self._axes[name]) or is_whole(self.rows(name, index, within))
 
     # --- many weights at once ----------------------------------------------------------------------------------
 
@@ -193,8 +193,8 @@ class Cutter:
             found |= Flat(flat.vector.index_select(0, self._where(submodel, cut, flat)), shapes).parts
         return {name: found[name] for name in names}
 
-    def add(self, whole: Flat, submodel: Submodel, parts: Weights, scale: float = 1.0) -> None:
-        """`whole[cut] += scale * part` for every weight of a sub-model, in place."""
+    def add(self, whole: Flat, submodel: Submodel, parts: Weights, scale: float = 1.0, within: Index = WHOLE) -> None:
+        """`whole[cut] += scale * part` for every weight of a sub-model, in place; a scope may hold less, `within`."""
         cut, one_by_one = self._split(submodel, parts, parts)
         if cut:
             places = self._where(submodel, cut, whole)
@@ -202,7 +202,7 @@ class Cutter:
             whole.vector.index_add_(0, places, part, alpha=scale)
         there, here = [], []
         for name in one_by_one:
-            kept = self.rows(name, submodel.index)
+            kept = self.rows(name, submodel.index, within)
             if is_blocky(kept):
                 for wide, narrow in blocks(kept):
                     there.append(whole.parts[name][wide])
@@ -212,20 +212,23 @@ class Cutter:
         if there:
             torch._foreach_add_(there, here, alpha=scale)
 
-    def tally(self, like: Flat, held: Sequence[tuple[Submodel, Sequence[str], float]]) -> Tensor | float:
-        """How much every position was held, by clients that count so much; one number if all of them held all."""
+    def tally(self, like: Flat, held: Sequence[tuple[Submodel, Index, Sequence[str], float]]) -> Tensor | float:
+        """How much every position was held, by clients that count so much; one number if all of them held all.
+
+        Positions count in the whole state, or within what a scope holds.
+        """
         everywhere: dict[str, float] = dict.fromkeys(like.shapes, 0.0)
         parts: dict[str, list[tuple[Rows, float]]] = {}
         at_once: list[tuple[Submodel, list[str], float]] = []
-        for submodel, names, value in held:
+        for submodel, within, names, value in held:
             cut, one_by_one = self._split(submodel, names, like.parts)
             if cut:
                 at_once.append((submodel, cut, value))
             for name in one_by_one:
-                if self.keeps(name, submodel.index):
+                if self.keeps(name, submodel.index, within):
                     everywhere[name] += value
                 else:
-                    parts.setdefault(name, []).append((self.rows(name, submodel.index), value))
+                    parts.setdefault(name, []).append((self.rows(name, submodel.index, within), value))
         values = set(everywhere.values())
         if not parts and not at_once and len(values) == 1:
             return values.pop()

@@ -13,6 +13,7 @@ from typing import Literal, Protocol, Self
 import torch
 from torch import Tensor
 
+from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.devices import onto
 from fedquilt.round.cut import Cutter
@@ -135,7 +136,7 @@ class Mean:
     # Σ (p/a)·w where somebody held it, by scope; what was learnt and what was measured lie apart.
     _sums: dict[tuple[str, bool], Flat] = field(default_factory=dict)
     # Who held what is kept as positions and three sums (p/a, p, p·a), not as tensors.
-    _held: dict[tuple[Submodel, tuple[str, ...]], list[float]] = field(default_factory=dict)
+    _held: dict[tuple[Submodel, Index, tuple[str, ...]], list[float]] = field(default_factory=dict)
     _old: Weights = field(default_factory=dict)
 
     def begin(self, server: Server) -> Self:
@@ -145,27 +146,29 @@ class Mean:
 
     def add(self, update: Update) -> None:
         weight, pace = client_weight(update, self.weighting, self.cutter), update.pace if self.paced else 1.0
+        home = update.job.submodel.home
         for payload in update.sent:
             for measured, parts in self._apart(payload.weights):
-                self._add(payload.submodel, parts, measured, weight if measured else weight / pace)
-            self._count(payload.submodel, payload.weights, weight, pace)
+                self._add(payload.submodel, home, parts, measured, weight if measured else weight / pace)
+            self._count(payload.submodel, home, payload.weights, weight, pace)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
         weights = [client_weight(update, self.weighting, self.cutter) for update in updates]
         paces = [update.pace if self.paced else 1.0 for update in updates]
         ratios = [weight / pace for weight, pace in zip(weights, paces, strict=True)]
         for place, state in enumerate(stacked):
-            submodel = updates[0].sent[place].submodel
+            submodel, home = updates[0].sent[place].submodel, updates[0].job.submodel.home
             for measured, parts in self._apart(state):
                 scales = weights if measured else ratios
                 if len(updates) == 1:  # nothing to sum
-                    self._add(submodel, {name: value[0] for name, value in parts.items()}, measured, scales[0])
+                    self._add(submodel, home, {name: value[0] for name, value in parts.items()}, measured, scales[0])
                     continue
                 like = next(iter(parts.values()))
                 row = onto(like.device, torch.tensor(scales, dtype=like.dtype))
-                self._add(submodel, {n: torch.tensordot(row, value, 1) for n, value in parts.items()}, measured, 1.0)
+                summed = {name: torch.tensordot(row, value, 1) for name, value in parts.items()}
+                self._add(submodel, home, summed, measured, 1.0)
             for weight, pace in zip(weights, paces, strict=True):
-                self._count(submodel, state, weight, pace)
+                self._count(submodel, home, state, weight, pace)
 
     def _apart(self, weights: Weights) -> Iterator[tuple[bool, Weights]]:
         """What was learnt, and what was measured, if there is any."""
@@ -174,13 +177,13 @@ class Mean:
             if some:
                 yield measured, some
 
-    def _add(self, submodel: Submodel, parts: Weights, measured: bool, scale: float) -> None:
+    def _add(self, submodel: Submodel, home: Index, parts: Weights, measured: bool, scale: float) -> None:
         key = submodel.scope, measured
-        if key not in self._sums and all(self.cutter.keeps(name, submodel.index) for name in parts):
+        if key not in self._sums and all(self.cutter.keeps(name, submodel.index, home) for name in parts):
             first = Flat.of(parts)  # the first of many need not be added to zeros
             self._sums[key] = first if scale == 1.0 else first.same(first.vector.mul_(scale))
             return
-        self.cutter.add(self._room(key, parts), submodel, parts, scale)
+        self.cutter.add(self._room(key, parts), submodel, parts, scale, home)
 
     def _room(self, key: tuple[str, bool], names: Iterable[str]) -> Flat:
         """The sums, with zeros for weights that nobody has sent before."""
@@ -191,8 +194,8 @@ class Mean:
             sums = self._sums[key] = Flat.of(known | new)
         return sums
 
-    def _count(self, submodel: Submodel, weights: Weights, weight: float, pace: float) -> None:
-        held = self._held.setdefault((submodel, tuple(weights)), [0.0, 0.0, 0.0])
+    def _count(self, submodel: Submodel, home: Index, weights: Weights, weight: float, pace: float) -> None:
+        held = self._held.setdefault((submodel, home, tuple(weights)), [0.0, 0.0, 0.0])
         for place, value in enumerate((weight / pace, weight, weight * pace)):
             held[place] += value
 
@@ -247,8 +250,8 @@ class Mean:
     def _counts(self, scope: str, sums: Flat, place: int) -> Tensor | float:
         """How much every position was held: one number if all held all of it."""
         held = [
-            (submodel, [name for name in names if name in sums.shapes], values[place])
-            for (submodel, names), values in self._held.items()
+            (submodel, home, [name for name in names if name in sums.shapes], values[place])
+            for (submodel, home, names), values in self._held.items()
             if submodel.scope == scope
         ]
         return self.cutter.tally(sums, held)

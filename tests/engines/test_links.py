@@ -4,10 +4,15 @@ from __future__ import annotations
 
 import pytest
 import torch
+from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import Vectorised
 from fedquilt.methods import METHODS, FedRolex, HeteroFL
+from fedquilt.round.cut import prefix
+from fedquilt.round.link import Trip
+from fedquilt.round.local import Between
+from fedquilt.round.merge import Mean
 from tests.conftest import LOCAL, assert_same, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
@@ -61,6 +66,59 @@ def test_token_models_go_over_every_link(language, play, make_data):
     )
     for other in others:
         assert_same(truth, other)
+
+
+class TwoBranches(nn.Module):
+    """Channels laid end to end, and a classifier that sees every channel's positions."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Conv2d(1, 4, 3, 2), nn.Conv2d(1, 8, 3, 2)
+        self.last, self.out = nn.Conv2d(12, 8, 1), nn.Linear(8 * 4, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        both = torch.cat([self.one(x), self.other(x)], 1)
+        return self.out(torch.relu(self.last(torch.relu(both))).flatten(1))
+
+
+@pytest.mark.parametrize("link", LINKS)
+@pytest.mark.parametrize("kind", ["heads", "branches"])
+def test_base_nets_of_compound_axes_go_over_every_link(kind, link, language, play, make_data):
+    """Where a dimension has several axes, positions count within what a scope holds, not within the whole model."""
+    family = language if kind == "heads" else fq.trace(TwoBranches, torch.zeros(2, 1, 6, 6))
+    data, method = make_data(family, RAGGED), with_local(METHODS["splitmix"](base=0.5), batch_size=4)
+    truth, *others = (
+        play(method, family, data, (1.0, 0.5), engine=engine, link=LINKS[link], rounds=3)
+        for engine in ("sequential", *OTHERS)
+    )
+    for other in others:
+        assert_same(truth, other)
+        assert other.clientwise() == truth.clientwise()
+
+
+def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
+    """Its first columns are the nested net of the member that the scope holds; all else stays as it was."""
+    family = language
+    member = family.fit(fq.Budget(share=0.5))
+    own = family.cutter.gather(family.init(1), prefix(member), family.trainable)
+    base = fq.Submodel(member, scope="base0/")
+    part = family.part(base, 0.25)
+    link = fq.Link(loss=fq.Columns(0.5, granularity=0.25))
+    world, client = fq.World(family), fq.Client(0, fq.Budget(share=0.5), 4)
+    jobs = [fq.Job(client, base, round) for round in range(20)]
+    arrivals = [link.up(fq.Payload(base, own), Trip(world, job, up=True)) for job in jobs]
+    job, arrived = next(
+        (j, a.payload) for j, a in zip(jobs, arrivals, strict=True) if a.payload and a.payload.submodel == part
+    )
+    expected = family.cutter.narrow(own, prefix(member).index, family.nested(member, 0.25).index)
+    torch.testing.assert_close(dict(arrived.weights), expected, rtol=0, atol=0)
+    server = fq.Server(0, {f"base0/{name}": torch.zeros_like(value) for name, value in own.items()})
+    fold = Mean(family.cutter).begin(server)
+    fold.add(fq.Update(job, (arrived,), 1))
+    merged = fold.finish(server)[0]
+    for name, value in own.items():
+        there = Between(0, 0.25).mask(family, member, name)
+        torch.testing.assert_close(merged[f"base0/{name}"], torch.where(there, value, 0.0), rtol=0, atol=0)
 
 
 @pytest.mark.parametrize("engine", LOCAL)

@@ -269,6 +269,158 @@ def test_runs_of_several_seeds_share_an_engine(method, engine, residual, make_da
     assert_same(own, again, atol=0.0)
 
 
+def test_clients_that_send_nothing_stack_whatever_their_classes(residual, make_data, play):
+    """Those that hold the same classes are sent together; of nothing there is nothing to take."""
+    method, data = with_local(LocalOnly(), batch_size=4, masked="client"), make_data(residual, (8, 8, 8))
+    targets = torch.arange(24) % 4
+    targets[16:] = 3  # the last client's
+    truth, others = both(play, method, residual, replace(data, targets=targets))
+    for other in others:
+        assert_same(truth, other)
+
+
+# --- modules of all kinds ---------------------------------------------------------------------------------------
+
+
+class Simple(nn.Module):
+    """A convolution, something between, and a linear layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.out = nn.Conv2d(1, 8, 3, padding=1), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.between(torch.relu(self.conv(x))).mean((2, 3)))
+
+    def between(self, x: Tensor) -> Tensor:
+        return x
+
+
+class BatchNormed(Simple):
+    """A norm that stores no statistics: it goes by the batch in tests, too."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.BatchNorm2d(8, track_running_stats=False)
+
+    def between(self, x: Tensor) -> Tensor:
+        return self.norm(x)
+
+
+class Pinned(Simple):
+    """A layer that is neither cut nor trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.stem = nn.Conv2d(1, 1, 3, padding=1).requires_grad_(False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(self.stem(x))
+
+
+class AcrossChannels(Simple):
+    """Side by side its channels would be averaged with those of other clients, and fit nowhere."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.out = nn.Linear(36, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(torch.relu(self.conv(x)).mean(1).flatten(1))
+
+
+class Dropping(Simple):
+    """Leaves out so little that side by side and stacked may agree by accident; names no device."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return x * (torch.rand(len(x), 1, 1, 1) >= 0.03) if self.training else x
+
+
+class Masking(Simple):
+    """Writes where a condition holds, which vmap cannot stack."""
+
+    def between(self, x: Tensor) -> Tensor:
+        x = x.clone()
+        x[x > 0.3] = 0.3
+        return x
+
+
+class Summing(Simple):
+    """Adds into a tensor of its own, which is not stacked."""
+
+    def between(self, x: Tensor) -> Tensor:
+        total = torch.zeros(x.shape, dtype=x.dtype)
+        total += x
+        return total
+
+
+class Deciding(Simple):
+    """Looks at its data in training, which tracing and counting cannot."""
+
+    def between(self, x: Tensor) -> Tensor:
+        return 2 * x if self.training and x.mean() > 0.3 else x
+
+
+@pytest.mark.parametrize("layout", ["auto", "stack"])
+@pytest.mark.parametrize("norm", ["post", "local"])
+@pytest.mark.parametrize(
+    "kind",
+    [Simple, BatchNormed, Pinned, AcrossChannels, Dropping, Masking, Summing, Deciding],
+    ids=lambda k: k.__name__,
+)
+def test_modules_of_all_kinds_give_the_same_numbers(kind, norm, layout, make_data, play):
+    family = fq.trace(kind, torch.zeros(2, 1, 6, 6), fixed=["stem"] if kind is Pinned else ())
+    method, data, how = (
+        with_local(HeteroFL(), batch_size=4, norm=norm),
+        make_data(family, RAGGED),
+        fq.Evaluation(batch_size=3),
+    )
+    truth = play(method, family, data, SHARES, evaluation=how)
+    run = fq.prepare(method, family, data, fq.Fleet.of(SHARES, 6, 6), precision="fp64", evaluation=how)
+    run.engine.layout = layout
+    assert_same(truth, run.train(2))
+
+
+@pytest.mark.parametrize("weight", [0.5, 1.0])
+@pytest.mark.parametrize("name", ["fedavg", "sheterofl"])
+def test_modules_with_constants_are_attacked_alike(name, weight, make_data, play):
+    """A gradient within a gradient finds constants as they are, whichever of the two met them first."""
+    family = fq.trace(Pinned, torch.zeros(2, 1, 6, 6), fixed=["stem"])
+    data = make_data(family, RAGGED)
+    data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
+    adversarial = fq.AdversarialTraining(weight, fq.PGD(eps=0.1, steps=2, size=0.05))
+    method = with_local(METHODS[name](), batch_size=4, adversarial=adversarial)
+    truth, others = both(play, method, family, data, shares=(1.0, 0.5))
+    for other in others:
+        assert_same(truth, other)
+
+
+class Rows(nn.Module):
+    """A norm that has one value a channel and sample."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(4, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.norm(self.first(x))))
+
+
+def test_one_test_sample_is_enough_for_stored_statistics(make_data, play):
+    family = fq.trace(Rows, torch.zeros(2, 4))
+    method, data = with_local(HeteroFL(), batch_size=4), make_data(family, (6, 6, 6, 6), tests=5)  # parts of 2, 1, 1, 1
+    truth, others = both(play, method, family, data, evaluation=fq.Evaluation(local=True))
+    for other in others:
+        assert_same(truth, other)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_one_sample_is_too_few_for_a_norm_that_trains_on_it(engine, make_data, play):
+    family = fq.trace(Rows, torch.zeros(2, 4))
+    with pytest.raises(fq.errors.TrainingError, match="a norm needs more than one value a channel"):
+        play(with_local(HeteroFL(), batch_size=1), family, make_data(family, (4, 4)), engine=engine)
+
+
 # --- what vmap cannot stack -------------------------------------------------------------------------------------
 
 

@@ -8,8 +8,10 @@ import sys
 
 import numpy as np
 import pytest
+import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.func import grad
 
 from fedquilt.axes import Expr, Index, Positions, Product, Sum, axes_in, parse, positions_of, size_of, write
 
@@ -106,6 +108,12 @@ def test_chosen_positions_keep_their_order_and_merge_neighbours():
     assert Positions.chosen([2, 3, 4, 0, 1, 6]).runs == ((2, 5), (0, 2), (6, 7))
     assert Positions.chosen([]).runs == ()
     assert len(Positions.chosen([])) == Positions.chosen([]).stop == len(Positions.chosen([]).tensor) == 0
+
+
+def test_positions_first_asked_for_inside_of_a_gradient_are_good_afterwards():
+    positions = Positions.chosen(range(0, 40, 2))
+    grad(lambda x: x[positions.tensor].sum())(torch.ones(40))
+    assert not torch._C._functorch.is_functorch_wrapped_tensor(positions.tensor)
 
 
 def test_only_the_whole_axis_in_order_covers_it():

@@ -134,7 +134,7 @@ def _part(payload: Payload, reach: Submodel, trip: Trip) -> Weights:
     """The weights of a payload that arrived."""
     if reach is payload.submodel:
         return payload.weights
-    return trip.world.family.cutter.narrow(payload.weights, payload.submodel.index, reach.index)
+    return trip.world.family.cutter.narrow(payload.weights, payload.submodel.held, reach.held)
 
 
 def _places(payload: Payload, like: Flat, reach: Submodel, trip: Trip) -> Tensor:

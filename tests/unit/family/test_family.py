@@ -115,6 +115,30 @@ def test_costs_are_a_samples_whatever_the_batch(residual):
     assert many.memory > one.memory
 
 
+@pytest.mark.parametrize(
+    "between",
+    [
+        lambda net, x: net.norm(x),
+        lambda net, x: x + torch.zeros(len(x), 1),
+        lambda net, x: 2 * x if net.training and x.max() > 0 else x,
+    ],
+    ids=["needs two samples", "names no device", "looks at its data"],
+)
+def test_costs_of_forwards_that_ask_for_more_than_shapes(between):
+    class Odd(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.norm, self.last = nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(between(self, self.first(x)))
+
+    family = fq.trace(Odd, torch.zeros(2, 4))
+    one, many = (family.cost(family.whole, batch) for batch in (1, 64))
+    assert one.macs == many.macs == 4 * 6 + 6 * 3
+    assert one.memory < many.memory
+
+
 def test_costs_grow_with_the_share(residual):
     costs = [residual.cost(residual.fit(fq.Budget(share=share))) for share in (0.25, 0.5, 0.75, 1.0)]
     for kind in ("macs", "params", "bytes", "memory"):
@@ -203,6 +227,40 @@ def test_frozen_weights_are_cut_along_but_not_trained(play, make_data):
         deployed = run.deploy(fq.Budget(share=0.5))
         assert torch.equal(deployed.first.weight, run.server.weights["first.weight"][1:4])  # the last round's window
         assert not deployed.first.weight.requires_grad
+
+
+def test_weights_that_are_never_cut_are_deployed_as_precise_as_the_others(play, make_data):
+    class Frozen(_Wide):
+        def __init__(self) -> None:
+            super().__init__(6)
+            self.first.requires_grad_(False)
+
+    family = fq.trace(Frozen, torch.zeros(2, 2), fixed=["first"])
+    assert family.carried == ()
+    run = play(fq.methods.FedAvg(), family, make_data(family, (4, 4)))
+    model = run.deploy(fq.Budget(share=1.0))
+    assert {value.dtype for value in model.parameters()} == {torch.float64}
+    assert model(torch.zeros(2, 2, dtype=torch.float64)).shape == (2, family.num_classes)
+
+
+def test_what_is_never_trained_does_not_depend_on_the_hour(tmp_path):
+    """A run that goes on in another process has the same constants."""
+
+    class Frozen(_Wide):
+        def __init__(self) -> None:
+            super().__init__(6)
+            self.first.requires_grad_(False)
+
+    constants = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        before = torch.random.get_rng_state()
+        family = fq.trace(Frozen, torch.zeros(2, 2), fixed=["first"])
+        family.save(tmp_path / "family.json")
+        loaded = fq.Family.load(tmp_path / "family.json", Frozen, family.example_inputs)
+        assert torch.equal(torch.random.get_rng_state(), before)
+        constants += [one.module(one.whole).first.weight for one in (family, loaded)]
+    assert all(torch.equal(one, constants[0]) for one in constants)
 
 
 def test_a_saved_family_trains_without_tracing(tmp_path, residual, play, make_data):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from functools import partial
 
@@ -255,10 +256,39 @@ def test_a_shared_buffer_cannot_hold_a_stacks_noise_unnoticed():
     assert not stacked[1].isfinite().any()
 
 
-def test_noise_that_cannot_be_keyed_is_refused_by_name():
-    net, _ = pure(Draws(lambda x: x[torch.randperm(len(x))]))
-    with pytest.raises(TrainingError, match=r"torch\.randperm"):
+@pytest.mark.parametrize(
+    ("draw", "name"),
+    [
+        (lambda x: x[torch.randperm(len(x))], "torch.randperm"),
+        (lambda x: F.gumbel_softmax(x, 0), "F.gumbel_softmax"),  # draws inside of torch, where nobody can follow
+        (lambda x: F.fractional_max_pool2d(x.expand(1, 1, 3, 3), 2, 2), "F.fractional_max_pool2d"),
+        (torch.poisson, "torch.poisson"),
+        (lambda x: torch.empty_like(x).log_normal_(), "Tensor.log_normal_"),
+    ],
+)
+def test_noise_that_cannot_be_keyed_is_refused_by_name(draw, name):
+    net, _ = pure(Draws(draw))
+    with pytest.raises(TrainingError, match=re.escape(name)):
         net({}, torch.ones(3), TRAIN, KEY)
+
+
+def test_a_net_keeps_nothing_that_belongs_to_a_gradient():
+    """What is made inside of one is of no use afterwards, and inside of another it fails."""
+
+    class Fixed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.stem, self.last = nn.Linear(2, 2).requires_grad_(False), nn.Linear(2, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(self.stem(x))
+
+    family = fq.trace(Fixed, torch.zeros(2, 2), fixed=["stem"])
+    weights = {name: value.double() for name, value in family.init().items()}
+    grad(lambda own: family.net(family.whole)(own, torch.ones(2, 2).double())[0].sum())(weights)
+    (moved,) = family.net(family.whole)._moved.values()
+    assert set(moved) == {"stem.weight", "stem.bias"}
+    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in moved.values())
 
 
 def test_noise_outside_of_training_is_refused():
