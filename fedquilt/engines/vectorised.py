@@ -349,7 +349,7 @@ class Vectorised(Engine):
         except Exception as error:
             if _NO_RULE not in str(error):
                 self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
-            if _stackable(error):
+            if _fails_alone(error):
                 with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
                     raise error
             raise _UnstackableError(stack.arch, error) from error
@@ -724,7 +724,7 @@ class Vectorised(Engine):
             try:
                 return mapped(weights, self.data.test_samples(index), targets, index, held)
             except Exception as error:
-                if _stackable(error):
+                if _fails_alone(error):
                     raise
                 for net in kind.nets:
                     self._set_apart(net.arch, first_line(error))
@@ -777,15 +777,15 @@ class Vectorised(Engine):
                             measured += stacked(now)
                             continue
                         except Exception as error:
-                            if _stackable(error):
+                            if _fails_alone(error):
                                 raise
                             self._set_apart(arch, first_line(error))
                     measured += [one(self.data.samples(rows), self.data.targets[rows], rows) for rows in now]
         return measured
 
 
-def _stackable(error: Exception) -> bool:
-    """Whether what failed in a stack would not work one by one either, or should not.
+def _fails_alone(error: Exception) -> bool:
+    """Whether what failed in a stack fails one by one, too, or should.
 
     What draws its own noise would run, and nobody would notice that it draws otherwise every time.
     """

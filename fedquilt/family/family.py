@@ -298,13 +298,7 @@ class Family:
         missing = [name for name in self.layout.dims if name not in weights]
         brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
         like = next((value for value in weights.values() if value.is_floating_point()), None)
-        if like is not None:  # where the others are, and as precise; a bare family brings none
-            brought = {
-                name: value
-                if value.is_meta
-                else value.to(like.device, like.dtype if value.is_floating_point() else None)
-                for name, value in brought.items()
-            }
+        brought = {name: _beside(value, like) for name, value in brought.items()}
         owner = dict(module.named_modules(remove_duplicate=False))
         aliases: dict[str, list[str]] = {}
         for alias, name in self.layout.ties.items():
@@ -398,6 +392,13 @@ def _itself(module: nn.Module) -> nn.Module:
 def _divide(target: int, groups: int, size: int) -> int:
     """How many of `groups` groups of up to `size` channels hold the most channels within `target`."""
     return max(range(1, min(groups, target) + 1), key=lambda g: (min(size, target // g) * g, g))
+
+
+def _beside(value: Tensor, like: Tensor | None) -> Tensor:
+    """Where another tensor is, and as precise; what a bare family brought has nothing to move."""
+    if like is None or value.is_meta:
+        return value
+    return value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
 
 
 def _state(module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
