@@ -14,6 +14,11 @@ def onto(device: torch.device, tensor: Tensor) -> Tensor:
     return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
 
 
+def channels_last(value: Tensor) -> Tensor:
+    """Images, or the kernels of a convolution, with their channels last in memory; anything else as it is."""
+    return value.contiguous(memory_format=torch.channels_last) if value.dim() == 4 else value
+
+
 def untransformed() -> AbstractContextManager[None]:
     """For tensors that are kept: what is made inside of `grad` belongs to it, and is of no use once it is over."""
     return torch._C._DisableFuncTorch()

@@ -145,10 +145,11 @@ def _play(
     rounds: int = 2,
     **options: Any,
 ) -> fq.Run:
-    """Two rounds in float64 of all clients, dealt the shares in turn, evaluated only at the end unless asked."""
+    """Two rounds of all clients, dealt the shares in turn; in float64 and evaluated only at the end unless asked."""
     fleet = options.pop("fleet", None) or fq.Fleet.of(shares, data.num_clients, data.num_clients)
     options.setdefault("evaluation", fq.Evaluation(every=0))
-    return fq.run(method, family, data, fleet, engine, rounds, precision="fp64", **options)
+    options.setdefault("precision", "fp64")
+    return fq.run(method, family, data, fleet, engine, rounds, **options)
 
 
 def with_local(method: Method, **changes: Any) -> Method:

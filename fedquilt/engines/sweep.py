@@ -31,7 +31,7 @@ class Sweep:
 
     def __init__(self, look: Look, weights: Weights, size: int, device: torch.device) -> None:
         self._look, self._graph = look, None
-        self._weights = {name: _channels_last(value, device) for name, value in weights.items()}
+        self._weights = {name: value.clone() for name, value in weights.items()}
         self._rows = torch.zeros(_CHUNK, size, dtype=torch.int64, device=device)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
@@ -98,9 +98,3 @@ def by_turns(sweeps: Iterable[Sweep]) -> None:
     playing = list(sweeps)
     while playing:
         playing = [sweep for sweep in playing if sweep.play()]
-
-
-def _channels_last(value: Tensor, device: torch.device) -> Tensor:
-    """A copy, laid out as the fast kernels of a GPU want it."""
-    wanted = torch.channels_last if device.type == "cuda" and value.dim() == 4 else torch.contiguous_format
-    return value.clone(memory_format=wanted)

@@ -22,7 +22,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedquilt import noise
-from fedquilt.devices import onto
+from fedquilt.devices import channels_last, onto
 from fedquilt.engines.lines import Inner, Lines
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError, Undrawn, agrees
@@ -125,7 +125,7 @@ class Unit:
         """A weight of every client; alone, convolutions have their channels last, as the fast kernels want them."""
         placed = value.expand(self.shape.count, *value.shape).clone(memory_format=torch.contiguous_format)
         if self._channels_last and value.dim() == 4:
-            placed = placed[0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
+            placed = channels_last(placed[0]).unsqueeze(0)
         return placed
 
     def _line_up(self) -> None:
@@ -137,7 +137,7 @@ class Unit:
 
     @property
     def _channels_last(self) -> bool:
-        return self.shape.layout == "alone" and self.engine.world.device.type == "cuda"
+        return self.shape.layout == "alone" and self.engine.channels_last
 
     def _compare(self) -> None:
         """Side by side and stacked must give the same logits: a forward may treat channels in ways no layer shows."""
@@ -361,8 +361,10 @@ class Unit:
         learner = self.shape.learner
         rows, keys = self.rows.index_select(0, self.at)[0, :, :size], self.noise.index_select(0, self.at)[0]
         inputs = self.engine.augmented(learner.local, self.engine.data.samples(rows), keys)
-        if self._channels_last and inputs.dim() == 5:
-            inputs = inputs[0].contiguous(memory_format=torch.channels_last).unsqueeze(0)
+        if self._channels_last:
+            inputs = channels_last(inputs[0]).unsqueeze(0)
+        elif self._net is not None and self.engine.channels_last and not inputs.is_cuda:
+            inputs = inputs.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)  # in memory: beside each other
         batch = Batch(inputs, self.engine.data.targets[rows], self.held, keys)
         return replace(batch, taught=self._taught(batch)) if learner.taught else batch
 

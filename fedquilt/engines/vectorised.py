@@ -19,14 +19,14 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedquilt import noise
-from fedquilt.devices import onto
+from fedquilt.devices import channels_last, onto
 from fedquilt.engines.engine import Engine, Outcome, Start
 from fedquilt.engines.lines import Inner, Lines
 from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.sweep import Look, Sweep, by_turns
-from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, replay_time
+from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, exact, replay_time
 from fedquilt.errors import FedquiltError, first_line
-from fedquilt.family.laid import LayoutError
+from fedquilt.family.laid import LayoutError, agrees
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
@@ -62,6 +62,8 @@ _SMALLEST = 16  # samples tested at once
 _CROWD = 4  # clients that layouts are timed with, at least, and that a group has on average
 _AHEAD = 4
 _REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
+_LOOKED_AT = 8  # images that a forward is tried with
+_WIDE = 64_000_000  # multiply-adds of a sample from which on a CPU gains nothing by laying clients side by side
 _SWEPT = 4  # batches from which on recording a pass pays
 Swept = tuple[Hashable, Sweep]
 _NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
@@ -387,8 +389,9 @@ class Vectorised(Engine):
             return self.layout
         if count == 1:
             return "alone"
-        if self.world.device.type != "cuda":  # never slower than stacked: bench/layouts.py
-            return "laid"
+        if self.world.device.type != "cuda":  # bench/layouts.py; no clock decides, so that a run can be repeated
+            wide = self.world.family.cost(arch, learner.local.batch_size, 0).macs > _WIDE
+            return "alone" if wide and self.channels_last else "laid"
         if not self._recorded or torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
             return "stack"
         key = Shape.of(arch, learner, count, "stack")
@@ -608,6 +611,34 @@ class Vectorised(Engine):
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
+    @cached_property
+    def channels_last(self) -> bool:
+        """Whether images are laid out with their channels last, where one net sees them: if the kernels want that.
+
+        Those of a GPU do, and a CPU's in float32. A forward must bear it: one that flattens images by `view` does not.
+        """
+        family, device = self.world.family, self.world.device
+        inputs = self.data.samples(torch.arange(_LOOKED_AT, device=device) % len(self.data.targets))
+        if inputs.dim() != 4 or (device.type != "cuda" and inputs.dtype != torch.float32):
+            return False
+        net, mode = family.net(family.whole), Pass()
+        try:
+            with torch.no_grad(), exact():
+                plain, last = (net(self.initial, images, mode)[0] for images in (inputs, channels_last(inputs)))
+        except Exception as error:  # a forward may be anybody's
+            _log.info("images do not have their channels last: %s", first_line(error))
+            return False
+        return agrees(last, plain)
+
+    def _laid_out(self, value: Tensor) -> Tensor:
+        return channels_last(value) if self.channels_last else value
+
+    def _samples(self, rows: Tensor) -> Tensor:
+        return self._laid_out(self.data.samples(rows))
+
+    def _tests(self, rows: Tensor) -> Tensor:
+        return self._laid_out(self.data.test_samples(rows))
+
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         """Exams of equal member are batched: same weights as more samples, different weights as a stack.
 
@@ -663,13 +694,17 @@ class Vectorised(Engine):
             return None, batches
         idle = self._sweeps.setdefault(key, [])
         try:
-            sweep = idle.pop() if idle else Sweep(self._look(kind), weights, size, self.world.device)
+            sweep = idle.pop() if idle else self._new_sweep(kind, weights, size)
         except CaptureError as error:
             self._unswept.add(key)
             _log.warning("the evaluation of a member cannot be recorded: %s", error)
             return None, batches
         sweep.begin(weights, whole)
         return (key, sweep), [rows for rows in batches if len(rows) != size]
+
+    def _new_sweep(self, kind: Kind, weights: Weights, size: int) -> Sweep:
+        laid_out = {name: self._laid_out(value) for name, value in weights.items()}
+        return Sweep(self._look(kind), laid_out, size, self.world.device)
 
     def _end(self, swept: Swept) -> State:
         key, sweep = swept
@@ -681,12 +716,12 @@ class Vectorised(Engine):
         family, seed = self.world.family, self.world.seed
 
         def measured(weights: Weights, rows: Tensor) -> State:
-            inputs = _channels_last(self.data.samples(rows))
+            inputs = self._samples(rows)
             drawn = kind.drawn(seed, rows, inputs)
             return kind.statistics(family, weights, inputs, self.data.targets[rows], drawn)
 
         def tested(weights: Weights, rows: Tensor) -> State:
-            inputs, targets = _channels_last(self.data.test_samples(rows)), self.data.test_targets[rows]
+            inputs, targets = self._tests(rows), self.data.test_targets[rows]
             logits = kind.logits(family, weights, inputs, targets, kind.drawn(seed, rows, inputs))
             return {"right": right(logits, targets, None)}
 
@@ -704,7 +739,7 @@ class Vectorised(Engine):
         if len(exams) == 1 or any(net.arch in self._single for net in kind.nets):
             with torch.no_grad():
                 scores = [
-                    one(exam.weights, self.data.test_samples(own), self.data.test_targets[own], own, exam.held)
+                    one(exam.weights, self._tests(own), self.data.test_targets[own], own, exam.held)
                     for exam, own in zip(exams, rows, strict=True)
                 ]
             return torch.stack(scores)
@@ -715,7 +750,7 @@ class Vectorised(Engine):
         if shared and not self._mixes(kind):  # nobody depends on who else is there: one large batch
             with torch.no_grad():
                 flat = index.flatten()
-                together = run(exams[0].weights, self.data.test_samples(flat), targets.flatten(0, 1), flat)
+                together = run(exams[0].weights, self._tests(flat), targets.flatten(0, 1), flat)
                 logits = together.reshape(*index.shape, *together.shape[1:])
                 return vmap(right, in_dims=(0, 0, 0 if masked else None))(logits, targets, held)
         weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
@@ -780,7 +815,7 @@ class Vectorised(Engine):
                             if _fails_alone(error):
                                 raise
                             self._set_apart(arch, first_line(error))
-                    measured += [one(self.data.samples(rows), self.data.targets[rows], rows) for rows in now]
+                    measured += [one(self._samples(rows), self.data.targets[rows], rows) for rows in now]
         return measured
 
 
@@ -790,11 +825,6 @@ def _fails_alone(error: Exception) -> bool:
     What draws its own noise would run, and nobody would notice that it draws otherwise every time.
     """
     return isinstance(error, (FedquiltError, torch.OutOfMemoryError)) or "vmap: called random" in str(error)
-
-
-def _channels_last(inputs: Tensor) -> Tensor:
-    """Images laid out as the fast kernels of a GPU want them."""
-    return inputs.contiguous(memory_format=torch.channels_last) if inputs.is_cuda and inputs.dim() == 4 else inputs
 
 
 def _stacked(states: Sequence[Weights]) -> State:

@@ -101,7 +101,8 @@ def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
 
 
 def _joined(weight: Tensor | None) -> Tensor | None:
-    return None if weight is None else weight.flatten(0, 1)
+    # On a CPU the gradient of a norm over images with channels last takes a strided weight for a dense one (torch).
+    return None if weight is None else weight.flatten(0, 1).contiguous()
 
 
 _Kernels = Mapping[type[nn.Module], Callable[..., Tensor]]

@@ -151,7 +151,8 @@ def test_nets_of_real_widths_are_recorded_in_every_precision(name, precision, ma
         for device, how in (("cpu", "fp32"), ("cuda", precision)):
             runs.append(fq.run(method, family, data, fleet, rounds=1, device=device, precision=how, evaluation=none))
     assert not caplog.messages
-    near = {"fp32": 1e-3, "tf32": 2e-2, "bf16": 1e-1}[precision]
+    # A CPU whose products round their factors to tf32 is 4 % away in FedResCuE, of bf16 6 %.
+    near = {"fp32": 1e-3, "tf32": 6e-2, "bf16": 1e-1}[precision]
     whole = [torch.cat([run.server.weights[n].cpu().reshape(-1) for n in family.trainable]) for run in runs]
     start = torch.cat([family.init(0)[n].reshape(-1) for n in family.trainable])
     assert float((whole[0] - whole[1]).norm()) < near * float((whole[0] - start).norm())
