@@ -66,6 +66,10 @@ class Plan:
             {share: tuple(order.index(net) for net in mix) for share, mix in mixes.items()},
         )
 
+    def mix(self, share: float) -> Mix:
+        """The nets that answer at a share."""
+        return tuple(self.nets[place].net for place in self.mixes[share])
+
     def to_note(self) -> Note:
         return {
             "stocks": [stock.to_dict() for stock in self.stocks],
@@ -216,6 +220,13 @@ class CustomisableModel(nn.Module):
 
     def save(self, file: str | Path) -> None:
         """Write it as safetensors, whole or not at all; `fedquilt.load_model(file, factory)` has it again."""
+        try:
+            write(Path(file), self.blob().chunks())
+        except OSError as error:
+            raise RecordError(f"the model could not be written to {file}: {why(error)}.") from error
+
+    def blob(self) -> Blob:
+        """What `save` writes."""
         tensors = {
             f"stocks.{place}.{name}": value
             for place, stock in enumerate(self.stocks)
@@ -225,11 +236,7 @@ class CustomisableModel(nn.Module):
             assert isinstance(own, _Statistics)
             tensors |= {f"statistics.{place}.{name}": value for name, value in own.values.items()}
         chosen = {"norms": self.norms, "share": self.share, "robustness": self.robustness}
-        note = {**self.note, **self.plan.to_note(), "format": "customisable", **chosen}
-        try:
-            write(Path(file), Blob.of(tensors, note).chunks())
-        except OSError as error:
-            raise RecordError(f"the model could not be written to {file}: {why(error)}.") from error
+        return Blob.of(tensors, {**self.note, **self.plan.to_note(), "format": "customisable", **chosen})
 
     @staticmethod
     def restored(family: Family, tensors: Weights, note: Note) -> CustomisableModel:

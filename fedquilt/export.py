@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedquilt import noise
 from fedquilt.customise import CustomisableModel
-from fedquilt.deploy import Deployed, deployed
+from fedquilt.deploy import Deployed, deployed, total_cost
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.ensemble import Ensemble
@@ -90,8 +90,7 @@ def export(
     writer.check()
     found = deployed(run, budget, client, norms, samples)
     by_default = robustness is None and found.family.adjustable
-    if by_default:
-        robustness = 0.0
+    robustness = 0.0 if by_default else robustness
     module = found.module(robustness).cpu().requires_grad_(False)
     if any(weight.dtype == torch.float64 for weight in module.parameters()):
         module = module.float()  # other runtimes have few kernels for more
@@ -109,16 +108,11 @@ def export(
     model = Written(module, found, batches[0], note)
     data = writer.write(model)
     difference = _difference(module, writer.read(data, model), batches, kind)
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        written = write(path, [data])
-    except OSError as error:
-        raise RecordError(f"{path} could not be written: {why(error)}.") from error
     cost = found.cost
     return Exported(
         kind,
         str(path),
-        written.size,
+        _written(path, data),
         cost.params,
         cost.macs,
         note["share"],
@@ -129,6 +123,59 @@ def export(
         robustness,
         by_default,
     )
+
+
+def export_sizes(
+    run: Run,
+    file: str | Path,
+    shares: Sequence[float],
+    format: str = "",
+    client: int | None = None,
+    norms: NormPolicy | None = None,
+    samples: Tensor | None = None,
+    robustness: float | None = None,
+    force: bool = False,
+) -> list[Exported]:
+    """Write `Run.customisable`, the models for several shares in one file, after they were read back and compared.
+
+    `load_model` gives it back, set to the first share.
+    """
+    path = Path(file)
+    check_place(path, force)
+    kind = chosen(path, format)
+    if kind != "safetensors":
+        raise ConfigError(
+            f"shares of {', '.join(f'{share:g}' for share in shares)} in one file were asked for, as {kind}; only "
+            "safetensors can hold several. Others hold one share each."
+        )
+    model = run.customisable(shares, client, norms, samples).cpu()
+    family = run.engine.world.family
+    by_default = robustness is None and family.adjustable
+    robustness = 0.0 if by_default else robustness
+    model.set(robustness=robustness)
+    if any(weight.dtype == torch.float64 for weight in model.parameters()):
+        model = model.float()
+    batches, compared = _samples(run, [size for size in BATCHES if size > 1 or model.norms != "batch"])
+    data = b"".join(model.blob().chunks())
+    tensors, note = parse(bytearray(data), torch.device("cpu"))
+    again = CustomisableModel.restored(family, tensors, note)
+    most = {share: _difference(model.set(share), again.set(share), batches, kind) for share in model.shares}
+    size, found = _written(path, data), []
+    for share, difference in most.items():
+        nets = model.plan.mix(share)
+        cost = total_cost(family, nets)
+        about_size = (cost.params, cost.macs, share, difference, len(nets))
+        found.append(Exported(kind, str(path), size, *about_size, model.norms, compared, robustness, by_default))
+    return found
+
+
+def _written(path: Path, data: bytes) -> int:
+    """Put it in its place; how many bytes it is."""
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        return write(path, [data]).size
+    except OSError as error:
+        raise RecordError(f"{path} could not be written: {why(error)}.") from error
 
 
 def load_model(file: str | Path, factory: nn.Module | Callable[[], nn.Module], device: str = "cpu") -> nn.Module:

@@ -40,6 +40,7 @@ from fedquilt.cli.options import (
     Params,
     Precision,
     Real,
+    Shares,
     Target,
     Text,
     What,
@@ -53,6 +54,7 @@ if TYPE_CHECKING:
     from rich.console import Console
 
     from fedquilt.probe import Probe
+    from fedquilt.terms import Budget
 
 
 @dataclass(frozen=True)
@@ -259,12 +261,13 @@ class ExportRequest:
     """Write the trained model of a run for a device of some size, as ONNX, torch's .pt2 or safetensors.
 
     What was written is read back, fed samples of the test set and compared with torch before it is put in its place.
-    Without a bound it is the whole model.
+    Without a bound it is the whole model. With several shares it is a safetensors file of all of them, which
+    fedquilt.load_model makes a module that changes its size in use.
     """
 
     run: Folder  # its folder: --out of `fedquilt run`
     out: Target  # the file; its name may say the format
-    share: Real = None  # of every layer's channels, in (0, 1]
+    share: Shares = ()  # of every layer's channels, in (0, 1]; may be given again
     params: Params = None  # parameters, at most
     macs: Macs = None  # multiply-adds a sample, at most
     memory: Real = None  # bytes to train it, at most
@@ -280,23 +283,38 @@ class ExportRequest:
 
         with _output(self.json) as (console, stdout):
             from fedquilt.config import load_run
-            from fedquilt.export import FORMATS, check_place, chosen
-            from fedquilt.terms import Budget
+            from fedquilt.export import FORMATS, check_place, chosen, export_sizes
 
-            bounds = {"share": self.share, "params": self.params, "macs": self.macs, "memory": self.memory}
-            budget = Budget(**({"share": 1.0} if set(bounds.values()) == {None} else bounds))
+            budgets = self._budgets()
             check_place(self.out, self.force)
             kind = chosen(self.out, self.format)
             FORMATS[kind].check()
             run = load_run(self.run)
             whose = "" if self.client is None else f", client {self.client}'s"
-            say(console, f"{self.run} after round {run.server.round}: a model of {budget}{whose} as {kind}")
-            asked = {"client": self.client, "norms": self.norms, "robustness": self.robustness, "force": self.force}
-            found = run.export(self.out, budget, format=kind, **asked)
+            told = ", ".join(map(str, budgets))
+            say(console, f"{self.run} after round {run.server.round}: a model of {told}{whose} as {kind}")
+            asked: dict[str, Any] = {"client": self.client, "norms": self.norms, "robustness": self.robustness}
+            asked |= {"format": kind, "force": self.force}
+            several = len(budgets) > 1
+            found = (
+                export_sizes(run, self.out, self.share, **asked)
+                if several
+                else [run.export(self.out, budgets[0], **asked)]
+            )
             if self.json:
-                print_json(found.to_dict(), stdout)
+                print_json([one.to_dict() for one in found] if several else found[0].to_dict(), stdout)
             else:
                 show_export(console, found)
+
+    def _budgets(self) -> list[Budget]:
+        from fedquilt.terms import Budget
+
+        bounds = {"params": self.params, "macs": self.macs, "memory": self.memory}
+        bounded = any(value is not None for value in bounds.values())
+        if bounded and len(self.share) > 1:
+            raise ConfigError("several shares and a bound were asked for; a file of several sizes takes shares alone.")
+        shares = self.share or ((None,) if bounded else (1.0,))
+        return [Budget(share=share, **bounds) for share in shares]
 
 
 @dataclass(frozen=True)

@@ -18,6 +18,7 @@ _quiet = {"help_behavior_hint": ""}
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", **_quiet)]
 Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", **_quiet)]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", **_quiet)]
+Shares = Annotated[tuple[float, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLOAT", **_quiet)]
 Number = Annotated[int | float | None, tyro.conf.arg(metavar="INT|FLOAT", **_quiet)]
 Place = Annotated[Path | None, tyro.conf.arg(metavar="DIR", **_quiet)]
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE", **_quiet)]

@@ -258,21 +258,16 @@ def show_probe(console: Console, found: Probe) -> None:
     )
 
 
-def show_export(console: Console, found: Exported) -> None:
-    """What was written, and that it answers as it should."""
-    row = {
-        "format": found.format,
-        "size": size(found.bytes),
-        "share": f"{found.share:g}",
-        "parameters": found.params,
-        "MACs a sample": found.macs,
-    }
-    show_table(console, "file", {found.file: row})
-    nets = f"{found.nets} nets whose logits are averaged; " if found.nets > 1 else ""
+def show_export(console: Console, found: Sequence[Exported]) -> None:
+    """What was written, one share or several, and that it answers as it should."""
+    rows = {f"{one.share:g}": {"parameters": one.params, "MACs a sample": one.macs} for one in found}
+    show_table(console, "share", rows)
+    first, most, nets = found[0], max(one.max_difference for one in found), max(one.nets for one in found)
+    averaged = f"{'up to ' * (len(found) > 1)}{nets} nets whose logits are averaged; " if nets > 1 else ""
     say(
         console,
-        f"{nets}norms: {found.norms}{_robustness(found)}; read back, its answers to {found.compared} differ from "
-        f"torch's by at most {found.max_difference:.2g}",
+        f"{first.file}: {first.format}, {size(first.bytes)}; {averaged}norms: {first.norms}{_robustness(first)}; read "
+        f"back, its answers to {first.compared} differ from torch's by at most {most:.2g}",
     )
 
 

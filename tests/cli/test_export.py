@@ -71,6 +71,27 @@ def test_budgets_and_clients(here, capsys):
     assert "no member fits the budget params 3" in capsys.readouterr().err
 
 
+@pytest.mark.parametrize("method", ["heterofl", "splitmix"])
+def test_several_shares_are_one_file(method, here, capsys):
+    shares = ["--share", "1", "--share", "0.5", "--share", "0.25"]
+    assert main(["export", method, *shares, "--out", "all.safetensors"]) == 0
+    printed = capsys.readouterr().out
+    assert f"{method} after round 1: a model of share 1, share 0.5, share 0.25 as safetensors" in printed
+    assert ("up to 8 nets whose logits are averaged" in printed) == (method == "splitmix")
+    found = told(capsys, "export", method, *shares, "--out", "all.safetensors", "--force")
+    assert [one["share"] for one in found] == [1.0, 0.5, 0.25]
+    assert {one["bytes"] for one in found} == {Path("all.safetensors").stat().st_size}
+    run = load_run(method)
+    model = fq.load_model("all.safetensors", lambda: run.engine.world.family._module)
+    inputs = run.engine.data.test_samples(range(8))
+    assert model.share == 1.0
+    for one in found:
+        alone = told(capsys, "export", method, "--share", str(one["share"]), "--out", "one.safetensors", "--force")
+        assert (one["params"], one["macs"], one["nets"]) == (alone["params"], alone["macs"], alone["nets"])
+        other = fq.load_model("one.safetensors", lambda: run.engine.world.family._module)
+        torch.testing.assert_close(model.set(one["share"])(inputs), other(inputs))
+
+
 def test_the_file_answers_as_the_run_reported(here, capsys):
     told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.safetensors")
     run = load_run("heterofl")
@@ -141,6 +162,16 @@ def test_mistakes(here, capsys, perceptron, make_data):
         "shares lie in (0, 1]": ["export", "heterofl", "--share", "2", "--out", "a.pt2"],
         "does not say in which format": ["export", "heterofl", "--out", "a"],
         "'tracked' was asked for; HeteroFL trained": ["export", "heterofl", "--norms", "tracked", "--out", "a.pt2"],
+        "only safetensors can hold several": ["export", "heterofl", "--share", "1", "--share", "0.5", "--out", "a.pt2"],
+        "takes shares alone": [
+            "export",
+            "heterofl",
+            *("--share", "1", "--share", ".5"),
+            "--macs",
+            "9",
+            "--out",
+            "a.pt2",
+        ],
         "it was put together by a script": ["export", "script", "--out", "a.pt2"],
     }
     fq.run(
