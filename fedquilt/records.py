@@ -350,6 +350,7 @@ def identity(run: Run) -> dict[str, Any]:
         "method": run.method,
         "model": world.family.layout,
         "initial": [*world.family.init(world.seed).values()],
+        "constants": world.family.constants,
         "data": run.engine.data,
         "fleet": run.fleet,
         "engine": type(run.engine).__name__,

@@ -312,15 +312,19 @@ class Family:
                 layer.num_batches_tracked = torch.zeros((), dtype=counter.dtype)
         return module
 
+    @property
+    def constants(self) -> dict[str, Tensor]:
+        """What stays as it is in the module: buffers that are neither statistics nor cut."""
+        moving = {*self.trainable, *self.statistics, *self.carried}
+        return _state(self._module, tuple(name for name in self.layout.dims if name not in moving))
+
     def net(self, arch: Arch) -> Net:
         """A member as a pure function of its weights; built once."""
         known = self._nets.get(arch)
         if known is None:
-            moving = {*self.trainable, *self.statistics, *self.carried}
-            rest = tuple(name for name in self.layout.dims if name not in moving)
             with untransformed():
                 module = build(self._module, self.layout, self._sizes(arch))
-                known = self._nets[arch] = Net(module, _state(self._module, rest), self._conv_shares(module))
+                known = self._nets[arch] = Net(module, self.constants, self._conv_shares(module))
         return known
 
     @cached_property

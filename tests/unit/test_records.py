@@ -269,6 +269,27 @@ def test_other_initial_weights_are_noticed(start, tmp_path, residual):
         start(rounds=2, out=out, resume=True, family=other)
 
 
+class Scaled(torch.nn.Sequential):
+    """What it is multiplied by is no weight, and in no checkpoint."""
+
+    def __init__(self, scale: float) -> None:
+        super().__init__(torch.nn.Linear(6, 8), torch.nn.ReLU(), torch.nn.Linear(8, 4))
+        self.register_buffer("scale", torch.tensor(scale))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+
+
+def test_other_constants_are_noticed(start, tmp_path, make_data):
+    out = tmp_path / "run"
+    one, other = (fq.trace(lambda scale=scale: Scaled(scale), torch.zeros(2, 6)) for scale in (1.0, 2.0))
+    options = {"method": FedAvg(), "data": make_data(one, (5, 6, 4, 7)), "out": out, "resume": True}
+    start(rounds=1, family=one, **options)
+    with pytest.raises(ConfigError, match=r"constants\.scale: float32\[\] \w+ there, float32\[\] \w+ here"):
+        start(rounds=2, family=other, **options)
+    assert start(rounds=2, family=one, **options).server.round == 2
+
+
 def test_a_folder_that_holds_a_run_is_not_written_over(start, tmp_path):
     start(rounds=1, out=tmp_path / "run")
     with pytest.raises(ConfigError, match=r"a run is there already\. Resume it, or name another"):
