@@ -24,7 +24,7 @@ from fedquilt.engines.engine import Engine, Outcome, Start
 from fedquilt.engines.lines import Inner, Lines
 from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.sweep import Look, Sweep, by_turns
-from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, exact, replay_time
+from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, exact, replay_time, unsearched
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError, agrees
 from fedquilt.family.net import Pass
@@ -623,7 +623,7 @@ class Vectorised(Engine):
             return False
         net, mode = family.net(family.whole), Pass()
         try:
-            with torch.no_grad(), exact():
+            with torch.no_grad(), exact(), unsearched():
                 plain, last = (net(self.initial, images, mode)[0] for images in (inputs, channels_last(inputs)))
         except Exception as error:  # a forward may be anybody's
             _log.info("images do not have their channels last: %s", first_line(error))
