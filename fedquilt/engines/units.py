@@ -12,7 +12,7 @@ from __future__ import annotations
 import gc
 import os
 import time
-from collections.abc import Callable, Hashable, Iterator, Mapping
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
@@ -38,7 +38,7 @@ from fedquilt.round.local import (
     laid_gradient,
     train_pass,
 )
-from fedquilt.terms import Arch
+from fedquilt.terms import Arch, Weights
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager
@@ -588,6 +588,24 @@ def exact() -> Iterator[None]:
             yield
     finally:
         torch.backends.cuda.matmul.allow_tf32, torch.backends.cudnn.allow_tf32 = before
+
+
+def stacked(states: Sequence[Weights]) -> State:
+    """One state with the clients in front; clients that got the same tensors share them until they move."""
+    first, whole = states[0], {}
+    for name, value in first.items():
+        values = [state[name] for state in states]
+        same = all(other is value for other in values)
+        whole[name] = value.expand(len(values), *value.shape) if same else torch.stack(values)
+    return whole
+
+
+def fails_alone(error: Exception) -> bool:
+    """Whether what failed in a stack fails one by one, too, or should.
+
+    What draws its own noise would run, and nobody would notice that it draws otherwise every time.
+    """
+    return isinstance(error, (FedquiltError, torch.OutOfMemoryError)) or "vmap: called random" in str(error)
 
 
 def rewrite(own: State, new: Mapping[str, Tensor]) -> None:

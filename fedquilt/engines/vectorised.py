@@ -21,10 +21,20 @@ from torch.func import vmap
 from fedquilt import noise
 from fedquilt.devices import channels_last, onto
 from fedquilt.engines.engine import Engine, Outcome, Start
+from fedquilt.engines.examiner import Examiner
 from fedquilt.engines.lines import Inner, Lines
 from fedquilt.engines.sequential import Sequential
-from fedquilt.engines.sweep import Look, Sweep, by_turns
-from fedquilt.engines.units import CaptureError, Layout, Shape, Unit, exact, replay_time, unsearched
+from fedquilt.engines.units import (
+    CaptureError,
+    Layout,
+    Shape,
+    Unit,
+    exact,
+    fails_alone,
+    replay_time,
+    stacked,
+    unsearched,
+)
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError, agrees
 from fedquilt.family.net import Pass
@@ -42,30 +52,24 @@ from fedquilt.round.local import (
     clipped,
     gradient,
     move,
-    spans,
     teach,
 )
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
-from fedquilt.terms import Arch, Job, Mix, Payload, Server, Submodel, Weights
+from fedquilt.round.serve import Exam, Score
+from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
     from fedquilt.methods.method import Method
 
 _log = logging.getLogger(__name__)
-# Bytes that are worked on at once on a CPU: with more, the system hands out and takes back pages for every operation.
-_AT_ONCE = 64 << 20
-_STACKED = 256 << 20
+_STACKED = 256 << 20  # bytes of a stack on a CPU: with more, its pages are handed out and taken back all the time
 _KEPT = 4  # times a stack's memory that idle units may hold
-_SMALLEST = 16  # samples tested at once
 _CROWD = 4  # clients that layouts are timed with, at least, and that a group has on average
 _AHEAD = 4
 _REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
 _LOOKED_AT = 8  # images that a forward is tried with
 _WIDE = 64_000_000  # multiply-adds of a sample from which on a CPU gains nothing by laying clients side by side
-_SWEPT = 4  # batches from which on recording a pass pays
-Swept = tuple[Hashable, Sweep]
 _NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
 
 
@@ -129,13 +133,12 @@ class Vectorised(Engine):
         self._idle: dict[Shape, list[Unit]] = {}
         self._refused: dict[Shape, str] = {}
         self._chosen: dict[Shape, Layout] = {}
-        self._single: set[Arch] = set()  # members that vmap cannot stack
+        self.single: set[Arch] = set()  # members that vmap cannot stack
         self.warm: set[Hashable] = set()  # what units have recorded before
         self.tails: Counter[tuple[Shape, int]] = Counter()  # batches that were not full, by their size
         self._regions: dict[Hashable, Tensor] = {}
         self._nested: WeakValueDictionary[Hashable, Inner] = WeakValueDictionary()
-        self._sweeps: dict[Hashable, list[Sweep]] = {}
-        self._unswept: set[Hashable] = set()
+        self.examiner = Examiner(self)
         super().__post_init__()
         device = self.world.device
         self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _STACKED)
@@ -146,13 +149,14 @@ class Vectorised(Engine):
         super().deal(data, seed)
         self.__dict__.pop("_one_by_one", None)
         if self.data.inputs is not before.inputs or self.data.targets is not before.targets:
-            self._idle, self._sweeps = {}, {}
+            self._idle = {}
+            self.examiner.forget()
         elif (
             self.data.test_inputs is not before.test_inputs
             or self.data.test_targets is not before.test_targets
             or self.world is not world
         ):
-            self._sweeps = {}
+            self.examiner.forget()
 
     # --- training ----------------------------------------------------------------------------------------------
 
@@ -163,19 +167,19 @@ class Vectorised(Engine):
             age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
         for wave in self._waves(alike):
-            stackable = [(learner, some) for learner, some in wave if some[0].submodel.arch not in self._single]
+            stackable = [(learner, some) for learner, some in wave if some[0].submodel.arch not in self.single]
             while stackable:
                 try:
                     stacks = self._run(server, stackable)
                 except _UnstackableError as error:  # nothing has been added yet: the rest of the wave once more
-                    self._set_apart(error.arch, str(error))
+                    self.set_apart(error.arch, str(error))
                     stackable = [(learner, some) for learner, some in stackable if some[0].submodel.arch != error.arch]
                     continue
                 for stack in stacks:  # a GPU is still training while its results are put in their place
                     self._fold(stack, fold, outcome)
                 self._check(stacks, outcome)
                 break
-            apart = [job for _, some in wave for job in some if job.submodel.arch in self._single]
+            apart = [job for _, some in wave for job in some if job.submodel.arch in self.single]
             self._truth.follow(method)
             self._truth._train(method, server, apart, fold, outcome)
 
@@ -184,7 +188,7 @@ class Vectorised(Engine):
         wave: list[tuple[Learner, list[Job]]] = []
         room = 0
         needs = {
-            key: self._need(key[0], key[1].local.batch_size * key[1].kinds, len(key[1].local.optimiser.slots))
+            key: self.need(key[0], key[1].local.batch_size * key[1].kinds, len(key[1].local.optimiser.slots))
             for key in alike
         }
         for key in sorted(alike, key=lambda key: -needs[key]):  # the largest take longest: they begin
@@ -203,7 +207,7 @@ class Vectorised(Engine):
         for alike in self._by_samples(jobs):
             while alike:
                 size = min(len(alike), most)
-                if self._recorded:  # in powers of two: cohorts change from round to round, and few sizes need recording
+                if self.recorded:  # in powers of two: cohorts change from round to round, and few sizes need recording
                     size = 1 << size.bit_length() - 1
                 if self._layout(arch, learner, size) == "alone":
                     size = 1
@@ -215,7 +219,7 @@ class Vectorised(Engine):
         alike: dict[int, list[Job]] = {}
         for job in jobs:
             alike.setdefault(job.client.size, []).append(job)
-        return list(alike.values()) if self._recorded and _CROWD * len(alike) <= len(jobs) else [jobs]
+        return list(alike.values()) if self.recorded and _CROWD * len(alike) <= len(jobs) else [jobs]
 
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:
@@ -223,29 +227,7 @@ class Vectorised(Engine):
         memory = server.memory.get((job.client.id, job.submodel.scope)) if learner.keep_slots else None
         return memory.steps if memory else 0
 
-    def _batches_at_once(self, arch: Arch, batch_size: int) -> int:
-        """How many batches of a member are tested at once: on a CPU few."""
-        if self.world.device.type == "cuda":
-            return max(1, self.memory // self._need(arch, batch_size, 0))
-        return max(1, _AT_ONCE // self._activations(arch, batch_size))
-
-    def _exam_size(self, kind: Kind, batch_size: int) -> int:
-        """The batches a test is cut into: on a CPU smaller ones, where nothing depends on who is tested together."""
-        if self.world.device.type == "cuda" or self._mixes(kind):
-            return batch_size
-        arch = self._widest(kind.nets)
-        return min(batch_size, max(_SMALLEST, _AT_ONCE * _SMALLEST // self._activations(arch, _SMALLEST)))
-
-    def _mixes(self, kind: Kind) -> bool:
-        """Whether an answer may depend on who else is tested: also on stored statistics, if some norm stores none."""
-        return kind.mode.statistics == "batch" or self.world.family.mixes(kind.mode)
-
-    def _activations(self, arch: Arch, batch_size: int) -> int:
-        """The bytes of what a training step keeps for its way back."""
-        cost = self.world.family.cost(arch, batch_size, 0)
-        return max(1, (cost.memory - 2 * cost.bytes) * self.world.dtype.itemsize // 4)
-
-    def _need(self, arch: Arch, batch_size: int, slots: int) -> int:
+    def need(self, arch: Arch, batch_size: int, slots: int) -> int:
         """The bytes one client of a member takes in training."""
         cost = self.world.family.cost(arch, batch_size, slots)
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
@@ -261,14 +243,14 @@ class Vectorised(Engine):
     def _one_by_one(self) -> Sequential:
         return Sequential(self.world, self.data, self.link, self.precision)
 
-    def _set_apart(self, arch: Arch, why: str) -> None:
-        self._single.add(arch)
+    def set_apart(self, arch: Arch, why: str) -> None:
+        self.single.add(arch)
         _log.warning("clients of one member are trained one after another: %s", why)
 
     def _stack(self, server: Server, learner: Learner, jobs: list[Job]) -> Stack:
         device = self.world.device
         starts = [self.start(server, job, learner) for job in jobs]
-        state = _stacked([start.state for start in starts])
+        state = stacked([start.state for start in starts])
         batches = [self.batches(job, learner) for job in jobs]
         return Stack(
             server=server,
@@ -292,7 +274,7 @@ class Vectorised(Engine):
             return None
         family = self.world.family
         own = [start.slots or learner.start_slots(start.state, family) for start in starts]
-        return {slot: _stacked([slots[slot] for slots in own]) for slot in own[0]}
+        return {slot: stacked([slots[slot] for slots in own]) for slot in own[0]}
 
     def _run(self, server: Server, work: list[tuple[Learner, list[Job]]]) -> list[Stack]:
         """Train stacks: those that can be recorded side by side, the others one after another."""
@@ -331,7 +313,7 @@ class Vectorised(Engine):
             weights = self.world.family.cost(shape.arch, local.batch_size, 0).bytes * self.world.dtype.itemsize // 4
             return len(self._idle[shape]) * shape.count * weights * (2 + len(local.optimiser.slots))
         return (
-            len(self._idle[shape]) * shape.count * self._need(shape.arch, local.batch_size, len(local.optimiser.slots))
+            len(self._idle[shape]) * shape.count * self.need(shape.arch, local.batch_size, len(local.optimiser.slots))
         )
 
     def _play(self, stack: Stack, unit: Unit, step: int) -> None:
@@ -351,7 +333,7 @@ class Vectorised(Engine):
         except Exception as error:
             if _NO_RULE not in str(error):
                 self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
-            if _fails_alone(error):
+            if fails_alone(error):
                 with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
                     raise error
             raise _UnstackableError(stack.arch, error) from error
@@ -380,7 +362,7 @@ class Vectorised(Engine):
         return None
 
     @property
-    def _recorded(self) -> bool:
+    def recorded(self) -> bool:
         return self.record if self.record is not None else self.world.device.type == "cuda"
 
     def _layout(self, arch: Arch, learner: Learner, count: int) -> Layout:
@@ -392,7 +374,7 @@ class Vectorised(Engine):
         if self.world.device.type != "cuda":  # bench/layouts.py; no clock decides, so that a run can be repeated
             wide = self.world.family.cost(arch, learner.local.batch_size, 0).macs > _WIDE
             return "alone" if wide and self.channels_last else "laid"
-        if not self._recorded or torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
+        if not self.recorded or torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
             return "stack"
         key = Shape.of(arch, learner, count, "stack")
         if key not in self._chosen:
@@ -630,140 +612,11 @@ class Vectorised(Engine):
             return False
         return agrees(last, plain)
 
-    def _laid_out(self, value: Tensor) -> Tensor:
+    def laid_out(self, value: Tensor) -> Tensor:
         return channels_last(value) if self.channels_last else value
 
-    def _samples(self, rows: Tensor) -> Tensor:
-        return self._laid_out(self.data.samples(rows))
-
-    def _tests(self, rows: Tensor) -> Tensor:
-        return self._laid_out(self.data.test_samples(rows))
-
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
-        """Exams of equal member are batched: same weights as more samples, different weights as a stack.
-
-        Where steps are recorded, whole batches of a long exam are too.
-        """
-        totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
-        work: dict[tuple[Kind, int, bool], list[tuple[int, Tensor]]] = {}
-        swept: dict[Hashable, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
-        for place, exam in enumerate(exams):
-            kind = exam.kind(method.local.norm)
-            size = self._exam_size(kind, batch_size)
-            batches = self._batches_of(self.exam_samples(exam), size)
-            if exam.held is None:
-                net = id(exam.weights), kind
-                if net in swept:
-                    before, sweep = swept.pop(net)
-                    totals[before] += self._end(sweep)["right"]
-                begun, batches = self._sweep(kind, exam.weights, batches)
-                if begun:
-                    swept[net] = place, begun
-            for rows in batches:
-                work.setdefault((kind, len(rows), exam.held is not None), []).append((place, rows))
-        by_turns(sweep for _, (_, sweep) in swept.values())
-        for (kind, size, masked), some in work.items():
-            most = self._batches_at_once(self._widest(kind.nets), size)
-            for first in range(0, len(some), most):
-                now = some[first : first + most]
-                totals.index_add_(
-                    0,
-                    torch.tensor([place for place, _ in now], device=self.world.device),
-                    self._right(kind, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
-                )
-        for place, sweep in swept.values():
-            totals[place] += self._end(sweep)["right"]
-        return [Score(exam.label, *map(int, total)) for exam, total in zip(exams, totals.tolist(), strict=True)]
-
-    @staticmethod
-    def _batches_of(samples: Tensor, batch_size: int) -> list[Tensor]:
-        return [samples[start:stop] for start, stop in spans(len(samples), batch_size, "keep")]
-
-    def _widest(self, nets: Mix) -> Arch:
-        """Of several nets, which run one after another, the one that needs most."""
-        return max((net.arch for net in nets), key=self.world.family.count)
-
-    def _sweep(self, kind: Kind, weights: Weights, batches: list[Tensor]) -> tuple[Swept | None, list[Tensor]]:
-        """Begin a recorded sweep over those batches that are of full size, if that pays; and the other batches."""
-        size = len(batches[0]) if batches else 0
-        whole = [rows for rows in batches if len(rows) == size]
-        key = kind, size, tuple(weights)
-        if not self._recorded or len(whole) < _SWEPT or key in self._unswept:
-            return None, batches
-        if self._need(self._widest(kind.nets), size, 0) > self.memory:
-            return None, batches
-        idle = self._sweeps.setdefault(key, [])
-        try:
-            sweep = idle.pop() if idle else self._new_sweep(kind, weights, size)
-        except CaptureError as error:
-            self._unswept.add(key)
-            _log.warning("the evaluation of a member cannot be recorded: %s", error)
-            return None, batches
-        sweep.begin(weights, whole)
-        return (key, sweep), [rows for rows in batches if len(rows) != size]
-
-    def _new_sweep(self, kind: Kind, weights: Weights, size: int) -> Sweep:
-        laid_out = {name: self._laid_out(value) for name, value in weights.items()}
-        return Sweep(self._look(kind), laid_out, size, self.world.device)
-
-    def _end(self, swept: Swept) -> State:
-        key, sweep = swept
-        self._sweeps[key].append(sweep)
-        return sweep.end()
-
-    def _look(self, kind: Kind) -> Look:
-        """What a sweep sees in a batch: norm statistics of training samples, or right answers on test samples."""
-        family, seed = self.world.family, self.world.seed
-
-        def measured(weights: Weights, rows: Tensor) -> State:
-            inputs = self._samples(rows)
-            drawn = kind.drawn(seed, rows, inputs)
-            return kind.statistics(family, weights, inputs, self.data.targets[rows], drawn)
-
-        def tested(weights: Weights, rows: Tensor) -> State:
-            inputs, targets = self._tests(rows), self.data.test_targets[rows]
-            logits = kind.logits(family, weights, inputs, targets, kind.drawn(seed, rows, inputs))
-            return {"right": right(logits, targets, None)}
-
-        return measured if kind.mode.statistics == "measure" else tested
-
-    def _right(self, kind: Kind, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
-        def run(weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
-            drawn = kind.drawn(self.world.seed, rows, inputs)
-            return kind.logits(self.world.family, weights, inputs, targets, drawn)
-
-        def one(weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor, held: Tensor | None) -> Tensor:
-            return right(run(weights, inputs, targets, rows), targets, held)
-
-        # Nothing to stack, and plain kernels are faster; or it cannot be.
-        if len(exams) == 1 or any(net.arch in self._single for net in kind.nets):
-            with torch.no_grad():
-                scores = [
-                    one(exam.weights, self._tests(own), self.data.test_targets[own], own, exam.held)
-                    for exam, own in zip(exams, rows, strict=True)
-                ]
-            return torch.stack(scores)
-        shared = all(exam.weights is exams[0].weights for exam in exams)
-        index = torch.stack(rows)
-        held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
-        targets = self.data.test_targets[index]
-        if shared and not self._mixes(kind):  # nobody depends on who else is there: one large batch
-            with torch.no_grad():
-                flat = index.flatten()
-                together = run(exams[0].weights, self._tests(flat), targets.flatten(0, 1), flat)
-                logits = together.reshape(*index.shape, *together.shape[1:])
-                return vmap(right, in_dims=(0, 0, 0 if masked else None))(logits, targets, held)
-        weights = exams[0].weights if shared else _stacked([exam.weights for exam in exams])
-        with torch.no_grad():
-            mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0, 0 if masked else None))
-            try:
-                return mapped(weights, self.data.test_samples(index), targets, index, held)
-            except Exception as error:
-                if _fails_alone(error):
-                    raise
-                for net in kind.nets:
-                    self._set_apart(net.arch, first_line(error))
-                return self._right(kind, exams, rows, masked)
+        return self.examiner.evaluate(method, exams, batch_size)
 
     def _calibrate(
         self,
@@ -773,68 +626,7 @@ class Vectorised(Engine):
         mode: Pass,
         attack: PGD | None,
     ) -> list[dict[str, Tensor]]:
-        batches = self._batches_of(samples, batch_size)
-        kinds = [Kind((Submodel(submodel.arch),), mode, attack) for submodel, _ in nets]
-        swept = [self._sweep(kind, weights, batches) for kind, (_, weights) in zip(kinds, nets, strict=True)]
-        by_turns(begun[1] for begun, _ in swept if begun)
-        found = []
-        for kind, (_, weights), (sweep, rest) in zip(kinds, nets, swept, strict=True):
-            measured = self._measured(kind, weights, rest)
-            if sweep:
-                measured.append(self._end(sweep))
-            found.append(mean_statistics(measured, len(batches)))
-        return found
-
-    def _measured(self, kind: Kind, weights: Weights, batches: list[Tensor]) -> list[State]:
-        """The norm statistics of each batch."""
-        arch = kind.nets[0].arch
-        by_size: dict[int, list[Tensor]] = {}
-        for rows in batches:
-            by_size.setdefault(len(rows), []).append(rows)
-
-        def one(inputs: Tensor, targets: Tensor, rows: Tensor) -> dict[str, Tensor]:
-            drawn = kind.drawn(self.world.seed, rows, inputs)
-            return kind.statistics(self.world.family, weights, inputs, targets, drawn)
-
-        def stacked(now: list[Tensor]) -> list[State]:
-            index = torch.stack(now)
-            some = vmap(one)(self.data.samples(index), self.data.targets[index], index)
-            return [{name: value[place] for name, value in some.items()} for place in range(len(now))]
-
-        measured: list[State] = []
-        for size, alike in by_size.items():
-            most = self._batches_at_once(arch, size)
-            for first in range(0, len(alike), most):
-                now = alike[first : first + most]
-                with torch.no_grad():
-                    if most > 1 and arch not in self._single:
-                        try:
-                            measured += stacked(now)
-                            continue
-                        except Exception as error:
-                            if _fails_alone(error):
-                                raise
-                            self._set_apart(arch, first_line(error))
-                    measured += [one(self._samples(rows), self.data.targets[rows], rows) for rows in now]
-        return measured
-
-
-def _fails_alone(error: Exception) -> bool:
-    """Whether what failed in a stack fails one by one, too, or should.
-
-    What draws its own noise would run, and nobody would notice that it draws otherwise every time.
-    """
-    return isinstance(error, (FedquiltError, torch.OutOfMemoryError)) or "vmap: called random" in str(error)
-
-
-def _stacked(states: Sequence[Weights]) -> State:
-    """One state with the clients in front; clients that got the same tensors share them until they move."""
-    first, stacked = states[0], {}
-    for name, value in first.items():
-        values = [state[name] for state in states]
-        same = all(other is value for other in values)
-        stacked[name] = value.expand(len(values), *value.shape) if same else torch.stack(values)
-    return stacked
+        return self.examiner.calibrate(nets, batch_size, samples, mode, attack)
 
 
 def _first(state: Weights) -> State:

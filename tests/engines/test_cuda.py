@@ -109,7 +109,7 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(transform, layout, make_
     run = fq.prepare(method, family, data, fleet, "vectorised", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
-    assert not run.engine._unswept
+    assert not run.engine.examiner.unswept
 
 
 def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, make_data):

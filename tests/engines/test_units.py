@@ -147,7 +147,7 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(residual, make_d
     assert_same(truth, swept)
     assert [r.grades for r in swept.records] == [r.grades for r in truth.records]
     assert bool(begun) == (batch_size < 100)
-    assert all(len(own) == 1 for own in swept.engine._sweeps.values())
+    assert all(len(own) == 1 for own in swept.engine.examiner.sweeps.values())
     submodel = prefix(residual.whole)
     cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
     ours, theirs = (run.engine.calibrate([(submodel, cut)], batch_size)[0] for run in (swept, truth))
@@ -208,7 +208,7 @@ def test_a_member_whose_evaluation_cannot_be_recorded_is_told_once(residual, mak
     def refused(*_args):
         raise CaptureError("it looks at its numbers")
 
-    monkeypatch.setattr("fedquilt.engines.vectorised.Sweep", refused)
+    monkeypatch.setattr("fedquilt.engines.examiner.Sweep", refused)
     method, data, how = HeteroFL(), make_data(residual, RAGGED), fq.Evaluation(every=1, batch_size=4)
     swept = played(method, residual, data, "stack", how=how)
     assert [r.grades for r in swept.records] == [
@@ -227,7 +227,7 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
         return "laid" if shape.count == 8 else "alone"
 
     engine = SimpleNamespace(
-        layout="auto", world=SimpleNamespace(device=torch.device("cuda")), _recorded=True, _chosen={}, _fastest=fastest
+        layout="auto", world=SimpleNamespace(device=torch.device("cuda")), recorded=True, _chosen={}, _fastest=fastest
     )
     learner = HeteroFL().learner(
         Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual, 0, torch.device("cpu"))

@@ -523,7 +523,7 @@ def test_sweeps_see_the_same_attacks(norm, pairs, images, play):
     run = fq.prepare(method, pairs, data, fq.Fleet.of((1.0, 0.5), 2, 2), precision="fp64", evaluation=how)
     run.engine.record = True
     assert_same(truth, run.train(1))
-    swept = {kind.attack is not None for kind, *_ in run.engine._sweeps}
+    swept = {kind.attack is not None for kind, *_ in run.engine.examiner.sweeps}
     assert swept == {True, False}
 
 
