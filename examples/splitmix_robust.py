@@ -26,6 +26,7 @@ from fedquilt.data import Domains, Pool, npz
 from fedquilt.fleets import Quarters
 from fedquilt.methods import FedAvg, Method, SplitMix
 from fedquilt.precision import DTYPES
+from fedquilt.round.local import NormPolicy
 
 Figure = Literal["full", "widths"]
 LAMBDAS = (0.0, 0.2, 0.5, 0.8, 1.0)  # of the mixed norms, when a net is used
@@ -43,11 +44,11 @@ class Entrant:
     norms: Literal["dual", "conditioned", "single"]
 
 
-def entrants(figure: Figure, rounds: int, weights: Sequence[float]) -> Iterator[Entrant]:
+def entrants(figure: Figure, rounds: int, weights: Sequence[float], norm: NormPolicy = "batch") -> Iterator[Entrant]:
     """What the figure compares; learning rates fall to 0 over the rounds that are played."""
     base = 1.0 if figure == "full" else SMALLEST
     mixing = SplitMix.preset("digits-robust", base=base)
-    local = replace(mixing.local, schedule=fq.Cosine(rounds))
+    local = replace(mixing.local, schedule=fq.Cosine(rounds), norm=norm)
     yield Entrant("Split-Mix + DAT", replace(mixing, local=local), "dual")
     if figure == "full" and weights:
         drawn = replace(local, adversarial=fq.AdversarialTraining(OAT))
@@ -86,6 +87,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--tests", type=int, default=0, help="test samples, evenly from all of them; 0: all")
     parser.add_argument("--lambdas", type=float, nargs="+", default=list(LAMBDAS), help="to test dual norms with")
     parser.add_argument("--weights", type=float, nargs="*", default=list(WEIGHTS), help="to train FedAvg with")
+    parser.add_argument(
+        "--norm", choices=("batch", "post"), default="batch", help="post: test on norms measured after training"
+    )
     parser.add_argument("--model", default="digits_cnn_norm", help="a name of `fedquilt list models`")
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args(arguments)
@@ -98,10 +102,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     budgets = [1.0] if asked.figure == "full" else Quarters()
     fleet = fq.Fleet.of(budgets, asked.clients, 1.0)
     how = fq.Evaluation(every=asked.every, robustness=tuple(asked.lambdas), local=False, domains=False)
-    known = {name: vars(asked)[name] for name in ("figure", "clients", "fraction", "tests", "lambdas", "model")}
+    known = {name: vars(asked)[name] for name in ("figure", "clients", "fraction", "tests", "lambdas", "norm", "model")}
     runs: dict[str, Runs] = {}  # by their norms: other nets
     lines = []
-    for entrant in entrants(asked.figure, rounds, asked.weights):
+    for entrant in entrants(asked.figure, rounds, asked.weights, asked.norm):
         norms = entrant.norms
         if norms not in runs:
             family = Model(asked.model, dual=norms == "dual", conditioned=norms == "conditioned").trace(data)
