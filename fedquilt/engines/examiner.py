@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 from torch.func import vmap
 
+from fedquilt.devices import channels_last
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, fails_alone, stacked
 from fedquilt.errors import first_line
@@ -102,7 +103,7 @@ class Examiner:
         if len(exams) == 1 or any(net.arch in self.engine.single for net in kind.nets):
             with torch.no_grad():
                 scores = [
-                    one(exam.weights, self._tests(own), self.data.test_targets[own], own, exam.held)
+                    one(exam.weights, self.data.test_samples(own), self.data.test_targets[own], own, exam.held)
                     for exam, own in zip(exams, rows, strict=True)
                 ]
             return torch.stack(scores)
@@ -113,7 +114,7 @@ class Examiner:
         if shared and not self._mixes(kind):  # nobody depends on who else is there: one large batch
             with torch.no_grad():
                 flat = index.flatten()
-                together = run(exams[0].weights, self._tests(flat), targets.flatten(0, 1), flat)
+                together = run(exams[0].weights, self.data.test_samples(flat), targets.flatten(0, 1), flat)
                 logits = together.reshape(*index.shape, *together.shape[1:])
                 return vmap(right, in_dims=(0, 0, 0 if masked else None))(logits, targets, held)
         weights = exams[0].weights if shared else stacked([exam.weights for exam in exams])
@@ -179,7 +180,7 @@ class Examiner:
                             if fails_alone(error):
                                 raise
                             self.engine.set_apart(arch, first_line(error))
-                    measured += [one(self._samples(rows), self.data.targets[rows], rows) for rows in now]
+                    measured += [one(self.data.samples(rows), self.data.targets[rows], rows) for rows in now]
         return measured
 
     # --- recorded passes ----------------------------------------------------------------------------------------
@@ -195,17 +196,13 @@ class Examiner:
             return None, batches
         idle = self.sweeps.setdefault(key, [])
         try:
-            sweep = idle.pop() if idle else self._new_sweep(kind, weights, size)
+            sweep = idle.pop() if idle else Sweep(self._look(kind), weights, size, self.world.device)
         except CaptureError as error:
             self.unswept.add(key)
             _log.warning("the evaluation of a member cannot be recorded: %s", error)
             return None, batches
         sweep.begin(weights, whole)
         return (key, sweep), [rows for rows in batches if len(rows) != size]
-
-    def _new_sweep(self, kind: Kind, weights: Weights, size: int) -> Sweep:
-        laid_out = {name: self.engine.laid_out(value) for name, value in weights.items()}
-        return Sweep(self._look(kind), laid_out, size, self.world.device)
 
     def _end(self, swept: Swept) -> State:
         key, sweep = swept
@@ -217,24 +214,18 @@ class Examiner:
         family, seed = self.world.family, self.world.seed
 
         def measured(weights: Weights, rows: Tensor) -> State:
-            inputs = self._samples(rows)
+            inputs = channels_last(self.data.samples(rows))
             drawn = kind.drawn(seed, rows, inputs)
             return kind.statistics(family, weights, inputs, self.data.targets[rows], drawn)
 
         def tested(weights: Weights, rows: Tensor) -> State:
-            inputs, targets = self._tests(rows), self.data.test_targets[rows]
+            inputs, targets = channels_last(self.data.test_samples(rows)), self.data.test_targets[rows]
             logits = kind.logits(family, weights, inputs, targets, kind.drawn(seed, rows, inputs))
             return {"right": right(logits, targets, None)}
 
         return measured if kind.mode.statistics == "measure" else tested
 
-    # --- samples, and how many at once -------------------------------------------------------------------------
-
-    def _samples(self, rows: Tensor) -> Tensor:
-        return self.engine.laid_out(self.data.samples(rows))
-
-    def _tests(self, rows: Tensor) -> Tensor:
-        return self.engine.laid_out(self.data.test_samples(rows))
+    # --- how much at once --------------------------------------------------------------------------------------
 
     @staticmethod
     def _batches_of(samples: Tensor, batch_size: int) -> list[Tensor]:

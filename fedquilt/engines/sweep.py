@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 import torch
 from torch import Tensor
 
+from fedquilt.devices import channels_last
 from fedquilt.engines.units import recorded, rewrite
 from fedquilt.round.local import State
 
@@ -31,7 +32,7 @@ class Sweep:
 
     def __init__(self, look: Look, weights: Weights, size: int, device: torch.device) -> None:
         self._look, self._graph = look, None
-        self._weights = {name: value.clone() for name, value in weights.items()}
+        self._weights = {name: channels_last(value.clone()) for name, value in weights.items()}
         self._rows = torch.zeros(_CHUNK, size, dtype=torch.int64, device=device)
         self._at = torch.zeros(1, dtype=torch.int64, device=device)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]

@@ -124,9 +124,7 @@ class Unit:
     def _place(self, value: Tensor) -> Tensor:
         """A weight of every client; alone, convolutions have their channels last, as the fast kernels want them."""
         placed = value.expand(self.shape.count, *value.shape).clone(memory_format=torch.contiguous_format)
-        if self._channels_last and value.dim() == 4:
-            placed = channels_last(placed[0]).unsqueeze(0)
-        return placed
+        return channels_last(placed[0]).unsqueeze(0) if self._channels_last else placed
 
     def _line_up(self) -> None:
         line = self._lines.join(self.state)
@@ -137,7 +135,7 @@ class Unit:
 
     @property
     def _channels_last(self) -> bool:
-        return self.shape.layout == "alone" and self.engine.channels_last
+        return self.shape.layout == "alone" and self.engine.world.device.type == "cuda"
 
     def _compare(self) -> None:
         """Side by side and stacked must give the same logits: a forward may treat channels in ways no layer shows."""
@@ -201,7 +199,7 @@ class Unit:
                 self.age += len(self.shape.learner.phases)
             for clients in self._stack.groups(step):
                 if self._stack.sizes[clients[0]][step] != size:
-                    with unsearched():  # of as many sizes as there are tails, and numbers of clients that have them
+                    with _unsearched():  # of as many sizes as there are tails, and numbers of clients that have them
                         self.engine.step(self._stack, step, clients)
                     self._take_back()
 
@@ -363,8 +361,6 @@ class Unit:
         inputs = self.engine.augmented(learner.local, self.engine.data.samples(rows), keys)
         if self._channels_last:
             inputs = channels_last(inputs[0]).unsqueeze(0)
-        elif self._net is not None and not inputs.is_cuda and self.engine.channels_last:
-            inputs = inputs.permute(1, 3, 4, 0, 2).contiguous().permute(3, 0, 4, 1, 2)  # in memory: beside each other
         batch = Batch(inputs, self.engine.data.targets[rows], self.held, keys)
         return replace(batch, taught=self._taught(batch)) if learner.taught else batch
 
@@ -401,7 +397,7 @@ class Unit:
             rest = {name: value for name, value in self.state.items() if name not in nested.lines.shapes}
             rest, received = (family.cutter.narrow(own, held, inner.index, lead=1) for own in (rest, self.received))
             own = nested.lines.views(nested.cut(self._moving[0][_LINE]))
-            with unsearched():
+            with _unsearched():
                 grads, (losses, seen) = self._gradients(objective, batch, inner.arch, {**rest, **own}, received)
             nested.add(hand.grads, nested.lines.join(grads))
         hand.sums += losses
@@ -568,7 +564,7 @@ def _uncollected() -> Iterator[None]:
 
 
 @contextmanager
-def unsearched() -> Iterator[None]:
+def _unsearched() -> Iterator[None]:
     """cuDNN takes the kernels it thinks best: where shapes are many, searching for the fastest takes longer."""
     before = torch.backends.cudnn.benchmark
     torch.backends.cudnn.benchmark = False

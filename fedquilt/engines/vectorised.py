@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedquilt import noise
-from fedquilt.devices import channels_last, onto
+from fedquilt.devices import onto
 from fedquilt.engines.engine import Engine, Outcome, Start
 from fedquilt.engines.examiner import Examiner
 from fedquilt.engines.lines import Inner, Lines
@@ -29,14 +29,12 @@ from fedquilt.engines.units import (
     Layout,
     Shape,
     Unit,
-    exact,
     fails_alone,
     replay_time,
     stacked,
-    unsearched,
 )
 from fedquilt.errors import FedquiltError, first_line
-from fedquilt.family.laid import LayoutError, agrees
+from fedquilt.family.laid import LayoutError
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
@@ -68,8 +66,6 @@ _KEPT = 4  # times a stack's memory that idle units may hold
 _CROWD = 4  # clients that layouts are timed with, at least, and that a group has on average
 _AHEAD = 4
 _REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
-_LOOKED_AT = 8  # images that a forward is tried with
-_WIDE = 64_000_000  # multiply-adds of a sample from which on a CPU gains nothing by laying clients side by side
 _NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
 
 
@@ -371,9 +367,8 @@ class Vectorised(Engine):
             return self.layout
         if count == 1:
             return "alone"
-        if self.world.device.type != "cuda":  # bench/layouts.py; no clock decides, so that a run can be repeated
-            wide = self.world.family.cost(arch, learner.local.batch_size, 0).macs > _WIDE
-            return "alone" if wide and self.channels_last else "laid"
+        if self.world.device.type != "cuda":  # never slower than stacked: bench/layouts.py
+            return "laid"
         if not self.recorded or torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
             return "stack"
         key = Shape.of(arch, learner, count, "stack")
@@ -592,28 +587,6 @@ class Vectorised(Engine):
             outcome.losses += [float(losses[: len(own), place].mean()) for place, own in enumerate(stack.batches)]
 
     # --- evaluation --------------------------------------------------------------------------------------------
-
-    @cached_property
-    def channels_last(self) -> bool:
-        """Whether images are laid out with their channels last, where one net sees them: if the kernels want that.
-
-        Those of a GPU do, and a CPU's in float32. A forward must bear it: one that flattens images by `view` does not.
-        """
-        family, device = self.world.family, self.world.device
-        inputs = self.data.samples(torch.arange(_LOOKED_AT, device=device) % len(self.data.targets))
-        if inputs.dim() != 4 or (device.type != "cuda" and inputs.dtype != torch.float32):
-            return False
-        net, mode = family.net(family.whole), Pass()
-        try:
-            with torch.no_grad(), exact(), unsearched():
-                plain, last = (net(self.initial, images, mode)[0] for images in (inputs, channels_last(inputs)))
-        except Exception as error:  # a forward may be anybody's
-            _log.info("images do not have their channels last: %s", first_line(error))
-            return False
-        return agrees(last, plain)
-
-    def laid_out(self, value: Tensor) -> Tensor:
-        return channels_last(value) if self.channels_last else value
 
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         return self.examiner.evaluate(method, exams, batch_size)

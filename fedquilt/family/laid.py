@@ -101,9 +101,7 @@ def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
 
 
 def _joined(weight: Tensor | None) -> Tensor | None:
-    # On a CPU the gradient of a norm over images with channels last takes a strided weight for a dense one (torch).
-    flat = None if weight is None else weight.flatten(0, 1)
-    return flat if flat is None or flat.is_cuda else flat.contiguous()
+    return None if weight is None else weight.flatten(0, 1)
 
 
 _Kernels = Mapping[type[nn.Module], Callable[..., Tensor]]

@@ -256,22 +256,6 @@ def test_recorded_stacks_are_of_clients_with_equal_tails_where_few_differ(sizes,
     assert_same(play(method, residual, data, fleet=fleet, rounds=1), run)
 
 
-@pytest.mark.parametrize("layout", ["alone", "laid"])
-@pytest.mark.parametrize("name", METHODS)
-def test_images_with_their_channels_last_give_the_same_numbers(name, layout, residual, make_data, play, monkeypatch):
-    """In training, in tests and in norm statistics. In float64 they lie so only here, where rounding hides nothing."""
-    data = make_data(residual, RAGGED)
-    assert Vectorised(World(residual, dtype=torch.float32), data).channels_last
-    assert not Vectorised(World(residual, dtype=torch.float64), data).channels_last
-    monkeypatch.setattr(Vectorised, "channels_last", True)
-    method = with_local(METHODS[name](), batch_size=4)
-    if method.local.norm == "batch":
-        method = with_local(method, norm="post")
-    how = fq.Evaluation(every=1, batch_size=4)
-    truth = play(method, residual, data, shares=SHARES, evaluation=how)
-    assert_same(truth, played(method, residual, data, layout, how=how, record=None))
-
-
 class Flattening(nn.Module):
     """A net as many are written: `view` wants its images one after another in memory, channel by channel."""
 
@@ -284,19 +268,10 @@ class Flattening(nn.Module):
         return self.head(x.view(len(x), -1))
 
 
-def test_a_net_that_cannot_have_its_channels_last_does_not(make_data, play):
+def test_a_net_that_cannot_have_its_channels_last_is_trained(make_data, play):
     family = fq.trace(Flattening, torch.zeros(2, 3, 8, 8))
     method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
     how = fq.Evaluation(every=1)
     for layout in LAYOUTS:
         ours = played(method, family, data, layout, 1, how=how, precision="fp32", record=None)
-        assert not ours.engine.channels_last
         assert_same(play(method, family, data, rounds=1, shares=SHARES, precision="fp32", evaluation=how), ours, 1e-4)
-
-
-def test_wide_nets_are_alone_on_a_cpu(residual, make_data, monkeypatch):
-    engine = Vectorised(World(residual), make_data(residual, RAGGED))
-    learner = HeteroFL().learner(Job(Client(0, fq.Budget(share=1.0), 4), prefix(residual.whole), 0), engine.world)
-    assert engine._layout(residual.whole, learner, 4) == "laid"
-    monkeypatch.setattr("fedquilt.engines.vectorised._WIDE", 0)
-    assert engine._layout(residual.whole, learner, 4) == "alone"
