@@ -48,6 +48,18 @@ class Run:
     link: Link = PERFECT
     absent: str = ""  # why there is no data, of a run that was reopened without
 
+    def __post_init__(self) -> None:
+        self._data, self._seed = self.engine.data, self.engine.world.seed
+
+    def _take_over(self) -> None:
+        """Runs may share an engine, one after another: from here on it is this one's."""
+        engine = self.engine
+        if engine.data is not self._data or engine.world.seed != self._seed:
+            engine.deal(self._data, self._seed)
+            self._data = engine.data
+        engine.link = self.link
+        engine.follow(self.method)
+
     @property
     def history(self) -> list[dict[str, Any]]:
         """The records of all rounds so far, as plain values."""
@@ -70,7 +82,7 @@ class Run:
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
         self.fleet.check(rounds)
-        self.engine.link = self.link  # runs may share an engine, one after another
+        self._take_over()
         while self.server.round < rounds:
             played = play(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
             with undisturbed():
@@ -84,10 +96,12 @@ class Run:
 
     def clientwise(self, clients: Sequence[int] | None = None) -> Clientwise:
         """What every client spent and got, and what each domain had trained; of many clients ask for some."""
+        self._take_over()
         return clientwise(self, clients)
 
     def save(self, path: str | Path) -> None:
         """Write the run into a folder of its own; `fedquilt.load` has its weights, and `fedquilt.run` can go on."""
+        self._take_over()
         with Folder.create(path, describe(self, self.server.round)) as folder:
             folder.watch(self)
             folder.finish(self.summary)
@@ -107,6 +121,7 @@ class Run:
         Dual norms have the `robustness` asked for, from 0 (clean, as by default) to 1; `fq.set_robustness` changes it.
         """
         _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
+        self._take_over()
         return deployed(self, budget, client, norms, samples).module(robustness)
 
     def export(self, file: str | Path, budget: Budget, **how: Any) -> Exported:
@@ -114,6 +129,7 @@ class Run:
         from fedquilt.export import export
 
         _check_kind("export", budget, Budget, "fq.Budget(share=0.25)")
+        self._take_over()
         return export(self, file, budget, **how)
 
     def customisable(
@@ -124,6 +140,7 @@ class Run:
         samples: Tensor | None = None,
     ) -> CustomisableModel:
         """One module for all of these shares that holds weights once: `model.set(share=0.5)` while it is in use."""
+        self._take_over()
         return customisable(self, shares, client, norms, samples)
 
 

@@ -353,6 +353,16 @@ def test_runs_may_share_an_engine_and_what_it_recorded(perceptron, make_data):
     assert_same(fq.run(method, perceptron, other, fleet, rounds=2, precision="fp64"), moved)
 
 
+def test_a_run_whose_engine_another_has_used_goes_on_with_its_own_data_and_seed(residual, make_data):
+    one, other = make_data(residual, (9, 8, 7)), make_data(residual, (5, 6, 4))
+    fleet, method = fq.Fleet.of([1, 1 / 2], 3, 3), fq.methods.HeteroFL()
+    first = fq.run(method, residual, one, fleet, rounds=1, precision="fp64")
+    before = first.deploy(fq.Budget(share=0.5)).state_dict()
+    fq.run(method, residual, other, fleet, first.engine, rounds=1, seed=7)
+    torch.testing.assert_close(first.deploy(fq.Budget(share=0.5)).state_dict(), before, rtol=0, atol=0)
+    assert_same(fq.run(method, residual, one, fleet, rounds=2, precision="fp64"), first.train(2), atol=0)
+
+
 def test_an_engine_of_another_family_is_refused(perceptron, residual, make_data):
     run = fq.prepare(fq.methods.FedAvg(), perceptron, make_data(perceptron, (5, 6)), fq.Fleet.of([1], 2, 2))
     data = make_data(residual, (5, 6))
