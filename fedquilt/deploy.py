@@ -88,7 +88,7 @@ class Shelf:
         if self.client is None:
             nets = given(run.method, self.server, budget, world)
         else:
-            nets = run.method.own(run.server, self._asked(budget), world)
+            nets = run.method.own(run.server, self._asked(budget.both(self._own_budget)), world)
         check_within(run, nets, budget)
         return nets
 
@@ -100,6 +100,12 @@ class Shelf:
             return world.family.cutter.gather(self.server.weights, net, names)
         job = Job(self._asked(Budget(share=1.0)), net, run.server.round)
         return dict(run.engine.start(run.server, job, run.method.learner(job, world), PERFECT).state)
+
+    @property
+    def _own_budget(self) -> Budget:
+        """What the client could hold last: of a wider net it has trained nothing."""
+        assert self.client is not None
+        return self.run.fleet.budget(self.client, max(0, self.run.server.round - 1), self.run.engine.world.seed)
 
     def _asked(self, budget: Budget) -> Client:
         assert self.client is not None

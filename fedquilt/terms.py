@@ -92,6 +92,11 @@ class Budget:
     def __str__(self) -> str:
         return " ".join(f"{name} {value:g}" for name, value in vars(self).items() if value is not None)
 
+    def both(self, other: Budget) -> Budget:
+        """What keeps within either: of each bound the tighter one."""
+        found = {name: [value for value in (own, getattr(other, name)) if value] for name, own in vars(self).items()}
+        return Budget(**{name: min(values) for name, values in found.items() if values})
+
 
 @dataclass(frozen=True)
 class Client:
