@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import statistics
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, replace
@@ -17,6 +18,7 @@ from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
     from fedquilt.experiment import Run
+    from fedquilt.family import Family
 
 
 @dataclass(frozen=True)
@@ -27,7 +29,7 @@ class Device:
     share: str  # of the model that it can hold
     domain: str  # where most of its samples come from; "": the data has no domains
     macs: int  # multiply-adds of one training batch
-    params: int  # sent to it in a round, and back
+    params: int  # that travel in a round, to it and back; all that a perfect link carries
     accuracy_own_size: float | None  # of what its budget gets, on its own test part; None: it has none
     accuracy_whole_model: float | None  # of the widest model on the same; None: also where results live on clients
 
@@ -78,8 +80,17 @@ def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
     for submodel in method.plan(run.server, client, world):
         learner = method.learner(Job(client, submodel, run.server.round), world)
         macs += learner.macs(world.family, submodel.arch, [learner.local.batch_size])
-        params += world.family.count(submodel.arch)
+        params += _entries(world.family, submodel, learner.received(world.family))
+        for upload in learner.uploads(world.family, submodel, run.engine.held(client.id)):
+            params += _entries(world.family, upload, learner.sent(world.family))
+    params *= method.copies
     return Device(client.id, share_label(client.budget, world), domain_of(run, client.id), macs, params, *accuracies)
+
+
+def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
+    """How many a sub-model has of the named weights."""
+    sizes = family.layout.sizes | {axis: len(kept) for axis, kept in submodel.held.items()}
+    return sum(math.prod(family.layout.shape(name, sizes)) for name in names)
 
 
 def _accuracies(run: Run, clients: list[Client]) -> list[_Accuracies]:

@@ -264,7 +264,7 @@ def reopen(path: str | Path, run: Run, found: tuple[Server, Manifest]) -> Run:
     Engine, device and fleet may be others; without data, the data is not compared.
     """
     server, manifest = found
-    parts = ("method", "model") if run.absent else ("method", "model", "data")
+    parts = ("method", "model", "constants") if run.absent else ("method", "model", "constants", "data")
 
     def told(leaves: Mapping[str, Any]) -> dict[str, Any]:
         return {name: value for name, value in leaves.items() if re.split(r"[.\[]", name)[0] in parts}

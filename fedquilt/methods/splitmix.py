@@ -18,7 +18,7 @@ from fedquilt.family.dual import HOW_TO
 from fedquilt.methods.method import Method, Presets
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.cut import windows
-from fedquilt.round.local import SGD, Cosine, Learner, Local, Steps
+from fedquilt.round.local import SGD, Cosine, Learner, Local, Steps, spans
 from fedquilt.round.merge import Weighting
 from fedquilt.round.serve import exam_pass, mixed, ready, right
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
@@ -134,7 +134,7 @@ class SplitMix(Method):
                         data.targets[some],
                         None,
                     )
-                    for some in (rows[start : start + _EXAM] for start in range(0, len(rows), _EXAM))
+                    for some in (rows[start:stop] for start, stop in spans(len(rows), _EXAM, "keep"))
                 ]
                 scores.append(int(torch.stack(hits)[:, 0].sum()))
         best = sorted(range(self.count), key=lambda place: -scores[place])

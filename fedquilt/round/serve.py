@@ -288,11 +288,10 @@ class _Tally:
 
     def _apart(self, codes: Tensor) -> bool:
         """Whether batches have one domain each anyway: domain after domain, all but the last in whole batches."""
-        changes = (codes.diff() != 0).nonzero().flatten() + 1
-        runs = torch.tensor_split(codes, changes.tolist())
-        once = len(runs) == len({int(run[0]) for run in runs})
-        whole = all(len(run) % self._batch_size == 0 for run in runs[:-1])
-        return once and whole and len(runs[-1]) > 1
+        runs, lengths = torch.unique_consecutive(codes, return_counts=True)
+        once = len(runs) == len(runs.unique())
+        whole = bool((lengths[:-1] % self._batch_size == 0).all())
+        return once and whole and bool((lengths[-1:] > 1).all())
 
     @property
     def grades(self) -> Grades:

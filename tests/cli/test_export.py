@@ -146,6 +146,37 @@ def test_other_data_than_the_runs_is_noticed(here, capsys):
     )
 
 
+SCALED = """
+import os
+import torch
+from torch import nn
+
+class Net(nn.Sequential):
+    def __init__(self):
+        super().__init__(nn.Flatten(), nn.Linear(64, 8), nn.ReLU(), nn.Linear(8, 3))
+        self.register_buffer("scale", torch.tensor(float(os.environ["SCALE"])))
+
+    def forward(self, x):
+        return super().forward(x * self.scale)
+"""
+
+
+def test_other_constants_than_the_runs_are_noticed(here, capsys, monkeypatch):
+    """They are in no checkpoint: with others the model would answer otherwise than was reported."""
+    Path("scaled.py").write_text(SCALED)
+    monkeypatch.setenv("SCALE", "1")
+    told(capsys, "run", "--data", "own.npz", "--model", "scaled.py:Net", "--out", "scaled", *QUICK)
+    assert load_run("scaled").server.round == 1
+    monkeypatch.setenv("SCALE", "-1")
+    differ = "the run in scaled was asked for, but it is another one. These differ:\n  constants.scale"
+    for command in (["export", "scaled", "--out", "a.safetensors"], ["clients", "scaled"]):
+        assert main(command) == 2
+        assert differ in capsys.readouterr().err
+    Path("own.npz").unlink()  # the model has them without data, too
+    assert main(["export", "scaled", "--norms", "batch", "--out", "a.safetensors"]) == 2
+    assert differ in capsys.readouterr().err
+
+
 def test_a_run_on_another_machine_is_exported_here(here, capsys):
     """Its device, its engine and its weights to start from are not needed any more."""
     config = Path("heterofl/config.toml")

@@ -277,3 +277,12 @@ def test_line_9_sorts_base_nets_by_their_accuracy(engine, residual, make_data, p
     unsorted = [accuracy(net) for net in plain.deploy(Budget(share=1.0)).nets]
     assert sorted(unsorted) == pytest.approx(sorted(found))
     assert len(set(found)) > 1
+
+
+def test_a_sample_that_is_left_over_is_sorted_by_with_those_before_it(make_data, play):
+    """A norm of one value a channel has no statistics, and base nets are sorted by a hundred samples at once."""
+    layers = (nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
+    family = fq.trace(nn.Sequential(*layers), torch.zeros(2, 6))
+    data, methods = make_data(family, (51, 50)), [SplitMix(sort=sort, **QUARTER) for sort in (False, True)]
+    plain, ordered = (play(method, family, data, rounds=1) for method in methods)
+    assert plain.accuracy["1.0"] == ordered.accuracy["1.0"]  # of all base nets, whatever their order

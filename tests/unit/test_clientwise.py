@@ -74,16 +74,27 @@ def test_who_is_how_far_in_the_cycle_counts(residual, make_data, play):
 
 def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
     """Figure 5: multiply-adds of a batch, and parameters of a round. Split-Mix's are a fraction of HeteroFL's."""
-    data = make_data(residual, (8,) * 3)
-    runs = [play(with_local(m, batch_size=4), residual, data, SHARES) for m in (HeteroFL(), SplitMix(base=0.25))]
+    data, methods = make_data(residual, (8,) * 3), (HeteroFL(), SplitMix(base=0.25))
+    runs = [play(with_local(method, batch_size=4, masked=""), residual, data, SHARES) for method in methods]
     hetero, mixed = (run.clientwise() for run in runs)
     for device, share in zip(hetero.devices, SHARES, strict=True):
         cost = residual.cost(residual.fit(fq.Budget(share=share)))
-        assert (device.params, device.macs) == (cost.params, 4 * 3 * cost.macs)
+        assert (device.params, device.macs) == (2 * cost.params, 4 * 3 * cost.macs)  # there and back
     one = residual.count(residual.fit(fq.Budget(share=0.25)))
-    assert [device.params for device in mixed.devices] == [4 * one, 2 * one, one]
+    assert [device.params for device in mixed.devices] == [2 * 4 * one, 2 * 2 * one, 2 * one]
     assert mixed.spread("params")[0] < hetero.spread("params")[0]
     assert mixed.spread("macs")[1] < hetero.spread("macs")[1]
+
+
+@pytest.mark.parametrize("norm", ["batch", "tracked", "local"])
+@pytest.mark.parametrize("name", METHODS)
+def test_parameters_are_told_as_bytes_are_counted(name, norm, residual, make_data, play):
+    """Whatever a method sends and no more: norm statistics, rows of classes, several uploads, copies."""
+    data = make_data(residual, (8,) * 3, labels=2)
+    method = with_local(METHODS[name](), batch_size=4, norm=norm, masked="client")
+    run = play(method, residual, data, SHARES, rounds=1)
+    [record], devices = run.records, run.clientwise().devices
+    assert sum(device.params for device in devices) * 8 == record.bytes_down + record.bytes_up  # in fp64
 
 
 def test_what_each_domain_trained(residual, make_data, play):

@@ -26,6 +26,7 @@ from fedquilt.memory import Memories
 from fedquilt.methods import FedAvg, FedBN, FedProx, LocalOnly
 from fedquilt.records import Folder, undisturbed
 from fedquilt.round import Grades, Record
+from fedquilt.round.availability import Diurnal, Trace
 from fedquilt.round.merge import ServerAdam
 from tests.conftest import assert_same, with_local
 
@@ -249,6 +250,7 @@ def test_another_run_is_refused_with_what_differs(start, tmp_path, data, percept
             "data": replace(data, targets=data.targets.flip(0))
         },
         r"fleet\.sample: 2 there, 3 here": {"fleet": fq.Fleet.of((1.0, 0.5), 4, 3)},
+        r"fleet\.presence: None there, \w+ here": {"fleet": fq.Fleet.of((1.0, 0.5), 4, 2, available=Diurnal())},
         r"engine: Sequential there, Vectorised here": {"engine": "vectorised"},
         r"model: \w+ there, \w+ here": {"family": perceptron, "data": make_data(perceptron, (5, 6, 4, 7))},
     }
@@ -267,6 +269,21 @@ def test_other_initial_weights_are_noticed(start, tmp_path, residual):
     other = fq.trace(lambda: torch.manual_seed(9) and residual._factory(), residual.example_inputs)
     with pytest.raises(ConfigError, match=r"initial"):
         start(rounds=2, out=out, resume=True, family=other)
+
+
+def test_another_trace_is_noticed_and_another_place_of_it_is_none(start, tmp_path):
+    out = tmp_path / "run"
+
+    def go_on(rounds, name, text):
+        (tmp_path / name).write_text(text)
+        fleet = fq.Fleet.of((1.0, 0.5), 4, 2, available=Trace(str(tmp_path / name)))
+        return start(rounds=rounds, out=out, resume=True, fleet=fleet)
+
+    all_of_them, one = "client,start\n0,0\n1,0\n2,0\n3,0\n", "client,start\n0,0\n"
+    go_on(1, "trace.csv", all_of_them)
+    with pytest.raises(ConfigError, match=r"fleet\.presence: \w+ there, \w+ here"):
+        go_on(2, "trace.csv", one)
+    assert go_on(2, "moved.csv", all_of_them).server.round == 2
 
 
 class Scaled(torch.nn.Sequential):

@@ -176,6 +176,18 @@ def test_stays_that_overlap_count_a_client_once(tmp_path):
     assert fleet.presence.count(4) == 2
 
 
+def test_presences_are_told_apart_by_who_is_there(tmp_path):
+    def found(text, period=0):
+        return trace(tmp_path, "client,start,end\n" + text, period).presence(10, 0).fingerprint
+
+    stays = "3,1,2\n4,0,2\n"
+    others = (stays, "4,1,2\n3,0,2\n", "3,1,3\n4,0,2\n", "3,1,2\n4,0,\n", "3,1,2\n")
+    assert len({*map(found, others), found(stays, 2), found(stays, 3)}) == 7
+    assert found(stays) == found("4,0,2\n3,1,2\n")
+    patterns = [Diurnal().presence(10, seed).fingerprint for seed in (0, 0, 1)]
+    assert patterns[0] == patterns[1] != patterns[2]
+
+
 def test_drawing_from_a_trace_is_what_listing_everybody_would_give(tmp_path):
     """The index against the plain way: who is there in each round, by going through all stays."""
     fleet = fq.Fleet.of((1.0,), 40, 40, available=trace(tmp_path, stays := _random_stays()))

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.data import Parts
 from fedquilt.engines import Engine
 from fedquilt.errors import DataError
 from fedquilt.family import Pass
@@ -268,6 +269,18 @@ def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(norm, res
             own[client, domain] = score.accuracy
     assert metrics["accuracy/mnist"]["1.0"] == pytest.approx((own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12)
     assert metrics["accuracy/syn"] == {"1.0": own[2, 1]}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_client_without_test_samples_counts_in_no_domain(engine, residual, play, make_data):
+    data = with_domains(make_data(residual, (4, 4, 4)))
+    data = replace(data, test_parts=Parts.of([torch.arange(10), torch.arange(10, 24), torch.arange(0)]))
+    method = with_local(fq.methods.LocalOnly(), batch_size=4, norm="batch")
+    run = play(method, residual, data, engine=engine, evaluation=fq.Evaluation(every=0, batch_size=8))
+    *others, none = (device.accuracy_own_size for device in run.clientwise().devices)
+    assert none is None
+    assert run.accuracy["1.0"] == pytest.approx(sum(others) / 2, abs=1e-12)
+    assert list(run.records[-1].grades.metrics) == ["accuracy/mnist", "accuracy/svhn", "accuracy/usps"]
 
 
 def test_a_method_that_gives_a_device_no_tuple_is_told_what_fits(residual, make_data, play):
