@@ -282,7 +282,7 @@ def customisable(
     if policy == "post" and family.statistics:
         states = shelf.settled([one.net for one in plan.nets], policy, samples)
         statistics = [{name: state[name] for name in family.statistics} for state in states]
-    return CustomisableModel(family, plan, weights, statistics, policy, about(run))
+    return CustomisableModel(family, plan, weights, statistics, policy, {**about(run), "client": client})
 
 
 def resident_bytes(modules: Iterable[nn.Module]) -> int:

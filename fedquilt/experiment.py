@@ -81,6 +81,8 @@ class Run:
 
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
+        if self.absent:
+            raise ConfigError(f"a run was to be trained to round {rounds}; its data cannot be had: {self.absent}")
         self.fleet.check(rounds)
         self._take_over()
         while self.server.round < rounds:

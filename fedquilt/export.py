@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from fedquilt import noise
 from fedquilt.customise import CustomisableModel
-from fedquilt.deploy import Deployed, deployed, total_cost
+from fedquilt.deploy import Deployed, deployed, total_cost, total_share
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.ensemble import Ensemble
@@ -164,7 +164,7 @@ def export_sizes(
     for share, difference in most.items():
         nets = model.plan.mix(share)
         cost = total_cost(family, nets)
-        about_size = (cost.params, cost.macs, share, difference, len(nets))
+        about_size = (cost.params, cost.macs, round(total_share(family, nets), 4), difference, len(nets))
         found.append(Exported(kind, str(path), size, *about_size, model.norms, compared, robustness, by_default))
     return found
 
@@ -202,6 +202,8 @@ def check_place(path: Path, force: bool) -> None:
     """Before anything heavy: what is there is not written over."""
     if path.is_dir():
         raise ConfigError(f"a model in {path} was asked for; that is a folder. Name a file in it.")
+    if path.exists() and not path.is_file():
+        raise ConfigError(f"a model in {path} was asked for; what is there is no file.")
     if path.exists() and not force:
         raise ConfigError(f"a model in {path} was asked for; it is there already. --force writes over it.")
     folder = next(one for one in path.absolute().parents if one.exists())

@@ -7,6 +7,7 @@ reads it.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -67,6 +68,8 @@ class Written:
 
 def write(path: Path, chunks: Iterable[Bytes]) -> Written:
     """Write a file that is there whole or not at all, whenever the power goes; until then the old one stays."""
+    if path.exists() and not path.is_file():  # as root one would put a file in the place of /dev/null
+        raise FileExistsError(errno.EEXIST, "what is there is no file")
     temporary = path.with_name(path.name + TEMPORARY)
     size, digest = 0, hashlib.sha256()
     try:

@@ -163,6 +163,20 @@ class Unit:
             raise LayoutError(f"its nets do not run both stacked and side by side: {first_line(error)}") from error
         if not agrees(laid, stacked):
             raise LayoutError("side by side its nets give other logits than one by one")
+        if self._leaks(shaken, inputs):
+            raise LayoutError("side by side its nets see each other")
+
+    def _leaks(self, state: State, inputs: Tensor) -> bool:
+        """Whether some logits depend on another client's samples at all, be it ever so little: what leaks may grow."""
+        assert self._net is not None
+        family, scaler = self.engine.world.family, self.shape.learner.local.scaler
+        if not inputs.is_floating_point():
+            return False
+        with torch.enable_grad(), exact():
+            seen = inputs.detach().requires_grad_()
+            others = self._net(state, seen, family.layout.class_dim, scaler)[1:]
+            (slope,) = torch.autograd.grad(others.sum(), seen, allow_unused=True)
+        return slope is not None and bool(slope[0].any())
 
     # --- a round ---------------------------------------------------------------------------------------------------
 

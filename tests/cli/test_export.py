@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 import tomllib
 from pathlib import Path
@@ -13,6 +14,7 @@ import torch
 import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.config import load_run
+from fedquilt.errors import ConfigError, RecordError
 from tests.cli.test_cli import OWN, QUICK, told
 from tests.unit.test_export import ONNX
 
@@ -127,6 +129,8 @@ def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
     assert (batch["norms"], batch["compared"]) == ("batch", "random samples")
     after = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors")  # it tracked statistics
     assert (after["norms"], after["params"]) == ("tracked", before["params"])
+    with pytest.raises(ConfigError, match=r"trained to round 4; its data cannot be had: .*own\.npz"):
+        load_run("fedavg").train(4)
     model, again = (fq.load_model(f"{name}.safetensors", lambda: whole(here)) for name in ("one", "two"))
     torch.testing.assert_close(model.state_dict(), again.state_dict())
 
@@ -215,6 +219,15 @@ def test_mistakes(here, capsys, perceptron, make_data):
     shutil.rmtree("heterofl/checkpoint")
     assert main(["export", "heterofl", "--out", "a.pt2"]) == 1
     assert "there is no checkpoint there" in capsys.readouterr().err
+
+
+def test_devices_and_pipes_are_left_alone(here, capsys):
+    os.mkfifo("pipe")
+    assert main(["export", "heterofl", "--out", "pipe", "--format", "pt2", "--force"]) == 2
+    assert "a model in pipe was asked for; what is there is no file" in capsys.readouterr().err
+    with pytest.raises(RecordError, match=r"could not be written to pipe: what is there is no file"):
+        load_run("heterofl").customisable((1, 0.5)).save("pipe")
+    assert Path("pipe").is_fifo()
 
 
 def test_clients_tell_what_they_spent_and_got(here, capsys):

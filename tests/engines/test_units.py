@@ -275,3 +275,22 @@ def test_a_net_that_cannot_have_its_channels_last_is_trained(make_data, play):
     for layout in LAYOUTS:
         ours = played(method, family, data, layout, 1, how=how, precision="fp32", record=None)
         assert_same(play(method, family, data, rounds=1, shares=SHARES, precision="fp32", evaluation=how), ours, 1e-4)
+
+
+class Neighbourly(nn.Module):
+    """Channels are normalised by those beside them, by next to nothing at first."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.LocalResponseNorm(5), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(self.norm(torch.relu(self.conv(x))).mean((2, 3)))
+
+
+def test_nets_that_would_see_each_other_are_not_laid(make_data, play):
+    family = fq.trace(Neighbourly, torch.zeros(2, 3, 8, 8))
+    method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
+    ours = played(method, family, data, "laid", 2)
+    assert any("see each other" in why for why in ours.engine._refused.values())
+    assert_same(play(method, family, data, shares=SHARES), ours)
