@@ -263,7 +263,8 @@ def show_export(console: Console, found: Sequence[Exported]) -> None:
     rows = {f"{one.share:g}": {"parameters": one.params, "MACs a sample": one.macs} for one in found}
     show_table(console, "share", rows)
     first, most, nets = found[0], max(one.max_difference for one in found), max(one.nets for one in found)
-    averaged = f"{'up to ' * (len(found) > 1)}{nets} nets whose logits are averaged; " if nets > 1 else ""
+    upto = "up to " if len(found) > 1 else ""
+    averaged = f"{upto}{nets} nets whose logits are averaged; " if nets > 1 else ""
     say(
         console,
         f"{first.file}: {first.format}, {size(first.bytes)}; {averaged}norms: {first.norms}{_robustness(first)}; read "

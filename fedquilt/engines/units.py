@@ -157,13 +157,14 @@ class Unit:
                 stacked = vmap(lambda weights, x: net(weights, x, mode, self.keys[0])[0])(shaken, inputs)
                 with Undrawn():
                     laid = self._net(shaken, inputs, family.layout.class_dim, mode.scaler)
+                leaks = self._leaks(shaken, inputs)
         except FedquiltError:
             raise
         except Exception as error:  # a forward may be anybody's
             raise LayoutError(f"its nets do not run both stacked and side by side: {first_line(error)}") from error
         if not agrees(laid, stacked):
             raise LayoutError("side by side its nets give other logits than one by one")
-        if self._leaks(shaken, inputs):
+        if leaks:
             raise LayoutError("side by side its nets see each other")
 
     def _leaks(self, state: State, inputs: Tensor) -> bool:
@@ -172,9 +173,11 @@ class Unit:
         family, scaler = self.engine.world.family, self.shape.learner.local.scaler
         if not inputs.is_floating_point():
             return False
-        with torch.enable_grad(), exact():
+        with torch.enable_grad():
             seen = inputs.detach().requires_grad_()
             others = self._net(state, seen, family.layout.class_dim, scaler)[1:]
+            if not others.requires_grad:
+                return False
             (slope,) = torch.autograd.grad(others.sum(), seen, allow_unused=True)
         return slope is not None and bool(slope[0].any())
 

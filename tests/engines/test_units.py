@@ -294,3 +294,20 @@ def test_nets_that_would_see_each_other_are_not_laid(make_data, play):
     ours = played(method, family, data, "laid", 2)
     assert any("see each other" in why for why in ours.engine._refused.values())
     assert_same(play(method, family, data, shares=SHARES), ours)
+
+
+class Rounding(nn.Module):
+    """A forward without a slope in its samples, which nobody can ask for."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(3, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x):
+        return self.head(torch.relu(self.conv(x.detach().round())).mean((2, 3)))
+
+
+def test_nets_without_a_slope_in_their_samples_are_trained(make_data, play):
+    family = fq.trace(Rounding, torch.zeros(2, 3, 8, 8))
+    method, data = with_local(HeteroFL(), batch_size=4), make_data(family, RAGGED)
+    assert_same(play(method, family, data, shares=SHARES), played(method, family, data, "laid", 2))
