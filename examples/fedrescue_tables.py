@@ -4,9 +4,9 @@
     python examples/fedrescue_tables.py digits5.npz --table digits --lr 0.03 --device cuda
 
 `sufficiency`: Tables 2 and 11, on a fifth of the images (`--part 1`: on all of them). `clusters`: Table 3. `loss`:
-Tables 4 and 12, on all images. `digits`: Tables 5 and 13. `samples`: Figures 6 and 10, S from 1 to 16. `parts`: Table
-14 and Figures 5, 7, 11 and 12, FedSeq and FedRush. `norms`: Table 9. Rounds to an accuracy (Tables 6 and 10) are told
-of every run. docs/results/fedrescue.md has what came out.
+Tables 4 and 12, on all images (`--part 0.2`: on a fifth). `digits`: Tables 5 and 13. `samples`: Figures 6 and 10, S
+from 1 to 16. `parts`: Table 14 and Figures 5, 7, 11 and 12, FedSeq and FedRush. `norms`: Table 9. Rounds to an accuracy
+(Tables 6 and 10) are told of every run. docs/results/fedrescue.md has what came out.
 """
 
 from __future__ import annotations
@@ -57,7 +57,9 @@ class Case:
     part: float = 0.2
 
 
-def cases(table: str, part: float) -> Iterator[Case]:
+def cases(table: str, asked: float | None = None) -> Iterator[Case]:
+    """The cases of a table, on its own part of the images or on another one."""
+    part, whole = asked or 0.2, asked or 1.0
     settings = {"uniform": UNIFORM, "cluster": CLUSTER}
     match table:
         case "sufficiency":
@@ -68,13 +70,13 @@ def cases(table: str, part: float) -> Iterator[Case]:
         case "loss":
             for link in ("0.1-0.2", "0.2-0.3"):
                 for setting, methods in settings.items():
-                    yield from (Case(table, name, how, setting, link, 1.0) for name, how in methods.items())
+                    yield from (Case(table, name, how, setting, link, whole) for name, how in methods.items())
         case "samples":
             for count in (1, 2, 4, 8, 16):
                 for name in ("FedResCuE", "FjORD", "FedSlim"):
                     yield Case(table, name, replace(UNIFORM[name], samples=count), f"S = {count}", part=part)
         case "parts":
-            for link, share in (("none", part), ("0.1-0.2", 1.0)):
+            for link, share in (("none", part), ("0.1-0.2", whole)):
                 for kind in (FedResCuE, FedSeq, FedRush):
                     yield Case(table, kind.__name__, kind(), "uniform", link, share)
         case "norms":
@@ -193,9 +195,7 @@ def main() -> None:
     parser.add_argument("--methods", nargs="*", default=[], help="only these")
     parser.add_argument("--settings", nargs="*", default=[], help="only these")
     parser.add_argument("--links", nargs="*", default=[], help="only these")
-    parser.add_argument(
-        "--part", type=float, default=0.2, help="of the training images, where the table leaves it open"
-    )
+    parser.add_argument("--part", type=float, help="of CIFAR-10's training images, another than the table's")
     parser.add_argument("--lr", type=float, default=0.1)
     parser.add_argument("--clip", type=float, default=0.0, help="of gradients; 0: none")
     parser.add_argument("--samples", type=int, default=0, help="S; 0: the table's")

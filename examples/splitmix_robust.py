@@ -86,6 +86,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--fraction", type=float, default=0.3, help="of the paper's Digits, 7,438 images a domain")
     parser.add_argument("--tests", type=int, default=0, help="test samples, evenly from all of them; 0: all")
     parser.add_argument("--lambdas", type=float, nargs="+", default=list(LAMBDAS), help="to test dual norms with")
+    parser.add_argument("--methods", nargs="*", default=[], help="only these")
     parser.add_argument("--weights", type=float, nargs="*", default=list(WEIGHTS), help="to train FedAvg with")
     parser.add_argument(
         "--norm", choices=("batch", "post"), default="batch", help="post: test on norms measured after training"
@@ -106,6 +107,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     runs: dict[str, Runs] = {}  # by their norms: other nets
     lines = []
     for entrant in entrants(asked.figure, rounds, asked.weights, asked.norm):
+        if asked.methods and entrant.name not in asked.methods:
+            continue
         norms = entrant.norms
         if norms not in runs:
             family = Model(asked.model, dual=norms == "dual", conditioned=norms == "conditioned").trace(data)
