@@ -25,7 +25,7 @@ from fedquilt.checkpoint import Checkpointing
 from fedquilt.checks import File, missing, outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
 from fedquilt.data.parts import Parts
-from fedquilt.devices import keep_pages
+from fedquilt.devices import device_of, keep_pages
 from fedquilt.engines import ENGINES, Engine, Ray, Vectorised
 from fedquilt.engines.ray import CHUNKS, Cluster
 from fedquilt.errors import ConfigError, FedquiltError, RecordError, TraceError
@@ -207,17 +207,6 @@ class Machine:
             wrong["precision"] = why
         refuse(self, wrong)
 
-    def check_device(self) -> None:
-        """Whether this machine has the device; asked only of a run that is to be made."""
-        try:
-            torch.empty(0, device=self.device)
-        except (RuntimeError, AssertionError) as error:
-            here = "cpu and cuda" if torch.cuda.is_available() else "cpu"
-            told = str(error).split("\n")[0]
-            raise ConfigError(
-                f"device {self.device!r} was asked for; this machine has {here}. torch says: {told}"
-            ) from error
-
 
 @dataclass(frozen=True)
 class Ground:
@@ -256,7 +245,7 @@ class Experiment:
 
     def ground(self, dealt: tuple[FederatedData, Partition | None] | None = None) -> Ground:
         """Load and deal the data, if that is not done yet; trace the model, count the devices."""
-        self.engine.check_device()
+        device = device_of(self.engine.device)
         if self.engine.name != AUTO:
             ENGINES[self.engine.name].check()
         for tracking in self.tracking:
@@ -265,7 +254,7 @@ class Experiment:
         fleet = self.fleet.fleet(data.num_clients, self.seed)
         family = self.model.trace(data, self.init)
         # Moved once: the engines of all methods that are compared share it.
-        here = data.to(torch.device(self.engine.device), DTYPES[self.engine.precision])
+        here = data.to(device, DTYPES[self.engine.precision])
         return Ground(here, family, fleet, partition)
 
     def prepare(self, ground: Ground | None = None) -> Run:

@@ -176,7 +176,7 @@ class CustomisableModel(nn.Module):
         """Answer with another share, or another weight on robustness (dual norms); what is not given stays."""
         if share is not None and share not in self._members:
             known = ", ".join(f"{one:g}" for one in self.shares)
-            raise ConfigError(f"a share of {share:g} was asked for; the model was made for {known}.")
+            raise ConfigError(f"a share of {share} was asked for; the model was made for {known}.")
         if robustness is not None:
             for net in self._members.values():
                 set_robustness(net, robustness)

@@ -68,12 +68,12 @@ class Shelf:
 
     def __post_init__(self) -> None:
         run = self.run
-        if self.client is not None and not 0 <= self.client < run.fleet.num_clients:
+        if self.client is not None and self.client not in range(run.fleet.num_clients):
             raise ConfigError(f"client {self.client} was asked for; the fleet has {run.fleet.num_clients}, from 0 on.")
         if self.client is None and run.method.personal:
             raise ConfigError(
                 f"{type(run.method).__name__} leaves its result on the clients, each its own. "
-                "Say whose: deploy(budget, client=0)."
+                "Say whose: client=0 in Python, --client 0 on the command line."
             )
 
     @cached_property
@@ -192,7 +192,8 @@ def measured(family: Family, net: Submodel, state: Weights, samples: Tensor, bat
             f"shape {tuple(example.shape[1:])}."
         )
     like = next(value for value in state.values() if value.is_floating_point())
-    inputs = samples.to(like.device, like.dtype if samples.is_floating_point() else samples.dtype)
+    kind = like.dtype if samples.is_floating_point() else samples.dtype
+    inputs = samples.to(like.device, kind, copy=True)  # a net may begin with an operation in place
     both: dict[str, Tensor] = {}
     for robustness in (0.0, 1.0) if family.dual else (0.0,):  # without labels nothing can be attacked
         mode = Pass(statistics="measure", robustness=robustness)

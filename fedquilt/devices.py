@@ -8,6 +8,19 @@ from contextlib import AbstractContextManager
 import torch
 from torch import Tensor
 
+from fedquilt.errors import ConfigError
+
+
+def device_of(name: str) -> torch.device:
+    """A device by torch's name for it, if this machine has it."""
+    try:
+        torch.empty(0, device=name)
+    except (RuntimeError, AssertionError) as error:
+        here = "cpu and cuda" if torch.cuda.is_available() else "cpu"
+        told = str(error).split("\n")[0]
+        raise ConfigError(f"device {name!r} was asked for; this machine has {here}. torch says: {told}") from error
+    return torch.device(name)
+
 
 def onto(device: torch.device, tensor: Tensor) -> Tensor:
     """A tensor of the host on a device, without waiting for what a GPU is doing at the moment."""

@@ -8,7 +8,6 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
 from torch import Tensor, nn
 
 from fedquilt.checkpoint import Checkpointing
@@ -16,6 +15,7 @@ from fedquilt.clientwise import Clientwise, clientwise
 from fedquilt.customise import CustomisableModel, customisable
 from fedquilt.data import FederatedData
 from fedquilt.deploy import deployed
+from fedquilt.devices import device_of
 from fedquilt.engines import ENGINES, Engine
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
@@ -240,13 +240,14 @@ def prepare(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
             "Deal it to as many as the fleet has."
         )
+    data = data.among(fleet.num_clients)
     _check_budgets(family, fleet)
     if isinstance(engine, Engine):
         if engine.world.family is not family:
             raise ConfigError("the engine of another run was given; it trains another family than this run's.")
         engine.deal(data, seed)
     else:
-        world = World(family, seed, torch.device(device), known(DTYPES, precision, "precision"), data.public)
+        world = World(family, seed, device_of(device), known(DTYPES, precision, "precision"), data.public)
         engine = known(ENGINES, engine, "engine")(world, data, precision=precision)
     server = method.init(engine.world)
     memory = Memories(memory_limit, engine.world.device)

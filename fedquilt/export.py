@@ -236,9 +236,9 @@ def _difference(module: nn.Module, answer: Answer, batches: Sequence[Tensor], ki
     """The largest difference of two answers to the same batch, refused if it is more than rounding."""
     most = 0.0
     for batch in batches:
-        ours = module(batch)
+        ours = module(batch.clone())  # whose first operation may be in place
         try:
-            theirs = answer(batch)
+            theirs = answer(batch.clone())
         except Exception as error:
             raise ExportError(
                 f"the model as {kind} failed on a batch of {len(batch)}: {said(error)}. Nothing was written."

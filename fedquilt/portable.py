@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
+from fedquilt.devices import device_of
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.layout import Layout
@@ -44,8 +45,9 @@ def about(run: Run) -> Note:
 
 def read(file: str | Path, device: str = "cpu") -> tuple[dict[str, Tensor], Note]:
     """The tensors of a model's file, and what it says of itself."""
+    where = device_of(device)
     try:
-        tensors, note = parse(bytearray(Path(file).read_bytes()), torch.device(device))
+        tensors, note = parse(bytearray(Path(file).read_bytes()), where)
     except OSError as error:
         raise RecordError(f"the model in {file} was asked for; it cannot be read: {why(error)}.") from error
     except (ValueError, KeyError, TypeError, RuntimeError) as error:

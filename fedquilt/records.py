@@ -31,6 +31,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.checkpoint import Checkpointing, Checkpoints, Manifest
+from fedquilt.devices import device_of
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.files import why, write
 from fedquilt.memory import Memories
@@ -251,8 +252,8 @@ def load(path: str | Path, device: str = "cpu") -> Server:
 
 def newest(path: str | Path, device: str = "cpu") -> tuple[Server, Manifest]:
     """The newest intact state in a run's folder, and what was written down about it."""
-    memory = Memories(device=torch.device(device))
-    found = Checkpoints(Path(path) / "checkpoint").load(memory, torch.device(device))
+    where = device_of(device)
+    found = Checkpoints(Path(path) / "checkpoint").load(Memories(device=where), where)
     if found is None:
         raise RecordError(f"the weights in {path} were asked for; there is no checkpoint there.")
     return found

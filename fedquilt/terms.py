@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field
+from numbers import Real
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -84,8 +85,8 @@ class Budget:
         if not given:
             raise BudgetError("a budget needs at least one of share=, macs=, params=, memory=; none was given.")
         for name, value in given.items():
-            if not value > 0:
-                raise BudgetError(f"a budget of {name}={value} was asked for; it must be above 0.")
+            if not isinstance(value, Real) or not float(value) > 0:
+                raise BudgetError(f"a budget of {name}={value!r} was asked for; it must be a number above 0.")
         if self.share is not None and self.share > 1:
             raise BudgetError(f"a share of {self.share} was asked for; shares lie in (0, 1], and 1 is the whole model.")
 

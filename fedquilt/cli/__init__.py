@@ -240,13 +240,14 @@ class ProbeRequest:
         import fedquilt as fq
         from fedquilt.config import DEMO, Machine, Model, Source, resolved
         from fedquilt.data import Pool
+        from fedquilt.devices import device_of
         from fedquilt.models import MODELS
         from fedquilt.probe import probe
 
         asked = {"device": self.device, "precision": self.precision}
         given = {key: value for key, value in asked.items() if value is not None}
         machine = resolved(Machine, given, {key: f"--{key}" for key in given})
-        machine.check_device()
+        device_of(machine.device)
         model = Model(self.model or DEMO["model"]["name"])
         if model.name in MODELS and self.data is None:
             spec = MODELS[model.name]

@@ -277,6 +277,13 @@ class FederatedData(Pool):
     def size(self, client: int) -> int:
         return len(self.parts[client])
 
+    def among(self, count: int) -> Self:
+        """The first so many clients alone: what others hold is nobody's."""
+        if count >= self.num_clients:
+            return self
+        tests = None if self.test_parts is None else self.test_parts.first(count)
+        return replace(self, parts=self.parts.first(count), test_parts=tests)
+
     def held(self, client: int, num_classes: int) -> Tensor:
         """(class,) True where the client has samples of the class."""
         targets = self.targets[self.parts[client].to(self.targets.device)]

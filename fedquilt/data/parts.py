@@ -67,6 +67,10 @@ class Parts(Sequence[Tensor]):
         chosen = drawn[rank < kept.repeat_interleave(sizes)].sort().values  # in the order they had
         return Parts.split(self.order[chosen], kept)
 
+    def first(self, count: int) -> Parts:
+        """The first so many clients."""
+        return self if count >= len(self) else Parts(self.order[: self.offsets[count]], self.offsets[: count + 1])
+
     def head(self, count: int) -> Parts:
         """The first so many samples of every client."""
         sizes = self.sizes

@@ -17,4 +17,5 @@ class Ensemble(nn.Module):
         self.nets = nn.ModuleList(nets)
 
     def forward(self, *inputs: Any) -> Tensor:
-        return torch.stack([net(*inputs) for net in self.nets]).mean(0)
+        # Copies: a net may begin with an operation in place, and the next one gets the same samples.
+        return torch.stack([net(*map(torch.clone, inputs)) for net in self.nets]).mean(0)

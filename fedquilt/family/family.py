@@ -21,7 +21,7 @@ from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
 from fedquilt.family.dual import ConditionedNorm, DualNorm, is_adjustable
-from fedquilt.family.laid import LaidNet
+from fedquilt.family.laid import LaidNet, agrees
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net, Pass
 from fedquilt.family.tracer import trace_layout
@@ -99,7 +99,19 @@ class Family:
     def mixes(self, mode: Pass) -> bool:
         """Whether an output depends on who else is in the batch: some batch norm has no statistics but the batch's."""
         norms = [layer for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
-        return any(mode.statistics != "stored" or layer.running_mean is None for layer in norms)
+        return any(mode.statistics != "stored" or layer.running_mean is None for layer in norms) or self._mingles
+
+    @cached_property
+    def _mingles(self) -> bool:
+        """Whether its forward mixes the batch in ways no layer shows: a sample's answer changes with another sample."""
+        state, mode = _state(self._module, tuple(self.layout.dims)), Pass(statistics="stored")
+        sample = self.example_inputs[0][:1].detach()
+        others = sample + 1 if sample.is_floating_point() else 1 - sample.clamp(0, 1)  # tokens: 0 and 1 are some
+        with torch.no_grad():
+            alike, unlike = (
+                self.net(self.whole)(state, torch.cat([sample, other]), mode)[0][:1] for other in (sample, others)
+            )
+        return not agrees(unlike, alike)
 
     @cached_property
     def dual(self) -> bool:

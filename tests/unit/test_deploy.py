@@ -152,3 +152,35 @@ def test_a_clients_own_is_deployed_for_other_budgets_too(family, play, make_data
     run = play(LocalOnly(), family, make_data(family, (6, 6)))
     half = run.deploy(fq.Budget(share=0.5), client=1)
     assert torch.equal(half[0].weight, run.server.memory[1, ""].weights["0.weight"][:4])
+
+
+class Shifted(torch.nn.Module):
+    """Begins with an operation in place."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(torch.relu(self.first(self.norm(x.mul_(2)))))
+
+
+def test_nets_that_change_their_input_in_place_get_copies(play, make_data, tmp_path):
+    family = fq.trace(Shifted, torch.rand(2, 4))
+    run = play(SplitMix(base=0.5, local=fq.Local(norm="post")), family, make_data(family, (6, 6)), rounds=0)
+    module, x = run.deploy(fq.Budget(share=1.0)), torch.rand(5, 4, dtype=torch.float64)
+    seen = x.clone()
+    assert torch.equal(module(x), torch.stack([net(seen.clone()) for net in module.nets]).mean(0))
+    assert torch.equal(x, seen)
+    run.deploy(fq.Budget(share=1.0), samples=x)
+    assert torch.equal(x, seen)
+    assert run.export(tmp_path / "model.safetensors", fq.Budget(share=0.5)).max_difference == 0
+
+
+def test_a_client_that_is_none_is_refused(family, play, make_data):
+    run = play(LocalOnly(), family, make_data(family, (6, 6)))
+    for client in (2, -1, 0.5):
+        with pytest.raises(ConfigError, match=f"client {client} was asked for; the fleet has 2"):
+            run.deploy(fq.Budget(share=1.0), client=client)
+    with pytest.raises(ConfigError, match="client=0 in Python, --client 0 on the command line"):
+        run.deploy(fq.Budget(share=1.0))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import ctypes
 
+import pytest
 import torch
 
 import fedquilt as fq
 from fedquilt.devices import onto
+from fedquilt.errors import ConfigError
 
 
 def test_a_tensor_of_the_host_is_on_the_device():
@@ -29,3 +31,9 @@ def test_pages_are_kept_where_the_c_library_can_and_nothing_happens_elsewhere(mo
     assert asked == [(-3, 32 << 20), (-1, (1 << 31) - 1)]
     monkeypatch.setattr(ctypes, "CDLL", lambda _name: object())
     fq.keep_pages()
+
+
+def test_a_device_that_is_not_here_is_refused_by_whoever_takes_one(tmp_path):
+    for asked in (lambda: fq.load_model(tmp_path / "none", torch.nn.Flatten, "gpu"), lambda: fq.load(tmp_path, "gpu")):
+        with pytest.raises(ConfigError, match="device 'gpu' was asked for; this machine has cpu"):
+            asked()

@@ -368,3 +368,20 @@ def test_an_engine_of_another_family_is_refused(perceptron, residual, make_data)
     data = make_data(residual, (5, 6))
     with pytest.raises(fq.errors.ConfigError, match="another family"):
         fq.prepare(fq.methods.FedAvg(), residual, data, fq.Fleet.of([1], 2, 2), run.engine)
+
+
+def test_what_clients_outside_of_the_fleet_hold_is_nobodys(residual, make_data):
+    """Norm statistics are measured over the fleet's own samples."""
+    data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0)
+    fleet = fq.Fleet.of((1.0, 0.5), 2, 2)
+    alone = fq.FederatedData.of(
+        (data.inputs[:11], data.targets[:11]),
+        (data.test_inputs, data.test_targets),
+        data.parts[:2],
+        data.test_parts[:2],
+    )
+    runs = [fq.run(HeteroFL(), residual, some, fleet, "sequential", 1, evaluation=how) for some in (data, alone)]
+    assert runs[0].engine.data.num_clients == 2
+    assert runs[0].records[-1].grades == runs[1].records[-1].grades
+    for name, value in runs[0].deploy(fq.Budget(share=1.0)).state_dict().items():
+        assert torch.equal(value, runs[1].deploy(fq.Budget(share=1.0)).state_dict()[name]), name

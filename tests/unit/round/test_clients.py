@@ -318,7 +318,7 @@ def test_settings_that_cannot_be_are_refused_as_they_are_made(wrong, found):
 
 @pytest.mark.parametrize("share", [0, -0.5, float("nan")])
 def test_a_share_of_nothing_is_refused(share):
-    with pytest.raises(BudgetError, match="must be above 0"):
+    with pytest.raises(BudgetError, match="must be a number above 0"):
         fq.Budget(share=share)
 
 

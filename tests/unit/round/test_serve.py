@@ -290,3 +290,23 @@ def test_a_method_that_gives_a_device_no_tuple_is_told_what_fits(residual, make_
 
     with pytest.raises(fq.errors.ConfigError, match=r"Old\.deploy returned a Submodel for the budget share 1"):
         play(with_local(Old(), batch_size=4), residual, make_data(residual, (6, 6)), (1.0, 0.5))
+
+
+class Centred(torch.nn.Module):
+    """Takes the mean of the batch from every sample by hand."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(x)
+        return self.last(torch.relu(hidden - hidden.mean(0, keepdim=True)))
+
+
+def test_a_forward_that_mixes_the_batch_by_hand_is_found_out_and_tested_in_the_same_batches(make_data, play):
+    family = fq.trace(Centred, torch.rand(2, 4))
+    assert family.mixes(Pass(statistics="stored"))
+    data, how = make_data(family, (5, 6, 7)), fq.Evaluation(every=1, batch_size=5)
+    runs = [play(with_local(HeteroFL(), batch_size=4), family, data, engine=name, evaluation=how) for name in LOCAL]
+    assert all(run.records[-1].grades == runs[0].records[-1].grades for run in runs)
