@@ -390,6 +390,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except BrokenPipeError:  # whoever read our output has seen enough; leave nothing for the last flush to trip over
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
+    except OSError as error:
+        if error.filename is None:  # not about a file somebody named
+            raise
+        print(f"{error.filename} cannot be used: {error.strerror}.", file=sys.stderr)
+        return 2
     return 0
 
 

@@ -446,7 +446,7 @@ class Vectorised(Engine):
             masks = learner.masks(self.world.family, stack.arch, phase, device)
             state, slots = move(learner, phase, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
             state = {**state, **seen}
-        stack.losses[step, who] = loss
+        stack.losses[step, who] = loss.to(stack.losses.dtype)  # logits may be of any type
         if everyone:
             stack.state, stack.slots = state, slots
         else:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Self
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
     from fedquilt.engines import Engine
 
 Presets = Mapping[str, Mapping[str, Any]]
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -72,6 +74,13 @@ class Method:
             raise ConfigError(
                 f"{type(self).__name__} was asked to draw a weight for every sample, which nets have to be told; the "
                 f"model has no conditioned norms. {HOW_TO_CONDITION}"
+            )
+        if family.adjustable and self.local.adversarial is None:
+            _log.warning(
+                "the model has norms of two kinds, and %s attacks nothing in training: a robustness above 0 would be "
+                "that of norms as they began. method.local.adversarial in a file, Local(adversarial=fq."
+                "AdversarialTraining()) in Python, trains both.",
+                type(self).__name__,
             )
         tracked = family.statistics if self.local.norm == "tracked" else ()  # local ones never come here
         names = {*family.trainable, *tracked, *family.carried}

@@ -378,6 +378,13 @@ def test_a_folder_that_cannot_be_written_to_is_refused(own: Path, capsys: pytest
     assert "cannot be written to: Permission denied" in capsys.readouterr().err
 
 
+def test_a_name_the_system_does_not_take_is_refused_in_a_line(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    name = 300 * "a"
+    assert main(["run", *TINY, "--out", name]) == 2
+    told = capsys.readouterr().err
+    assert told.startswith(name) and told.endswith(" cannot be used: File name too long.\n")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
 def test_a_full_disk_fails_the_run_and_says_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")

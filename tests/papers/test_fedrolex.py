@@ -252,6 +252,18 @@ def test_rolling_needs_the_fewest_rounds_possible(times):
         assert rounds_to_cover_random(indices, times) > indices * times
 
 
+def test_groups_move_on_when_the_channels_inside_them_have_come_round():
+    """Four groups of two channels, an eighth of them at a time: in lockstep half of the pairs would never meet."""
+    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1, groups=4), nn.Flatten(), nn.Linear(8, 3))
+    family = fq.trace(net, torch.zeros(2, 3, 1, 1))
+    seen = []
+    for round in range(8):
+        index = plan(FedRolex(), family, 1 / 8, round).index
+        groups, inside = (next(iter(index[f"layer.0.{kind}"])) for kind in ("groups", "inside"))
+        seen.append((groups, inside))
+    assert seen == [(round // 2, round % 2) for round in range(8)]
+
+
 # --- appendix A.4: overlap --------------------------------------------------------------------------------------
 
 

@@ -385,3 +385,29 @@ def test_what_clients_outside_of_the_fleet_hold_is_nobodys(residual, make_data):
     assert runs[0].records[-1].grades == runs[1].records[-1].grades
     for name, value in runs[0].deploy(fq.Budget(share=1.0)).state_dict().items():
         assert torch.equal(value, runs[1].deploy(fq.Budget(share=1.0)).state_dict()[name]), name
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_logits_may_be_more_precise_than_the_weights(engine, make_data, perceptron):
+    class Precise(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.last(torch.relu(self.first(x))).double()
+
+    family, data = fq.trace(Precise, torch.rand(2, 4)), make_data(perceptron, (6, 6))
+    run = fq.run(FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), engine, 1)
+    assert all(value.dtype == torch.float32 for value in run.server.weights.values())
+
+
+def test_norms_of_two_kinds_without_attacks_are_pointed_out(make_data, caplog):
+    net = nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3))
+    family, fleet = fq.trace(fq.dual(net), torch.rand(2, 4)), fq.Fleet.of((1.0,), 2, 2)
+    data = make_data(family, (6, 6))
+    data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
+    fq.prepare(FedAvg(local=fq.Local(adversarial=fq.AdversarialTraining())), family, data, fleet)
+    assert not caplog.text
+    fq.prepare(FedAvg(), family, data, fleet)
+    assert "FedAvg attacks nothing in training" in caplog.text

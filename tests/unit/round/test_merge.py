@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedquilt.axes import Index, Positions, size_of
+from fedquilt.methods import SplitMix
 from fedquilt.round.merge import Mean, Plain, ServerAdam, ServerMomentum, client_weight
 from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
 from tests.unit.round import cuts
@@ -291,3 +292,9 @@ def test_untouched_positions_keep_weights_and_slots_under_server_optimisers(opti
     for slot in optimiser.slots:
         assert torch.equal(slots[slot]["square"][kept], now.slots[slot]["square"][kept])
         assert not torch.equal(slots[slot]["square"], now.slots[slot]["square"])
+
+
+def test_a_servers_optimiser_remembers_every_scope(perceptron, make_data, play):
+    method = SplitMix(base=0.5, server=ServerMomentum(0.5))
+    run = play(method, perceptron, make_data(perceptron, (6, 6)), engine="sequential")
+    assert set(run.server.slots["momentum"]) == set(run.server.weights)
