@@ -382,7 +382,8 @@ def test_a_name_the_system_does_not_take_is_refused_in_a_line(own: Path, capsys:
     name = 300 * "a"
     assert main(["run", *TINY, "--out", name]) == 2
     told = capsys.readouterr().err
-    assert told.startswith(name) and told.endswith(" cannot be used: File name too long.\n")
+    assert told.startswith(name)
+    assert told.endswith(" cannot be used: File name too long.\n")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
