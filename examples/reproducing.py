@@ -102,7 +102,10 @@ class Runs:
                 resume=True,
                 link=link,
             )
-        except TrainingError as error:  # what counts is the state it has left: that of the round before
+        except TrainingError as error:
+            if error.__cause__ is not None:  # a mistake or a full card, not a loss that is no number
+                raise
+            # What counts is the state it has left: that of the round before.
             print(*known.values(), error, flush=True)
             run = error.run  # type: ignore[attr-defined]
         self.engine = run.engine

@@ -19,8 +19,8 @@ from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.net import Pass
 from fedquilt.round.link import PERFECT
-from fedquilt.round.local import NormPolicy, spans
-from fedquilt.round.serve import given, mean_statistics
+from fedquilt.round.local import NormPolicy, batched
+from fedquilt.round.serve import both_statistics, given, mean_statistics
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -192,18 +192,16 @@ def measured(family: Family, net: Submodel, state: Weights, samples: Tensor, bat
             f"shape {tuple(example.shape[1:])}."
         )
     like = next(value for value in state.values() if value.is_floating_point())
-    kind = like.dtype if samples.is_floating_point() else samples.dtype
-    inputs = samples.to(like.device, kind, copy=True)  # a net may begin with an operation in place
-    both: dict[str, Tensor] = {}
-    for robustness in (0.0, 1.0) if family.dual else (0.0,):  # without labels nothing can be attacked
+    inputs = samples.to(like.device, like.dtype if samples.is_floating_point() else samples.dtype)
+
+    def seen(robustness: float) -> dict[str, Tensor]:
         mode = Pass(statistics="measure", robustness=robustness)
-        with torch.no_grad():
-            found = [
-                family.net(net.arch)(state, inputs[start:stop], mode)[1]
-                for start, stop in spans(len(inputs), batch_size, "keep")
-            ]
-        both |= mean_statistics(found, len(found))
-    return both
+        with torch.no_grad():  # copies: a net may begin with an operation in place
+            found = [family.net(net.arch)(state, some.clone(), mode)[1] for some in batched(inputs, batch_size)]
+        return mean_statistics(found, len(found))
+
+    # Without labels nothing can be attacked: both kinds of norms see the samples as they are.
+    return both_statistics(seen(0.0), seen(1.0)) if family.adjustable else seen(0.0)
 
 
 def total_cost(family: Family, nets: Mix) -> Cost:

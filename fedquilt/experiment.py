@@ -242,6 +242,7 @@ def prepare(
         )
     data = data.among(fleet.num_clients)
     _check_budgets(family, fleet)
+    family.check_forgets()
     if isinstance(engine, Engine):
         if engine.world.family is not family:
             raise ConfigError("the engine of another run was given; it trains another family than this run's.")

@@ -18,9 +18,9 @@ from fedquilt.family.net import Pass
 from fedquilt.precision import Precision, computing, unfit
 from fedquilt.round.attack import PGD
 from fedquilt.round.link import Link, Trip
-from fedquilt.round.local import Learner, OptimiserState, State, itinerary
+from fedquilt.round.local import Learner, OptimiserState, State, batched, itinerary
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Score
+from fedquilt.round.serve import Exam, Kind, Score, both_statistics
 from fedquilt.terms import Job, Memory, Payload, Server, Slots, Submodel, Update, Weights, World
 
 if TYPE_CHECKING:
@@ -194,23 +194,22 @@ class Engine(ABC):
         Noised norms have those of attacked samples, as they had in training; conditioned ones, which see both kinds,
         the mean of clean samples' at robustness 0 and attacked samples' at 1.
         """
-        where = self.pooled if samples is None else samples
+        batches = batched(self.pooled if samples is None else samples, batch_size)
+
+        def measured(mode: Pass, by: PGD | None) -> list[dict[str, Tensor]]:
+            kinds = [(Kind((Submodel(net.arch),), mode, by), weights) for net, weights in nets]
+            return self._calibrate(kinds, batches)
+
         with _failing("the calibration of norms failed"), self.computing():
-            found = self._calibrate(nets, batch_size, where, MEASURE, None)
+            found = measured(MEASURE, None)
             if not self.world.family.adjustable:
                 return found
-            noised = self._calibrate(nets, batch_size, where, replace(MEASURE, robustness=1.0), attack)
-            return [_both(clean, own) for clean, own in zip(found, noised, strict=True)]
+            noised = measured(replace(MEASURE, robustness=1.0), attack)
+            return [both_statistics(clean, own) for clean, own in zip(found, noised, strict=True)]
 
     @abstractmethod
-    def _calibrate(
-        self,
-        nets: Sequence[tuple[Submodel, Weights]],
-        batch_size: int,
-        samples: Tensor,
-        mode: Pass,
-        attack: PGD | None,
-    ) -> list[dict[str, Tensor]]: ...
+    def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
+        """The statistics each net sees, their mean over batches of training samples."""
 
     # --- the pieces they share ---------------------------------------------------------------------------------
 
@@ -454,11 +453,6 @@ class Engine(ABC):
         homes, tests = self.data.test_domains, len(self.data.test_targets)
         if homes is not None and len(homes) != tests:  # a test set that was put in another's place
             raise DataError(f"{self.data.name} has {tests} test samples and the domains of {len(homes)}.")
-
-
-def _both(clean: Weights, noised: Weights) -> dict[str, Tensor]:
-    """Statistics of norms that saw one kind of samples, and the mean of those that saw both."""
-    return {**noised, **{name: (v + noised[name]) / 2 if name in noised else v for name, v in clean.items()}}
 
 
 @contextmanager

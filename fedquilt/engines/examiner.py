@@ -14,11 +14,9 @@ from fedquilt.devices import channels_last
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, fails_alone, stacked
 from fedquilt.errors import first_line
-from fedquilt.family.net import Pass
-from fedquilt.round.attack import PGD
-from fedquilt.round.local import State, spans
+from fedquilt.round.local import State, batched
 from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
-from fedquilt.terms import Arch, Mix, Submodel, Weights, World
+from fedquilt.terms import Arch, Mix, Weights, World
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -64,7 +62,7 @@ class Examiner:
         for place, exam in enumerate(exams):
             kind = exam.kind(method.local.norm)
             size = self._exam_size(kind, batch_size)
-            batches = self._batches_of(self.engine.exam_samples(exam), size)
+            batches = batched(self.engine.exam_samples(exam), size)
             if exam.held is None:
                 net = id(exam.weights), kind
                 if net in swept:
@@ -129,21 +127,12 @@ class Examiner:
                     self.engine.set_apart(net.arch, first_line(error))
                 return self._right(kind, exams, rows, masked)
 
-    def calibrate(
-        self,
-        nets: Sequence[tuple[Submodel, Weights]],
-        batch_size: int,
-        samples: Tensor,
-        mode: Pass,
-        attack: PGD | None,
-    ) -> list[dict[str, Tensor]]:
-        """The norm statistics of each net over the samples."""
-        batches = self._batches_of(samples, batch_size)
-        kinds = [Kind((Submodel(submodel.arch),), mode, attack) for submodel, _ in nets]
-        swept = [self._sweep(kind, weights, batches) for kind, (_, weights) in zip(kinds, nets, strict=True)]
+    def calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
+        """The norm statistics of each net over the batches."""
+        swept = [self._sweep(kind, weights, batches) for kind, weights in nets]
         by_turns(begun[1] for begun, _ in swept if begun)
         found = []
-        for kind, (_, weights), (sweep, rest) in zip(kinds, nets, swept, strict=True):
+        for (kind, weights), (sweep, rest) in zip(nets, swept, strict=True):
             measured = self._measured(kind, weights, rest)
             if sweep:
                 measured.append(self._end(sweep))
@@ -226,10 +215,6 @@ class Examiner:
         return measured if kind.mode.statistics == "measure" else tested
 
     # --- how much at once --------------------------------------------------------------------------------------
-
-    @staticmethod
-    def _batches_of(samples: Tensor, batch_size: int) -> list[Tensor]:
-        return [samples[start:stop] for start, stop in spans(len(samples), batch_size, "keep")]
 
     def _widest(self, nets: Mix) -> Arch:
         """Of several nets, which run one after another, the one that needs most."""

@@ -11,12 +11,10 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome
-from fedquilt.family.net import Pass
-from fedquilt.round.attack import PGD
-from fedquilt.round.local import Batch, Learner, augment, clipped, gradient, move, spans, teach
+from fedquilt.round.local import Batch, Learner, augment, batched, clipped, gradient, move, teach
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
-from fedquilt.terms import Job, Payload, Server, Submodel, Update, Weights
+from fedquilt.terms import Job, Payload, Server, Update, Weights
 
 if TYPE_CHECKING:
     from fedquilt.methods.method import Method
@@ -77,8 +75,7 @@ class Sequential(Engine):
         for exam in exams:
             kind, samples = exam.kind(method.local.norm), self.exam_samples(exam)
             total = torch.zeros(2, dtype=torch.int64, device=self.world.device)
-            for start, stop in spans(len(samples), batch_size, "keep"):
-                rows = samples[start:stop]
+            for rows in batched(samples, batch_size):
                 with torch.no_grad():
                     inputs, targets = data.test_samples(rows), data.test_targets[rows]
                     drawn = kind.drawn(self.world.seed, rows, inputs)
@@ -86,19 +83,11 @@ class Sequential(Engine):
             scores.append(Score(exam.label, *map(int, total)))
         return scores
 
-    def _calibrate(
-        self,
-        nets: Sequence[tuple[Submodel, Weights]],
-        batch_size: int,
-        samples: Tensor,
-        mode: Pass,
-        attack: PGD | None,
-    ) -> list[dict[str, Tensor]]:
+    def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
         found = []
-        for submodel, weights in nets:
-            kind, measured = Kind((Submodel(submodel.arch),), mode, attack), []
-            for start, stop in spans(len(samples), batch_size, "keep"):
-                rows = samples[start:stop]
+        for kind, weights in nets:
+            measured = []
+            for rows in batches:
                 with torch.no_grad():
                     inputs = self.data.samples(rows)
                     drawn = kind.drawn(self.world.seed, rows, inputs)

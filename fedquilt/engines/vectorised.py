@@ -11,6 +11,7 @@ from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
+from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal
 from weakref import WeakValueDictionary
 
@@ -35,8 +36,6 @@ from fedquilt.engines.units import (
 )
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError
-from fedquilt.family.net import Pass
-from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import (
     Batch,
@@ -53,7 +52,7 @@ from fedquilt.round.local import (
     teach,
 )
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Score
+from fedquilt.round.serve import Exam, Kind, Score
 from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -211,11 +210,15 @@ class Vectorised(Engine):
                 alike = alike[size:]
 
     def _by_samples(self, jobs: list[Job]) -> list[list[Job]]:
-        """Clients by how many samples they have, if that makes few groups: tails of one size can be recorded, too."""
-        alike: dict[int, list[Job]] = {}
-        for job in jobs:
-            alike.setdefault(job.client.size, []).append(job)
-        return list(alike.values()) if self.recorded and _CROWD * len(alike) <= len(jobs) else [jobs]
+        """Clients by how many samples they have, if that makes few groups: tails of one size can be recorded, too.
+
+        Else those with few samples first: what is recorded lasts for everyone as long as for the largest.
+        """
+        if not self.recorded:
+            return [jobs]
+        by_size = sorted(jobs, key=lambda job: job.client.size)
+        alike = [list(some) for _, some in groupby(by_size, key=lambda job: job.client.size)]
+        return alike if _CROWD * len(alike) <= len(jobs) else [by_size]
 
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:
@@ -591,15 +594,8 @@ class Vectorised(Engine):
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         return self.examiner.evaluate(method, exams, batch_size)
 
-    def _calibrate(
-        self,
-        nets: Sequence[tuple[Submodel, Weights]],
-        batch_size: int,
-        samples: Tensor,
-        mode: Pass,
-        attack: PGD | None,
-    ) -> list[dict[str, Tensor]]:
-        return self.examiner.calibrate(nets, batch_size, samples, mode, attack)
+    def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
+        return self.examiner.calibrate(nets, batches)
 
 
 def _first(state: Weights) -> State:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
@@ -112,6 +113,37 @@ class Family:
                 self.net(self.whole)(state, torch.cat([sample, other]), mode)[0][:1] for other in (sample, others)
             )
         return not agrees(unlike, alike)
+
+    def check_forgets(self) -> None:
+        """Refuse a net whose forward remembers: what it keeps would reach other clients, or be lost between rounds.
+
+        Norm statistics are no such memory, they travel; what nothing depends on may be lost.
+        """
+        written, differs = self._remembers
+        if differs:
+            kept = f"it writes into {', '.join(written)}" if written else "it keeps something outside of its weights"
+            raise TraceError(
+                f"{type(self._module).__name__} answers the same batch otherwise when it is asked again: {kept}. A net "
+                "that is trained by many must be a function of its weights; without that (spectral norm's vectors, a "
+                "counter that its answer depends on) it can be."
+            )
+        if written:
+            name = type(self._module).__name__
+            _log.warning("%s: what its forward writes into %s is not kept.", name, ", ".join(written))
+
+    @cached_property
+    def _remembers(self) -> tuple[list[str], bool]:
+        """The buffers that a forward in training writes into, and whether a second one answers otherwise."""
+        inputs = tuple(torch.cat([x, x]) if isinstance(x, Tensor) and len(x) == 1 else x for x in self.example_inputs)
+        before = self.constants
+        try:
+            module = copy.deepcopy(self._module).train()
+            first, second = (_answer(module, inputs) for _ in range(2))
+            after = dict(module.named_buffers())
+        except Exception:  # a forward may be anybody's, and training tells what is wrong with it
+            return [], False
+        written = [name for name in before if name in after and not torch.equal(before[name], after[name])]
+        return written, not (torch.equal(first, second) if written else torch.allclose(first, second, 1e-4, 1e-6))
 
     @cached_property
     def dual(self) -> bool:
@@ -399,6 +431,14 @@ def _made(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         return factory()
+
+
+def _answer(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
+    """What a module makes of a batch, with the same random numbers whenever it is asked."""
+    with torch.no_grad(), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        found: Tensor = module(*copy.deepcopy(inputs))
+    return found
 
 
 def _itself(module: nn.Module) -> nn.Module:

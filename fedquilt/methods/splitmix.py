@@ -18,7 +18,7 @@ from fedquilt.family.dual import HOW_TO
 from fedquilt.methods.method import Method, Presets
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.cut import windows
-from fedquilt.round.local import SGD, Cosine, Learner, Local, Steps, spans
+from fedquilt.round.local import SGD, Cosine, Learner, Local, Steps, batched
 from fedquilt.round.merge import Weighting
 from fedquilt.round.serve import exam_pass, mixed, ready, right
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
@@ -134,7 +134,7 @@ class SplitMix(Method):
                         data.targets[some],
                         None,
                     )
-                    for some in (rows[start:stop] for start, stop in spans(len(rows), _EXAM, "keep"))
+                    for some in batched(rows, _EXAM)
                 ]
                 scores.append(int(torch.stack(hits)[:, 0].sum()))
         best = sorted(range(self.count), key=lambda place: -scores[place])

@@ -10,6 +10,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
+from itertools import pairwise
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol, Self
 
 import torch
@@ -836,15 +837,15 @@ def move(
 # --- batches ----------------------------------------------------------------------------------------------------
 
 
-def spans(size: int, batch_size: int, last_batch: LastBatch) -> list[tuple[int, int]]:
-    """How an epoch of `size` samples falls into batches. A tail of one sample joins the batch before it."""
-    cuts = [(start, min(start + batch_size, size)) for start in range(0, size, batch_size)]
-    if len(cuts) > 1 and (tail := cuts[-1][1] - cuts[-1][0]) < batch_size:
+def batched(samples: Tensor, batch_size: int, last_batch: LastBatch = "keep") -> list[Tensor]:
+    """Samples, or their positions, in batches. A tail of one sample joins the batch before it."""
+    edges = list(range(0, len(samples), batch_size))
+    if len(edges) > 1 and (tail := len(samples) - edges[-1]) < batch_size:
         if last_batch == "drop":
-            cuts.pop()
+            samples = samples[: edges.pop()]
         elif last_batch == "merge" or tail == 1:
-            cuts[-2:] = [(cuts[-2][0], size)]
-    return cuts
+            edges.pop()
+    return [samples[start:stop] for start, stop in pairwise([*edges, len(samples)])]
 
 
 def itinerary(size: int, local: Local, key: int) -> list[Tensor]:
@@ -852,7 +853,7 @@ def itinerary(size: int, local: Local, key: int) -> list[Tensor]:
     batches = []
     for epoch in range(local.epochs):
         order = noise.order(noise.key(key, epoch), size)
-        batches += [order[start:stop] for start, stop in spans(size, local.batch_size, local.last_batch)]
+        batches += batched(order, local.batch_size, local.last_batch)
     return batches
 
 

@@ -138,6 +138,11 @@ def mean_statistics(measured: Sequence[Weights], count: int) -> dict[str, Tensor
     return {name: torch.stack([one[name] for one in measured]).sum(0) / count for name in measured[0]}
 
 
+def both_statistics(clean: Weights, noised: Weights) -> dict[str, Tensor]:
+    """Statistics of norms that saw one kind of samples, and the mean of those that saw both."""
+    return {**noised, **{name: (v + noised[name]) / 2 if name in noised else v for name, v in clean.items()}}
+
+
 @dataclass(frozen=True)
 class Evaluation:
     """When and on what a run is evaluated."""

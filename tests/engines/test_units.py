@@ -242,11 +242,12 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
     [
         ((6, 9, 6, 9, 6, 9, 6, 9), [[6, 6, 6, 6], [9, 9, 9, 9]]),  # tails of 2 and of 1
         ((6, 9, 7, 10, 6, 9, 7, 10), [[6, 9, 7, 10, 6, 9, 7, 10]]),  # by their samples, stacks would be too small
+        ((30, 5, 6, 4, 22, 7), [[4, 5, 6, 7], [22, 30]]),  # nobody waits for the largest but those next to it
     ],
 )
-def test_recorded_stacks_are_of_clients_with_equal_tails_where_few_differ(sizes, stacks, residual, make_data, play):
+def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(sizes, stacks, residual, make_data, play):
     method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, sizes)
-    fleet = fq.Fleet.of((1.0,), 8, 8)
+    fleet = fq.Fleet.of((1.0,), len(sizes), len(sizes))
     run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0))
     run.engine.record, run.engine.layout = True, "laid"
     seen, stack = [], run.engine._stack

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import BudgetError, TraceError
+from fedquilt.methods import FedAvg
 from fedquilt.round.cut import prefix
 from tests.conftest import LOCAL
 
@@ -335,3 +336,50 @@ def test_a_model_without_classes_says_so():
     family = fq.trace(TwoOutputs, torch.zeros(2, 3))
     with pytest.raises(TraceError, match=r"TwoOutputs has no class axis.*class_dim="):
         _ = family.num_classes
+
+
+# --- nets that remember -----------------------------------------------------------------------------------------
+
+
+class Counting(nn.Module):
+    """Counts how often it was asked, and lets its answer depend on it or not."""
+
+    def __init__(self, slope: float, buffer: bool) -> None:
+        super().__init__()
+        self.first, self.last, self.slope, self.asked = nn.Linear(4, 6), nn.Linear(6, 3), slope, 0
+        if buffer:
+            del self.asked
+            self.register_buffer("asked", torch.zeros(()))
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.asked = self.asked + 1
+        return self.last(torch.relu(self.first(x))) + self.slope * self.asked
+
+
+def spectral() -> nn.Module:
+    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3))
+
+
+@pytest.mark.parametrize(
+    ("make", "what"),
+    [
+        (spectral, "it writes into 0.parametrizations.weight.0._"),
+        (lambda: Counting(0.1, True), "it writes into asked"),
+        (lambda: Counting(0.1, False), "it keeps something outside of its weights"),
+    ],
+)
+def test_a_net_whose_answer_depends_on_what_it_remembers_is_refused(make, what, make_data):
+    family = fq.trace(make, torch.rand(2, 4))
+    with pytest.raises(TraceError, match=f"answers the same batch otherwise when it is asked again: {what}"):
+        fq.prepare(FedAvg(), family, make_data(family, (6, 6)), fq.Fleet.of((1.0,), 2, 2))
+
+
+def test_what_a_net_counts_for_itself_is_lost_and_said_so(make_data, caplog):
+    family = fq.trace(lambda: Counting(0.0, True), torch.rand(2, 4))
+    fq.prepare(FedAvg(), family, make_data(family, (6, 6)), fq.Fleet.of((1.0,), 2, 2))
+    assert "Counting: what its forward writes into asked is not kept." in caplog.text
+
+
+def test_nets_that_draw_or_track_forget(residual, language):
+    for family in (residual, language):  # batch norm, dropout
+        family.check_forgets()

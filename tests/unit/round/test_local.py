@@ -43,11 +43,11 @@ from fedquilt.round.local import (
     Summed,
     View,
     augment,
+    batched,
     clipped,
     gradient,
     itinerary,
     move,
-    spans,
     train_pass,
 )
 from fedquilt.terms import Arch, Job, World
@@ -194,10 +194,10 @@ def test_a_methods_rate_follows_its_schedule(perceptron):
         (0, "keep", []),
     ],
 )
-def test_spans(size, last_batch, sizes):
-    found = spans(size, 4, last_batch)
-    assert [stop - start for start, stop in found] == sizes
-    assert all(before[1] == after[0] for before, after in pairwise(found))
+def test_batches(size, last_batch, sizes):
+    found = batched(torch.arange(size), 4, last_batch)
+    assert [len(batch) for batch in found] == sizes
+    assert torch.equal(torch.cat([torch.arange(0), *found]), torch.arange(sum(sizes)))
 
 
 @settings(max_examples=40, deadline=None)
