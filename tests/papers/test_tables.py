@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.errors import TrainingError
 from fedquilt.methods import HeteroFL, Method
 from tests.conftest import load_example, with_local
 
@@ -30,6 +32,44 @@ def test_splitmixs_cases(table):
     cases = list(load_example("splitmix_tables").cases(table))
     assert len(cases) == {"digits": 6, "cifar10": 6, "iid": 6, "ablation": 16, "budgets": 14, "contact": 4}[table]
     assert all(fq.Fleet.of(case.fleet, 50, case.contact).num_clients == 50 for case in cases)
+
+
+@pytest.mark.parametrize(
+    ("labels", "fleet", "rounds", "milestones"),
+    [
+        (2, "uniform", 2500, (800, 1500)),  # Table 8
+        (5, "income", 2000, (800, 1250)),  # Table 13
+        (2, "share:1", 1250, (500, 1000)),  # Table 9
+        (5, "share:0.0625", 1500, (500, 1000)),
+        (2, "rho:0.2", 1250, (500, 1000)),  # Tables 10 and 11
+        (2, "rho:0.5", 1500, (700, 1200)),
+        (5, "gamma:4", 1500, (800, 1200)),  # Table 12
+    ],
+)
+def test_fedrolexs_schedules_and_fleets(labels, fleet, rounds, milestones):
+    script = load_example("fedrolex_table3")
+    kind, _, at = fleet.partition(":")
+    schedule = script.scheduled(labels, kind, float(at or 1))
+    assert schedule == script.Schedule(rounds, milestones) == schedule.within(0)
+    assert schedule.within(rounds // 10) == script.Schedule(rounds // 10, tuple(one // 10 for one in milestones))
+    assert fq.Fleet.of(script.FLEETS[kind](float(at or 1)), 100, 10).num_clients == 100
+
+
+def test_a_tenth_is_held_out_of_every_client(perceptron, make_data):
+    data = make_data(perceptron, (20, 11))
+    found = load_example("fedrolex_table3").held_out(data)
+    assert [len(part) for part in found.parts] == [18, 9]
+    assert torch.equal(found.test_inputs, data.inputs[[0, 10, 20, 30]])
+    assert not {0, 10, 20, 30} & {int(row) for part in found.parts for row in part}
+
+
+@pytest.mark.parametrize("name", ["fedrolex", "heterofl", "feddropout", "largest", "smallest"])
+def test_fedrolexs_language_model_is_trained_as_in_table_8_but_for_the_rate(name):
+    script = load_example("fedrolex_text")
+    method = script.method_of(name, 0.1, script.TABLE_8)
+    published = type(method).preset("fedrolex-stackoverflow")
+    assert replace(method.local, optimiser=published.local.optimiser) == published.local
+    assert method.weighting == published.weighting
 
 
 def test_a_run_that_is_written_down_is_not_made_again(residual, make_data, tmp_path):
@@ -97,3 +137,16 @@ def test_means_over_seeds():
     assert reproducing.percent([0.5]) == "50.0"
     assert reproducing.percent([]) == "–"
     assert reproducing.markdown(["a", "b"], [["1", "2"]]) == "| a | b |\n| --- | ---: |\n| 1 | 2 |"
+
+
+def test_a_run_that_fails_is_not_written_down_as_one_that_diverged(residual, make_data, tmp_path, monkeypatch):
+    reproducing = load_example("reproducing")
+
+    def full(*_given, **_named):
+        raise TrainingError("client 3 failed") from RuntimeError("out of memory")
+
+    monkeypatch.setattr(fq, "run", full)
+    runs, data = reproducing.Runs(residual, tmp_path / "runs.jsonl", "cpu", "fp64"), make_data(residual, (6, 6))
+    with pytest.raises(TrainingError, match="client 3"):
+        runs.run({"method": "a"}, HeteroFL(), data, fq.Fleet.of((1.0,), 2, 2), 2, fq.Evaluation(every=1))
+    assert not (tmp_path / "runs.jsonl").exists()
