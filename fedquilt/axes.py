@@ -148,7 +148,7 @@ class Axis:
     size: int
     fixed: bool = False  # inputs, classes and what the user pinned: never cut by a budget
     coupled: bool = False  # reduced by a layer or group norm, softmax or mean: a cut is not the same as zeroing
-    inner: tuple[str, ...] = ()  # for an axis of groups: the axes inside it, cut first; groups go only when they must
+    inner: tuple[str, ...] = ()  # for an axis of groups: the axes inside it
 
 
 @dataclass(frozen=True)

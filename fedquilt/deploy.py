@@ -88,7 +88,11 @@ class Shelf:
         if self.client is None:
             nets = given(run.method, self.server, budget, world)
         else:
-            nets = run.method.own(run.server, self._asked(budget.both(self._own_budget)), world)
+            own = self._own_budget
+            nets = run.method.own(run.server, self._asked(budget.both(own)), world)
+            if budget.share is not None and own.share is not None and own.share < budget.share:
+                told = "a %s was asked for; client %d holds a %s, and has no more to give."
+                _log.warning(told, budget, self.client, own)
         check_within(run, nets, budget)
         return nets
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -28,11 +29,13 @@ from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, 
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.local import NormPolicy
-from fedquilt.terms import Budget, Server, World
+from fedquilt.terms import Budget, Client, Server, World
 from fedquilt.tracking import Tracking, tracked
 
 if TYPE_CHECKING:
     from fedquilt.export import Exported
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass
@@ -241,7 +244,6 @@ def prepare(
             "Deal it to as many as the fleet has."
         )
     data = data.among(fleet.num_clients)
-    _check_budgets(family, fleet)
     family.check_forgets()
     if isinstance(engine, Engine):
         if engine.world.family is not family:
@@ -251,6 +253,7 @@ def prepare(
         world = World(family, seed, device_of(device), known(DTYPES, precision, "precision"), data.public)
         engine = known(ENGINES, engine, "engine")(world, data, precision=precision)
     server = method.init(engine.world)
+    _check_budgets(method, server, fleet, engine.world)
     memory = Memories(memory_limit, engine.world.device)
     memory.update(server.memory)
     engine.link = link
@@ -261,13 +264,19 @@ def prepare(
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands
 
 
-def _check_budgets(family: Family, fleet: Fleet) -> None:
-    """Say now, and whose it is, if a budget holds no member: its client may be drawn on the third day."""
+def _check_budgets(method: Method, server: Server, fleet: Fleet, world: World) -> None:
+    """Say now, and whose it is, if a budget holds nothing to train: its client may be drawn on the third day."""
+    less = [budget for budget in fleet.kinds if budget.share is not None and budget.share < 1]
+    if less and not world.family.whole.widths:
+        notes = " ".join(world.family.layout.notes)
+        _log.warning("nothing of the model can be cut: devices train the whole of it, also for %s. %s", less[0], notes)
     for budget in fleet.kinds[:_FEW]:
+        client = Client(fleet.first(budget), budget)
         try:
-            family.fit(budget)
+            world.family.fit(budget)
+            method.plan(server, client, world)
         except BudgetError as error:
-            raise BudgetError(f"client {fleet.first(budget)}: {error}") from error
+            raise BudgetError(f"client {client.id}: {error}") from error
 
 
 def _check_kind(who: str, given: object, kind: type, fits: str) -> None:

@@ -350,13 +350,13 @@ class Spill(Log):
 def encode(memory: Memory) -> Blob:
     """A memory as bytes, without loss."""
     submodel = json.dumps(memory.submodel.to_dict())
-    return Blob.of_state(memory.weights, memory.slots, submodel=submodel, steps=memory.steps)
+    return Blob.of_state(memory.weights, memory.slots, submodel=submodel, steps=memory.steps, round=memory.round)
 
 
 def decode(data: bytearray, device: torch.device) -> Memory:
     """What `encode` wrote."""
     weights, slots, note = parse_state(data, device)
-    return Memory(_submodel(note["submodel"]), weights, slots, note["steps"])
+    return Memory(_submodel(note["submodel"]), weights, slots, note["steps"], note.get("round", 0))
 
 
 @lru_cache(maxsize=1024)  # clients that hold the same positions hold the same object

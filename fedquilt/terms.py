@@ -149,6 +149,7 @@ class Memory:
     weights: Weights
     slots: Slots = field(default_factory=dict)
     steps: int = 0  # optimiser steps behind the slots
+    round: int = 0  # in which it trained last
 
 
 @dataclass(frozen=True)

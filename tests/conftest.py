@@ -6,7 +6,6 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -154,7 +153,7 @@ def _play(
 
 def with_local(method: Method, **changes: Any) -> Method:
     """The method with other local settings."""
-    return replace(method, local=replace(method.local, **changes))
+    return method.with_local(**changes)
 
 
 def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:

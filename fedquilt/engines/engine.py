@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
+from fedquilt.axes import Index
 from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
 from fedquilt.family.net import Pass
 from fedquilt.precision import Precision, computing, unfit
@@ -266,25 +267,35 @@ class Engine(ABC):
         return found
 
     def deliver(self, server: Server, job: Job, uploads: Sequence[Payload], known: Weights) -> Delivery:
-        """Send what a client trained; `known` is what both sides know that it started from."""
+        """Send what a client trained; `known` is what both sides know that it started from.
+
+        The first upload travels. Others are parts of it that count once more where it arrives.
+        """
         cutter, held, link = self.world.family.cutter, job.submodel.held, self.link
         residual = self._recalled(server, job, "residual", known) if link.feedback else {}
-        lost, sent, size, intact = residual, [], 0, True
+        lost, (payload, *parts) = residual, uploads
         with self.blame(job, "sending"):
-            for place, payload in enumerate(uploads):
-                wanted = payload.submodel.held
-                beside = [cutter.narrow(one, held, wanted) if one else one for one in (known, residual)]
-                arrival = link.up(payload, Trip(self.world, job, up=True, place=place), *beside)
-                size, intact = size + arrival.bytes, intact and arrival.payload is payload
-                if arrival.payload:
-                    sent.append(arrival.payload)
-                    if arrival.error:  # of what did not arrive the residual stays as it was
-                        lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.held)
+            beside = [cutter.narrow(one, held, payload.submodel.held) if one else one for one in (known, residual)]
+            arrival = link.up(payload, Trip(self.world, job, up=True), *beside)
+            intact, sent = arrival.payload is payload, []
+            if arrival.payload:
+                if link.codec:  # whose range may be wider than numbers reach
+                    self._check_sent(job, arrival.payload.weights.values())
+                sent = [arrival.payload, *(parts if intact else (self._within(arrival.payload, one) for one in parts))]
+                if arrival.error:  # of what did not arrive the residual stays as it was
+                    lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.held)
             slots = {"residual": lost} if lost else {}
             if link.tracks and known:  # kept as the change since the beginning: an empty slot is zero
                 first = cutter.gather(self._initial, job.submodel, list(known))
                 slots["received"] = {name: value - first[name] for name, value in known.items()}
-        return Delivery(tuple(sent), size, intact, slots)
+        return Delivery(tuple(sent), arrival.bytes, intact, slots)
+
+    def _within(self, arrived: Payload, part: Payload) -> Payload:
+        """A part as far as it has arrived, and as it has."""
+        there, wanted = arrived.submodel.held, part.submodel.held
+        index = Index({axis: kept.keep(there[axis]) if axis in there else kept for axis, kept in wanted.items()})
+        weights = self.world.family.cutter.narrow(arrived.weights, there, index)
+        return Payload(replace(part.submodel, index=index), weights)
 
     def _cut(self, server: Server, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Clients that get the same positions get the same tensors: cut once. Few are kept: a cohort may not fit."""
@@ -346,7 +357,7 @@ class Engine(ABC):
         if not weights and not learner.keep_slots and not travel:
             return None
         own = {**slots, **travel} if learner.keep_slots else travel
-        new = Memory(job.submodel, weights, own, steps if learner.keep_slots else 0)
+        new = Memory(job.submodel, weights, own, steps if learner.keep_slots else 0, job.round)
         old = server.memory.get((job.client.id, job.submodel.scope))
         return new if old is None or old.submodel.index == new.submodel.index else self._joined(old, new)
 
@@ -367,7 +378,7 @@ class Engine(ABC):
         for slot, values in new.slots.items():
             empty = {name: v.new_zeros(family.layout.shape(name, sizes)) for name, v in values.items()}
             slots[slot] = joined(empty, old.slots.get(slot, {}), values)
-        return Memory(both, weights, slots, new.steps)
+        return replace(new, submodel=both, weights=weights, slots=slots)
 
     def keys(self, job: Job) -> tuple[int, int]:
         """The seeds of a job's batch order and of its noise; all nets of a client see equal batches."""
@@ -406,6 +417,10 @@ class Engine(ABC):
                 f"{job.round + 1}, step {step}. A smaller learning rate or gradient clipping (clip=1.0) would help; "
                 "the server's state is that of the round before."
             )
+        self._check_sent(job, updates)
+
+    @staticmethod
+    def _check_sent(job: Job, updates: Iterable[Tensor]) -> None:
         if not all(bool(update.isfinite().all()) for update in updates):
             raise TrainingError(
                 f"client {job.client.id} (budget {job.client.budget}) sent weights that are not finite in round "

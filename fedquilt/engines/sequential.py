@@ -49,7 +49,7 @@ class Sequential(Engine):
                     state, slots = move(learner, phase, state, slots, grads, masks, count)
                     state = {**state, **seen}
                 losses.append(loss)
-        self.check_finite(job, torch.stack(losses), [state[name] for name in family.trainable])
+        self.check_finite(job, torch.stack(losses), [state[name] for name in learner.moved(family)])
         outcome.losses.append(float(torch.stack(losses).mean()))
         own = {name: state[name] for name in learner.sent(family)}
         uploads = [

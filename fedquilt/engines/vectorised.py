@@ -578,13 +578,14 @@ class Vectorised(Engine):
     def _check(self, stacks: list[Stack], outcome: Outcome) -> None:
         """One look at all stacks; only if something is wrong, at every client: then the round fails."""
         family = self.world.family
-        learnt = [stack.state[name] for stack in stacks for name in family.trainable]
+        learnt = [stack.state[name] for stack in stacks for name in stack.learner.moved(family)]
         norms = torch._foreach_norm([*learnt, *(stack.losses for stack in stacks)])
         if not bool(torch.stack(list(norms)).isfinite().all()):
             for stack in stacks:
                 for client, job in enumerate(stack.jobs):
                     losses = stack.losses[: len(stack.batches[client]), client]
-                    self.check_finite(job, losses, [stack.state[name][client] for name in family.trainable])
+                    moved = stack.learner.moved(family)
+                    self.check_finite(job, losses, [stack.state[name][client] for name in moved])
         for stack in stacks:
             losses = stack.losses.cpu()
             outcome.losses += [float(losses[: len(own), place].mean()) for place, own in enumerate(stack.batches)]

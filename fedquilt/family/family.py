@@ -49,6 +49,11 @@ def trace(
     """
     factory = _maker(module)
     model = _made(factory)
+    if slashed := [name for name in (*dict(model.named_parameters()), *dict(model.named_buffers())) if "/" in name]:
+        raise TraceError(
+            f"{type(model).__name__} has a weight named {slashed[0]!r}; in a federation's state '/' stands between a "
+            "net and its weights. Name the layer without it."
+        )
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     layout = trace_layout(model, inputs, fixed=fixed, parts=parts, heads=heads, class_dim=class_dim)
     for note in layout.notes:
@@ -106,7 +111,8 @@ class Family:
     def _mingles(self) -> bool:
         """Whether its forward mixes the batch in ways no layer shows: a sample's answer changes with another sample."""
         state, mode = _state(self._module, tuple(self.layout.dims)), Pass(statistics="stored")
-        sample = self.example_inputs[0][:1].detach()
+        state = {name: _single(value) for name, value in state.items()}
+        sample = _single(self.example_inputs[0][:1].detach())
         others = sample + 1 if sample.is_floating_point() else 1 - sample.clamp(0, 1)  # tokens: 0 and 1 are some
         with torch.no_grad():
             alike, unlike = (
@@ -134,16 +140,17 @@ class Family:
     @cached_property
     def _remembers(self) -> tuple[list[str], bool]:
         """The buffers that a forward in training writes into, and whether a second one answers otherwise."""
-        inputs = tuple(torch.cat([x, x]) if isinstance(x, Tensor) and len(x) == 1 else x for x in self.example_inputs)
-        before = self.constants
+        inputs = tuple(_single(torch.cat([x, x])) if isinstance(x, Tensor) else x for x in self.example_inputs)
+        before = {name: _single(value) for name, value in self.constants.items()}
         try:
-            module = copy.deepcopy(self._module).train()
+            module = copy.deepcopy(self._module).float().train()
             first, second = (_answer(module, inputs) for _ in range(2))
             after = dict(module.named_buffers())
         except Exception:  # a forward may be anybody's, and training tells what is wrong with it
             return [], False
         written = [name for name in before if name in after and not torch.equal(before[name], after[name])]
-        return written, not (torch.equal(first, second) if written else torch.allclose(first, second, 1e-4, 1e-6))
+        rtol, atol = (0.0, 0.0) if written else (1e-4, 1e-6)  # sums on many threads may differ by rounding
+        return written, not torch.allclose(first, second, rtol, atol, equal_nan=True)
 
     @cached_property
     def dual(self) -> bool:
@@ -252,14 +259,19 @@ class Family:
             if not groups.inner:
                 continue
             inside = {name: self.layout.axes[name].size for name in groups.inner if name in widths}
-            # Most channels within the target, most groups among equals: cut inside the groups where that divides.
-            fewest = min(
-                (_divide(target(groups.size * size), groups.size, size) for size in inside.values()),
-                default=widths[groups.name],
-            )
-            widths[groups.name] = fewest
+            if not inside:
+                continue
+            # The finer of the two is cut first, the other where that is used up. Not what holds most channels at each
+            # share: of 8 groups of 2, that is 8 of 1 at a half and 5 of 2 above it, and one is not within the other.
+            least = min(inside.values())
+            if groups.size < least:  # all groups, with fewer channels, down to one of the smallest
+                kept = min(groups.size, target(groups.size * least))
+            else:  # fewer groups, whole
+                kept = max(1, target(groups.size * least) // least)
+            widths[groups.name] = kept
             for name, size in inside.items():
-                widths[name] = max(1, min(size, target(groups.size * size) // fewest))
+                most = size // least if kept < groups.size < least else size
+                widths[name] = max(1, min(most, target(groups.size * size) // kept))
         return Arch(tuple(widths.items()))
 
     def nested(self, arch: Arch, share: float) -> Submodel:
@@ -433,6 +445,11 @@ def _made(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return factory()
 
 
+def _single(value: Tensor) -> Tensor:
+    """In float32, whatever precision a module or samples came in: runs cast both."""
+    return value.float() if value.is_floating_point() else value
+
+
 def _answer(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
     """What a module makes of a batch, with the same random numbers whenever it is asked."""
     with torch.no_grad(), torch.random.fork_rng(devices=[]):
@@ -443,11 +460,6 @@ def _answer(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
 
 def _itself(module: nn.Module) -> nn.Module:
     return module
-
-
-def _divide(target: int, groups: int, size: int) -> int:
-    """How many of `groups` groups of up to `size` channels hold the most channels within `target`."""
-    return max(range(1, min(groups, target) + 1), key=lambda g: (min(size, target // g) * g, g))
 
 
 def _beside(value: Tensor, like: Tensor | None) -> Tensor:

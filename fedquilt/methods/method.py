@@ -63,6 +63,10 @@ class Method:
         """What readers of its results must know: who trains what, if that is not what fits a budget; "": nothing."""
         return whatever_the_budget(1.0) if type(self).plan is Method.plan else ""
 
+    def with_local(self, **changes: Any) -> Self:
+        """The method with other local settings; those not named stay its own, which `local=Local(…)` would replace."""
+        return replace(self, local=replace(self.local, **changes))
+
     def initial(self, world: World) -> dict[str, Tensor]:
         """All weights before the first round, by scope and name; whoever knows the seed has them."""
         return world.family.init(world.seed, world.device, world.dtype)
@@ -92,8 +96,10 @@ class Method:
         return [prefix(world.family.whole)]
 
     def own(self, server: Server, client: Client, world: World) -> Mix:
-        """The nets that are a client's, where results live on clients."""
-        return tuple(self.plan(server, client, world))
+        """The nets that are a client's, where results live on clients: what it trained last."""
+        memory = server.memory.get((client.id, ""))
+        last = memory.round if memory else max(0, server.round - 1)
+        return tuple(self.plan(replace(server, round=last), client, world))
 
     def learner(self, job: Job, world: World) -> Learner:
         """How it trains it; a pure function of the job and the configuration."""

@@ -38,7 +38,7 @@ class SHeteroFL(Method):
         smaller = self._affordable(job.submodel.arch, world)
         objectives = (self.local.objective, *(self.local.objective_at(share) for share in smaller))
         learner = replace(super().learner(job, world), phases=(Phase(Summed(objectives)),))
-        return replace(learner, send_widths=(1.0, *smaller)) if self.count_widths else learner
+        return replace(learner, count_widths=smaller) if self.count_widths else learner
 
     def _affordable(self, arch: Arch, world: World) -> tuple[float, ...]:
         """The prototypes narrower than the client's net."""

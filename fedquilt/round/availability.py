@@ -106,6 +106,7 @@ class Presence:
 
     def __init__(self, clients: Ints, starts: Ints, ends: Ints, period: int = 0, name: str = "availability") -> None:
         self.period, self.name = period, name
+        self._sums: dict[int, list[int]] = {}
         open_end = ends == _FOREVER
         # Rounds between two neighbouring cuts are alike; after the last cut only open stays are left.
         self._cuts = np.unique(np.concatenate([starts, ends[~open_end]]))
@@ -147,6 +148,13 @@ class Presence:
     def count(self, round: int) -> int:
         """How many clients are there."""
         return sum(stop - start for start, stop in self._lists(round))
+
+    def before(self, round: int, most: int) -> int:
+        """How many were drawn in all earlier rounds, at most so many in each; counted once a round."""
+        sums = self._sums.setdefault(most, [0])
+        while len(sums) <= round:
+            sums.append(sums[-1] + min(most, self.count(len(sums) - 1)))
+        return sums[round]
 
     def draw(self, round: int, count: int, word: int) -> list[int]:
         """At most `count` of the clients that are there, all alike likely, ascending."""

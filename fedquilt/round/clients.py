@@ -105,7 +105,8 @@ class Fleet:
 
     def client(self, id: int, round: int, seed: int, size: int, place: int = 0) -> Client:
         """One of them as it is in a round, at a place of its cohort."""
-        return Client(id, self.budget(id, round, seed), size, round * self.sample + place)
+        before = round * self.sample if self.presence is None else self.presence.before(round, self.sample)
+        return Client(id, self.budget(id, round, seed), size, before + place)
 
 
 @dataclass(frozen=True)

@@ -624,7 +624,7 @@ class Learner:
     keep: Filter = Nothing()
     keep_slots: bool = False
     class_rows: bool = False  # of weights with a class axis, send only the rows of classes the client holds
-    send_widths: tuple[float, ...] = ()  # send one payload a share instead of one in all
+    count_widths: tuple[float, ...] = ()  # shares whose part of what is sent counts once more in the merge
     paced: bool = False  # FedNova: report the effective step count
     mu: float = 0.0  # the proximal weight, which changes that count
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
@@ -652,10 +652,13 @@ class Learner:
         """Without what changes from round to round: what has been recorded of one round serves the next."""
         return replace(self, lr=0.0)
 
+    def moved(self, family: Family) -> tuple[str, ...]:
+        """The weights that training changes, and the statistics it tracks."""
+        return (*family.trainable, *(family.statistics if self.local.norm in ("tracked", "local") else ()))
+
     def names(self, family: Family) -> tuple[str, ...]:
-        """The weights a client holds while it trains: what moves, what is tracked, what is carried along."""
-        tracked = family.statistics if self.local.norm in ("tracked", "local") else ()
-        return (*family.trainable, *tracked, *family.carried)
+        """The weights a client holds while it trains: what changes, and what is carried along."""
+        return (*self.moved(family), *family.carried)
 
     def sent(self, family: Family) -> tuple[str, ...]:
         """The weights that travel to the server."""
@@ -676,17 +679,12 @@ class Learner:
         return tuple(name for name in self.names(family) if name in chosen)
 
     def uploads(self, family: Family, submodel: Submodel, held: Tensor) -> tuple[Submodel, ...]:
-        """The positions that are sent, as one sub-model or several."""
+        """The positions that are sent, and parts of them that count once more."""
         rows = {}
         if self.class_rows and family.class_rows:
             rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
-        if not self.send_widths:
-            return (replace(submodel, index=Index({**submodel.index, **rows})),)
-        uploads = []
-        for share in self.send_widths:
-            part = family.part(submodel, share)
-            uploads.append(replace(part, index=Index({**part.index, **rows})))
-        return tuple(uploads)
+        found = (submodel, *(family.part(submodel, share) for share in self.count_widths))
+        return tuple(replace(one, index=Index({**one.index, **rows})) for one in found)
 
     def masks(self, family: Family, arch: Arch, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
         """Where a phase may move each weight of a member; worked out once."""

@@ -177,7 +177,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     tally = _Tally(method, engine, how)
     if method.personal:
         under: dict[str, list[Score]] = {}
-        for some in _few(_asked(fleet, server, engine, how)):
+        for some in _few(_asked(method, fleet, server, engine, how)):
             own = [own_exam(method, server, client, engine, how.batch_size) for client in some]
             tally.take(own)
             for metric, scores in _under_attack(method, engine, how, own).items():
@@ -193,11 +193,11 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     grades = tally.grades
     if how.local and engine.data.test_parts is not None:
         widest = max(exams, key=lambda exam: sum(world.family.count(net.arch) for net in exam.nets))
-        asked = _asked(fleet, server, engine, how)
+        asked = _asked(method, fleet, server, engine, how)
         own = _by_client([widest], asked, method, engine)
         grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(method, own, how.batch_size))
     if how.robustness:
-        by_user = _by_client(exams, _asked(fleet, server, engine, how), method, engine)
+        by_user = _by_client(exams, _asked(method, fleet, server, engine, how), method, engine)
         under = _under_attack(method, engine, how, by_user)
         grades.metrics.update({metric: mean_by_label(scores) for metric, scores in under.items()})
     return grades
@@ -363,13 +363,13 @@ def share_label(budget: Budget, world: World) -> str:
     return str(float(share if share == budget.share else round(share, 4)))
 
 
-def _asked(fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
+def _asked(method: Method, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
     """The clients whose own accuracy is asked for: all of a small fleet, a draw of a large one.
 
-    Where clients remember what they learnt, the draw is among those: most of a large fleet have never trained.
+    Where results live on clients, the draw is among those that have one: most of a large fleet have never trained.
     """
     seed, count = engine.world.seed, min(how.clients, fleet.num_clients)
-    trained = sorted({client for client, _ in server.memory}) if count < fleet.num_clients else []
+    trained = sorted({client for client, _ in server.memory}) if method.personal and count < fleet.num_clients else []
     pool: Sequence[int] = trained if len(trained) >= count else range(fleet.num_clients)
     drawn = [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))]
     return [fleet.client(client, server.round, seed, engine.data.size(client)) for client in drawn]

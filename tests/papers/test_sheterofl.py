@@ -11,7 +11,7 @@ import torch.nn.functional as F
 import fedquilt as fq
 from fedquilt.methods import SHeteroFL
 from fedquilt.terms import Job, Server, World
-from tests.conftest import with_local
+from tests.conftest import assert_same, with_local
 
 LR = 0.1
 ONE_STEP = fq.Local(batch_size=8, optimiser=fq.SGD(lr=LR, momentum=0.0))
@@ -72,11 +72,23 @@ def test_a_client_counts_once_for_each_position(engine, perceptron, play, make_d
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_the_released_code_counts_a_client_once_a_width(engine, perceptron, play, make_data):
-    """The large client sends all three widths: at the first two units it counts three times."""
+    """The large client has all three widths: at the first two units it counts three times."""
     method = SHeteroFL.preset("released", local=ONE_STEP, widths=WIDTHS)
     found, large, small = merged(method, perceptron, make_data(perceptron, (6, 5)), play, engine)
     torch.testing.assert_close(found[:2], (3 * large[:2] + small[:2]) / 4, rtol=0, atol=1e-14)
     torch.testing.assert_close(found[2:], large[2:], rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("link", [fq.Link(), fq.Link(loss=fq.Columns(0.4)), fq.Link(codec=fq.Codec(bits=8))])
+def test_what_counts_once_a_width_travels_once(link, perceptron, play, make_data):
+    """And what of it got lost or was coded is so in every width."""
+    data, sent = make_data(perceptron, (6, 5)), []
+    for preset in ({}, {"count_widths": True}):
+        method = SHeteroFL(local=ONE_STEP, widths=WIDTHS, **preset)
+        runs = [play(method, perceptron, data, engine=name, link=link) for name in ("sequential", "vectorised")]
+        assert_same(*runs)
+        sent.append([(record.bytes_down, record.bytes_up) for record in runs[0].records])
+    assert sent[0] == sent[1]
 
 
 def test_masked_training_masks_every_width(perceptron):

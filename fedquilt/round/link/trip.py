@@ -18,12 +18,11 @@ class Trip:
     world: World
     job: Job
     up: bool = False
-    place: int = 0  # among the payloads of one upload
 
     def key(self, what: int) -> int:
         job = self.job
         scope = zlib.crc32(job.submodel.scope.encode())
-        return noise.key(_SITE, self.world.seed, job.client.id, job.round, int(self.up), scope, self.place, what)
+        return noise.key(_SITE, self.world.seed, job.client.id, job.round, int(self.up), scope, what)
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
@@ -275,8 +276,31 @@ def test_a_saved_family_trains_without_tracing(tmp_path, residual, play, make_da
     assert all(torch.equal(w, other.server.weights[name]) for name, w in one.server.weights.items())
 
 
+@pytest.mark.parametrize(("groups", "channels"), [(4, 12), (8, 16), (2, 24), (6, 36), (12, 12), (1, 9)])
+def test_narrow_members_of_groups_are_within_wider_ones(groups, channels):
+    """Or a column that arrives would take others away, and what is frozen would move."""
+    net = nn.Sequential(nn.Conv2d(1, channels, 1), nn.GroupNorm(groups, channels), nn.Flatten(), nn.Linear(channels, 3))
+    family = fq.trace(net, torch.zeros(2, 1, 1, 1))
+    members = [family.fit(fq.Budget(share=share / 40)).sizes for share in range(1, 41)]
+    for narrow, wide in pairwise(members):
+        assert all(narrow[axis] <= wide[axis] for axis in narrow)
+    kept = [math.prod(member.values()) for member in members]
+    assert kept[-1] == channels
+    assert all(1 <= have <= max(1, channels * (share + 1) // 40) for share, have in enumerate(kept))
+
+
+@pytest.mark.parametrize(("groups", "sizes"), [(4, (2, 8)), (2, (4, 12)), (3, (5, 7)), (8, (1, 3))])
+def test_so_are_those_of_groups_with_more_channels_out_than_in(groups, sizes):
+    into, out = (groups * size for size in sizes)
+    net = nn.Sequential(nn.Conv2d(1, into, 1), nn.Conv2d(into, out, 1, groups=groups), nn.Flatten(), nn.Linear(out, 3))
+    family = fq.trace(net, torch.zeros(2, 1, 1, 1))
+    members = [family.fit(fq.Budget(share=share / 60)).sizes for share in range(1, 61)]
+    for narrow, wide in pairwise(members):
+        assert all(narrow[axis] <= wide[axis] for axis in narrow)
+
+
 def test_members_of_groups_divide():
-    """Group norm is cut inside its groups where that divides."""
+    """Group norm has fewer groups, or fewer channels in each."""
 
     class Grouped(nn.Module):
         def __init__(self) -> None:

@@ -19,9 +19,9 @@ from tests.conftest import _traced
 from tests.unit.round import cuts
 
 
-def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0, place=0) -> Trip:
+def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0) -> Trip:
     job = fq.Job(fq.Client(client, fq.Budget(share=1.0), 1), submodel or prefix(family.whole), round)
-    return Trip(World(family, seed), job, up=up, place=place)
+    return Trip(World(family, seed), job, up=up)
 
 
 # --- columns ----------------------------------------------------------------------------------------------------
@@ -66,7 +66,7 @@ def test_rates_may_be_the_clients_own(perceptron):
 
 
 def test_draws_depend_on_everything_they_should(perceptron):
-    """Seed, client, round, direction, scope, and the place among the payloads of an upload."""
+    """Seed, client, round, direction and scope."""
     whole, loss = prefix(perceptron.whole), fq.Columns(0.3)
     scoped = Submodel(whole.arch, whole.index, "base1/")
 
@@ -79,7 +79,6 @@ def test_draws_depend_on_everything_they_should(perceptron):
         story(up=False),
         story(submodel=scoped),
         story(seed=1),
-        story(place=1),
         [loss.arrived(trip_of(perceptron, round=round + 40), 8) for round in range(40)],
     ]
     assert len({tuple(one) for one in stories}) == len(stories)
