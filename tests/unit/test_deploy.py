@@ -184,3 +184,11 @@ def test_a_client_that_is_none_is_refused(family, play, make_data):
             run.deploy(fq.Budget(share=1.0), client=client)
     with pytest.raises(ConfigError, match="client=0 in Python, --client 0 on the command line"):
         run.deploy(fq.Budget(share=1.0))
+
+
+def test_more_than_a_client_holds_is_given_as_that_and_said_so(family, play, make_data, caplog):
+    run = play(with_local(LocalOnly(), batch_size=4), family, make_data(family, (6, 6)), (1.0, 0.25))
+    run.deploy(fq.Budget(share=1.0), client=0)
+    assert not caplog.text
+    run.deploy(fq.Budget(share=1.0), client=1)
+    assert "a share 1 was asked for; client 1 holds a share 0.25, and has no more to give." in caplog.text

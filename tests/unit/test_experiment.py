@@ -14,8 +14,10 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError, DataError, FedquiltError, TraceError, TrainingError
-from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly
+from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly, SplitMix
+from fedquilt.round.cut import prefix
 from fedquilt.round.serve import Exam
+from fedquilt.terms import Job, Payload
 from tests.conftest import LOCAL, assert_same, with_local
 
 
@@ -411,3 +413,73 @@ def test_norms_of_two_kinds_without_attacks_are_pointed_out(make_data, caplog):
     assert not caplog.text
     fq.prepare(FedAvg(), family, data, fleet)
     assert "FedAvg attacks nothing in training" in caplog.text
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_statistics_that_are_no_numbers_are_refused_too(engine, residual, make_data):
+    data = make_data(residual, (8, 8, 8))
+    inputs = data.inputs.float()
+    inputs[data.parts[1]] *= 1e25
+    method, fleet = with_local(FedAvg(), batch_size=4, norm="tracked"), fq.Fleet.of((1.0,), 3, 3)
+    with pytest.raises(TrainingError, match=r"client 1 .* sent weights that are not finite in round 1"):
+        fq.run(method, residual, replace(data, inputs=inputs), fleet, engine, 2)
+
+
+def test_what_a_codec_makes_of_weights_must_be_finite(perceptron, make_data):
+    """A range of more than the largest number has no steps."""
+    fleet, link = fq.Fleet.of((1.0,), 1, 1), fq.Link(codec=fq.Codec(bits=8))
+    run = fq.prepare(FedAvg(), perceptron, make_data(perceptron, (4,)), fleet, link=link)
+    job = Job(fleet.client(0, 0, 0, 4), prefix(perceptron.whole), 0)
+    wide = {name: torch.full_like(value, 2e38) for name, value in run.server.weights.items()}
+    wide["last.bias"][0] = -2e38
+    with pytest.raises(TrainingError, match=r"client 0 .* sent weights that are not finite in round 1"):
+        run.engine.deliver(run.server, job, [Payload(job.submodel, wide)], run.server.weights)
+
+
+def test_a_budget_that_holds_no_base_net_is_refused_before_the_first_round(residual, make_data):
+    fleet = fq.Fleet.mixed({0.5: 0.95, 0.1: 0.05}, 20, 1)
+    with pytest.raises(BudgetError, match=r"client 19: the budget share 0\.1 was given"):
+        fq.prepare(SplitMix(base=0.25), residual, make_data(residual, (4,) * 20), fleet)
+
+
+def test_a_name_with_a_slash_is_refused():
+    net = nn.Sequential()
+    net.add_module("enc/1", nn.Linear(4, 3))
+    with pytest.raises(TraceError, match=r"has a weight named 'enc/1.weight'; .* Name the layer without it"):
+        fq.trace(net, torch.zeros(2, 4))
+
+
+@pytest.mark.parametrize("samples", [torch.float64, torch.float16])
+@pytest.mark.parametrize("weights", [torch.float32, torch.float64, torch.bfloat16])
+def test_samples_and_modules_of_any_precision_are_cast(samples, weights, perceptron, make_data):
+    def net():
+        return nn.Sequential(nn.Linear(4, 6), nn.BatchNorm1d(6), nn.Linear(6, 3)).to(weights)
+
+    data = make_data(perceptron, (6, 6))
+    data = replace(data, inputs=data.inputs.to(samples), test_inputs=data.test_inputs.to(samples))
+    run = fq.run(HeteroFL(), fq.trace(net, data.example), data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
+    assert run.accuracy
+    assert run.deploy(fq.Budget(share=0.5))(run.engine.data.test_samples(torch.arange(3))).dtype == torch.float32
+
+
+def test_samples_that_are_no_numbers_are_no_memory(perceptron, make_data):
+    data = make_data(perceptron, (6, 6))
+    data.inputs[0] = torch.nan
+    family = fq.trace(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), data.example)
+    with pytest.raises(TrainingError, match=r"nan|not finite|numbers"):
+        fq.run(FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), rounds=1)
+
+
+def test_a_model_that_cannot_be_cut_is_pointed_out_where_devices_are_smaller(make_data, caplog):
+    family = fq.trace(lambda: nn.Linear(4, 3), torch.zeros(2, 4))
+    data = make_data(family, (6, 6))
+    fq.prepare(HeteroFL(), family, data, fq.Fleet.of((1.0,), 2, 2))
+    assert not caplog.text
+    fq.prepare(HeteroFL(), family, data, fq.Fleet.of((1.0, 0.25), 2, 2))
+    assert "nothing of the model can be cut: devices train the whole of it, also for share 0.25" in caplog.text
+
+
+def test_local_settings_that_are_not_named_stay_the_methods_own():
+    method = HeteroFL().with_local(epochs=2)
+    assert method.local == replace(HeteroFL().local, epochs=2)
+    assert method.local.scaler

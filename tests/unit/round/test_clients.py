@@ -331,3 +331,18 @@ def test_an_empty_budget_is_refused_and_a_full_one_reads_well():
     with pytest.raises(BudgetError, match="at least one of share="):
         fq.Budget()
     assert str(fq.Budget(share=0.5, params=1e6)) == "share 0.5 params 1e+06"
+
+
+def test_a_turn_counts_who_was_asked_before_and_not_who_might_have_been(tmp_path):
+    """Split-Mix's algorithm 2: the cycle that all share goes on by one a client."""
+    file = tmp_path / "one-a-round.csv"
+    file.write_text("client,start,end\n" + "\n".join(f"{round % 8},{round},{round + 1}" for round in range(24)))
+    fleet = fq.Fleet.of((0.125,), 8, 8, available=Trace(str(file), 24))
+    turns = [
+        fleet.client(id, round, 0, 4, place).turn
+        for round in range(48)
+        for place, id in enumerate(fleet.cohort(round, 0))
+    ]
+    assert turns == list(range(48))
+    everybody = fq.Fleet.of((0.125,), 8, 3)
+    assert [everybody.client(0, round, 0, 4, place).turn for round in (0, 2) for place in (0, 2)] == [0, 2, 6, 8]

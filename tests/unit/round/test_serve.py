@@ -13,8 +13,8 @@ from fedquilt.data import Parts
 from fedquilt.engines import Engine
 from fedquilt.errors import DataError
 from fedquilt.family import Pass
-from fedquilt.methods import FedAvg, HeteroFL
-from fedquilt.round.serve import Exam, Score, exam_pass, mean_by_label, mean_statistics, right, share_label
+from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL
+from fedquilt.round.serve import Exam, Score, _asked, exam_pass, mean_by_label, mean_statistics, right, share_label
 from fedquilt.terms import World
 from tests.conftest import LOCAL, with_local
 
@@ -310,3 +310,32 @@ def test_a_forward_that_mixes_the_batch_by_hand_is_found_out_and_tested_in_the_s
     data, how = make_data(family, (5, 6, 7)), fq.Evaluation(every=1, batch_size=5)
     runs = [play(with_local(HeteroFL(), batch_size=4), family, data, engine=name, evaluation=how) for name in LOCAL]
     assert all(run.records[-1].grades == runs[0].records[-1].grades for run in runs)
+
+
+def test_the_same_clients_are_asked_over_every_link(residual, make_data):
+    """Only where results live on clients are those asked who have one."""
+    data, fleet, how = make_data(residual, (4,) * 12), fq.Fleet.of((1.0,), 12, 6), fq.Evaluation(every=1, clients=3)
+    asked = []
+    for link in (fq.Link(), fq.Link(codec=fq.Codec(bits=32, keep=0.9, feedback=True))):
+        method = with_local(FedAvg(), batch_size=4)
+        run = fq.run(method, residual, data, fleet, "sequential", 1, evaluation=how, link=link)
+        asked.append([client.id for client in _asked(method, fleet, run.server, run.engine, how)])
+    assert asked[0] == asked[1]
+    method = with_local(FedAvg(), batch_size=4, norm="local")
+    run = fq.run(method, residual, data, fleet, "sequential", 1, evaluation=how)
+    assert {client.id for client in _asked(method, fleet, run.server, run.engine, how)} <= set(fleet.cohort(0, 0))
+
+
+@pytest.mark.parametrize("method", [FedRolex(shift=4), FedDropout()])
+def test_a_client_is_tested_on_what_it_trained_last(method, residual, make_data):
+    """Not on the next cut, of which its own norms know nothing; also if others have trained since."""
+    method, fleet = with_local(method, batch_size=4, norm="local"), fq.Fleet.of((0.5,), 3, 1)
+    run = fq.run(method, residual, make_data(residual, (6, 6, 6)), fleet, "sequential", 4)
+    for client in {fleet.cohort(round, 0)[0] for round in range(4)}:
+        last = max(round for round in range(4) if fleet.cohort(round, 0)[0] == client)
+        asked = fleet.client(client, 4, 0, 6)
+        assert method.own(run.server, asked, run.engine.world) == tuple(
+            method.plan(replace(run.server, round=last), asked, run.engine.world)
+        )
+        module = run.deploy(fq.Budget(share=0.5), client=client)
+        assert all(value.any() for name, value in module.named_buffers() if name.endswith("running_mean"))
