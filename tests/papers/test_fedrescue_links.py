@@ -9,6 +9,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.methods import FedAvg, FedBN, FedRolex, HeteroFL
+from fedquilt.round.cut import prefix
 from fedquilt.round.link import PERFECT, Trip
 from fedquilt.terms import Job, World
 from tests.conftest import LOCAL, with_local
@@ -134,6 +135,49 @@ def test_equation_5_pads_by_global_position_when_a_window_moves(engine, residual
         assert torch.equal(state[name], outside)  # positions nobody held start from the beginning
         moved += int((state[name] != initial[name]).any())
     assert moved > len(residual.trainable) / 2
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_between_two_windows_a_client_has_its_initial_weights(engine, residual, make_data, play):
+    """Pairs of positions that no window held together are in the memory of both, untrained."""
+    method, data = with_local(FedRolex(shift=1), **PLAIN), make_data(residual, (6, 6))
+    run = play(method, residual, data, (0.5,), engine=engine, rounds=2, link=DEAF)
+    memory, cutter = run.server.memory[0, ""], residual.cutter
+    first = cutter.gather(method.init(run.engine.world).weights, memory.submodel, residual.trainable)
+    held = {name: torch.zeros_like(value) for name, value in first.items()}
+    for round in (0, 1):
+        window = method.plan(replace(run.server, round=round), run.fleet.client(0, round, 0, 6), run.engine.world)[0]
+        ones = {
+            name: torch.ones_like(v) for name, v in cutter.narrow(held, memory.submodel.index, window.index).items()
+        }
+        held = cutter.overlay(held, memory.submodel.index, ones, window.index)
+    between = {name: value == 0 for name, value in held.items()}
+    assert sum(int((first[name][apart] != 0).sum()) for name, apart in between.items()) > 10
+    for name, apart in between.items():
+        assert torch.equal(memory.weights[name][apart], first[name][apart])
+
+
+def test_what_is_owed_of_lost_columns_is_owed_on(perceptron, make_data, play):
+    """Of what did not arrive the residual stays; of what did, it is the new one."""
+    method, data = with_local(FedAvg(), **PLAIN), make_data(perceptron, (8,))
+    link = fq.Link(loss=OnlyUp(0.3), codec=fq.Codec(bits=2, feedback=True))
+    for seed in range(20):
+        runs = [play(method, perceptron, data, rounds=rounds, link=link, seed=seed) for rounds in (1, 2)]
+        arrived = [reached(runs[1], link, 0, round, True) for round in (0, 1)]
+        if arrived[0] == arrived[1] or None in arrived or arrived[1].index == prefix(perceptron.whole).index:
+            continue
+        before, after = (run.server.memory[0, ""].slots["residual"] for run in runs)
+        ones = {
+            name: torch.ones_like(v) for name, v in perceptron.cutter.gather(before, arrived[1], list(before)).items()
+        }
+        zeros = {name: torch.zeros_like(value) for name, value in before.items()}
+        there = perceptron.cutter.overlay(zeros, prefix(perceptron.whole).index, ones, arrived[1].index)
+        lost = {name: mask == 0 for name, mask in there.items()}
+        assert all(torch.equal(before[name][away], after[name][away]) for name, away in lost.items())
+        assert any(not torch.equal(before[name], after[name]) for name in lost)
+        if any(before[name][away].any() for name, away in lost.items()):
+            return
+    raise AssertionError("no seed lost some of what was owed")
 
 
 def test_under_loss_every_method_remembers_all_it_trained(residual, make_data, play):

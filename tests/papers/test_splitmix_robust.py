@@ -21,7 +21,8 @@ from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, FedProx, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import PreResNet
 from fedquilt.round.local import Adversarial, Batch, CrossEntropy, Learner, Local, Phase, gradient
-from fedquilt.terms import Budget, Client, Job, World
+from fedquilt.round.serve import Kind
+from fedquilt.terms import Budget, Client, Job, Submodel, World
 from tests.conftest import LOCAL, Perceptron, assert_same, with_local
 
 SHARES = (1.0, 0.5, 0.25)
@@ -453,6 +454,23 @@ def test_noised_norms_are_calibrated_on_attacked_samples(pairs, images):
     for name, value in same.items():
         if ".clean." in name:
             torch.testing.assert_close(value, same[name.replace(".clean.", ".noised.")])
+
+
+@pytest.mark.parametrize("robustness", [0.0, 0.3, 1.0])
+def test_a_test_attacks_the_net_as_it_is_mixed(robustness, pairs):
+    """Through its norms at this λ, not through the clean ones."""
+    module, attack = shaken(pairs.module(pairs.whole)).double(), fq.PGD()
+    weights, generator = dict(module.state_dict()), torch.Generator().manual_seed(3)
+    x, drawn = (torch.rand(6, 1, 6, 6, generator=generator, dtype=torch.float64) for _ in range(2))
+    y, mode = torch.arange(6) % 4, Pass(statistics="batch", robustness=robustness)
+    net, kind = pairs.net(pairs.whole), Kind((Submodel(pairs.whole),), mode, attack)
+    found = kind.inputs(pairs, weights, x, y, drawn)
+    truth = by_hand(lambda some: F.cross_entropy(net(weights, some, mode)[0], y), x, drawn, attack)
+    torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
+    other = replace(mode, robustness=1 - robustness)
+    assert not torch.equal(
+        found, by_hand(lambda some: F.cross_entropy(net(weights, some, other)[0], y), x, drawn, attack)
+    )
 
 
 def test_nothing_is_attacked_unless_asked(pairs, images, play, monkeypatch):
