@@ -341,6 +341,30 @@ def _refuse(name: str, function: Any) -> Callable[..., Any]:
     return refused
 
 
+def _layered(name: str, function: Any) -> Callable[..., Any]:
+    """torch's recurrent layers, one call a layer: a call for all of them draws the dropout between them itself."""
+
+    def layered(drawn: Drawn, *args: Any) -> Any:
+        packed = not isinstance(args[3], bool)  # then batch sizes come second, and all else is one place further on
+        biases, count, dropout, train = args[3 + packed : 7 + packed]
+        if not (train and dropout and count > 1):
+            return function(*args)
+        if packed:
+            return _refuse(f"{name} on packed sequences, with dropout between layers", function)(drawn, *args)
+        value, before, weights, *_, both, batch_first = args
+        states = before if isinstance(before, (tuple, list)) else [before]  # of an LSTM two
+        each, after = len(weights) // count, []
+        for layer in range(count):
+            given = [state.chunk(count)[layer] for state in states]
+            start, own = given if len(given) > 1 else given[0], weights[layer * each : (layer + 1) * each]
+            value = _dropped(drawn, value, dropout, layer > 0, value.shape)
+            value, *ended = function(value, start, own, biases, 1, 0.0, train, both, batch_first)
+            after.append(ended)
+        return value, *map(torch.cat, zip(*after, strict=True))
+
+    return layered
+
+
 _REPLACED: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
@@ -357,6 +381,10 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_in_place,
+    torch.lstm: _layered("torch.lstm", torch.lstm),
+    torch.gru: _layered("torch.gru", torch.gru),
+    torch.rnn_tanh: _layered("torch.rnn_tanh", torch.rnn_tanh),
+    torch.rnn_relu: _layered("torch.rnn_relu", torch.rnn_relu),
     **{
         function: _refuse(name, function)
         for name, function in {
