@@ -61,6 +61,7 @@ class Net:
         self._now = _Now()
         self._adjustables = tuple(adjustables(module))
         self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
+        self._reading: set[bool] = set()  # those in which it leaves its inputs as they are
         for name, layer in module.named_modules():
             if isinstance(layer, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
                 layer.register_forward_pre_hook(_in_float32)
@@ -88,6 +89,9 @@ class Net:
             layer.robustness = mode.robustness if condition is None else condition
         self._now.mode, self._now.seen = mode, {}
         values = {**self._constants_for(weights), **weights}
+        # A first operation in place would change what others go on with, and torch.func refuses it; a copy may change.
+        copied = mode.train not in self._reading
+        inputs = inputs.clone() if copied else inputs
         if mode.train in self._plain:
             outputs = functional_call(self.module, values, (inputs,), strict=False)
         else:
@@ -95,6 +99,8 @@ class Net:
                 outputs = functional_call(self.module, values, (inputs,), strict=False)
             if not drawn.replaced:  # watching every operation costs a millisecond: nets are traced, so once will do
                 self._plain.add(mode.train)
+        if copied and not _is_changed(inputs):
+            self._reading.add(mode.train)
         seen, self._now.seen = self._now.seen, {}
         if condition is not None:  # a net holds on to nobody's tensors
             for layer in self._adjustables:
@@ -189,6 +195,14 @@ def _is_stacked(value: Tensor) -> bool:
             return True
         value = functorch.get_unwrapped(value)
     return False
+
+
+def _is_changed(value: Tensor) -> bool:
+    """Whether a tensor has been changed in place since it was made; a stack of clients counts that only at its core."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value._version > 0
 
 
 def _rescale(now: _Now, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:

@@ -411,3 +411,59 @@ def test_dropout_between_recurrent_layers_on_packed_sequences_is_refused():
     assert net(state, x)[0].isfinite().all()
     single, state = pure(Recurrent(nn.LSTM, packed=True))
     assert single(state, x, TRAIN, KEY)[0].isfinite().all()
+
+
+# --- operations in place ----------------------------------------------------------------------------------------
+
+
+class Rewrites(nn.Module):
+    """Begins with an operation on what it is given, perhaps in place."""
+
+    def __init__(self, begin) -> None:
+        super().__init__()
+        self.begin, self.head = begin, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.begin(x))
+
+
+def _centred(x: Tensor) -> Tensor:
+    x -= x.mean(1, keepdim=True)
+    return x
+
+
+def _blanked(x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no stacked clamp_
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("stacked_first", [True, False])
+@pytest.mark.parametrize(
+    ("begin", "apart"),
+    [
+        (nn.ReLU(inplace=True), torch.relu),
+        (_centred, lambda x: x - x.mean(1, keepdim=True)),
+        (_blanked, lambda x: x * (torch.arange(4) > 0)),
+        (lambda x: x.clamp_(0, 1), lambda x: x.clamp(0, 1)),
+        (lambda x: x.flatten(1).mul_(2), lambda x: 2 * x),
+    ],
+)
+def test_a_net_may_begin_in_place_and_changes_nobodys_inputs(begin, apart, stacked_first, train):
+    (net, state), (truth, _) = pure(Rewrites(begin)), pure(Rewrites(apart))
+    inputs, given = images()[:, 0, :, 0].repeat(2, 1, 1), images()[:, 0, :, 0].repeat(2, 1, 1)
+
+    def loss(net: Net, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return net(weights, x, Pass(train=train), KEY)[0].square().sum()
+
+    def ways(net: Net, x: Tensor) -> list:
+        one, both = partial(loss, net, state), vmap(partial(loss, net), (None, 0))
+        first = [both(state, x)] if stacked_first else []
+        slopes = [grad(partial(loss, net))(state, x[0])["head.weight"], grad(one)(x[0]), vmap(grad(one))(x)]
+        return [*first, one(x[0]), *slopes, both(state, x)]
+
+    for found, expected in zip(ways(net, given), ways(truth, inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert torch.equal(given, inputs)
+    assert (net._reading, truth._reading) == (set(), {train})  # who only reads is given no copy
