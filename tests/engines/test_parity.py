@@ -435,7 +435,6 @@ class Recurrent(nn.Module):
         return self.out(self.cell(x)[0][:, -1])
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("method", [HeteroFL(), LocalOnly()], ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["one layer", "dropout"])
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
