@@ -446,6 +446,27 @@ def test_recurrent_nets_give_the_same_numbers(kind, options, method, play, make_
         assert other.accuracy == truth.accuracy
 
 
+class Bag(nn.Module):
+    """torch stacks its sums of embeddings, client by client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.EmbeddingBag(11, 8), nn.Linear(8, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed(x)).unsqueeze(1).expand(-1, x.shape[1], -1)
+
+
+def test_what_torch_stacks_client_by_client_is_stacked_without_a_word(play, make_data, caplog):
+    """Warnings are errors here, and what fails in a stack would be set apart."""
+    family = fq.trace(Bag, torch.zeros(2, 5, dtype=torch.int64), class_dim=-1)
+    truth, others = both(play, with_local(HeteroFL(), batch_size=4), family, make_data(family, RAGGED), shares=SHARES)
+    for other in others:
+        assert_same(truth, other)
+        assert not other.engine.single
+    assert not caplog.records
+
+
 @pytest.mark.parametrize("layout", ["auto", "stack"])
 def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
     layout, residual, make_data, play, caplog, monkeypatch
