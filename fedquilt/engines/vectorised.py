@@ -7,8 +7,10 @@ has the same size, so that unequal amounts of data are exact: padding a batch wo
 from __future__ import annotations
 
 import logging
+import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -66,6 +68,7 @@ _CROWD = 4  # clients that layouts are timed with, at least, and that a group ha
 _AHEAD = 4
 _REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
 _NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
+_SLOW = "There is a performance drop because we have not yet implemented the batching rule"  # and that it can, slowly
 
 
 class _UnstackableError(FedquiltError):
@@ -152,6 +155,13 @@ class Vectorised(Engine):
             or self.world is not world
         ):
             self.examiner.forget()
+
+    @contextmanager
+    def computing(self) -> Iterator[None]:
+        """Without torch's warning that it runs an operation client by client: so do those who do not stack at all."""
+        with warnings.catch_warnings(), super().computing():
+            warnings.filterwarnings("ignore", _SLOW)
+            yield
 
     # --- training ----------------------------------------------------------------------------------------------
 

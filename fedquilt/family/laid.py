@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
+import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
@@ -64,7 +65,8 @@ class LaidNet:
         self._scaler = scaler
         for layer in self._adjustables:
             layer.robustness = robustness
-        flat = inputs.transpose(0, 1).flatten(1, 2)
+        # A copy always, not only where flattening needs one: the net may begin with an operation in place.
+        flat = inputs.transpose(0, 1).clone(memory_format=torch.contiguous_format).flatten(1, 2)
         outputs: Tensor = functional_call(self.module, dict(weights), (flat,), strict=False)
         if class_dim != 1 or outputs.shape[0] != inputs.shape[1] or outputs.shape[1] % self.count:
             raise LayoutError(f"its output of shape {tuple(outputs.shape)} does not hold the classes in dimension 1")

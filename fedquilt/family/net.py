@@ -61,6 +61,7 @@ class Net:
         self._now = _Now()
         self._adjustables = tuple(adjustables(module))
         self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
+        self._reading: set[bool] = set()  # those in which it leaves its inputs as they are
         for name, layer in module.named_modules():
             if isinstance(layer, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
                 layer.register_forward_pre_hook(_in_float32)
@@ -88,6 +89,9 @@ class Net:
             layer.robustness = mode.robustness if condition is None else condition
         self._now.mode, self._now.seen = mode, {}
         values = {**self._constants_for(weights), **weights}
+        # A first operation in place would change what others go on with, and torch.func refuses it; a copy may change.
+        copied = mode.train not in self._reading
+        inputs = inputs.clone() if copied else inputs
         if mode.train in self._plain:
             outputs = functional_call(self.module, values, (inputs,), strict=False)
         else:
@@ -95,6 +99,8 @@ class Net:
                 outputs = functional_call(self.module, values, (inputs,), strict=False)
             if not drawn.replaced:  # watching every operation costs a millisecond: nets are traced, so once will do
                 self._plain.add(mode.train)
+        if copied and not _is_changed(inputs):
+            self._reading.add(mode.train)
         seen, self._now.seen = self._now.seen, {}
         if condition is not None:  # a net holds on to nobody's tensors
             for layer in self._adjustables:
@@ -189,6 +195,14 @@ def _is_stacked(value: Tensor) -> bool:
             return True
         value = functorch.get_unwrapped(value)
     return False
+
+
+def _is_changed(value: Tensor) -> bool:
+    """Whether a tensor has been changed in place since it was made; a stack of clients counts that only at its core."""
+    functorch = torch._C._functorch
+    while functorch.is_functorch_wrapped_tensor(value):
+        value = functorch.get_unwrapped(value)
+    return value._version > 0
 
 
 def _rescale(now: _Now, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
@@ -341,6 +355,30 @@ def _refuse(name: str, function: Any) -> Callable[..., Any]:
     return refused
 
 
+def _layered(name: str, function: Any) -> Callable[..., Any]:
+    """torch's recurrent layers, one call a layer: a call for all of them draws the dropout between them itself."""
+
+    def layered(drawn: Drawn, *args: Any) -> Any:
+        packed = not isinstance(args[3], bool)  # then batch sizes come second, and all else is one place further on
+        biases, count, dropout, train = args[3 + packed : 7 + packed]
+        if not (train and dropout and count > 1):
+            return function(*args)
+        if packed:
+            return _refuse(f"{name} on packed sequences, with dropout between layers", function)(drawn, *args)
+        value, before, weights, *_, both, batch_first = args
+        states = before if isinstance(before, (tuple, list)) else [before]  # of an LSTM two
+        each, after = len(weights) // count, []
+        for layer in range(count):
+            given = [state.chunk(count)[layer] for state in states]
+            start, own = given if len(given) > 1 else given[0], weights[layer * each : (layer + 1) * each]
+            value = _dropped(drawn, value, dropout, layer > 0, value.shape)
+            value, *ended = function(value, start, own, biases, 1, 0.0, train, both, batch_first)
+            after.append(ended)
+        return value, *map(torch.cat, zip(*after, strict=True))
+
+    return layered
+
+
 _REPLACED: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
@@ -357,6 +395,10 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_in_place,
+    torch.lstm: _layered("torch.lstm", torch.lstm),
+    torch.gru: _layered("torch.gru", torch.gru),
+    torch.rnn_tanh: _layered("torch.rnn_tanh", torch.rnn_tanh),
+    torch.rnn_relu: _layered("torch.rnn_relu", torch.rnn_relu),
     **{
         function: _refuse(name, function)
         for name, function in {

@@ -46,19 +46,35 @@ class PGD:
 
         `loss` may be the mean or the sum over samples: only the gradient's sign counts.
         """
+        return self._climbed(grad(loss), inputs, drawn)
+
+    def _climbed(self, slope: Callable[[Tensor], Tensor], inputs: Tensor, drawn: Tensor) -> Tensor:
         least, most = ((inputs + by).clamp(self.low, self.high) for by in (-self.eps, self.eps))
         found = (inputs + self.eps * (2 * drawn - 1)).clamp(self.low, self.high) if self.start else inputs
         for _ in range(self.steps):
-            slope: Tensor = grad(loss)(found)
-            found = torch.minimum(torch.maximum(found + self.size * slope.sign(), least), most)
+            found = torch.minimum(torch.maximum(found + self.size * slope(found).sign(), least), most)
         return found.detach()
 
     def on(self, module: nn.Module, inputs: Tensor, targets: Tensor, seed: int = 0) -> Tensor:
-        """The samples as they are worst for a plain module, one of `run.deploy` or any other, as it runs now."""
+        """The samples as they are worst for a plain module, one of `run.deploy` or any other, as it runs now.
+
+        In training mode its norms keep the statistics of what they see on the way, as in any forward.
+        """
         self._refuse(inputs, "the samples given", "Give them as they are without normalisation")
         key = torch.tensor(noise.key(seed), device=inputs.device)
         drawn = noise.uniform(key, inputs.shape, inputs.dtype)
-        return self(lambda x: F.cross_entropy(module(x), targets), inputs, drawn)
+        kept = (value.dtype for value in (*module.parameters(), *module.buffers()) if value.is_floating_point())
+        kind = next(kept, inputs.dtype)
+
+        def slope(x: Tensor) -> Tensor:
+            """By plain autograd: torch.func forbids what a module writes into itself, as norms do in training."""
+            with torch.enable_grad():
+                x = x.detach().requires_grad_()
+                loss = F.cross_entropy(module(x.to(kind, copy=True)), targets)  # it may begin in place
+                (found,) = torch.autograd.grad(loss + 0 * x.sum(), x)  # zero where no slope reaches the samples
+            return found
+
+        return self._climbed(slope, inputs, drawn)
 
     def check(self, data: FederatedData) -> None:
         """Refuse samples outside of the range: an attack would first of all move them into it."""

@@ -427,23 +427,44 @@ def test_one_sample_is_too_few_for_a_norm_that_trains_on_it(engine, make_data, p
 class Recurrent(nn.Module):
     """torch's own recurrent layers have no batching rule where only some of their inputs are stacked."""
 
-    def __init__(self, kind: type[nn.RNNBase]) -> None:
+    def __init__(self, kind: type[nn.RNNBase], **options) -> None:
         super().__init__()
-        self.cell, self.out = kind(3, 8, batch_first=True), nn.Linear(8, 4)
+        self.cell, self.out = kind(3, 8, batch_first=True, **options), nn.Linear(8, 4)
 
     def forward(self, x: Tensor) -> Tensor:
         return self.out(self.cell(x)[0][:, -1])
 
 
-@pytest.mark.filterwarnings("ignore:There is a performance drop")
 @pytest.mark.parametrize("method", [HeteroFL(), LocalOnly()], ids=lambda method: type(method).__name__)
-@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
-def test_recurrent_nets_give_the_same_numbers(kind, method, play, make_data):
-    family = fq.trace(lambda: Recurrent(kind), torch.zeros(2, 5, 3))
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["one layer", "dropout"])
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_recurrent_nets_give_the_same_numbers(kind, options, method, play, make_data):
+    family = fq.trace(lambda: Recurrent(kind, **options), torch.zeros(2, 5, 3))
     truth, others = both(play, with_local(method, batch_size=4), family, make_data(family, RAGGED), shares=SHARES)
     for other in others:
         assert_same(truth, other)
         assert other.accuracy == truth.accuracy
+
+
+class Bag(nn.Module):
+    """torch stacks its sums of embeddings, client by client."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.out = nn.EmbeddingBag(11, 8), nn.Linear(8, 11)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.out(self.embed(x)).unsqueeze(1).expand(-1, x.shape[1], -1)
+
+
+def test_what_torch_stacks_client_by_client_is_stacked_without_a_word(play, make_data, caplog):
+    """Warnings are errors here, and what fails in a stack would be set apart."""
+    family = fq.trace(Bag, torch.zeros(2, 5, dtype=torch.int64), class_dim=-1)
+    truth, others = both(play, with_local(HeteroFL(), batch_size=4), family, make_data(family, RAGGED), shares=SHARES)
+    for other in others:
+        assert_same(truth, other)
+        assert not other.engine.single
+    assert not caplog.records
 
 
 @pytest.mark.parametrize("layout", ["auto", "stack"])

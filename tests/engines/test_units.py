@@ -278,6 +278,30 @@ def test_a_net_that_cannot_have_its_channels_last_is_trained(make_data, play):
         assert_same(play(method, family, data, rounds=1, shares=SHARES, precision="fp32", evaluation=how), ours, 1e-4)
 
 
+class Rewriting(nn.Module):
+    """Begins in place, on images of one channel: laid side by side they are the samples themselves."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.head = nn.Conv2d(1, 8, 3), nn.Linear(8, 4)
+
+    def forward(self, x):
+        x -= 0.5
+        return self.head(torch.relu(self.conv(x)).mean((2, 3)))
+
+
+@pytest.mark.parametrize("name", ["heterofl", "fedrescue"])  # one net a batch, and several of one batch
+@pytest.mark.parametrize("attack", [None, fq.AdversarialTraining(0.5, fq.PGD(steps=2, low=-9, high=9))])
+def test_a_net_that_begins_in_place_is_trained_alike_in_every_layout(name, attack, make_data, play):
+    family = fq.trace(Rewriting, torch.zeros(2, 1, 6, 6))
+    method, data = with_local(METHODS[name](), batch_size=4, adversarial=attack), make_data(family, RAGGED)
+    truth = play(method, family, data, shares=SHARES)
+    for layout in LAYOUTS if attack is None else ("alone", "stack"):
+        ours = played(method, family, data, layout)
+        assert_same(truth, ours)
+        assert not ours.engine._refused
+
+
 class Neighbourly(nn.Module):
     """Channels are normalised by those beside them, by next to nothing at first."""
 

@@ -8,7 +8,7 @@ from functools import cache
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import Tensor, nn
 from torch.func import functional_call
 
 import fedquilt as fq
@@ -215,6 +215,33 @@ def test_pgd_stays_near_and_in_range_and_raises_the_loss(attack):
     drawn = noise.uniform(torch.tensor(noise.key(0)), x.shape, x.dtype)
     expected = by_hand(lambda inputs: F.cross_entropy(module(inputs), y), x, drawn, attack)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_pgd_takes_modules_that_write_into_themselves_and_samples_of_any_precision():
+    module = nn.Sequential(nn.ReLU(inplace=True), shaken(_net())).train()
+    x, y = torch.rand(16, 1, 6, 6, generator=torch.Generator().manual_seed(1)), torch.arange(16) % 4
+    before, found = x.clone(), fq.PGD().on(module, x, y)
+    assert torch.equal(x, before)
+    drawn = noise.uniform(torch.tensor(noise.key(0)), x.shape, x.dtype)
+    expected = by_hand(lambda inputs: F.cross_entropy(module(inputs.clone()), y), x, drawn, fq.PGD())
+    torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
+    assert all(weight.grad is None for weight in module.parameters())
+    with torch.no_grad():
+        assert torch.equal(fq.PGD().on(module, x, y), found)
+    once = fq.PGD(start=False, steps=1)
+    finer = once.on(module, x.double(), y)
+    assert finer.dtype == torch.float64
+    torch.testing.assert_close(finer.float(), once.on(module, x, y), rtol=0, atol=1e-6)
+
+
+def test_pgd_does_not_move_samples_that_no_slope_reaches():
+    x, y = torch.rand(4, 6), torch.zeros(4, dtype=torch.int64)
+    assert torch.equal(fq.PGD(start=False).on(nn.Sequential(nn.Flatten(), _Signs()), x, y), x)
+
+
+class _Signs(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return (x > 0.5).to(x.dtype)
 
 
 def test_pgd_has_the_papers_numbers():

@@ -355,3 +355,115 @@ def test_torchs_attention_with_dropout_trains_without_warnings(engine, play, mak
     for name, weight in runs[0].server.weights.items():
         torch.testing.assert_close(weight, runs[1].server.weights[name], rtol=0, atol=1e-9)
     assert runs[0].records[-1].loss > 0
+
+
+class Recurrent(nn.Module):
+    """One of torch's recurrent layers, all that it gives in one tensor."""
+
+    def __init__(self, kind: type[nn.RNNBase], packed: bool = False, **options) -> None:
+        super().__init__()
+        self.cell, self.packed = kind(3, 4, **options), packed
+
+    def forward(self, x: Tensor) -> Tensor:
+        steps = x.shape[1 if self.cell.batch_first else 0]
+        lengths = torch.full([x.numel() // steps // 3], steps)
+        outputs, state = self.cell(
+            nn.utils.rnn.pack_padded_sequence(x, lengths, self.cell.batch_first) if self.packed else x
+        )
+        given = (outputs.data if self.packed else outputs, *(state if isinstance(state, tuple) else (state,)))
+        return torch.cat([value.flatten() for value in given])
+
+
+@pytest.mark.parametrize("p", [1e-12, 1.0])  # nothing is dropped, or all: the two that torch does not draw for
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        (nn.LSTM, {}),
+        (nn.LSTM, {"proj_size": 2, "bidirectional": True, "bias": False, "batch_first": True}),
+        (nn.GRU, {"bidirectional": True, "batch_first": True}),
+        (nn.RNN, {"bias": False}),
+        (nn.RNN, {"nonlinearity": "relu", "bidirectional": True}),
+    ],
+)
+def test_recurrent_layers_with_dropout_between_them_are_torchs(kind, options, p):
+    theirs = Recurrent(kind, num_layers=3, dropout=round(p), **options).double().train()
+    net, _ = pure(Recurrent(kind, num_layers=3, dropout=p, **options))
+    state, x = dict(theirs.named_parameters()), images().flatten(2).transpose(1, 2)
+    torch.testing.assert_close(net(state, x, TRAIN, KEY)[0], theirs(x), rtol=0, atol=1e-10)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
+def test_dropout_between_recurrent_layers_is_keyed(kind):
+    net, state = pure(Recurrent(kind, num_layers=2, dropout=0.5))
+    before, x = torch.random.get_rng_state(), images().flatten(2).transpose(1, 2)
+    found, again, other = (net(state, x, TRAIN, key)[0] for key in (KEY, KEY, KEY + 1))
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert torch.equal(found, again)
+    assert not torch.equal(found, other)
+    assert torch.equal(net(state, x)[0], net.module.eval()(x))
+
+
+def test_dropout_between_recurrent_layers_on_packed_sequences_is_refused():
+    net, state = pure(Recurrent(nn.LSTM, packed=True, num_layers=2, dropout=0.5))
+    x = images().flatten(2).transpose(1, 2)
+    with pytest.raises(TrainingError, match=r"torch\.lstm on packed sequences, with dropout between layers"):
+        net(state, x, TRAIN, KEY)
+    assert net(state, x)[0].isfinite().all()
+    single, state = pure(Recurrent(nn.LSTM, packed=True))
+    assert single(state, x, TRAIN, KEY)[0].isfinite().all()
+
+
+# --- operations in place ----------------------------------------------------------------------------------------
+
+
+class Rewrites(nn.Module):
+    """Begins with an operation on what it is given, perhaps in place."""
+
+    def __init__(self, begin) -> None:
+        super().__init__()
+        self.begin, self.head = begin, nn.Linear(4, 2)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.begin(x))
+
+
+def _centred(x: Tensor) -> Tensor:
+    x -= x.mean(1, keepdim=True)
+    return x
+
+
+def _blanked(x: Tensor) -> Tensor:
+    x[:, 0] = 0
+    return x
+
+
+@pytest.mark.filterwarnings("ignore:There is a performance drop")  # torch has no stacked clamp_
+@pytest.mark.parametrize("train", [True, False])
+@pytest.mark.parametrize("stacked_first", [True, False])
+@pytest.mark.parametrize(
+    ("begin", "apart"),
+    [
+        (nn.ReLU(inplace=True), torch.relu),
+        (_centred, lambda x: x - x.mean(1, keepdim=True)),
+        (_blanked, lambda x: x * (torch.arange(4) > 0)),
+        (lambda x: x.clamp_(0, 1), lambda x: x.clamp(0, 1)),
+        (lambda x: x.flatten(1).mul_(2), lambda x: 2 * x),
+    ],
+)
+def test_a_net_may_begin_in_place_and_changes_nobodys_inputs(begin, apart, stacked_first, train):
+    (net, state), (truth, _) = pure(Rewrites(begin)), pure(Rewrites(apart))
+    inputs, given = images()[:, 0, :, 0].repeat(2, 1, 1), images()[:, 0, :, 0].repeat(2, 1, 1)
+
+    def loss(net: Net, weights: dict[str, Tensor], x: Tensor) -> Tensor:
+        return net(weights, x, Pass(train=train), KEY)[0].square().sum()
+
+    def ways(net: Net, x: Tensor) -> list:
+        one, both = partial(loss, net, state), vmap(partial(loss, net), (None, 0))
+        first = [both(state, x)] if stacked_first else []
+        slopes = [grad(partial(loss, net))(state, x[0])["head.weight"], grad(one)(x[0]), vmap(grad(one))(x)]
+        return [*first, one(x[0]), *slopes, both(state, x)]
+
+    for found, expected in zip(ways(net, given), ways(truth, inputs), strict=True):
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert torch.equal(given, inputs)
+    assert (net._reading, truth._reading) == (set(), {train})  # who only reads is given no copy
