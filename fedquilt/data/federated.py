@@ -168,13 +168,13 @@ class Pool:
         self, parts: Sequence[Sequence[int] | Array], test_parts: Sequence[Sequence[int] | Array] | None = None
     ) -> FederatedData:
         """The pool with each client's positions in it, checked."""
-        own = Parts.of(parts)
+        own = Parts.of(parts, len(self.targets))
         if not len(own):
             raise DataError("no client was given any data: `parts` is empty.")
         _check_parts(own, len(self.targets), "training")
         if len(empty := (own.sizes == 0).nonzero()):
             raise DataError(f"client {int(empty[0])} has no data. Leave it out, or give it at least one sample.")
-        tests = None if test_parts is None else Parts.of(test_parts)
+        tests = None if test_parts is None else Parts.of(test_parts, len(self.test_targets))
         if tests is not None:
             if len(tests) != len(own):
                 raise DataError(f"there are {len(own)} clients but test parts for {len(tests)}.")
@@ -264,7 +264,15 @@ class FederatedData(Pool):
         test_parts: Sequence[Sequence[int] | Array] | None = None,
         name: str = "data",
     ) -> FederatedData:
-        """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), `parts` positions a client."""
+        """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), `parts` positions a client.
+
+        A part may be a mask instead, True where a sample is the client's.
+        """
+        if test is None:  # held out, a fifth would leave other samples at the positions
+            raise DataError(
+                f"{name}: parts were given and no test set. Give (inputs, targets) to test on; or say whose each "
+                "sample is, Pool.of(train, clients=owners).deal(), and a fifth of every client's is held out."
+            )
         return Pool.of(train, test, name=name).dealt(parts, test_parts)
 
     def __repr__(self) -> str:

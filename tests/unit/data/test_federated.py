@@ -43,6 +43,13 @@ def test_parts_are_the_lists_they_were_made_of(lists):
             parts[outside]
 
 
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, list])
+def test_a_mask_of_all_samples_says_which_are_the_clients(kind):
+    data = of(parts=[kind(Y.numpy() < 2), kind(Y.numpy() == 2)], test_parts=[kind(Y.numpy() == 1), []])
+    assert [part.tolist() for part in data.parts] == [[0, 1, 3, 4], [2, 5]]
+    assert [part.tolist() for part in data.test_parts] == [[1, 4], []]
+
+
 def test_parts_from_owners_keep_the_order_of_samples_and_leave_out_what_nobody_owns():
     parts = Parts.owned(torch.tensor([1, -1, 0, 1, 3]), 4)
     assert [part.tolist() for part in parts] == [[2], [0, 3], [], [4]]
@@ -134,6 +141,14 @@ def test_ids_may_be_of_any_whole_kind():
         ({"train": (X[:0], Y[:0])}, "the training set is empty"),
         ({"test": (X[:0], Y[:0])}, "the test set is empty"),
         ({"parts": []}, "no client"),
+        ({"parts": {0: [1, 2], 1: [3]}}, "parts are a dict; a list of positions a client is wanted"),
+        ({"parts": None}, "parts are a NoneType; a list of positions a client is wanted"),
+        ({"parts": np.arange(6) % 2}, r"the part of client 0 is 0; .* Pool\.of\(train, test, clients=owners\)\.deal"),
+        ({"parts": torch.arange(6) % 2}, "the part of client 0 is 0; a list of positions a client"),
+        ({"parts": [[0], [0.7, 1.9]]}, "the part of client 1 is of float64; positions are whole numbers"),
+        ({"parts": [Y[:5] < 2]}, "the mask of client 0 has 5 entries; there are 6 samples"),
+        ({"test_parts": [[0], Y[:5] < 2]}, "the mask of client 1 has 5 entries; there are 6 samples"),
+        ({"test": None}, r"parts were given and no test set\. .*Pool\.of\(train, clients=owners\)\.deal"),
     ],
 )
 def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
