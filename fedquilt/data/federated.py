@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 IGNORED = -100  # a target that counts neither in the loss nor in the accuracy: padding
 Normalise = Literal["auto", "channel", "none"]
 
+_ONE = "one array or tensor of all samples is wanted"
 _CHUNK = 1024  # samples that are real numbers at once while statistics are measured
 _log = logging.getLogger(__name__)
 
@@ -120,7 +121,7 @@ class Pool:
 
         Without `test` a fifth is held out: of every client where there are clients, else of every domain, else of all.
         """
-        x, y = _inputs(train[0], name), _numbers(train[1], f"{name}: the training targets")
+        x, y = _pair(train, name, "training")
         own, home = _codes(clients, f"{name}: clients"), _codes(domains, f"{name}: domains")
         _check(name, "training", x, y, {"clients": own, "domains": home})
         if test is None:
@@ -129,7 +130,7 @@ class Pool:
             test_own, own = (None, None) if own is None else (own[held], own[rest])
             test_home, home = (None, None) if home is None else (home[held], home[rest])
         else:
-            tx, ty = _inputs(test[0], name), _numbers(test[1], f"{name}: the test targets")
+            tx, ty = _pair(test, name, "test")
             test_own, test_home = _codes(test_clients, f"{name}: clients"), _codes(test_domains, f"{name}: domains")
             _check(name, "test", tx, ty, {"clients": test_own, "domains": test_home})
         if x.shape[1:] != tx.shape[1:] or y.shape[1:] != ty.shape[1:]:
@@ -302,12 +303,25 @@ class FederatedData(Pool):
 # --- checks -----------------------------------------------------------------------------------------------------
 
 
+def _pair(given: tuple[Array, Array], name: str, what: str) -> tuple[Tensor, Tensor]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise DataError(
+            f"{name}: the {what} set is a {type(given).__name__}; (inputs, targets) are wanted, and of each {_ONE}."
+        )
+    return _inputs(given[0], name), _numbers(given[1], f"{name}: the {what} targets")
+
+
 def _inputs(given: Array, name: str) -> Tensor:
     if isinstance(given, np.ndarray) and given.dtype.kind not in "buif":
         raise DataError(f"{name}: inputs are {given.dtype}; bytes, real numbers or whole numbers fit.")
     if isinstance(given, np.ndarray) and given.dtype.kind == "u" and given.dtype != np.uint8:
         given = given.astype(np.int64)  # torch can hardly compute with other unsigned numbers
-    inputs = torch.as_tensor(given)
+    if isinstance(given, tuple):  # torch would stack them, if they are alike
+        raise DataError(f"{name}: {len(given)} inputs a sample were given; {_ONE}.")
+    try:
+        inputs = torch.as_tensor(given).detach()  # nobody trains samples
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name}: inputs are a {type(given).__name__}; {_ONE} ({error}).") from error
     whole = not inputs.is_floating_point() and inputs.dtype != torch.uint8
     return inputs.long() if whole else inputs
 
@@ -324,6 +338,8 @@ def _codes(given: Array | None, what: str) -> Tensor | None:
 
 
 def _check(name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[str, Tensor | None]) -> None:
+    if not (inputs.dim() and targets.dim()):
+        raise DataError(f"{name}: the {what} set has a single number for inputs or targets; {_ONE}.")
     if len(inputs) != len(targets):
         raise DataError(
             f"{name}: the {what} set has {len(inputs)} inputs and {len(targets)} targets; they must pair up."

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 import fedquilt as fq
 from fedquilt.data import Labels, Natural, Parts, Pool, Scale
@@ -116,6 +117,13 @@ def test_samples_take_the_dtype_and_tokens_stay_whole():
     assert moved.inputs.dtype == moved.test_inputs.dtype == torch.int64
 
 
+def test_samples_need_no_gradients():
+    inputs = X.clone().requires_grad_()
+    pool = Pool.of((inputs, Y), (inputs, Y), public=inputs)
+    assert not any(one.requires_grad for one in (pool.inputs, pool.test_inputs, pool.public))
+    assert inputs.requires_grad  # the caller's own is as it was
+
+
 def test_ids_may_be_of_any_whole_kind():
     pool = Pool.of((X.numpy(), Y.numpy().astype(np.uint8)), (X, Y), clients=np.arange(6, dtype=np.uint16))
     assert pool.clients.tolist() == [0, 1, 2, 3, 4, 5]
@@ -127,6 +135,13 @@ def test_ids_may_be_of_any_whole_kind():
     [
         ({"train": (X, Y[:5])}, "the training set has 6 inputs and 5 targets"),
         ({"test": (X[:5], Y)}, "the test set has 5 inputs and 6 targets"),
+        ({"train": ((X, X), Y)}, "2 inputs a sample were given; one array or tensor of all samples is wanted"),
+        ({"train": ((X.numpy(), X.numpy()), Y)}, "2 inputs a sample were given; one array or tensor"),
+        ({"train": (TensorDataset(X), Y)}, "inputs are a TensorDataset; one array or tensor of all samples is wanted"),
+        ({"test": ({"image": X}, Y)}, "inputs are a dict; one array or tensor of all samples is wanted"),
+        ({"train": TensorDataset(X, Y)}, r"the training set is a TensorDataset; \(inputs, targets\) are wanted"),
+        ({"test": {"x": X, "y": Y}}, r"the test set is a dict; \(inputs, targets\) are wanted"),
+        ({"train": (1.0, 0)}, "the training set has a single number for inputs or targets; one array or tensor"),
         ({"train": (X, Y.double())}, "training targets are float64; classes are whole numbers"),
         ({"test": (X, Y.float())}, "test targets are float32"),
         ({"train": (np.array([["a"] * 4] * 6), Y)}, "inputs are <U1; bytes, real numbers or whole numbers fit"),
