@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.data.partition import Iid
+from fedquilt.data.partition import Iid, Natural
 from fedquilt.data.parts import Array, Parts
 from fedquilt.errors import ConfigError, DataError
 
@@ -106,10 +106,10 @@ class Pool:
         train: tuple[Array, Array],
         test: tuple[Array, Array] | None = None,
         *,
-        clients: Array | None = None,
-        test_clients: Array | None = None,
-        domains: Array | None = None,
-        test_domains: Array | None = None,
+        clients: Array | Sequence[str] | None = None,
+        test_clients: Array | Sequence[str] | None = None,
+        domains: Array | Sequence[str] | None = None,
+        test_domains: Array | Sequence[str] | None = None,
         public: Array | None = None,
         name: str = "data",
         num_classes: int = 0,
@@ -119,10 +119,12 @@ class Pool:
     ) -> Pool:
         """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), the rest goes along with them.
 
+        Clients and domains are numbers from 0 on, or names.
         Without `test` a fifth is held out: of every client where there are clients, else of every domain, else of all.
         """
         x, y = _pair(train, name, "training")
-        own, home = _codes(clients, f"{name}: clients"), _codes(domains, f"{name}: domains")
+        own, test_own, _ = _codes(clients, None if test is None else test_clients, f"{name}: clients")
+        home, test_home, places = _codes(domains, None if test is None else test_domains, f"{name}: domains")
         _check(name, "training", x, y, {"clients": own, "domains": home})
         if test is None:
             rest, held = held_out(len(x), own if own is not None else home, name)
@@ -131,7 +133,6 @@ class Pool:
             test_home, home = (None, None) if home is None else (home[held], home[rest])
         else:
             tx, ty = _pair(test, name, "test")
-            test_own, test_home = _codes(test_clients, f"{name}: clients"), _codes(test_domains, f"{name}: domains")
             _check(name, "test", tx, ty, {"clients": test_own, "domains": test_home})
         if x.shape[1:] != tx.shape[1:] or y.shape[1:] != ty.shape[1:]:
             one, other = ((tuple(i.shape[1:]), tuple(t.shape[1:])) for i, t in ((x, y), (tx, ty)))
@@ -157,13 +158,21 @@ class Pool:
             name,
             num_classes or top + 1,
             class_names,
-            domain_names,
+            domain_names or places,
             scale or (Scale.of(x, "none") if x.dtype == torch.uint8 else None),
         )
 
-    def deal(self, num_clients: int | None = None, partition: Partition = Iid(), seed: int = 0) -> FederatedData:
-        """Give the samples to clients. Without a number, to as many as the data has of its own."""
-        return self.dealt(*partition.deal(self, num_clients, seed))
+    @property
+    def usual(self) -> Partition:
+        """How it is dealt where nobody says: to the clients it knows, else evenly."""
+        return Iid() if self.clients is None else Natural()
+
+    def deal(self, num_clients: int | None = None, partition: Partition | None = None, seed: int = 0) -> FederatedData:
+        """Give the samples to clients. Without a number, to as many as the data has of its own.
+
+        Without a partition, data that knows its clients is dealt to them, and all other data evenly.
+        """
+        return self.dealt(*(partition or self.usual).deal(self, num_clients, seed))
 
     def dealt(
         self, parts: Sequence[Sequence[int] | Array], test_parts: Sequence[Sequence[int] | Array] | None = None
@@ -326,15 +335,31 @@ def _inputs(given: Array, name: str) -> Tensor:
     return inputs.long() if whole else inputs
 
 
-def _numbers(given: Array, what: str) -> Tensor:
+def _numbers(given: Array, what: str, fit: str = "classes are whole numbers (int64)") -> Tensor:
     given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
     if given.dtype.kind not in "bui":
-        raise DataError(f"{what} are {given.dtype}; classes are whole numbers (int64).")
+        raise DataError(f"{what} are {given.dtype}; {fit}.")
     return torch.as_tensor(given.astype(np.int64))
 
 
-def _codes(given: Array | None, what: str) -> Tensor | None:
-    return None if given is None else _numbers(given, what)
+def _codes(
+    train: Array | Sequence[str] | None, test: Array | Sequence[str] | None, what: str
+) -> tuple[Tensor | None, Tensor | None, tuple[str, ...]]:
+    """The clients or domains of both sets as numbers, and their names where names were given."""
+    given = [one for one in (train, test) if one is not None]
+    plain = [one.numpy(force=True) if isinstance(one, Tensor) else np.asarray(one) for one in given]
+    names: tuple[str, ...] = ()
+    if plain and all(one.dtype.kind == "U" for one in plain):
+        plain, names = coded(plain)
+    codes = [_numbers(one, what, "whole numbers from 0 on fit, or names") for one in plain]
+    return None if train is None else codes[0], None if test is None else codes[-1], names
+
+
+def coded(named: Sequence[np.ndarray]) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """Numbers for what arrays call by names, the same in all of them, and the names in the order of their numbers."""
+    names, codes = np.unique(np.concatenate([one.reshape(-1) for one in named]), return_inverse=True)
+    pieces = np.split(codes, np.cumsum([one.size for one in named])[:-1])
+    return [own.reshape(one.shape) for own, one in zip(pieces, named, strict=True)], tuple(map(str, names))
 
 
 def _check(name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[str, Tensor | None]) -> None:

@@ -117,6 +117,14 @@ def test_samples_take_the_dtype_and_tokens_stay_whole():
     assert moved.inputs.dtype == moved.test_inputs.dtype == torch.int64
 
 
+def test_clients_and_domains_may_have_names():
+    one, other = ["b", "a", "b", "a", "c", "c"], ["a", "a", "d", "c", "c", "c"]
+    pool = Pool.of((X, Y), (X, Y), clients=one, test_clients=other, domains=other, test_domains=np.array(one))
+    assert (pool.clients.tolist(), pool.test_clients.tolist()) == ([1, 0, 1, 0, 2, 2], [0, 0, 3, 2, 2, 2])
+    assert (pool.domain_names, pool.domains.tolist()) == (("a", "b", "c", "d"), [0, 0, 3, 2, 2, 2])
+    assert Pool.of((X, Y), (X, Y), domains=one, domain_names=("x", "y", "z")).domain_names == ("x", "y", "z")
+
+
 def test_samples_need_no_gradients():
     inputs = X.clone().requires_grad_()
     pool = Pool.of((inputs, Y), (inputs, Y), public=inputs)
@@ -176,6 +184,8 @@ def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
     [
         ({"clients": torch.zeros(5, dtype=torch.int64)}, r"the training set has 6 samples and \(5,\) clients"),
         ({"domains": torch.zeros(6)}, "domains are float32"),
+        ({"clients": [0.5] * 6}, "clients are float64; whole numbers from 0 on fit, or names"),
+        ({"clients": ["a"] * 6, "test_clients": Y}, "clients are <U1; whole numbers from 0 on fit, or names"),
         ({"domains": torch.full((6,), -1)}, "one of the domains is -1; they count from 0"),
         ({"num_classes": 2}, "there is a target 2; 2 classes were announced"),
     ],
