@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor, nn
 
 from fedquilt.checkpoint import Checkpointing
+from fedquilt.checks import whole
 from fedquilt.clientwise import Clientwise, clientwise
 from fedquilt.customise import CustomisableModel, customisable
 from fedquilt.data import FederatedData
@@ -83,6 +84,7 @@ class Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
         if self.absent:
             raise ConfigError(f"a run was to be trained to round {rounds}; its data cannot be had: {self.absent}")
+        rounds = _whole("rounds", rounds)
         self.fleet.check(rounds)
         self._take_over()
         while self.server.round < rounds:
@@ -173,6 +175,7 @@ def run(
     Its numbers go to `trackers` as well: TensorBoard, Weights & Biases, MLflow (`tracking.py`).
     An error raised by a round carries the run, with the last good state, as `error.run`.
     """
+    rounds = _whole("rounds", rounds)
     for one in trackers:
         one.check()
     prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link)
@@ -234,6 +237,7 @@ def prepare(
     _check_kind("run", data, FederatedData, "pool.deal(20)")
     _check_kind("run", fleet, Fleet, "fq.Fleet.of([1, 1/2], num_clients=20)")
     _check_kind("run", link, Link, 'fq.Link.preset("lossy-mild")')
+    seed = _whole("seed", seed)
     link.check(fleet.num_clients)
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
@@ -268,6 +272,13 @@ def _check_budgets(family: Family, fleet: Fleet) -> None:
             family.fit(budget)
         except BudgetError as error:
             raise BudgetError(f"client {fleet.first(budget)}: {error}") from error
+
+
+def _whole(what: str, given: int) -> int:
+    """A number of rounds or a seed as Python's own: files and torch take no other."""
+    if not whole(given) or given >= 1 << 63:
+        raise ConfigError(f"{what} = {given!r} was asked for; whole numbers from 0 on fit, below 2**63.")
+    return int(given)
 
 
 def _check_kind(who: str, given: object, kind: type, fits: str) -> None:

@@ -308,6 +308,14 @@ class FederatedData(Pool):
         mask = torch.zeros(num_classes, dtype=torch.bool, device=targets.device)
         return mask.index_fill_(0, targets[targets >= 0].flatten(), True)
 
+    def flaw(self, client: int) -> str:
+        """Why nobody could learn from a client's samples, or ""; asked once its training has failed."""
+        rows = self.parts[client].to(self.targets.device)
+        if bad := int((~self.inputs[rows].isfinite()).reshape(len(rows), -1).any(1).sum()):
+            return f"{bad} of its {len(rows)} samples hold values that are not finite"
+        counted = bool((self.targets[rows] != IGNORED).any())
+        return "" if counted else f"It has no target that counts: all are {IGNORED}"
+
 
 # --- checks -----------------------------------------------------------------------------------------------------
 
