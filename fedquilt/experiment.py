@@ -8,13 +8,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedquilt.checkpoint import Checkpointing
 from fedquilt.checks import whole
 from fedquilt.clientwise import Clientwise, clientwise
 from fedquilt.customise import CustomisableModel, customisable
 from fedquilt.data import FederatedData
+from fedquilt.data.parts import Array
 from fedquilt.deploy import deployed
 from fedquilt.devices import device_of
 from fedquilt.engines import ENGINES, Engine
@@ -115,7 +116,7 @@ class Run:
         budget: Budget,
         client: int | None = None,
         norms: NormPolicy | None = None,
-        samples: Tensor | None = None,
+        samples: Array | None = None,
         robustness: float | None = None,
     ) -> nn.Module:
         """A plain nn.Module within the budget, trained, norms settled; with `client`, that client's own.
@@ -141,7 +142,7 @@ class Run:
         shares: Iterable[float] = (1.0, 0.5, 0.25, 0.125),
         client: int | None = None,
         norms: NormPolicy | None = None,
-        samples: Tensor | None = None,
+        samples: Array | None = None,
     ) -> CustomisableModel:
         """One module for all of these shares that holds weights once: `model.set(share=0.5)` while it is in use."""
         self._take_over()

@@ -323,7 +323,7 @@ class FederatedData(Pool):
 def _pair(given: tuple[Array, Array], name: str, what: str) -> tuple[Tensor, Tensor]:
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise DataError(
-            f"{name}: the {what} set is a {type(given).__name__}; (inputs, targets) are wanted, and of each {_ONE}."
+            f"{name}: the {what} set is a {type(given).__name__}; (inputs, targets) belong there, and of each {_ONE}."
         )
     return _inputs(given[0], name), _numbers(given[1], f"{name}: the {what} targets")
 
