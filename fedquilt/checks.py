@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
+from numbers import Integral
 from pathlib import Path
 from typing import Annotated, Any, get_args
 
@@ -62,6 +63,11 @@ def refuse(owner: object, wrong: Mapping[str, str]) -> None:
     if wrong:
         told = " ".join(f"{name} = {text}" for name, text in wrong.items())
         raise ConfigError(f"{type(owner).__name__}: {told}", wrong)
+
+
+def whole(value: object, least: int = 0) -> bool:
+    """Whether it is a whole number, of Python or NumPy, and not below the least; True and False are none."""
+    return isinstance(value, Integral) and not isinstance(value, bool) and int(value) >= least
 
 
 def _values(value: object) -> Iterable[object]:

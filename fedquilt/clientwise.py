@@ -11,6 +11,9 @@ from typing import TYPE_CHECKING, Any, Literal
 import torch
 
 from fedquilt.axes import Index
+from fedquilt.deploy import check_client
+from fedquilt.errors import ConfigError
+from fedquilt.names import known
 from fedquilt.round.cut import inside
 from fedquilt.round.link import Trip
 from fedquilt.round.serve import Exam, Score, given, joined, own_exam, ready, share_label
@@ -43,12 +46,14 @@ class Clientwise:
 
     def spread(self, of: str) -> tuple[float, float]:
         """Mean and deviation over clients of `accuracy_own_size`, `accuracy_whole_model`, `macs` or `params`."""
+        known({one: one for one in _SPREAD}, of, "number of a client")
         values = [value for device in self.devices if (value := getattr(device, of)) is not None]
         return (statistics.fmean(values), statistics.pstdev(values)) if values else (float("nan"), float("nan"))
 
     def by(self, what: Literal["share", "domain"]) -> dict[str, Clientwise]:
         """Those that can hold the same, widest first, or that are of one domain."""
         groups: dict[str, list[Device]] = {}
+        known({"share": "", "domain": ""}, what, "group of clients")
         for device in self.devices:
             groups.setdefault(getattr(device, what), []).append(device)
         keys = sorted(groups, key=float, reverse=True) if what == "share" else sorted(groups)
@@ -67,7 +72,11 @@ _Accuracies = tuple[float | None, float | None]  # of its own size, and of the w
 
 def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
     """What clients got: all of them, or some."""
+    if not isinstance(clients, Iterable | None):
+        raise ConfigError(f"clientwise was given {clients!r} where a list of clients belongs, such as [0, 3].")
     chosen = list(range(run.fleet.num_clients)) if clients is None else list(clients)
+    for id in chosen:
+        check_client(run, id)
     devices = [run.fleet.client(id, run.server.round, run.engine.world.seed, run.engine.data.size(id)) for id in chosen]
     scores = _accuracies(run, devices)
     found = tuple(_device(run, client, own) for client, own in zip(devices, scores, strict=True))

@@ -23,7 +23,7 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.checkpoint import Checkpointing
 from fedquilt.checks import File, missing, outside, refuse, within
-from fedquilt.data import PARTITIONS, Domains, FederatedData, Iid, Natural, Partition, Pool, source
+from fedquilt.data import PARTITIONS, Domains, FederatedData, Natural, Partition, Pool, source
 from fedquilt.data.parts import Parts
 from fedquilt.devices import device_of, keep_pages
 from fedquilt.engines import ENGINES, Engine, Ray, Vectorised
@@ -142,7 +142,7 @@ class Source(Choice):
                     "is dealt already. Return a Pool to have it dealt."
                 )
             return found, None
-        partition = self.partition or (Iid() if found.clients is None else Natural())
+        partition = self.partition or found.usual
         own = isinstance(partition, (Natural, Domains))  # these know how many clients there are
         return found.deal(num_clients or (None if own else CLIENTS), partition, seed), partition
 

@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Self
 from torch import Tensor, nn
 
 from fedquilt.axes import Index, Positions
+from fedquilt.data.parts import Array
 from fedquilt.deploy import Shelf, forget_statistics, norms_of
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.family import Family
@@ -268,11 +269,17 @@ def customisable(
     shares: Iterable[float],
     client: int | None = None,
     norms: NormPolicy | None = None,
-    samples: Tensor | None = None,
+    samples: Array | None = None,
 ) -> CustomisableModel:
     """A run's nets for several shares as one module."""
     shelf, policy, family = Shelf(run, client), norms_of(run, norms, client), run.engine.world.family
-    budgets = {float(share): Budget(share=float(share)) for share in shares}
+    try:
+        budgets = {float(share): Budget(share=float(share)) for share in shares}
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a customisable model of shares={shares!r} was asked for; several numbers in (0, 1] fit, such as "
+            "shares=(1, 0.5)."
+        ) from error
     if not budgets:
         raise ConfigError("a customisable model was asked for without shares; give some, such as shares=(1, 0.5).")
     plan = Plan.of({share: shelf.nets(budget) for share, budget in budgets.items()})

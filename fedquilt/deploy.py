@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _NormBase
 
+from fedquilt.checks import whole
+from fedquilt.data.parts import Array
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
 from fedquilt.family.cost import Cost
@@ -68,8 +70,8 @@ class Shelf:
 
     def __post_init__(self) -> None:
         run = self.run
-        if self.client is not None and self.client not in range(run.fleet.num_clients):
-            raise ConfigError(f"client {self.client} was asked for; the fleet has {run.fleet.num_clients}, from 0 on.")
+        if self.client is not None:
+            check_client(run, self.client)
         if self.client is None and run.method.personal:
             raise ConfigError(
                 f"{type(run.method).__name__} leaves its result on the clients, each its own. "
@@ -115,7 +117,7 @@ class Shelf:
         assert self.client is not None
         return Client(self.client, budget, len(self.run.engine.data.parts[self.client]))
 
-    def settled(self, nets: Sequence[Submodel], norms: NormPolicy, samples: Tensor | None) -> list[dict[str, Tensor]]:
+    def settled(self, nets: Sequence[Submodel], norms: NormPolicy, samples: Array | None) -> list[dict[str, Tensor]]:
         """Weights of several nets with the norm statistics a policy gives them, each net's its own."""
         states, statistics = [self.weights(net) for net in nets], self.run.engine.world.family.statistics
         if not statistics:
@@ -136,7 +138,7 @@ class Shelf:
         return [{**state, **own} for state, own in zip(states, found, strict=True)]
 
     def _measured(
-        self, nets: Sequence[Submodel], states: Sequence[Weights], samples: Tensor | None
+        self, nets: Sequence[Submodel], states: Sequence[Weights], samples: Array | None
     ) -> list[dict[str, Tensor]]:
         run, engine = self.run, self.run.engine
         if samples is not None:
@@ -161,12 +163,18 @@ def deployed(
     budget: Budget,
     client: int | None = None,
     norms: NormPolicy | None = None,
-    samples: Tensor | None = None,
+    samples: Array | None = None,
 ) -> Deployed:
     """What a device of a budget gets: of the server's, or what a client ended with."""
     shelf, policy = Shelf(run, client), norms_of(run, norms, client)
     nets = shelf.nets(budget)
     return Deployed(run.engine.world.family, nets, tuple(shelf.settled(nets, policy, samples)), policy)
+
+
+def check_client(run: Run, client: int) -> None:
+    """Refuse a client that is none of the fleet's; from the end nobody is counted."""
+    if not whole(client) or client >= run.fleet.num_clients:
+        raise ConfigError(f"client {client} was asked for; the fleet has {run.fleet.num_clients}, from 0 on.")
 
 
 def norms_of(run: Run, asked: NormPolicy | None, client: int | None) -> NormPolicy:
@@ -187,9 +195,9 @@ def norms_of(run: Run, asked: NormPolicy | None, client: int | None) -> NormPoli
     return asked
 
 
-def measured(family: Family, net: Submodel, state: Weights, samples: Tensor, batch_size: int) -> dict[str, Tensor]:
+def measured(family: Family, net: Submodel, state: Weights, samples: Array, batch_size: int) -> dict[str, Tensor]:
     """A net's norm statistics over samples as the model sees them: the mean over batches."""
-    example = family.example_inputs[0]
+    example, samples = family.example_inputs[0], torch.as_tensor(samples)
     if samples.shape[1:] != example.shape[1:] or len(samples) < 2:
         raise ConfigError(
             f"norms were to be measured over samples of shape {tuple(samples.shape)}; the model takes two or more of "

@@ -9,12 +9,14 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor, nn
+from torch import nn
 
 from fedquilt.checkpoint import Checkpointing
+from fedquilt.checks import whole
 from fedquilt.clientwise import Clientwise, clientwise
 from fedquilt.customise import CustomisableModel, customisable
 from fedquilt.data import FederatedData
+from fedquilt.data.parts import Array
 from fedquilt.deploy import deployed
 from fedquilt.devices import device_of
 from fedquilt.engines import ENGINES, Engine
@@ -86,6 +88,7 @@ class Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
         if self.absent:
             raise ConfigError(f"a run was to be trained to round {rounds}; its data cannot be had: {self.absent}")
+        rounds = _whole("rounds", rounds)
         self.fleet.check(rounds)
         self._take_over()
         while self.server.round < rounds:
@@ -116,7 +119,7 @@ class Run:
         budget: Budget,
         client: int | None = None,
         norms: NormPolicy | None = None,
-        samples: Tensor | None = None,
+        samples: Array | None = None,
         robustness: float | None = None,
     ) -> nn.Module:
         """A plain nn.Module within the budget, trained, norms settled; with `client`, that client's own.
@@ -142,7 +145,7 @@ class Run:
         shares: Iterable[float] = (1.0, 0.5, 0.25, 0.125),
         client: int | None = None,
         norms: NormPolicy | None = None,
-        samples: Tensor | None = None,
+        samples: Array | None = None,
     ) -> CustomisableModel:
         """One module for all of these shares that holds weights once: `model.set(share=0.5)` while it is in use."""
         self._take_over()
@@ -176,6 +179,7 @@ def run(
     Its numbers go to `trackers` as well: TensorBoard, Weights & Biases, MLflow (`tracking.py`).
     An error raised by a round carries the run, with the last good state, as `error.run`.
     """
+    rounds = _whole("rounds", rounds)
     for one in trackers:
         one.check()
     prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link)
@@ -237,6 +241,7 @@ def prepare(
     _check_kind("run", data, FederatedData, "pool.deal(20)")
     _check_kind("run", fleet, Fleet, "fq.Fleet.of([1, 1/2], num_clients=20)")
     _check_kind("run", link, Link, 'fq.Link.preset("lossy-mild")')
+    seed = _whole("seed", seed)
     link.check(fleet.num_clients)
     if fleet.num_clients > data.num_clients:
         raise ConfigError(
@@ -277,6 +282,13 @@ def _check_budgets(method: Method, server: Server, fleet: Fleet, world: World) -
             method.plan(server, client, world)
         except BudgetError as error:
             raise BudgetError(f"client {client.id}: {error}") from error
+
+
+def _whole(what: str, given: int) -> int:
+    """A number of rounds or a seed as Python's own: files and torch take no other."""
+    if not whole(given) or given >= 1 << 63:
+        raise ConfigError(f"{what} = {given!r} was asked for; whole numbers from 0 on fit, below 2**63.")
+    return int(given)
 
 
 def _check_kind(who: str, given: object, kind: type, fits: str) -> None:

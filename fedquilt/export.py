@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from fedquilt import noise
 from fedquilt.customise import CustomisableModel
+from fedquilt.data.parts import Array
 from fedquilt.deploy import Deployed, deployed, total_cost, total_share
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family import Family
@@ -75,7 +76,7 @@ def export(
     format: str = "",
     client: int | None = None,
     norms: NormPolicy | None = None,
-    samples: Tensor | None = None,
+    samples: Array | None = None,
     robustness: float | None = None,
     force: bool = False,
 ) -> Exported:
@@ -132,7 +133,7 @@ def export_sizes(
     format: str = "",
     client: int | None = None,
     norms: NormPolicy | None = None,
-    samples: Tensor | None = None,
+    samples: Array | None = None,
     robustness: float | None = None,
     force: bool = False,
 ) -> list[Exported]:

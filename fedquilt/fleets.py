@@ -41,9 +41,10 @@ class Budgets(ABC):
 
 def in_turn(kinds: Sequence[Budget | float], num_clients: int) -> Deal:
     """One of each after another, again and again: equal numbers of clients, spread over all of them."""
-    if not kinds:
+    budgets = _budgets(kinds)
+    if not budgets:
         raise ConfigError("a fleet needs at least one share or budget to deal; none was given.")
-    return _budgets(kinds), (np.arange(num_clients) % len(kinds)).astype(np.int32)
+    return budgets, (np.arange(num_clients) % len(budgets)).astype(np.int32)
 
 
 def in_groups(kinds: Sequence[Budget | float], num_clients: int) -> Deal:
@@ -65,7 +66,12 @@ def in_portions(kinds: Sequence[Budget | float], portions: Sequence[float], num_
 
 
 def _budgets(kinds: Sequence[Budget | float]) -> tuple[Budget, ...]:
-    return tuple(kind if isinstance(kind, Budget) else Budget(share=float(kind)) for kind in kinds)
+    try:
+        return tuple(kind if isinstance(kind, Budget) else Budget(share=float(kind)) for kind in kinds)
+    except (TypeError, ValueError) as error:
+        raise ConfigError(
+            f"a fleet of {kinds!r} was asked for; a list of shares in (0, 1] or of budgets fits, such as [1, 0.5]."
+        ) from error
 
 
 # --- the papers' fleets -----------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.data.partition import Iid
+from fedquilt.data.partition import Iid, Natural
 from fedquilt.data.parts import Array, Parts
 from fedquilt.errors import ConfigError, DataError
 
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
 IGNORED = -100  # a target that counts neither in the loss nor in the accuracy: padding
 Normalise = Literal["auto", "channel", "none"]
 
+_ONE = "one array or tensor of all samples is wanted"
 _CHUNK = 1024  # samples that are real numbers at once while statistics are measured
 _log = logging.getLogger(__name__)
 
@@ -105,10 +106,10 @@ class Pool:
         train: tuple[Array, Array],
         test: tuple[Array, Array] | None = None,
         *,
-        clients: Array | None = None,
-        test_clients: Array | None = None,
-        domains: Array | None = None,
-        test_domains: Array | None = None,
+        clients: Array | Sequence[str] | None = None,
+        test_clients: Array | Sequence[str] | None = None,
+        domains: Array | Sequence[str] | None = None,
+        test_domains: Array | Sequence[str] | None = None,
         public: Array | None = None,
         name: str = "data",
         num_classes: int = 0,
@@ -118,10 +119,12 @@ class Pool:
     ) -> Pool:
         """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), the rest goes along with them.
 
+        Clients and domains are numbers from 0 on, or names.
         Without `test` a fifth is held out: of every client where there are clients, else of every domain, else of all.
         """
-        x, y = _inputs(train[0], name), _numbers(train[1], f"{name}: the training targets")
-        own, home = _codes(clients, f"{name}: clients"), _codes(domains, f"{name}: domains")
+        x, y = _pair(train, name, "training")
+        own, test_own, _ = _codes(clients, None if test is None else test_clients, f"{name}: clients")
+        home, test_home, places = _codes(domains, None if test is None else test_domains, f"{name}: domains")
         _check(name, "training", x, y, {"clients": own, "domains": home})
         if test is None:
             rest, held = held_out(len(x), own if own is not None else home, name)
@@ -129,8 +132,7 @@ class Pool:
             test_own, own = (None, None) if own is None else (own[held], own[rest])
             test_home, home = (None, None) if home is None else (home[held], home[rest])
         else:
-            tx, ty = _inputs(test[0], name), _numbers(test[1], f"{name}: the test targets")
-            test_own, test_home = _codes(test_clients, f"{name}: clients"), _codes(test_domains, f"{name}: domains")
+            tx, ty = _pair(test, name, "test")
             _check(name, "test", tx, ty, {"clients": test_own, "domains": test_home})
         if x.shape[1:] != tx.shape[1:] or y.shape[1:] != ty.shape[1:]:
             one, other = ((tuple(i.shape[1:]), tuple(t.shape[1:])) for i, t in ((x, y), (tx, ty)))
@@ -156,25 +158,33 @@ class Pool:
             name,
             num_classes or top + 1,
             class_names,
-            domain_names,
+            domain_names or places,
             scale or (Scale.of(x, "none") if x.dtype == torch.uint8 else None),
         )
 
-    def deal(self, num_clients: int | None = None, partition: Partition = Iid(), seed: int = 0) -> FederatedData:
-        """Give the samples to clients. Without a number, to as many as the data has of its own."""
-        return self.dealt(*partition.deal(self, num_clients, seed))
+    @property
+    def usual(self) -> Partition:
+        """How it is dealt where nobody says: to the clients it knows, else evenly."""
+        return Iid() if self.clients is None else Natural()
+
+    def deal(self, num_clients: int | None = None, partition: Partition | None = None, seed: int = 0) -> FederatedData:
+        """Give the samples to clients. Without a number, to as many as the data has of its own.
+
+        Without a partition, data that knows its clients is dealt to them, and all other data evenly.
+        """
+        return self.dealt(*(partition or self.usual).deal(self, num_clients, seed))
 
     def dealt(
         self, parts: Sequence[Sequence[int] | Array], test_parts: Sequence[Sequence[int] | Array] | None = None
     ) -> FederatedData:
         """The pool with each client's positions in it, checked."""
-        own = Parts.of(parts)
+        own = Parts.of(parts, len(self.targets))
         if not len(own):
             raise DataError("no client was given any data: `parts` is empty.")
         _check_parts(own, len(self.targets), "training")
         if len(empty := (own.sizes == 0).nonzero()):
             raise DataError(f"client {int(empty[0])} has no data. Leave it out, or give it at least one sample.")
-        tests = None if test_parts is None else Parts.of(test_parts)
+        tests = None if test_parts is None else Parts.of(test_parts, len(self.test_targets))
         if tests is not None:
             if len(tests) != len(own):
                 raise DataError(f"there are {len(own)} clients but test parts for {len(tests)}.")
@@ -264,7 +274,15 @@ class FederatedData(Pool):
         test_parts: Sequence[Sequence[int] | Array] | None = None,
         name: str = "data",
     ) -> FederatedData:
-        """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), `parts` positions a client."""
+        """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), `parts` positions a client.
+
+        A part may be a mask instead, True where a sample is the client's.
+        """
+        if test is None:  # held out, a fifth would leave other samples at the positions
+            raise DataError(
+                f"{name}: parts were given and no test set. Give (inputs, targets) to test on; or say whose each "
+                "sample is, Pool.of(train, clients=owners).deal(), and a fifth of every client's is held out."
+            )
         return Pool.of(train, test, name=name).dealt(parts, test_parts)
 
     def __repr__(self) -> str:
@@ -290,8 +308,24 @@ class FederatedData(Pool):
         mask = torch.zeros(num_classes, dtype=torch.bool, device=targets.device)
         return mask.index_fill_(0, targets[targets >= 0].flatten(), True)
 
+    def flaw(self, client: int) -> str:
+        """Why nobody could learn from a client's samples, or ""; asked once its training has failed."""
+        rows = self.parts[client].to(self.targets.device)
+        if bad := int((~self.inputs[rows].isfinite()).reshape(len(rows), -1).any(1).sum()):
+            return f"{bad} of its {len(rows)} samples hold values that are not finite"
+        counted = bool((self.targets[rows] != IGNORED).any())
+        return "" if counted else f"It has no target that counts: all are {IGNORED}"
+
 
 # --- checks -----------------------------------------------------------------------------------------------------
+
+
+def _pair(given: tuple[Array, Array], name: str, what: str) -> tuple[Tensor, Tensor]:
+    if not isinstance(given, (tuple, list)) or len(given) != 2:
+        raise DataError(
+            f"{name}: the {what} set is a {type(given).__name__}; (inputs, targets) belong there, and of each {_ONE}."
+        )
+    return _inputs(given[0], name), _numbers(given[1], f"{name}: the {what} targets")
 
 
 def _inputs(given: Array, name: str) -> Tensor:
@@ -299,23 +333,46 @@ def _inputs(given: Array, name: str) -> Tensor:
         raise DataError(f"{name}: inputs are {given.dtype}; bytes, real numbers or whole numbers fit.")
     if isinstance(given, np.ndarray) and given.dtype.kind == "u" and given.dtype != np.uint8:
         given = given.astype(np.int64)  # torch can hardly compute with other unsigned numbers
-    inputs = torch.as_tensor(given)
+    if isinstance(given, tuple):  # torch would stack them, if they are alike
+        raise DataError(f"{name}: {len(given)} inputs a sample were given; {_ONE}.")
+    try:
+        inputs = torch.as_tensor(given).detach()  # nobody trains samples
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise DataError(f"{name}: inputs are a {type(given).__name__}; {_ONE} ({error}).") from error
     whole = not inputs.is_floating_point() and inputs.dtype != torch.uint8
     return inputs.long() if whole else inputs
 
 
-def _numbers(given: Array, what: str) -> Tensor:
+def _numbers(given: Array, what: str, fit: str = "classes are whole numbers (int64)") -> Tensor:
     given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
     if given.dtype.kind not in "bui":
-        raise DataError(f"{what} are {given.dtype}; classes are whole numbers (int64).")
+        raise DataError(f"{what} are {given.dtype}; {fit}.")
     return torch.as_tensor(given.astype(np.int64))
 
 
-def _codes(given: Array | None, what: str) -> Tensor | None:
-    return None if given is None else _numbers(given, what)
+def _codes(
+    train: Array | Sequence[str] | None, test: Array | Sequence[str] | None, what: str
+) -> tuple[Tensor | None, Tensor | None, tuple[str, ...]]:
+    """The clients or domains of both sets as numbers, and their names where names were given."""
+    given = [one for one in (train, test) if one is not None]
+    plain = [one.numpy(force=True) if isinstance(one, Tensor) else np.asarray(one) for one in given]
+    names: tuple[str, ...] = ()
+    if plain and all(one.dtype.kind == "U" for one in plain):
+        plain, names = coded(plain)
+    codes = [_numbers(one, what, "whole numbers from 0 on fit, or names") for one in plain]
+    return None if train is None else codes[0], None if test is None else codes[-1], names
+
+
+def coded(named: Sequence[np.ndarray]) -> tuple[list[np.ndarray], tuple[str, ...]]:
+    """Numbers for what arrays call by names, the same in all of them, and the names in the order of their numbers."""
+    names, codes = np.unique(np.concatenate([one.reshape(-1) for one in named]), return_inverse=True)
+    pieces = np.split(codes, np.cumsum([one.size for one in named])[:-1])
+    return [own.reshape(one.shape) for own, one in zip(pieces, named, strict=True)], tuple(map(str, names))
 
 
 def _check(name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[str, Tensor | None]) -> None:
+    if not (inputs.dim() and targets.dim()):
+        raise DataError(f"{name}: the {what} set has a single number for inputs or targets; {_ONE}.")
     if len(inputs) != len(targets):
         raise DataError(
             f"{name}: the {what} set has {len(inputs)} inputs and {len(targets)} targets; they must pair up."

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from fedquilt.data.federated import Normalise, Pool, Scale
+from fedquilt.data.federated import Normalise, Pool, Scale, coded
 from fedquilt.data.parts import Parts
 from fedquilt.data.pictures import stacked
 from fedquilt.data.words import Texts, predict_words
@@ -160,9 +160,7 @@ def _codes(splits: list[Dataset], column: str) -> tuple[list[np.ndarray], tuple[
     """Numbers for what a column calls by names, the same in every split."""
     if not column:
         return None
-    values = [np.asarray(rows[column][:]) for rows in splits]
-    names, codes = np.unique(np.concatenate(values), return_inverse=True)
-    return np.split(codes, np.cumsum([len(some) for some in values])[:-1]), tuple(map(str, names))
+    return coded([np.asarray(rows[column][:]) for rows in splits])
 
 
 def _labels(splits: list[Dataset], column: str) -> tuple[list[np.ndarray], tuple[str, ...]]:

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.checks import within
+from fedquilt.checks import whole, within
 from fedquilt.data.parts import Parts
 from fedquilt.errors import DataError
 
@@ -37,8 +37,11 @@ class Partition(ABC):
 
     def deal(self, pool: Pool, num_clients: int | None, seed: int = 0) -> tuple[Parts, Parts | None]:
         """Each client's positions in the training set and in the test set."""
-        if num_clients is not None and num_clients < 1:
-            raise DataError(f"{num_clients} clients were asked for; {pool.name} can be dealt to one or more.")
+        if num_clients is not None and not whole(num_clients, 1):
+            raise DataError(
+                f"{num_clients!r} clients were asked for; {pool.name} can be dealt to a whole number of them, one "
+                "or more."
+            )
         parts, test_parts = self._deal(pool, num_clients, seed)
         return parts.thinned(self.fraction, noise.key(seed, 16)), test_parts
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
 from typing import overload
@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
+from fedquilt.errors import DataError
 
 Array = Tensor | np.ndarray
 
@@ -24,12 +25,13 @@ class Parts(Sequence[Tensor]):
     offsets: Tensor  # (clients + 1,) where each client's begin in it
 
     @staticmethod
-    def of(parts: Sequence[Sequence[int] | Array]) -> Parts:
-        """From positions a client."""
+    def of(parts: Sequence[Sequence[int] | Array], count: int | None = None) -> Parts:
+        """From positions a client, or masks: True where a sample, of `count` in all, is the client's."""
         if isinstance(parts, Parts):
             return parts
-        on_host = (part.cpu() if isinstance(part, Tensor) else part for part in parts)
-        pieces = [np.asarray(part, dtype=np.int64).reshape(-1) for part in on_host]
+        if isinstance(parts, Mapping) or not isinstance(parts, Iterable):
+            raise DataError(f"parts are a {type(parts).__name__}; {_WANTED}")
+        pieces = [_positions(part, client, count) for client, part in enumerate(parts)]
         order = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
         return Parts.split(torch.from_numpy(order), torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
 
@@ -95,3 +97,23 @@ class Parts(Sequence[Tensor]):
 
     def __iter__(self) -> Iterator[Tensor]:
         return (self.order[first:last] for first, last in pairwise(self.offsets.tolist()))
+
+
+_WANTED = "a list of positions a client is wanted, such as [[0, 1, 2], [3, 4]], or a mask a client."
+
+
+def _positions(part: Sequence[int] | Array, client: int, count: int | None) -> np.ndarray:
+    """One client's positions, checked; nothing is rounded, and nothing that was not a position becomes one."""
+    given = np.asarray(part.cpu() if isinstance(part, Tensor) else part)
+    if not given.ndim:  # before the next is looked at: an owner a sample are as many as there are samples
+        raise DataError(
+            f"the part of client {client} is {given.item()!r:.40}; {_WANTED} An owner a sample is dealt by "
+            "Pool.of(train, test, clients=owners).deal()."
+        )
+    if given.dtype.kind == "b":
+        if count is not None and given.size != count:
+            raise DataError(f"the mask of client {client} has {given.size} entries; there are {count} samples.")
+        return np.flatnonzero(given)
+    if given.size and given.dtype.kind not in "iu":
+        raise DataError(f"the part of client {client} is of {given.dtype}; positions are whole numbers, from 0 on.")
+    return given.astype(np.int64, copy=False).reshape(-1)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from fedquilt.checks import File
-from fedquilt.data.federated import Normalise, Pool, Scale, fifth
+from fedquilt.data.federated import Normalise, Pool, Scale, coded, fifth
 from fedquilt.data.huggingface import hub
 from fedquilt.data.pictures import images
 from fedquilt.data.words import text
@@ -129,11 +129,8 @@ def _named(
     one, other = arrays[train], arrays.get(test)
     if one.dtype.kind != "U" and not renumber:
         return one, other, ()
-    both = one if other is None else np.concatenate([one.reshape(-1), other.reshape(-1)])
-    names, codes = np.unique(both.reshape(-1), return_inverse=True)
-    called = tuple(map(str, names)) if one.dtype.kind == "U" and not renumber else ()
-    first = codes[: one.size].reshape(one.shape)
-    return first, None if other is None else codes[one.size :].reshape(other.shape), called
+    codes, names = coded([one] if other is None else [one, other])
+    return codes[0], None if other is None else codes[1], () if renumber else names
 
 
 def _strings(arrays: Mapping[str, np.ndarray], key: str) -> tuple[str, ...]:

@@ -412,10 +412,10 @@ class Engine(ABC):
         good = losses.isfinite()
         if not bool(good.all()):
             step = int((~good).nonzero()[0])
+            hint = self.data.flaw(job.client.id) or "A smaller learning rate or gradient clipping (clip=1.0) would help"
             raise TrainingError(
                 f"client {job.client.id} (budget {job.client.budget}) had a loss of {float(losses[step])} in round "
-                f"{job.round + 1}, step {step}. A smaller learning rate or gradient clipping (clip=1.0) would help; "
-                "the server's state is that of the round before."
+                f"{job.round + 1}, step {step}. {hint}; the server's state is that of the round before."
             )
         self._check_sent(job, updates)
 

@@ -9,6 +9,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.clientwise import Clientwise, Device
+from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, LocalOnly, SHeteroFL, SplitMix
 from tests.conftest import with_local
 
@@ -55,6 +56,20 @@ def test_accuracy_is_told_of_a_clients_own_size_and_of_the_whole_model(residual,
 def test_a_spread_is_the_mean_and_the_deviation_of_all():
     devices = [Device(id, "1.0", "", 0, params, None, None) for id, params in enumerate((1, 3))]
     assert Clientwise(tuple(devices), {}).spread("params") == (2.0, 1.0)
+
+
+def test_what_clients_do_not_have_is_refused_with_what_they_have(residual, make_data, play):
+    run = play(FedAvg(), residual, make_data(residual, (8,) * 3), rounds=1)
+    for wrong in (99, 3, -1, "a", 1.5):
+        with pytest.raises(ConfigError, match=f"client {wrong} was asked for; the fleet has 3, from 0 on"):
+            run.clientwise([0, wrong])
+    with pytest.raises(ConfigError, match="clientwise was given 2 where a list of clients belongs"):
+        run.clientwise(2)
+    found = run.clientwise([0])
+    with pytest.raises(ConfigError, match=r"no group of clients named 'foo'\. Known: share, domain"):
+        found.by("foo")
+    with pytest.raises(ConfigError, match=r"no number of a client named 'share'\. Known: accuracy_own_size, .*params"):
+        found.spread("share")
 
 
 def test_sorted_base_nets_are_tested_in_their_order(residual, make_data, play):

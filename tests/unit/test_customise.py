@@ -166,6 +166,9 @@ def test_mistakes_say_what_would_fit(family, play, make_data):
         run.customisable(())
     with pytest.raises(fq.errors.BudgetError, match="a share of 2"):
         run.customisable((2.0,))
+    for wrong in (0.5, ("a",), (None,)):
+        with pytest.raises(ConfigError, match=r"a customisable model of shares=.* was asked for; several numbers in"):
+            run.customisable(wrong)
 
 
 @pytest.mark.parametrize("method", [HeteroFL(), SplitMix(base=0.25)], ids=["heterofl", "splitmix"])

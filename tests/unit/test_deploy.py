@@ -108,6 +108,8 @@ def test_norms_are_measured_over_given_samples(family, play, make_data):
     run = play(HeteroFL(), family, make_data(family, (6, 6)))
     samples = torch.randn(20, 1, 4, 4) + 3
     model = run.deploy(fq.Budget(share=0.5), samples=samples)
+    array = run.deploy(fq.Budget(share=0.5), samples=samples.numpy())
+    assert torch.equal(array[1].running_mean, model[1].running_mean)
     own = model[0](samples.double())
     torch.testing.assert_close(model[1].running_mean, own.mean((0, 2, 3)))
     with pytest.raises(ConfigError, match=r"samples of shape \(20, 3, 4, 4\); the model takes two or more of shape"):

@@ -7,6 +7,7 @@ import subprocess
 import sys
 from dataclasses import replace
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -242,6 +243,42 @@ def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, 
     method = with_local(FedAvg(), optimiser=fq.SGD(momentum=0.0), schedule=Infinite())
     with pytest.raises(TrainingError, match=r"client \d .* weights that are not finite in round 1; they were refused"):
         play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_samples_nobody_could_learn_from_are_blamed_before_the_learning_rate(engine, theirs, play, make_data):
+    data = make_data(theirs, (4, 5))
+    inputs, targets = data.inputs.clone(), data.targets.clone()
+    inputs[[5, 7], 0, 3, 2] = torch.tensor([torch.nan, torch.inf], dtype=torch.float64)
+    targets[4:] = -100
+    kept = "; the server's state is that of the round before"
+    with pytest.raises(TrainingError, match=f"client 1 .* 2 of its 5 samples hold values that are not finite{kept}"):
+        play(FedAvg(), theirs, replace(data, inputs=inputs), engine=engine)
+    with pytest.raises(TrainingError, match=f"client 1 .* It has no target that counts: all are -100{kept}"):
+        play(FedAvg(), theirs, replace(data, targets=targets), engine=engine)
+
+
+@pytest.mark.parametrize("wrong", [1.5, -1, "3", None, True])
+def test_rounds_and_seeds_are_whole_numbers(wrong, theirs, play, make_data, tmp_path):
+    data = make_data(theirs, (4, 4))
+    for name in ("rounds", "seed"):
+        with pytest.raises(ConfigError, match=rf"{name} = {wrong!r} was asked for; whole numbers from 0 on fit"):
+            play(FedAvg(), theirs, data, **{name: wrong}, out=tmp_path / "run")
+    assert not (tmp_path / "run").exists()
+    run = play(FedAvg(), theirs, data, rounds=0)
+    with pytest.raises(ConfigError, match=rf"rounds = {wrong!r} was asked for; whole numbers from 0 on fit"):
+        run.train(wrong)
+
+
+def test_seeds_beyond_what_torch_takes_are_refused(theirs, play, make_data):
+    with pytest.raises(ConfigError, match=rf"seed = {1 << 80} was asked for; .* below 2\*\*63"):
+        play(FedAvg(), theirs, make_data(theirs, (4, 4)), rounds=1, seed=1 << 80)
+
+
+def test_rounds_and_seeds_of_numpy_are_python_s(theirs, play, make_data, tmp_path):
+    data = make_data(theirs, (4, 4))
+    run = play(FedAvg(), theirs, data, rounds=np.int64(1), seed=np.uint8(3), out=tmp_path / "run")
+    assert_same(run, play(FedAvg(), theirs, data, rounds=1, seed=3), atol=0)
 
 
 class Picky(nn.Module):

@@ -9,6 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.data import TensorDataset
 
 import fedquilt as fq
 from fedquilt.data import Labels, Natural, Parts, Pool, Scale
@@ -41,6 +42,13 @@ def test_parts_are_the_lists_they_were_made_of(lists):
     for outside in (len(lists), -len(lists) - 1):
         with pytest.raises(IndexError):
             parts[outside]
+
+
+@pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, list])
+def test_a_mask_of_all_samples_says_which_are_the_clients(kind):
+    data = of(parts=[kind(Y.numpy() < 2), kind(Y.numpy() == 2)], test_parts=[kind(Y.numpy() == 1), []])
+    assert [part.tolist() for part in data.parts] == [[0, 1, 3, 4], [2, 5]]
+    assert [part.tolist() for part in data.test_parts] == [[1, 4], []]
 
 
 def test_parts_from_owners_keep_the_order_of_samples_and_leave_out_what_nobody_owns():
@@ -109,6 +117,21 @@ def test_samples_take_the_dtype_and_tokens_stay_whole():
     assert moved.inputs.dtype == moved.test_inputs.dtype == torch.int64
 
 
+def test_clients_and_domains_may_have_names():
+    one, other = ["b", "a", "b", "a", "c", "c"], ["a", "a", "d", "c", "c", "c"]
+    pool = Pool.of((X, Y), (X, Y), clients=one, test_clients=other, domains=other, test_domains=np.array(one))
+    assert (pool.clients.tolist(), pool.test_clients.tolist()) == ([1, 0, 1, 0, 2, 2], [0, 0, 3, 2, 2, 2])
+    assert (pool.domain_names, pool.domains.tolist()) == (("a", "b", "c", "d"), [0, 0, 3, 2, 2, 2])
+    assert Pool.of((X, Y), (X, Y), domains=one, domain_names=("x", "y", "z")).domain_names == ("x", "y", "z")
+
+
+def test_samples_need_no_gradients():
+    inputs = X.clone().requires_grad_()
+    pool = Pool.of((inputs, Y), (inputs, Y), public=inputs)
+    assert not any(one.requires_grad for one in (pool.inputs, pool.test_inputs, pool.public))
+    assert inputs.requires_grad  # the caller's own is as it was
+
+
 def test_ids_may_be_of_any_whole_kind():
     pool = Pool.of((X.numpy(), Y.numpy().astype(np.uint8)), (X, Y), clients=np.arange(6, dtype=np.uint16))
     assert pool.clients.tolist() == [0, 1, 2, 3, 4, 5]
@@ -120,6 +143,13 @@ def test_ids_may_be_of_any_whole_kind():
     [
         ({"train": (X, Y[:5])}, "the training set has 6 inputs and 5 targets"),
         ({"test": (X[:5], Y)}, "the test set has 5 inputs and 6 targets"),
+        ({"train": ((X, X), Y)}, "2 inputs a sample were given; one array or tensor of all samples is wanted"),
+        ({"train": ((X.numpy(), X.numpy()), Y)}, "2 inputs a sample were given; one array or tensor"),
+        ({"train": (TensorDataset(X), Y)}, "inputs are a TensorDataset; one array or tensor of all samples is wanted"),
+        ({"test": ({"image": X}, Y)}, "inputs are a dict; one array or tensor of all samples is wanted"),
+        ({"train": TensorDataset(X, Y)}, r"the training set is a TensorDataset; \(inputs, targets\) belong there"),
+        ({"test": {"x": X, "y": Y}}, r"the test set is a dict; \(inputs, targets\) belong there"),
+        ({"train": (1.0, 0)}, "the training set has a single number for inputs or targets; one array or tensor"),
         ({"train": (X, Y.double())}, "training targets are float64; classes are whole numbers"),
         ({"test": (X, Y.float())}, "test targets are float32"),
         ({"train": (np.array([["a"] * 4] * 6), Y)}, "inputs are <U1; bytes, real numbers or whole numbers fit"),
@@ -134,6 +164,14 @@ def test_ids_may_be_of_any_whole_kind():
         ({"train": (X[:0], Y[:0])}, "the training set is empty"),
         ({"test": (X[:0], Y[:0])}, "the test set is empty"),
         ({"parts": []}, "no client"),
+        ({"parts": {0: [1, 2], 1: [3]}}, "parts are a dict; a list of positions a client is wanted"),
+        ({"parts": None}, "parts are a NoneType; a list of positions a client is wanted"),
+        ({"parts": np.arange(6) % 2}, r"the part of client 0 is 0; .* Pool\.of\(train, test, clients=owners\)\.deal"),
+        ({"parts": torch.arange(6) % 2}, "the part of client 0 is 0; a list of positions a client"),
+        ({"parts": [[0], [0.7, 1.9]]}, "the part of client 1 is of float64; positions are whole numbers"),
+        ({"parts": [Y[:5] < 2]}, "the mask of client 0 has 5 entries; there are 6 samples"),
+        ({"test_parts": [[0], Y[:5] < 2]}, "the mask of client 1 has 5 entries; there are 6 samples"),
+        ({"test": None}, r"parts were given and no test set\. .*Pool\.of\(train, clients=owners\)\.deal"),
     ],
 )
 def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
@@ -146,6 +184,8 @@ def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
     [
         ({"clients": torch.zeros(5, dtype=torch.int64)}, r"the training set has 6 samples and \(5,\) clients"),
         ({"domains": torch.zeros(6)}, "domains are float32"),
+        ({"clients": [0.5] * 6}, "clients are float64; whole numbers from 0 on fit, or names"),
+        ({"clients": ["a"] * 6, "test_clients": Y}, "clients are <U1; whole numbers from 0 on fit, or names"),
         ({"domains": torch.full((6,), -1)}, "one of the domains is -1; they count from 0"),
         ({"num_classes": 2}, "there is a target 2; 2 classes were announced"),
     ],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -93,6 +94,13 @@ def test_a_number_of_clients_is_asked_for(way):
         pool_of().deal(0, way)
 
 
+@pytest.mark.parametrize("count", [2.5, "3", True])
+def test_clients_are_counted_in_whole_numbers(count):
+    with pytest.raises(DataError, match=f"{count!r} clients were asked for; data can be dealt to a whole number"):
+        pool_of().deal(count, Iid())
+    assert pool_of().deal(np.int64(3), Iid()).num_clients == 3
+
+
 def test_fractions_are_checked_when_they_are_set():
     with pytest.raises(ConfigError, match=r"Iid: fraction = 0 was asked for; it must lie in \(0, 1\]"):
         Iid(fraction=0)
@@ -111,17 +119,17 @@ def test_the_table_has_all_of_them_by_their_names():
 @given(st.integers(1, 60), st.data())
 def test_iid_deals_equal_shares(count, data):
     clients = data.draw(st.integers(1, count))
-    sizes = pool_of(count).deal(clients).parts.sizes
+    sizes = pool_of(count).deal(clients, Iid()).parts.sizes
     assert int(sizes.max() - sizes.min()) <= 1
     assert int(sizes.sum()) == count
 
 
 def test_iid_mixes():
-    assert pool_of().deal(3).parts[0].tolist() != list(range(40))
+    assert pool_of().deal(3, Iid()).parts[0].tolist() != list(range(40))
 
 
 def test_of_few_test_samples_some_clients_have_none():
-    data = pool_of(tests=4).deal(10)
+    data = pool_of(tests=4).deal(10, Iid())
     assert data.test_parts.sizes.tolist() == [1, 1, 1, 1, 0, 0, 0, 0, 0, 0]
 
 
@@ -269,6 +277,16 @@ def test_users_with_too_little_are_left_out():
         pool.deal(3, Natural(min_size=3))
     with pytest.raises(DataError, match="all clients were asked for; data has 0 users"):
         pool.deal(None, Natural(min_size=6))
+
+
+def test_without_a_partition_samples_go_to_the_clients_they_are_of():
+    assert pool_of().usual == Natural()
+    whole, some = pool_of().deal(), pool_of().deal(4, seed=2)
+    assert [part.tolist() for part in whole.parts] == [p.tolist() for p in pool_of().deal(None, Natural()).parts]
+    assert [part.tolist() for part in some.parts] == [p.tolist() for p in pool_of().deal(4, Natural(), 2).parts]
+    nobodys = replace(pool_of(), clients=None, test_clients=None)
+    assert nobodys.usual == Iid()
+    assert [part.tolist() for part in nobodys.deal(3).parts] == [p.tolist() for p in nobodys.deal(3, Iid()).parts]
 
 
 @pytest.mark.parametrize(("way", "key"), [(Natural(), "client_train"), (Domains(), "domain_train")])

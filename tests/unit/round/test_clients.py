@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
+import numpy as np
 import pytest
 
 import fedquilt as fq
@@ -81,6 +82,13 @@ def test_proportions_of_nothing_are_refused(portions):
 def test_no_shares_are_refused():
     with pytest.raises(ConfigError, match="at least one share or budget"):
         fq.Fleet.of((), 10)
+
+
+@pytest.mark.parametrize("shares", [0.5, ["a"], [None], fq.Budget(share=0.5)])
+def test_shares_are_a_list_of_numbers_or_budgets(shares):
+    with pytest.raises(ConfigError, match=r"a fleet of .* was asked for; a list of shares in \(0, 1\] or of budgets"):
+        fq.Fleet.of(shares, 12)
+    assert fq.Fleet.of(np.array([1, 0.5]), 4).counts == fq.Fleet.of((1, 0.5), 4).counts
 
 
 @pytest.mark.parametrize("sample", [0, -1, 4])
