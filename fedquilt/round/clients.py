@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from fedquilt import noise
-from fedquilt.checks import missing, outside, refuse
+from fedquilt.checks import missing, outside, refuse, whole
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.fleets import FIVE_SHARES, FLEETS, Budgets, Deal, Uniform, Which, in_portions, in_turn
 from fedquilt.names import known
@@ -53,6 +53,7 @@ class Fleet:
 
         `sample` is the size of a cohort: a number of clients, or, as a float up to 1.0, a part of all.
         """
+        _check_count(num_clients)
         dealt = shares.deal(num_clients, seed) if isinstance(shares, Budgets) else in_turn(shares, num_clients)
         return _fleet(dealt, sample, dynamic, available, seed)
 
@@ -66,6 +67,7 @@ class Fleet:
         seed: int = 0,
     ) -> Fleet:
         """Clients in given proportions, neighbours alike: `{1.0: 0.2, 0.5: 0.4, 0.25: 0.4}`."""
+        _check_count(num_clients)
         dealt = in_portions(list(portions), list(portions.values()), num_clients)
         return _fleet(dealt, sample, dynamic, available, seed)
 
@@ -159,6 +161,11 @@ def _share(name: str) -> float:
         raise ConfigError(
             f"budgets of a share of {name!r} were asked for; shares lie in (0, 1], as in {{ '1' = 0.2, '0.5' = 0.8 }}."
         ) from error
+
+
+def _check_count(num_clients: int) -> None:
+    if not whole(num_clients, 1):
+        raise ConfigError(f"a fleet of {num_clients!r} clients was asked for; whole numbers from 1 on fit.")
 
 
 def _fleet(dealt: Deal, sample: int | float, dynamic: bool, available: Availability | None, seed: int) -> Fleet:

@@ -341,6 +341,13 @@ def test_an_empty_budget_is_refused_and_a_full_one_reads_well():
     assert str(fq.Budget(share=0.5, params=1e6)) == "share 0.5 params 1e+06"
 
 
+@pytest.mark.parametrize("count", [0, 2.5, "3", True])
+def test_a_fleet_has_a_whole_number_of_clients(count):
+    for made in (lambda: fq.Fleet.of((1.0,), count), lambda: fq.Fleet.mixed({1.0: 1.0}, count)):
+        with pytest.raises(ConfigError, match=f"a fleet of {count!r} clients was asked for"):
+            made()
+
+
 def test_a_turn_counts_who_was_asked_before_and_not_who_might_have_been(tmp_path):
     """Split-Mix's algorithm 2: the cycle that all share goes on by one a client."""
     file = tmp_path / "one-a-round.csv"
