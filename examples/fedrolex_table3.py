@@ -123,6 +123,8 @@ def main() -> None:
     parser.add_argument("--tuning-rounds", type=int, default=150)
     parser.add_argument("--seed", type=int, default=0)
     asked = parser.parse_args()
+    if asked.fleet.partition(":")[0] not in FLEETS:
+        parser.error(f"argument --fleet: there is no {asked.fleet}; {', '.join(FLEETS)} are there")
     data = npz(asked.data).deal(CLIENTS, Labels(asked.labels), asked.seed).to(torch.device(asked.device), torch.float32)
     family = fq.trace(fq.models.MODELS["preresnet18"].factory, data.example)
     runs = Runs(family, asked.out, asked.device, asked.precision, asked.keep)

@@ -77,7 +77,11 @@ def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
     chosen = list(range(run.fleet.num_clients)) if clients is None else list(clients)
     for id in chosen:
         check_client(run, id)
-    devices = [run.fleet.client(id, run.server.round, run.engine.world.seed, run.engine.data.size(id)) for id in chosen]
+    when = [run.server.last(id) if run.method.personal else run.server.round for id in chosen]
+    devices = [
+        run.fleet.client(id, round, run.engine.world.seed, run.engine.data.size(id))
+        for id, round in zip(chosen, when, strict=True)
+    ]
     scores = _accuracies(run, devices)
     found = tuple(_device(run, client, own) for client, own in zip(devices, scores, strict=True))
     return Clientwise(found, ever_trained(run))

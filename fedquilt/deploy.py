@@ -92,7 +92,8 @@ class Shelf:
         else:
             own = self._own_budget
             nets = run.method.own(run.server, self._asked(budget.both(own)), world)
-            if budget.share is not None and own.share is not None and own.share < budget.share:
+            less = budget.share is not None and total_share(world.family, nets) < budget.share - _ROUNDING
+            if less and own.share is not None and own.share < (budget.share or 0):
                 told = "a %s was asked for; client %d holds a %s, and has no more to give."
                 _log.warning(told, budget, self.client, own)
         check_within(run, nets, budget)
@@ -111,7 +112,7 @@ class Shelf:
     def _own_budget(self) -> Budget:
         """What the client could hold last: of a wider net it has trained nothing."""
         assert self.client is not None
-        return self.run.fleet.budget(self.client, max(0, self.run.server.round - 1), self.run.engine.world.seed)
+        return self.run.fleet.budget(self.client, self.run.server.last(self.client), self.run.engine.world.seed)
 
     def _asked(self, budget: Budget) -> Client:
         assert self.client is not None

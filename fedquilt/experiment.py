@@ -258,7 +258,7 @@ def prepare(
         world = World(family, seed, device_of(device), known(DTYPES, precision, "precision"), data.public)
         engine = known(ENGINES, engine, "engine")(world, data, precision=precision)
     server = method.init(engine.world)
-    _check_budgets(method, server, fleet, engine.world)
+    _check_budgets(method, server, fleet, engine)
     memory = Memories(memory_limit, engine.world.device)
     memory.update(server.memory)
     engine.link = link
@@ -269,14 +269,16 @@ def prepare(
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands
 
 
-def _check_budgets(method: Method, server: Server, fleet: Fleet, world: World) -> None:
+def _check_budgets(method: Method, server: Server, fleet: Fleet, engine: Engine) -> None:
     """Say now, and whose it is, if a budget holds nothing to train: its client may be drawn on the third day."""
+    world = engine.world
     less = [budget for budget in fleet.kinds if budget.share is not None and budget.share < 1]
     if less and not world.family.whole.widths:
         notes = " ".join(world.family.layout.notes)
         _log.warning("nothing of the model can be cut: devices train the whole of it, also for %s. %s", less[0], notes)
     for budget in fleet.kinds[:_FEW]:
-        client = Client(fleet.first(budget), budget)
+        first = fleet.first(budget)
+        client = Client(first, budget, engine.data.size(first))
         try:
             world.family.fit(budget)
             method.plan(server, client, world)

@@ -356,7 +356,7 @@ def encode(memory: Memory) -> Blob:
 def decode(data: bytearray, device: torch.device) -> Memory:
     """What `encode` wrote."""
     weights, slots, note = parse_state(data, device)
-    return Memory(_submodel(note["submodel"]), weights, slots, note["steps"], note.get("round", 0))
+    return Memory(_submodel(note["submodel"]), weights, slots, note["steps"], note.get("round", -1))
 
 
 @lru_cache(maxsize=1024)  # clients that hold the same positions hold the same object

@@ -149,7 +149,7 @@ class Memory:
     weights: Weights
     slots: Slots = field(default_factory=dict)
     steps: int = 0  # optimiser steps behind the slots
-    round: int = 0  # in which it trained last
+    round: int = -1  # in which it trained last; -1: nobody wrote it down
 
 
 @dataclass(frozen=True)
@@ -160,6 +160,11 @@ class Server:
     weights: Weights
     memory: MutableMapping[tuple[int, str], Memory] = field(default_factory=dict)  # by client and scope
     slots: Slots = field(default_factory=dict)
+
+    def last(self, client: int) -> int:
+        """The round in which a client trained last, as far as it remembers; else the last one of all."""
+        memory = self.memory.get((client, ""))
+        return memory.round if memory and memory.round >= 0 else max(0, self.round - 1)
 
 
 @dataclass(frozen=True)

@@ -333,7 +333,7 @@ def _inputs(given: Array, name: str) -> Tensor:
         raise DataError(f"{name}: inputs are {given.dtype}; bytes, real numbers or whole numbers fit.")
     if isinstance(given, np.ndarray) and given.dtype.kind == "u" and given.dtype != np.uint8:
         given = given.astype(np.int64)  # torch can hardly compute with other unsigned numbers
-    if isinstance(given, tuple):  # torch would stack them, if they are alike
+    if isinstance(given, tuple) and any(isinstance(one, (Tensor, np.ndarray)) for one in given):  # torch may stack them
         raise DataError(f"{name}: {len(given)} inputs a sample were given; {_ONE}.")
     try:
         inputs = torch.as_tensor(given).detach()  # nobody trains samples
@@ -356,11 +356,17 @@ def _codes(
     """The clients or domains of both sets as numbers, and their names where names were given."""
     given = [one for one in (train, test) if one is not None]
     plain = [one.numpy(force=True) if isinstance(one, Tensor) else np.asarray(one) for one in given]
+    plain = [one.astype(str) if _called(one) else one for one in plain]
     names: tuple[str, ...] = ()
     if plain and all(one.dtype.kind == "U" for one in plain):
         plain, names = coded(plain)
     codes = [_numbers(one, what, "whole numbers from 0 on fit, or names") for one in plain]
     return None if train is None else codes[0], None if test is None else codes[-1], names
+
+
+def _called(codes: np.ndarray) -> bool:
+    """Whether these are names; columns of tables have them as objects."""
+    return codes.dtype.kind == "S" or (codes.dtype.kind == "O" and all(isinstance(one, str) for one in codes.flat))
 
 
 def coded(named: Sequence[np.ndarray]) -> tuple[list[np.ndarray], tuple[str, ...]]:

@@ -214,7 +214,7 @@ class Natural(Partition):
         if count > len(users) or not count:
             raise DataError(
                 f"{num_clients or 'all'} clients were asked for; {pool.name} has {len(users)} users with at least "
-                f"{self.min_size} samples."
+                f"{self.min_size} samples. Iid() and others deal it to any number."
             )
         drawn = users[noise.order(noise.key(seed, 43), len(users))[:count]].sort().values
         return Parts.owned(_renumbered(pool.clients, drawn), count), _own_tests(pool.test_clients, drawn)

@@ -10,7 +10,6 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
@@ -138,6 +137,8 @@ class Vectorised(Engine):
         self._nested: WeakValueDictionary[Hashable, Inner] = WeakValueDictionary()
         self.examiner = Examiner(self)
         super().__post_init__()
+        # Torch warns where it runs an operation client by client: so do those who do not stack at all.
+        warnings.filterwarnings("ignore", _SLOW)
         device = self.world.device
         self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _STACKED)
 
@@ -155,13 +156,6 @@ class Vectorised(Engine):
             or self.world is not world
         ):
             self.examiner.forget()
-
-    @contextmanager
-    def computing(self) -> Iterator[None]:
-        """Without torch's warning that it runs an operation client by client: so do those who do not stack at all."""
-        with warnings.catch_warnings(), super().computing():
-            warnings.filterwarnings("ignore", _SLOW)
-            yield
 
     # --- training ----------------------------------------------------------------------------------------------
 

@@ -5,17 +5,20 @@ from __future__ import annotations
 import copy
 import logging
 import math
+import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal, cast
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.modules.conv import _ConvNd
 
+from fedquilt import noise
 from fedquilt.axes import Axis, Index, axes_in, write
 from fedquilt.devices import untransformed
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
@@ -110,15 +113,18 @@ class Family:
     @cached_property
     def _mingles(self) -> bool:
         """Whether its forward mixes the batch in ways no layer shows: a sample's answer changes with another sample."""
-        state, mode = _state(self._module, tuple(self.layout.dims)), Pass(statistics="stored")
-        state = {name: _single(value) for name, value in state.items()}
-        sample = _single(self.example_inputs[0][:1].detach())
-        others = sample + 1 if sample.is_floating_point() else 1 - sample.clamp(0, 1)  # tokens: 0 and 1 are some
-        with torch.no_grad():
-            alike, unlike = (
-                self.net(self.whole)(state, torch.cat([sample, other]), mode)[0][:1] for other in (sample, others)
-            )
-        return not agrees(unlike, alike)
+        try:
+            state = {name: _plain(value) for name, value in _state(self._module, tuple(self.layout.dims)).items()}
+            rows, mode = _plain(self.example_inputs[0].detach()), Pass(statistics="stored")
+            sample, others = rows[:1], [row for row in rows[1:].unsqueeze(1) if not torch.equal(row, rows[:1])]
+            with torch.no_grad():  # rather beside other real ones, which the net is sure to take
+                alike, *unlike = (
+                    self.net(self.whole)(state, torch.cat([sample, beside]), mode)[0][:1]
+                    for beside in (sample, *(others or _unlike(sample)))
+                )
+            return not all(agrees(answer, alike) for answer in unlike)
+        except Exception:  # a forward may be anybody's; batches as they were asked for are right for every net
+            return True
 
     def check_forgets(self) -> None:
         """Refuse a net whose forward remembers: what it keeps would reach other clients, or be lost between rounds.
@@ -140,17 +146,17 @@ class Family:
     @cached_property
     def _remembers(self) -> tuple[list[str], bool]:
         """The buffers that a forward in training writes into, and whether a second one answers otherwise."""
-        inputs = tuple(_single(torch.cat([x, x])) if isinstance(x, Tensor) else x for x in self.example_inputs)
-        before = {name: _single(value) for name, value in self.constants.items()}
         try:
-            module = copy.deepcopy(self._module).float().train()
+            inputs = tuple(_plain(torch.cat([x, x])) if isinstance(x, Tensor) else x for x in self.example_inputs)
+            module = copy.deepcopy(self._module).float().cpu().train()
+            own = {*self.constants, *self.carried}
+            before = {name: value.clone() for name, value in module.named_buffers() if name in own}
             first, second = (_answer(module, inputs) for _ in range(2))
             after = dict(module.named_buffers())
+            written = [name for name, value in before.items() if not _same(value, after[name])]
+            return written, not _same(first, second, 0.0 if written else 1e-4)
         except Exception:  # a forward may be anybody's, and training tells what is wrong with it
             return [], False
-        written = [name for name in before if name in after and not torch.equal(before[name], after[name])]
-        rtol, atol = (0.0, 0.0) if written else (1e-4, 1e-6)  # sums on many threads may differ by rounding
-        return written, not torch.allclose(first, second, rtol, atol, equal_nan=True)
 
     @cached_property
     def dual(self) -> bool:
@@ -264,14 +270,17 @@ class Family:
             # The finer of the two is cut first, the other where that is used up. Not what holds most channels at each
             # share: of 8 groups of 2, that is 8 of 1 at a half and 5 of 2 above it, and one is not within the other.
             least = min(inside.values())
-            if groups.size < least:  # all groups, with fewer channels, down to one of the smallest
-                kept = min(groups.size, target(groups.size * least))
-            else:  # fewer groups, whole
-                kept = max(1, target(groups.size * least) // least)
+            if groups.size < least and round(share * least, 9) >= 1:  # all groups, with fewer channels
+                widths[groups.name] = groups.size
+                widths |= {name: target(size) for name, size in inside.items()}
+                continue
+            if groups.size < least:  # one channel of the smallest in each
+                kept, most = min(groups.size, target(groups.size * least)), {n: v // least for n, v in inside.items()}
+            else:  # whole ones
+                kept, most = target(groups.size), inside
             widths[groups.name] = kept
             for name, size in inside.items():
-                most = size // least if kept < groups.size < least else size
-                widths[name] = max(1, min(most, target(groups.size * size) // kept))
+                widths[name] = most[name] if kept > 1 else min(most[name], target(groups.size * size))
         return Arch(tuple(widths.items()))
 
     def nested(self, arch: Arch, share: float) -> Submodel:
@@ -445,17 +454,37 @@ def _made(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return factory()
 
 
-def _single(value: Tensor) -> Tensor:
-    """In float32, whatever precision a module or samples came in: runs cast both."""
-    return value.float() if value.is_floating_point() else value
+def _plain(value: Tensor) -> Tensor:
+    """On the CPU and in float32, wherever and in whatever precision a module or samples came: runs cast both."""
+    return value.cpu().float() if value.is_floating_point() else value.cpu()
+
+
+def _unlike(sample: Tensor) -> list[Tensor]:
+    """Other samples of the same kind, to either side of it; of tokens 0 and 1 are some."""
+    if not sample.is_floating_point():
+        return [1 - sample.clamp(0, 1)]
+    away = noise.uniform(torch.tensor(0), sample.shape, sample.dtype)
+    return [sample + away, sample - away]
+
+
+def _same(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
+    """Whether two tensors are equal, up to a part of them; sums on many threads may differ by rounding."""
+    return torch.allclose(one.float(), other.float(), rounding, rounding / 100, equal_nan=True)
 
 
 def _answer(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-    """What a module makes of a batch, with the same random numbers whenever it is asked."""
-    with torch.no_grad(), torch.random.fork_rng(devices=[]):
-        torch.manual_seed(0)
-        found: Tensor = module(*copy.deepcopy(inputs))
-    return found
+    """What a module makes of a batch, with the same random numbers whenever it is asked, whoever draws them."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(0)
+        np.random.seed(0)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            found: Tensor = module(*copy.deepcopy(inputs))
+        return found
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -202,7 +202,7 @@ def _is_changed(value: Tensor) -> bool:
     functorch = torch._C._functorch
     while functorch.is_functorch_wrapped_tensor(value):
         value = functorch.get_unwrapped(value)
-    return value._version > 0
+    return value.is_inference() or value._version > 0  # those do not count
 
 
 def _rescale(now: _Now, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
@@ -224,7 +224,7 @@ class Drawn(TorchFunctionMode):
         replacement = _REPLACED.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
-        self.replaced = True
+        self.replaced = self.replaced or func not in _LAYERED
         return replacement(self, *args, **(kwargs or {}))
 
     @property
@@ -363,13 +363,14 @@ def _layered(name: str, function: Any) -> Callable[..., Any]:
         biases, count, dropout, train = args[3 + packed : 7 + packed]
         if not (train and dropout and count > 1):
             return function(*args)
+        drawn.replaced = True
         if packed:
             return _refuse(f"{name} on packed sequences, with dropout between layers", function)(drawn, *args)
-        value, before, weights, *_, both, batch_first = args
-        states = before if isinstance(before, (tuple, list)) else [before]  # of an LSTM two
+        value, state, weights, *_, both, batch_first = args
+        states = state if isinstance(state, (tuple, list)) else [state]  # of an LSTM two
         each, after = len(weights) // count, []
         for layer in range(count):
-            given = [state.chunk(count)[layer] for state in states]
+            given = [one.chunk(count)[layer] for one in states]
             start, own = given if len(given) > 1 else given[0], weights[layer * each : (layer + 1) * each]
             value = _dropped(drawn, value, dropout, layer > 0, value.shape)
             value, *ended = function(value, start, own, biases, 1, 0.0, train, both, batch_first)
@@ -379,6 +380,12 @@ def _layered(name: str, function: Any) -> Callable[..., Any]:
     return layered
 
 
+_LAYERED: dict[Any, Callable[..., Any]] = {  # which say for themselves whether they replaced anything
+    torch.lstm: _layered("torch.lstm", torch.lstm),
+    torch.gru: _layered("torch.gru", torch.gru),
+    torch.rnn_tanh: _layered("torch.rnn_tanh", torch.rnn_tanh),
+    torch.rnn_relu: _layered("torch.rnn_relu", torch.rnn_relu),
+}
 _REPLACED: dict[Any, Callable[..., Any]] = {
     F.dropout: _dropout,
     torch.dropout: _dropout,
@@ -395,10 +402,7 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     torch.bernoulli: _bernoulli,
     torch.Tensor.bernoulli: _bernoulli,
     torch.Tensor.bernoulli_: _bernoulli_in_place,
-    torch.lstm: _layered("torch.lstm", torch.lstm),
-    torch.gru: _layered("torch.gru", torch.gru),
-    torch.rnn_tanh: _layered("torch.rnn_tanh", torch.rnn_tanh),
-    torch.rnn_relu: _layered("torch.rnn_relu", torch.rnn_relu),
+    **_LAYERED,
     **{
         function: _refuse(name, function)
         for name, function in {

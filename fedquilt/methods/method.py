@@ -97,9 +97,7 @@ class Method:
 
     def own(self, server: Server, client: Client, world: World) -> Mix:
         """The nets that are a client's, where results live on clients: what it trained last."""
-        memory = server.memory.get((client.id, ""))
-        last = memory.round if memory else max(0, server.round - 1)
-        return tuple(self.plan(replace(server, round=last), client, world))
+        return tuple(self.plan(replace(server, round=server.last(client.id)), client, world))
 
     def learner(self, job: Job, world: World) -> Learner:
         """How it trains it; a pure function of the job and the configuration."""

@@ -372,7 +372,9 @@ def _asked(method: Method, fleet: Fleet, server: Server, engine: Engine, how: Ev
     trained = sorted({client for client, _ in server.memory}) if method.personal and count < fleet.num_clients else []
     pool: Sequence[int] = trained if len(trained) >= count else range(fleet.num_clients)
     drawn = [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))]
-    return [fleet.client(client, server.round, seed, engine.data.size(client)) for client in drawn]
+    # A budget may change from round to round; what a client has of its own it has from the last.
+    when = {client: server.last(client) if method.personal else server.round for client in drawn}
+    return [fleet.client(client, round, seed, engine.data.size(client)) for client, round in when.items()]
 
 
 def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:

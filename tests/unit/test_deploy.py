@@ -194,3 +194,28 @@ def test_more_than_a_client_holds_is_given_as_that_and_said_so(family, play, mak
     assert not caplog.text
     run.deploy(fq.Budget(share=1.0), client=1)
     assert "a share 1 was asked for; client 1 holds a share 0.25, and has no more to give." in caplog.text
+
+
+def test_a_client_whose_budget_changes_keeps_what_it_trained(family, make_data, caplog):
+    """Not what it could hold in a round without it."""
+    fleet, method = fq.Fleet.of((1.0, 0.25), 4, 1, dynamic=True), with_local(LocalOnly(), batch_size=4)
+    run = fq.run(method, family, make_data(family, (6,) * 4), fleet, "sequential", 6, evaluation=fq.Evaluation(every=0))
+    for client in {fleet.cohort(round, 0)[0] for round in range(6)}:
+        last = max(round for round in range(6) if fleet.cohort(round, 0)[0] == client)
+        held = fleet.budget(client, last, 0)
+        caplog.clear()
+        module = run.deploy(fq.Budget(share=1.0), client=client)
+        assert module[0].out_channels == family.fit(held).widths[0][1]
+        assert bool(caplog.text) == (held.share < 1)
+
+
+def test_methods_that_ignore_budgets_give_whole_nets_without_a_word(family, play, make_data, caplog):
+    run = play(with_local(FedBN(), batch_size=4), family, make_data(family, (6, 6)), (1.0, 0.5))
+    run.deploy(fq.Budget(share=1.0), client=1)
+    assert not caplog.text
+
+
+def test_nets_are_deployed_in_inference_mode_too(family, play, make_data):
+    run = play(with_local(HeteroFL(), batch_size=4), family, make_data(family, (6, 6)))
+    with torch.inference_mode():
+        run.deploy(fq.Budget(share=0.25), norms="post", samples=torch.rand(4, 1, 4, 4))

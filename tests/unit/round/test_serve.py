@@ -339,3 +339,32 @@ def test_a_client_is_tested_on_what_it_trained_last(method, residual, make_data)
         )
         module = run.deploy(fq.Budget(share=0.5), client=client)
         assert all(value.any() for name, value in module.named_buffers() if name.endswith("running_mean"))
+
+
+class Normed(torch.nn.Module):
+    """Shifts of its samples do not reach the mean it takes from the batch."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.first, self.last = torch.nn.LayerNorm(4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.first(self.norm(x))
+        return self.last((hidden - hidden.mean(0)).relu())
+
+
+class Whole(torch.nn.Module):
+    """Takes real numbers for places in a table."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.last = torch.nn.Embedding(10, 6), torch.nn.Linear(6, 3)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.last(self.table(x.long()).mean(1))
+
+
+def test_mixing_is_looked_for_with_samples_that_a_net_takes():
+    assert fq.trace(Normed, torch.zeros(2, 4)).mixes(Pass(statistics="stored"))
+    assert not fq.trace(Whole, torch.tensor([[9.0, 9.0], [3.0, 4.0]])).mixes(Pass(statistics="stored"))
+    assert fq.trace(Whole, torch.full((2, 2), 9.5)).mixes(Pass(statistics="stored")) in (False, True)  # and no error
