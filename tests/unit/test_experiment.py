@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 
 import numpy as np
@@ -326,6 +327,7 @@ def test_importing_needs_torch_numpy_and_safetensors_alone():
 
 _EMPTY_HANDED = """
 import sys
+import warnings
 for name in ("sklearn", "scipy", "tyro", "rich", "hypothesis", "flwr", "ray", "onnx", "torch_pruning", "pandas"):
     sys.modules[name] = None  # importing it fails
 import torch, fedquilt as fq
@@ -520,3 +522,30 @@ def test_local_settings_that_are_not_named_stay_the_methods_own():
     method = HeteroFL().with_local(epochs=2)
     assert method.local == replace(HeteroFL().local, epochs=2)
     assert method.local.scaler
+
+
+def test_plans_are_tried_with_clients_as_they_are(perceptron, make_data):
+    class Scarce(FedAvg):
+        def plan(self, server, client, world):
+            assert client.size == 6
+            return super().plan(server, client, world)
+
+    fq.prepare(Scarce(), perceptron, make_data(perceptron, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2))
+
+
+def test_a_users_own_warnings_are_shown_once(perceptron, make_data):
+    class Warns(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            warnings.warn("mine", stacklevel=1)
+            return self.last(torch.relu(self.first(x)))
+
+    with warnings.catch_warnings(record=True) as shown:
+        warnings.simplefilter("default")
+        family = fq.trace(Warns, torch.rand(2, 4))
+        shown.clear()
+        fq.run(FedAvg(), family, make_data(perceptron, (6, 6)), fq.Fleet.of((1.0,), 2, 2), rounds=4)
+    assert len([one for one in shown if str(one.message) == "mine"]) <= 2

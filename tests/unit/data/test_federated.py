@@ -321,3 +321,18 @@ def test_dealt_data_can_be_dealt_again():
     again = data.deal(3, Labels(1))
     assert (data.num_clients, again.num_clients) == (2, 3)
     assert torch.equal(again.inputs, data.inputs)
+
+
+@pytest.mark.parametrize("kind", [object, "S1", str])
+def test_clients_are_called_by_names_of_any_kind(kind):
+    owners = np.array(list("abab"), dtype=kind)
+    data = fq.data.Pool.of((np.zeros((4, 2), np.float32), np.arange(4) % 2), TEST, clients=owners).deal()
+    assert [part.tolist() for part in data.parts] == [[0, 2], [1, 3]]
+
+
+def test_rows_may_be_a_tuple_of_lists():
+    pool = fq.data.Pool.of((tuple([float(row), 1.0] for row in range(4)), [0, 1, 0, 1]), TEST)
+    assert pool.inputs.shape == (4, 2)
+
+
+TEST = (np.zeros((2, 2), np.float32), np.arange(2))
