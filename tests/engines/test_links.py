@@ -48,7 +48,7 @@ def test_every_method_over_every_link_gives_the_same_numbers(name, link, residua
     ids=lambda method: type(method).__name__,
 )
 def test_statistics_and_several_payloads_go_over_every_link(method, norm, residual, play, make_data):
-    """Statistics travel as they are; one client may send several payloads of one training."""
+    """Statistics travel as they are; parts of what arrived may count once more."""
     method, data = with_local(method, batch_size=4, norm=norm), make_data(residual, RAGGED, labels=2)
     truth, *others = (
         play(method, residual, data, SHARES, engine=engine, link=LINKS["everything"], rounds=3)
