@@ -316,7 +316,8 @@ class Family:
         arch = member.arch if isinstance(member, Submodel) else member
         known = self._costs.get((arch, batch_size, slots))
         if known is None:
-            known = measure(build(self._module, self.layout, self._sizes(arch)), self.example_inputs, batch_size, slots)
+            module = build(self._module, self.layout, self._sizes(arch))
+            known = measure(module, self.example_inputs, batch_size, slots, self.constants)
             self._costs[arch, batch_size, slots] = known
         return known
 

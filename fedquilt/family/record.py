@@ -237,7 +237,7 @@ def _line_of(error: BaseException) -> str:
 
 
 @contextmanager
-def _plain_backends() -> Iterator[None]:
+def _plain_backends(grad: bool) -> Iterator[None]:
     """Fused kernels off: they hide the products whose axes we look for."""
     fast, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     log = logging.getLogger("torch._subclasses.fake_tensor")
@@ -246,7 +246,7 @@ def _plain_backends() -> Iterator[None]:
     torch._C._set_mkldnn_enabled(False)
     try:
         # In inference mode operations reach us whole (linear, matmul, layer_norm), whatever the strides.
-        with sdpa_kernel(SDPBackend.MATH), torch.inference_mode():
+        with sdpa_kernel(SDPBackend.MATH), torch.inference_mode(not grad), torch.set_grad_enabled(grad):
             yield
     finally:
         log.disabled = quiet
@@ -277,21 +277,23 @@ def record(
     follower: Follower | None = None,
     constants: Mapping[str, Tensor] | None = None,
     train: bool = False,
+    grad: bool = False,
 ) -> Run:
     """Run a copy of a module on tensors without data and write down what it did.
 
-    `constants` are buffers whose values Python may read, since members have the same.
+    `constants` are buffers whose values Python may read, since members have the same. With `grad`, autograd saves what
+    a backward pass would need. A single random number is not known then, so that no layer is skipped by a draw.
     """
     constants = constants or {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
-    recorder = Recorder(known, train)
+    recorder = Recorder(known, train and not grad)
 
     def fake(tensor: Tensor) -> Tensor:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, meta, torch.device("cpu"))
 
     def make(name: str, weight: Tensor) -> Tensor:
-        made = fake(weight)
+        made = fake(weight).requires_grad_(grad and weight.requires_grad)
         recorder.name(made, Value(tuple(made.shape), weights.get(name, ()), name))
         if name in constants:
             recorder.constants[id(made)] = constants[name].detach().cpu().clone()
@@ -316,7 +318,7 @@ def record(
     module.train(train)
     given = pytree.tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     with ExitStack() as stack:
-        stack.enter_context(_plain_backends())
+        stack.enter_context(_plain_backends(grad))
         stack.enter_context(_same_dice())
         stack.enter_context(mode)
         stack.enter_context(recorder)

@@ -143,6 +143,41 @@ def test_costs_of_forwards_that_ask_for_more_than_shapes(between):
     assert one.memory < many.memory
 
 
+class Reader(nn.Module):
+    """A layer between two others that reads constants in Python, as language models read their masks."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
+        self.register_buffer("longest", torch.tensor(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        positions = torch.arange(x.shape[1])
+        if positions.max().item() >= self.longest.item():
+            raise ValueError("too long")
+        return self.last(torch.relu(self.first(x)))
+
+
+def test_costs_of_forwards_that_read_constants_in_python():
+    family = fq.trace(Reader, torch.zeros(2, 4))
+    assert family.cost(family.whole).macs == 4 * 6 + 6 * 3
+    half = family.cost(family.fit(fq.Budget(share=0.5)), batch_size=8)
+    assert half.macs == 4 * 3 + 3 * 3
+    assert half.memory == 3 * half.bytes + 4 * 8 * (4 + 3)  # saved of a sample: its inputs, and what ReLU gave
+
+
+def test_costs_of_layers_that_a_draw_would_skip_count_them():
+    class Skips(Reader):
+        def forward(self, x: Tensor) -> Tensor:
+            hidden = self.first(x)
+            if self.training and torch.rand(1).item() < 2:
+                return self.last(hidden)
+            return self.last(hidden @ self.first.weight @ self.first.weight.T)
+
+    family = fq.trace(Skips, torch.zeros(2, 4))
+    assert family.cost(family.whole).macs == 3 * 4 * 6 + 6 * 3
+
+
 def test_costs_grow_with_the_share(residual):
     costs = [residual.cost(residual.fit(fq.Budget(share=share))) for share in (0.25, 0.5, 0.75, 1.0)]
     for kind in ("macs", "params", "bytes", "memory"):
