@@ -443,7 +443,7 @@ def demo(method: str = "heterofl", preset: bool = False) -> Settings:
 def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
     """Name another method, optimiser, data …, in place: what all of them have stays, another's own options do not.
 
-    A preset stays where the other has one of that name.
+    A preset stays too, so that `read` refuses it if the other method has none of that name.
     """
     held: Any = settings
     for key in path:
@@ -451,8 +451,7 @@ def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
     table = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
     there = variants(Experiment, path)
     if there and table.get("name", there.usual) != name:
-        kept = {*there.common, *({"preset"} if table.get("preset") in there.presets(name) else ())}
-        table = {key: value for key, value in table.items() if key in kept}
+        table = {key: value for key, value in table.items() if key in there.common or key == "preset"}
     return assign(settings, path, {**table, "name": name})
 
 

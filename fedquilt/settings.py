@@ -273,7 +273,8 @@ def _preset(kind: type, name: Any, path: str, problems: list[Problem]) -> Any:
     presets = getattr(kind, "presets", {})
     if isinstance(name, str) and name in presets:
         return kind.preset(name)  # type: ignore[attr-defined]
-    problems.append(Problem(path, f"{_shown(name)} was found; there is no such preset.{nearest(str(name), presets)}"))
+    text = f"{_shown(name)} was found; {label(kind)} has no preset of that name.{nearest(str(name), presets)}"
+    problems.append(Problem(path, text))
     return UNSET
 
 
@@ -441,13 +442,8 @@ def choices(kinds: Sequence[Any]) -> dict[str, Any]:
 class Variants(NamedTuple):
     """What one can name at a path: the keys that all of them take, and the name that stands there if none is given."""
 
-    kinds: Mapping[str, Any]
     common: frozenset[str]
     usual: str
-
-    def presets(self, name: Any) -> list[str]:
-        """Those of one of them."""
-        return list(getattr(self.kinds.get(name), "presets", ())) if isinstance(name, str) else []
 
 
 def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | None:
@@ -463,10 +459,10 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
         return None
     taken = [frozenset(_fields_of(one)) - {"name", "options"} for one in named]
     if not several and any(hasattr(one, "presets") for one in kinds):
-        return Variants({}, frozenset(), "")  # another preset is all there is
+        return Variants(frozenset(), "")  # another preset is all there is
     if not several and not any(issubclass(one, Choice) for one in kinds):
         return None
-    return Variants(known, frozenset.intersection(*taken), label(type(usual)) if is_dataclass(usual) else "")
+    return Variants(frozenset.intersection(*taken), label(type(usual)) if is_dataclass(usual) else "")
 
 
 def label(kind: type) -> str:

@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from fedquilt.checks import within
 from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
+from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import TABLE_9
+from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
 from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
 
@@ -21,7 +23,7 @@ class FedAvg(Method):
 
     share: float = 1.0  # of every axis, for all clients
     paper = "McMahan et al. 2017"
-    presets: ClassVar[Presets] = TABLE_9
+    presets: ClassVar[Presets] = {**TABLE_9, **compared_presets(scaler=False), **WITHOUT_RATIOS}
 
     def __post_init__(self) -> None:
         super().__post_init__()

@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
+from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import PARTIAL, TABLE_8
+from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
@@ -25,7 +27,12 @@ class HeteroFL(Method):
     weighting: Weighting = "uniform"
     rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Diao et al. 2021"
-    presets: ClassVar[Presets] = {**TABLE_8, "released": {"rounding": "ceil"}}
+    presets: ClassVar[Presets] = {
+        **TABLE_8,
+        **compared_presets(scaler=True),
+        **WITHOUT_RATIOS,
+        "released": {"rounding": "ceil"},
+    }
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(client.budget, self.rounding))]

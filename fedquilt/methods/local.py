@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from typing import ClassVar
 
-from fedquilt.methods.method import Method
+from fedquilt.methods.method import Method, Presets
+from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import All, Learner, Nothing
 from fedquilt.terms import Client, Job, Server, Submodel, World
@@ -15,6 +17,7 @@ class LocalOnly(Method):
     """Clients train the largest net they can hold on their own data, and share nothing."""
 
     paper = "baseline"
+    presets: ClassVar[Presets] = WITHOUT_RATIOS
 
     @property
     def personal(self) -> bool:

@@ -19,9 +19,11 @@ from fedquilt.terms import Client, Job, Server, Submodel, World
 TABLE_17 = Local(optimiser=SGD(lr=0.1, momentum=0.9, nesterov=True, decay=1e-4), batch_size=32)
 # CIFAR-10: P = {0.1, 0.15, …, 1}, the default. Digits: steps of an eighth.
 GRIDS: Presets = {
-    "cifar10": {"smallest": 0.1, "granularity": 0.05},
-    "digits": {"smallest": 0.125, "granularity": 0.125},
+    "fedrescue-cifar10": {"smallest": 0.1, "granularity": 0.05},
+    "fedrescue-digits": {"smallest": 0.125, "granularity": 0.125},
 }
+# The same settings for the methods without ratios that FedResCuE is compared with.
+WITHOUT_RATIOS: Presets = {name: {"local": TABLE_17, "weighting": "uniform"} for name in GRIDS}
 
 
 @dataclass(frozen=True)

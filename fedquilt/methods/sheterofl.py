@@ -7,6 +7,7 @@ from typing import ClassVar
 
 from fedquilt.checks import within
 from fedquilt.methods.method import Method, Presets
+from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase, Summed
 from fedquilt.round.merge import Weighting
@@ -25,7 +26,10 @@ class SHeteroFL(Method):
     widths: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)  # the shares a client trains, as far as it can hold them
     count_widths: bool = False  # in the merge a client counts once for every width, as in the released code
     paper = "Hong et al. 2022"
-    presets: ClassVar[Presets] = {"released": {"count_widths": True}}
+    presets: ClassVar[Presets] = {
+        **compared_presets(scaler=False),
+        "released": {"count_widths": True},
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()

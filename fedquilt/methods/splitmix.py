@@ -16,9 +16,10 @@ from fedquilt.checks import within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.dual import HOW_TO
 from fedquilt.methods.method import Method, Presets
+from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.cut import windows
-from fedquilt.round.local import SGD, Cosine, Learner, Local, Steps, batched
+from fedquilt.round.local import Cosine, Learner, Local, batched
 from fedquilt.round.merge import Weighting
 from fedquilt.round.serve import exam_pass, mixed, ready, right
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
@@ -26,12 +27,8 @@ from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, Wor
 if TYPE_CHECKING:
     from fedquilt.engines import Engine
 
-_SGD = SGD(lr=0.01, momentum=0.9, decay=5e-4)
-_DIGITS = Local(optimiser=replace(_SGD, lr=0.1), schedule=Cosine(400), scaler=True)
-_CIFAR10 = Local(
-    optimiser=_SGD, schedule=Steps((150, 250), 0.1), epochs=5, batch_size=128, scaler=True, masked="client"
-)
-_DOMAINNET = Local(optimiser=_SGD, scaler=True)
+_DIGITS = replace(DIGITS, scaler=True)
+_CIFAR10 = replace(CIFAR10, scaler=True)
 
 
 def _robust(local: Local) -> dict[str, object]:
@@ -47,7 +44,7 @@ class SplitMix(Method):
     logits of the first floor(R/r).
     """
 
-    local: Local = Local(optimiser=_SGD, scaler=True)
+    local: Local = Local(optimiser=SPLITMIX_SGD, scaler=True)
     weighting: Weighting = "data"
     base: float = 0.125  # r, the share of a base net; 1 gives FedAvg
     rescale_init: bool = True  # initial weights have the variance of the whole net's (section 4.2)
@@ -55,12 +52,10 @@ class SplitMix(Method):
     robust: bool = False  # algorithm 4: attacked samples go through noised norms of their own (section 4.3)
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
-        "digits": {"local": _DIGITS},
-        "digits-released": {"local": replace(_DIGITS, optimiser=_SGD, schedule=Cosine(300))},
-        "cifar10": {"local": _CIFAR10},
+        **compared_presets(scaler=True),
+        "digits-released": {"local": replace(_DIGITS, optimiser=SPLITMIX_SGD, schedule=Cosine(300))},
         "cifar10-released": {"local": replace(_CIFAR10, masked="batch")},
-        "domainnet": {"local": _DOMAINNET},
-        "robust": _robust(Local(optimiser=_SGD)),
+        "robust": _robust(Local(optimiser=SPLITMIX_SGD)),
         "digits-robust": _robust(_DIGITS),
         "cifar10-robust": _robust(_CIFAR10),
     }

@@ -684,7 +684,7 @@ def test_a_run_goes_over_a_link_by_name(own: Path, capsys: pytest.CaptureFixture
     longer = told(capsys, "run", "--resume", "runs/lossy-mild", "--rounds", "3")
     assert longer["rounds"] == 3
     assert main(["run", *TINY, "--link", "lossy"]) == 2
-    assert "link.name (--link): 'lossy' was found; there is no such preset." in capsys.readouterr().err
+    assert "link.name (--link): 'lossy' was found; link has no preset of that name." in capsys.readouterr().err
 
 
 def test_a_link_by_name_can_be_changed_and_is_shown(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -180,7 +180,7 @@ def test_a_name_becomes_a_table_when_a_key_of_it_is_set() -> None:
 def test_another_name_takes_over_what_all_of_them_have() -> None:
     own = {"name": "fedrolex", "shift": 2, "preset": "paper", "local": {"epochs": 3}}
     assert choose({"method": own, "rounds": 2}, ["method"], "fedavg") == {
-        "method": {"local": {"epochs": 3}, "name": "fedavg"},
+        "method": {"preset": "paper", "local": {"epochs": 3}, "name": "fedavg"},
         "rounds": 2,
     }
     assert choose({"method": own}, ["method"], "fedrolex") == {"method": own}
@@ -189,6 +189,21 @@ def test_another_name_takes_over_what_all_of_them_have() -> None:
     assert choose({"model": {"name": "vit", "depth": 2}}, ["model"], "vgg11") == {"model": {"name": "vgg11"}}
     data = {"name": "digits", "public": 0.1, "partition": "labels"}
     assert choose({"data": data}, ["data"], "x.npz") == {"data": {"name": "x.npz", "partition": "labels"}}
+
+
+def test_a_preset_that_another_method_lacks_is_refused() -> None:
+    """It was dropped, and the other method was compared untuned."""
+    parts = {"model": "tiny_resnet", "data": "digits"}
+    asked = {"method": {"name": "splitmix", "preset": "cifar10-robust"}, **parts}
+    with pytest.raises(
+        ConfigError, match=r"method\.preset: 'cifar10-robust' was found; fedavg has no preset of that"
+    ) as caught:
+        Experiment.of(choose(asked, ["method"], "fedavg"))
+    assert f"Known: {', '.join(METHODS['fedavg'].presets)}." in str(caught.value)
+    for method in ("splitmix", "sheterofl", "heterofl", "fedavg"):
+        digits = {"method": {"name": "splitmix", "preset": "digits"}, **parts}
+        found = Experiment.of(choose(digits, ["method"], method)).method
+        assert found == METHODS[method].preset("digits")
 
 
 def test_another_name_below_takes_over_what_all_there_have() -> None:
@@ -354,7 +369,7 @@ def test_all_that_is_wrong_with_a_link_is_told(own: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         small(link={"name": "lossy-mid", "loss": {"name": "colums"}, "codec": {"bits": 3, "kept": 1}, "clok": {}})
     told = str(caught.value)
-    assert "link.name: 'lossy-mid' was found; there is no such preset. Did you mean 'lossy-mild'?" in told
+    assert "link.name: 'lossy-mid' was found; link has no preset of that name. Did you mean 'lossy-mild'?" in told
     assert "there is no loss named 'colums'. Did you mean 'columns'?" in told
     assert "link.codec.bits: 3 was found; one of 2, 4, 8, 32 would fit." in told
     assert "link.codec.kept: codec has no such key. Did you mean 'keep'?" in told
