@@ -31,9 +31,12 @@ class Partition(ABC):
     """A way to deal. `fraction` is what each client keeps of its training samples, at least one."""
 
     fraction: float = field(default=1.0, kw_only=True)
+    max_size: int | None = field(default=None, kw_only=True)  # training samples a client keeps at most; None: all
 
     def __post_init__(self) -> None:
         within(self, fraction="(0, 1]")
+        if self.max_size is not None:
+            within(self, max_size="[1, inf)")
 
     def deal(self, pool: Pool, num_clients: int | None, seed: int = 0) -> tuple[Parts, Parts | None]:
         """Each client's positions in the training set and in the test set."""
@@ -43,7 +46,7 @@ class Partition(ABC):
                 "or more."
             )
         parts, test_parts = self._deal(pool, num_clients, seed)
-        return parts.thinned(self.fraction, noise.key(seed, 16)), test_parts
+        return parts.thinned(self.fraction, noise.key(seed, 16), self.max_size), test_parts
 
     @abstractmethod
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]: ...

@@ -57,14 +57,14 @@ class Parts(Sequence[Tensor]):
         """The client of every entry of `order`."""
         return torch.repeat_interleave(torch.arange(len(self)), self.sizes)
 
-    def thinned(self, fraction: float, key: int) -> Parts:
-        """A fraction of each client's samples, drawn at random, at least one of those that have any."""
-        if fraction == 1:
+    def thinned(self, fraction: float, key: int, max_size: int | None = None) -> Parts:
+        """A fraction of each client's samples and at most `max_size`, drawn at random, at least one of those it has."""
+        if fraction == 1 and (max_size is None or int(self.sizes.max()) <= max_size):
             return self
         owners, sizes = self.owners, self.sizes
         drawn = torch.argsort(noise.bits(torch.tensor(key), len(self.order)), stable=True)
         drawn = drawn[torch.argsort(owners[drawn], stable=True)]  # client after client, mixed within each
-        kept = (sizes * fraction).round().long().clamp(min=1).minimum(sizes)
+        kept = (sizes * fraction).round().long().clamp(min=1, max=max_size).minimum(sizes)
         rank = torch.arange(len(drawn)) - self.offsets[:-1].repeat_interleave(sizes)
         chosen = drawn[rank < kept.repeat_interleave(sizes)].sort().values  # in the order they had
         return Parts.split(self.order[chosen], kept)

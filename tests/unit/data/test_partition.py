@@ -314,6 +314,18 @@ def test_a_fraction_is_taken_of_every_domain():
     assert len(data.test_parts.order) == 60  # the test set stays whole
 
 
+def test_a_largest_size_holds_whatever_the_size_of_the_pool():
+    """5 % of a set is another number of images for every set; FedResCuE's is 371 a domain."""
+    for count in (600, 1200):
+        data = pool_of(count, 60).deal(6, Domains(max_size=15))
+        assert [len(part) for part in data.parts] == [15] * 6
+        assert len(data.test_parts.order) == 60
+    assert [len(part) for part in pool_of(60, 6).deal(6, Domains(max_size=15)).parts] == [10] * 6
+    assert [len(part) for part in pool_of(600, 6).deal(6, Domains(fraction=0.1, max_size=15)).parts] == [10] * 6
+    with pytest.raises(ConfigError, match=r"Domains: max_size = 0 was asked for"):
+        Domains(max_size=0)
+
+
 def test_impossible_domains_are_refused():
     with pytest.raises(DataError, match="2 clients were asked for; the 3 domains of data need one each"):
         pool_of().deal(2, Domains())
