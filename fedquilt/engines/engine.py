@@ -322,10 +322,13 @@ class Engine(ABC):
             self._first = self.initial if self.method is None else self.method.initial(self.world)
         return self._first
 
-    def follow(self, method: Method) -> None:
-        """Train by this method from now on: clients that have received nothing have its initial weights."""
+    def follow(self, method: Method, initial: Weights | None = None) -> None:
+        """Train by this method from now on: clients that have received nothing have its initial weights.
+
+        Workers are given `initial`, because they cannot draw it: their family has the weights of one seed.
+        """
         if method is not self.method:
-            self.method, self._first = method, None
+            self.method, self._first = method, initial
         if method.attack is not None:
             self._check_range(method.attack)
 

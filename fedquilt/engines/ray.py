@@ -31,7 +31,7 @@ from fedquilt.engines.vectorised import Vectorised
 from fedquilt.errors import ConfigError, FedquiltError, TrainingError
 from fedquilt.names import said
 from fedquilt.round.merge import Fold
-from fedquilt.terms import Job, Memory, Server, World
+from fedquilt.terms import Job, Memory, Server, Weights, World
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -77,6 +77,12 @@ class Ray(Vectorised):
     def deal(self, data: FederatedData, seed: int | None = None) -> None:
         super().deal(data, seed)
         self._ground: Any = None  # family and data, in the object store
+        self._start: Any = None  # the method's initial weights, in the object store
+
+    def follow(self, method: Method, initial: Weights | None = None) -> None:
+        if method is not self.method:
+            self._start = None
+        super().follow(method, initial)
 
     def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
         """Broadcast the server's state once, have the chunks trained, and join what comes back in their order."""
@@ -85,8 +91,10 @@ class Ray(Vectorised):
         known = _known(method, server, self.world)
         settings = {one.name: getattr(self, one.name) for one in fields(Vectorised) if one.name not in _OWN}
         everyone = crew.put(pack((method, replace(server, memory={}), settings), _shared(self.world)))
+        if self._start is None:
+            self._start = crew.put(pack(self._initial, {}))
         calls = [
-            Call(self._ground, everyone, pack((chunk, _memory(server, chunk)), _shared(self.world)), chunk)
+            Call(self._ground, self._start, everyone, pack((chunk, _memory(server, chunk)), _shared(self.world)), chunk)
             for chunk in chunks
         ]
         with closing(crew.answers(calls)) as answers:
@@ -98,7 +106,7 @@ class Ray(Vectorised):
     def _gathered(self) -> Crew:
         crew = Crew.of(self.cluster, self.world.device, torch.get_num_threads())
         if crew is not self._crew:
-            self._crew, self._ground = crew, None
+            self._crew, self._ground, self._start = crew, None, None
         if self._ground is None:
             cpu = torch.device("cpu")
             world = replace(self.world, family=self.world.family.seeded(self.world.seed), device=cpu)
@@ -169,16 +177,17 @@ class Worker:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self._engine: tuple[Any, Vectorised] | None = None
+        self._start: tuple[Any, Weights] | None = None
         self._round: tuple[Any, tuple[Method, Server]] | None = None
 
     def ready(self) -> int:
         return os.getpid()
 
-    def train(self, ground: list[Any], everyone: list[Any], chunk: Parcel, device: str) -> Answer:
+    def train(self, ground: list[Any], start: list[Any], everyone: list[Any], chunk: Parcel, device: str) -> Answer:
         """Train some jobs and fold them. Errors are answers: what Ray makes of a raised one nobody can read."""
         try:
             engine = self._hold(ground[0], torch.device(device))
-            method, server = self._begin(everyone[0], engine)
+            method, server = self._begin(start[0], everyone[0], engine)
             shared = _shared(engine.world)
             jobs, memory = unpack(chunk, shared, engine.world.device)
             server = replace(server, memory=memory)
@@ -199,15 +208,23 @@ class Worker:
             self._engine = ground, Vectorised(replace(world, device=device, public=public), data)
         return self._engine[1]
 
-    def _begin(self, everyone: Any, engine: Vectorised) -> tuple[Method, Server]:
+    def _begin(self, start: Any, everyone: Any, engine: Vectorised) -> tuple[Method, Server]:
         """What all chunks of a round start from, unpacked once."""
         if self._round is None or self._round[0] != everyone:
             self._round = None
             method, server, settings = unpack(_get(everyone), _shared(engine.world), engine.world.device)
             for name, value in settings.items():
                 setattr(engine, name, value)
+            engine.follow(method, self._initial(start, engine))
             self._round = everyone, (method, server)
         return self._round[1]
+
+    def _initial(self, start: Any, engine: Vectorised) -> Weights:
+        """The weights that a method starts from, unpacked once."""
+        if self._start is None or self._start[0] != start:
+            self._start = None
+            self._start = start, unpack(_get(start), {}, engine.world.device)
+        return self._start[1]
 
 
 def _get(reference: Any) -> Parcel:
@@ -223,6 +240,7 @@ class Call:
     """A chunk on its way to whoever is free."""
 
     ground: Any  # references to the object store
+    start: Any
     everyone: Any
     chunk: Parcel
     jobs: Sequence[Job]
@@ -310,7 +328,7 @@ class Crew:
 
     def _send(self, worker: Any, call: Call) -> Any:
         # In lists references stay references: the worker looks only at what it does not have yet.
-        return worker.train.remote([call.ground], [call.everyone], call.chunk, self._device)
+        return worker.train.remote([call.ground], [call.start], [call.everyone], call.chunk, self._device)
 
     def _wait(self, references: list[Any], patient: bool) -> list[Any]:
         found: list[Any]

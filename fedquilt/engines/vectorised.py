@@ -179,7 +179,7 @@ class Vectorised(Engine):
                 self._check(stacks, outcome)
                 break
             apart = [job for _, some in wave for job in some if job.submodel.arch in self.single]
-            self._truth.follow(method)
+            self._truth.follow(method, self._first)
             self._truth._train(method, server, apart, fold, outcome)
 
     def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:

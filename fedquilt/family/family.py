@@ -105,6 +105,13 @@ class Family:
         learnt = dict(self._module.named_parameters())
         return tuple(name for name in self.layout.parts.get("norm", ()) if name not in learnt)
 
+    @cached_property
+    def embeddings(self) -> frozenset[str]:
+        """Names of the weights whose rows are looked up instead of multiplied with."""
+        layers = self._module.named_modules()
+        found = (path for path, layer in layers if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)))
+        return frozenset(self._first(f"{path}.weight" if path else "weight") for path in found)
+
     def mixes(self, mode: Pass) -> bool:
         """Whether an output depends on who else is in the batch: some batch norm has no statistics but the batch's."""
         norms = [layer for layer in self._module.modules() if isinstance(layer, _BatchNorm)]

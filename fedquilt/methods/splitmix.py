@@ -26,6 +26,7 @@ from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, Wor
 
 if TYPE_CHECKING:
     from fedquilt.engines import Engine
+    from fedquilt.family import Family
 
 _DIGITS = replace(DIGITS, scaler=True)
 _CIFAR10 = replace(CIFAR10, scaler=True)
@@ -77,28 +78,27 @@ class SplitMix(Method):
         return _whole(1 / self.base)
 
     def initial(self, world: World) -> dict[str, Tensor]:
-        """Neighbouring pieces of one whole net: they are independent, and vary as its weights do.
+        """Cut every base net from a whole net of its own, so that base nets start independent of each other.
 
-        Kaiming's method draws from a range that falls with the width a layer reads from. Without `rescale_init` base
-        nets have the range of their own width.
+        Weights and biases thus have the range of the whole net's fan-in (section 4.2). Without `rescale_init`
+        they have the wider range of the base net's own fan-in.
+
+        A traced function is called with another seed for every base net. A traced *module* cannot be drawn
+        anew, because it brings one set of weights. Its base nets are neighbouring windows of these weights. They
+        share what is not cut, such as the output bias, and start alike on axes with too few channels.
         """
-        whole, family = super().initial(world), world.family
-        member, sizes = self._member(world), family.layout.sizes
+        family, member = world.family, self._member(world)
         weights: dict[str, Tensor] = {}
         for place in range(self.count):
+            # The first base net has the seed of the run, so that a single one starts as FedAvg does.
+            seed = noise.key(45, world.seed, place) if place else world.seed
+            whole = family.init(seed, world.device, world.dtype)
             starts = {axis: place * width for axis, width in member.widths}
-            cut = family.cutter.gather(whole, windows(member, starts, sizes), list(whole))
-            own = {name: value.clone() for name, value in cut.items()}
-            weights |= {_scope(place) + name: value for name, value in self._scaled(own, whole).items()}
+            cut = family.cutter.gather(whole, windows(member, starts, family.layout.sizes), list(whole))
+            gains = {} if self.rescale_init else _gains(cut, whole, family)
+            for name, value in cut.items():
+                weights[_scope(place) + name] = value * gains[name] if name in gains else value.clone()
         return weights
-
-    def _scaled(self, own: Mapping[str, Tensor], whole: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
-        if self.rescale_init:
-            return own
-        gain = {
-            name: math.sqrt(whole[name][0].numel() / value[0].numel()) for name, value in own.items() if value.dim() > 1
-        }
-        return {name: value * gain.get(name, 1.0) for name, value in own.items()}
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Algorithm 2: one base net in turn from a shuffled cycle that all clients share, and others by lot."""
@@ -172,6 +172,23 @@ class SplitMix(Method):
 
 _VALIDATION = 2000  # samples that base nets are sorted by
 _EXAM = 100  # of them at once
+
+
+def _gains(cut: Mapping[str, Tensor], whole: Mapping[str, Tensor], family: Family) -> dict[str, float]:
+    """Return the factor from the whole net's initial range to the cut net's own, by weight and bias.
+
+    Kaiming's method draws from a range that falls with the root of a layer's fan-in, and torch draws the layer's bias
+    from the same range. Norms and embeddings start alike at every width, so they have no factor.
+    """
+    same = {*family.parts.get("norm", ()), *family.embeddings}
+    gains: dict[str, float] = {}
+    for name, value in cut.items():
+        path, dot, leaf = name.rpartition(".")
+        if name in same or value.dim() < 2 or "weight" not in leaf:
+            continue
+        bias = f"{path}{dot}{leaf.replace('weight', 'bias')}"
+        gains[name] = gains[bias] = math.sqrt(whole[name][0].numel() / value[0].numel())
+    return gains
 
 
 def _scope(place: int) -> str:

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import BudgetError
@@ -15,7 +15,7 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.methods import FedAvg, SplitMix
 from fedquilt.round.cut import windows
 from fedquilt.terms import Budget, Client, Job, Server, World
-from tests.conftest import LOCAL, with_local
+from tests.conftest import LOCAL, Perceptron, with_local
 
 QUARTER = {"base": 0.25}
 SHARES = (1.0, 0.5, 0.25)
@@ -120,9 +120,10 @@ def test_all_nets_of_all_clients_are_one_stack(residual, make_data, play):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_the_masked_embedding_in_one_big_net_gives_the_same_update(engine, perceptron, make_data, play):
+def test_the_masked_embedding_in_one_big_net_gives_the_same_update(engine, make_data, play):
     """Figure 8 (c): base nets as diagonal blocks of the whole net, every other entry zero, the biases of the output
-    aside: summed logits of a blocked net are the sum of the base nets' logits."""
+    aside: summed logits of a blocked net are the sum of the base nets' logits. A module's own weights are cut so."""
+    perceptron = fq.trace(Perceptron(), torch.zeros(2, 4))
     method = SplitMix(local=fq.Local(batch_size=8, optimiser=fq.SGD(lr=0.1, momentum=0.0)), base=0.5)
     world = World(perceptron, dtype=torch.float64)
     server, whole = method.init(world), Server(0, FedAvg().init(world).weights)
@@ -182,21 +183,60 @@ def test_evaluation_mixes_alike(engine, norm, residual, make_data, play):
 # --- initial weights ----------------------------------------------------------------------------------------------
 
 
-def test_base_nets_start_unequal_and_with_the_variance_of_the_whole_net():
-    family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
-    world = World(family)
-    whole = FedAvg().init(world).weights
-    rescaled, plain = (SplitMix(rescale_init=on).init(world).weights for on in (True, False))
-    for name in family.trainable:
-        if len(family.layout.dims[name]) < 4:
-            continue
-        first = family.layout.dims[name][1] == 3  # reads the images, which are never cut
-        std, base = whole[name].std(), rescaled[f"base0/{name}"].std()
-        assert float(base / std) == pytest.approx(1, rel=0.15)
-        gain = (whole[name].shape[1] / rescaled[f"base0/{name}"].shape[1]) ** 0.5
-        assert gain == 1 if first else gain >= 1
-        torch.testing.assert_close(plain[f"base0/{name}"], rescaled[f"base0/{name}"] * gain)
-        assert not torch.equal(rescaled[f"base0/{name}"], rescaled[f"base1/{name}"])
+def _digits_like() -> nn.Module:
+    """Convolutions, a hidden linear layer and biases everywhere, as the Digits CNN has them."""
+    hidden = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(1))
+    return nn.Sequential(*hidden, nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, 10))
+
+
+def _fan_in(weight: Tensor) -> int:
+    return weight[0].numel()
+
+
+@pytest.mark.parametrize("rescaled", [True, False])
+def test_weights_and_biases_start_in_the_range_of_the_whole_nets_fan_in_or_of_their_own(rescaled):
+    """Section 4.2. torch draws both from ±1/√fan-in; the input layer's fan-in is not cut."""
+    family = fq.trace(_digits_like, torch.zeros(2, 3, 8, 8))
+    whole = family.init(0)
+    drawn = [SplitMix(rescale_init=rescaled, base=0.25).initial(World(family, seed)) for seed in range(20)]
+    for layer in ("0", "3", "5", "7"):
+        base = drawn[0][f"base1/{layer}.weight"]
+        bound = _fan_in(whole[f"{layer}.weight"] if rescaled else base) ** -0.5
+        for name in (f"{layer}.weight", f"{layer}.bias"):
+            values = torch.cat([one[f"base{place}/{name}"].flatten() for one in drawn for place in range(4)])
+            assert float(values.abs().max()) <= bound * (1 + 1e-6)
+            assert float(values.abs().max()) > 0.97 * bound
+    assert _fan_in(whole["3.weight"]) == 4 * _fan_in(drawn[0]["base1/3.weight"])
+
+
+@pytest.mark.parametrize("rescaled", [True, False])
+def test_base_nets_start_independent_of_each_other(rescaled, language):
+    """Biases, and weights on axes that are fixed or have fewer channels than there are base nets, too."""
+    for family in (fq.trace(_digits_like, torch.zeros(2, 3, 8, 8), fixed=["0"]), language):
+        first = SplitMix(rescale_init=rescaled, base=0.125).initial(World(family))
+        for name in set(family.trainable) - set(family.parts["norm"]):
+            values = [first[f"base{place}/{name}"] for place in range(8)]
+            assert len({tuple(value.flatten().tolist()) for value in values}) == 8, name
+
+
+def test_a_module_that_brings_its_weights_is_cut_into_windows():
+    """It cannot be drawn anew: base nets share what is not cut."""
+    module = _digits_like()
+    family = fq.trace(module, torch.zeros(2, 3, 8, 8))
+    first = SplitMix(base=0.25).initial(World(family))
+    for place in range(4):
+        own = module[3].weight.detach()[8 * place : 8 * place + 8, 4 * place : 4 * place + 4]
+        assert torch.equal(first[f"base{place}/3.weight"], own)
+        assert torch.equal(first[f"base{place}/7.bias"], module[7].bias.detach())
+
+
+def test_what_starts_alike_at_every_width_is_not_rescaled(language):
+    """Norms, embeddings, and parameters of which nobody knows how they were drawn."""
+    plain, rescaled = (SplitMix(rescale_init=on, base=0.25).initial(World(language)) for on in (False, True))
+    assert language.embeddings
+    for name in (*language.embeddings, *language.parts["norm"], "position"):
+        for place in range(4):
+            assert torch.equal(plain[f"base{place}/{name}"], rescaled[f"base{place}/{name}"])
 
 
 # --- sizes --------------------------------------------------------------------------------------------------------
