@@ -1,12 +1,13 @@
 """FedResCuE's tables on CIFAR-10 and Digits-Five, in Table 17's setting.
 
     python examples/fedrescue_tables.py cifar10.npz --table sufficiency loss --seeds 3 5 7 --device cuda
-    python examples/fedrescue_tables.py digits5.npz --table digits --lr 0.03 --device cuda
+    python examples/fedrescue_tables.py digits5.npz --table digits --lr 0.03 --every 2 --results results --device cuda
 
 `sufficiency`: Tables 2 and 11, on a fifth of the images (`--part 1`: on all of them). `clusters`: Table 3. `loss`:
 Tables 4 and 12, on all images (`--part 0.2`: on a fifth). `digits`: Tables 5 and 13. `samples`: Figures 6 and 10, S
 from 1 to 16. `parts`: Table 14 and Figures 5, 7, 11 and 12, FedSeq and FedRush. `norms`: Table 9. Rounds to an accuracy
-(Tables 6 and 10) are told of every run. docs/results/fedrescue.md has what came out.
+(Tables 6 and 10) are printed for every run. Last round and best round are a table each. docs/results/fedrescue.md has
+the results.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, get_args
 
 import torch
-from reproducing import Runs, markdown, of_digits, parser_of, percent, told_of
+from reproducing import Runs, last_and_best, markdown, of_digits, parser_of, percent, told_of
 
 import fedquilt as fq
 from fedquilt.data import Domains, FederatedData, Iid, Pool, npz
@@ -42,6 +43,7 @@ UNIFORM: dict[str, Method] = {
 CLUSTER: dict[str, Method] = {"HeteroFL": HeteroFL(local=TABLE_17)} | {
     k: v for k, v in UNIFORM.items() if k != "FedAvg"
 }
+TABLE_SAMPLES = FedResCuE().samples  # S
 TARGETS = (0.5, 0.55, 0.6, 0.65)
 
 
@@ -113,7 +115,7 @@ class Tables:
         self.clients = 10 if self.digits else 20
         model = fq.models.MODELS["digits_cnn" if self.digits else "rescue_resnet"].factory
         family = fq.trace(model, self.pool.example)
-        self.runs = Runs(family, asked.out, asked.device, asked.precision, asked.keep)
+        self.runs = Runs.asked(family, asked, "fedrescue")
         self.data: dict[tuple[float, int], FederatedData] = {}
 
     def deal(self, part: float, seed: int) -> FederatedData:
@@ -155,7 +157,25 @@ class Tables:
             method = replace(method, freeze=asked.freeze)
         rounds = asked.rounds or (100 if self.digits else 300)
         devices = fleet(case.setting, self.clients, seed)
-        return self.runs.run(known, method, data, devices, rounds, how, seed, self.link(case.link, data))
+        link, name = self.link(case.link, data), name_of(case, method, asked)
+        return self.runs.run(known, method, data, devices, rounds, how, seed, link, name=name)
+
+
+def name_of(case: Case, method: Method, asked: argparse.Namespace) -> str:
+    """Return the name of a stored run: its table and method, and where it departs from the table's usual setting."""
+    samples = getattr(method, "samples", TABLE_SAMPLES)
+    departures = {
+        case.setting: case.setting != "uniform" and case.table != "samples",
+        case.link: case.table in ("loss", "parts") and case.link != "none",
+        f"s{samples}": samples != TABLE_SAMPLES or (case.table == "samples"),
+        f"part{case.part:g}": asked.part is not None,
+        f"lr{asked.lr:g}": asked.lr != TABLE_17.optimiser.lr,
+        f"clip{asked.clip:g}": asked.clip != 0,
+        f"freeze-{asked.freeze}": asked.freeze != "update",
+        "not-augmented": not asked.augment,
+        f"rounds{asked.rounds}": asked.rounds != 0,
+    }
+    return "-".join([case.table, case.method, *(name for name, departs in departures.items() if departs)])
 
 
 def told(lines: list[dict[str, Any]]) -> str:
@@ -220,7 +240,8 @@ def main() -> None:
                 wanted = ((asked.methods, case.method), (asked.settings, case.setting), (asked.links, case.link))
                 if all(not names or own in names for names, own in wanted):
                     lines.append(tables.play(case, seed))
-        print(f"\n{table}\n{told(lines)}\n")
+        for when, same in last_and_best(lines).items():
+            print(f"\n{table}, {when}\n{told(same)}\n")
 
 
 if __name__ == "__main__":

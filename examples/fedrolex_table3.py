@@ -19,7 +19,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from reproducing import Runs, parser_of
+from reproducing import Runs, last_and_best, parser_of, percent
 
 import fedquilt as fq
 from fedquilt.data import FederatedData, Labels, Parts, npz
@@ -127,7 +127,7 @@ def main() -> None:
         parser.error(f"argument --fleet: there is no {asked.fleet}; {', '.join(FLEETS)} are there")
     data = npz(asked.data).deal(CLIENTS, Labels(asked.labels), asked.seed).to(torch.device(asked.device), torch.float32)
     family = fq.trace(fq.models.MODELS["preresnet18"].factory, data.example)
-    runs = Runs(family, asked.out, asked.device, asked.precision, asked.keep)
+    runs = Runs.asked(family, asked, "fedrolex")
     lrs, stages = [float(lr) for lr in asked.lrs.split(",")], asked.stages.split(",")
     best = dict.fromkeys(asked.methods.split(","), lrs[0])
 
@@ -148,7 +148,11 @@ def main() -> None:
     ) -> float:
         how = fq.Evaluation(every=every, local=False)
         known = {"stage": stage, "method": name, **own, "labels": asked.labels, "fleet": to, "cohort": asked.cohort}
-        line = runs.run(known, method, on, fleet_of(to)[0], rounds, how, asked.seed, local=True)
+        settings = "-".join(f"{key}{value}" for key, value in own.items())
+        folder = f"{stage}-{name}-{settings}-labels{asked.labels}-{to}-cohort{asked.cohort}-rounds{rounds}"
+        line = runs.run(known, method, on, fleet_of(to)[0], rounds, how, asked.seed, local=True, name=folder)
+        for when, (same,) in last_and_best([line]).items():
+            print(folder, when, {share: percent([value]) for share, value in same["accuracy"].items()})
         return float(line["accuracy"]["1.0"])
 
     def train(stage: str, name: str, lr: float, fleet: str = asked.fleet) -> None:

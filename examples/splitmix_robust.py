@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Literal
 
 import torch
-from reproducing import Runs, markdown, of_digits, parser_of
+from reproducing import Runs, last_and_best, markdown, of_digits, parser_of
 
 import fedquilt as fq
 from fedquilt.config import Model
@@ -112,10 +112,12 @@ def main(arguments: Sequence[str] | None = None) -> None:
         norms = entrant.norms
         if norms not in runs:
             family = Model(asked.model, dual=norms == "dual", conditioned=norms == "conditioned").trace(data)
-            runs[norms] = Runs(family, asked.out, asked.device, asked.precision, asked.keep)
+            runs[norms] = Runs.asked(family, asked, "splitmix")
         own = {"method": entrant.name, **known}
-        lines.append(runs[norms].run(own, entrant.method, data, fleet, rounds, how, asked.seed))
-    print(f"\n{table(lines)}\n")
+        name = f"figure7-{asked.figure}-{entrant.name}-{asked.norm}-rounds{rounds}"
+        lines.append(runs[norms].run(own, entrant.method, data, fleet, rounds, how, asked.seed, name=name))
+    for when, same in list(last_and_best(lines).items())[: 2 if asked.every else 1]:
+        print(f"\n{when}\n{table(same)}\n")
 
 
 def table(lines: Sequence[dict[str, Any]]) -> str:

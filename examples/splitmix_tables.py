@@ -18,7 +18,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
-from reproducing import Runs, markdown, of_digits, parser_of, percent, told_of
+from reproducing import Runs, last_and_best, markdown, of_digits, parser_of, percent, told_of
 
 import fedquilt as fq
 from fedquilt.data import Domains, FederatedData, Iid, Labels, Partition, npz
@@ -30,6 +30,7 @@ from fedquilt.round.local import Local
 WIDTHS = (1.0, 0.5, 0.25, 0.125)
 DIGITS, CIFAR10 = SplitMix.preset("digits"), SplitMix.preset("cifar10")
 SCALE = {"mean": (0.5,), "std": (0.5,)}  # to [-1, 1]
+PART = 0.3  # of the paper's Digits-Five
 CLIENTS = {"digits": 50, "cifar10": 100}
 
 
@@ -91,7 +92,7 @@ class Tables:
         self.kind = "cifar10" if {"cifar10", "iid"} & set(asked.table) else "digits"
         self.pool = npz(asked.data, **SCALE)
         model = fq.models.MODELS["digits_cnn_norm" if self.kind == "digits" else "preresnet18"].factory
-        self.runs = Runs(fq.trace(model, self.pool.example), asked.out, asked.device, asked.precision, asked.keep)
+        self.runs = Runs.asked(fq.trace(model, self.pool.example), asked, "splitmix")
         self.data: dict[tuple[str, int], FederatedData] = {}
 
     def deal(self, table: str, seed: int) -> FederatedData:
@@ -112,7 +113,18 @@ class Tables:
         method, rounds = case.how, asked.rounds or 400
         if isinstance(method.local.schedule, fq.Cosine):  # which ends with the run
             method = replace(method, local=replace(method.local, schedule=fq.Cosine(rounds)))
-        return self.runs.run(known, method, data, fleet, rounds, how, seed, local=True)
+        name = name_of(case, asked)
+        return self.runs.run(known, method, data, fleet, rounds, how, seed, local=True, name=name)
+
+
+def name_of(case: Case, asked: argparse.Namespace) -> str:
+    """Return the name of a stored run: its table, method and setting, and where it departs from the paper's."""
+    parts = [case.table, case.method.replace("✓", "on").replace("✗", "off"), case.setting]
+    if asked.part != PART:
+        parts.append(f"part{asked.part:g}")
+    if asked.rounds:
+        parts.append(f"rounds{asked.rounds}")
+    return "-".join(part for part in parts if part)
 
 
 def told(lines: list[dict[str, Any]]) -> str:
@@ -157,7 +169,7 @@ def main() -> None:
     names = ("sizes", "digits", "ablation", "budgets", "contact", "cifar10", "iid")
     parser.add_argument("--table", nargs="+", default=["digits"], choices=names)
     parser.add_argument("--methods", nargs="*", default=[], help="only these")
-    parser.add_argument("--part", type=float, default=0.3, help="of the paper's Digits, 7,438 images a domain")
+    parser.add_argument("--part", type=float, default=PART, help="of the paper's Digits, 7,438 images a domain")
     parser.add_argument("--seeds", type=int, nargs="+", default=[0])
     asked = parser.parse_args()
     tables = Tables(asked)
@@ -169,7 +181,8 @@ def main() -> None:
             continue
         chosen = [case for case in cases(table) if not asked.methods or case.method in asked.methods]
         lines = [tables.play(case, seed) for seed in asked.seeds for case in chosen]
-        print(f"\n{table}\n{told(lines)}\n")
+        for when, same in last_and_best(lines).items():
+            print(f"\n{table}, {when}\n{told(same)}\n")
 
 
 if __name__ == "__main__":

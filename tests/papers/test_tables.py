@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import argparse
 import json
+import tomllib
 from dataclasses import replace
 
 import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt import settings
 from fedquilt.errors import TrainingError
 from fedquilt.methods import HeteroFL, Method
 from tests.conftest import load_example, with_local
@@ -83,6 +86,76 @@ def test_a_run_that_is_written_down_is_not_made_again(residual, make_data, tmp_p
     assert again.engine == "vectorised"  # none was made
     again.run(known, method, data, fleet, 2, how, seed=6)
     assert len(out.read_text().splitlines()) == 2
+
+
+def test_a_run_leaves_a_small_folder_that_repeats_it_and_is_found_again(residual, make_data, tmp_path):
+    reproducing, results = load_example("reproducing"), load_example("results")
+    data, fleet, how = make_data(residual, (6, 9)), fq.Fleet.of((1.0, 0.5), 2, 2), fq.Evaluation(every=1)
+    method, link = with_local(HeteroFL(), batch_size=4), fq.Link(loss=fq.Columns(0.3))
+    names = {"name": "table-HeteroFL, ×0.5", "link": link, "seed": 5}
+
+    def run(known, where="results"):
+        runs = reproducing.Runs(residual, tmp_path / "runs.jsonl", "cpu", "fp64", results=tmp_path / where)
+        return runs, runs.run(known, method, data, fleet, 3, how, **names)
+
+    _, line = run({"table": "a"})
+    folder = tmp_path / "results" / "table-heterofl-0.5-seed5"
+    assert {path.name for path in folder.iterdir()} == {"config.toml", "summary.json", "rounds.jsonl.gz"}
+    config = tomllib.loads((folder / "config.toml").read_text())
+    assert settings.read(Method, config["method"], "method", []) == method
+    assert settings.read(fq.Link, config["link"], "link", []) == link
+    assert (config["seed"], config["rounds"], config["precision"], config["case"]["table"]) == (5, 3, "fp64", "a")
+    assert config["data"]["samples_of_clients"] == [6, 9]
+    assert [config["fleet"]["budgets"][kind] for kind in config["fleet"]["budget_of_clients"]] == [
+        {"share": 1.0},
+        {"share": 0.5},
+    ]
+    assert [record["round"] for record in results.rounds_of(folder)] == [1, 2, 3]
+    again, found = run({"table": "a"})
+    assert again.engine == "vectorised"  # none was made
+    assert found == json.loads(json.dumps(line))
+    with pytest.raises(FileExistsError, match="table = 'a'"):
+        run({"table": "b"})
+    assert run({"table": "a"}, "elsewhere")[1]["accuracy"] == line["accuracy"]  # made again: its folder is not there
+
+
+def test_the_best_round_is_the_widest_models(residual, make_data, tmp_path):
+    reproducing = load_example("reproducing")
+    data, fleet, how = make_data(residual, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2), fq.Evaluation(every=1)
+    method = with_local(HeteroFL(), batch_size=4, optimiser=fq.SGD(lr=0.5))
+    line = reproducing.Runs(residual, tmp_path / "runs.jsonl", "cpu", "fp64").run({}, method, data, fleet, 6, how)
+    curve = {at: accuracy["1.0"] for at, accuracy in line["curves"].items()}
+    assert curve[str(line["best"]["round"])] == max(curve.values()) > line["accuracy"]["1.0"]
+    assert line["best"]["accuracy"] == line["curves"][str(line["best"]["round"])]
+    (last,), (best,) = reproducing.last_and_best([line]).values()
+    assert last["accuracy"] == line["accuracy"]
+    assert best["accuracy"] == line["best"]["accuracy"]
+    assert best["metrics"] == line["best"]["metrics"]
+
+
+@pytest.mark.parametrize("table", FEDRESCUE)
+def test_stored_runs_of_fedrescue_have_names_of_their_own(table):
+    script = load_example("fedrescue_tables")
+    asked = {"part": None, "lr": 0.1, "clip": 0, "freeze": "update", "augment": True, "rounds": 0}
+
+    def names(**more):
+        given = argparse.Namespace(**{**asked, **more})
+        return [script.name_of(case, case.how, given) for case in script.cases(table)]
+
+    assert len(set(names())) == len(names())
+    others = {"part": 0.5, "lr": 0.03, "clip": 1.0, "freeze": "gradient", "augment": False, "rounds": 9}
+    for name, value in others.items():
+        assert not set(names()) & set(names(**{name: value}))
+
+
+@pytest.mark.parametrize("table", SPLITMIX)
+def test_stored_runs_of_splitmix_have_names_of_their_own(table):
+    script = load_example("splitmix_tables")
+    slug = load_example("reproducing").slug
+    names = [slug(script.name_of(case, argparse.Namespace(part=0.3, rounds=0))) for case in script.cases(table)]
+    assert len(set(names)) == len(names)
+    short = [slug(script.name_of(case, argparse.Namespace(part=0.15, rounds=9))) for case in script.cases(table)]
+    assert not set(names) & set(short)
 
 
 def test_a_run_that_was_stopped_goes_on_from_what_was_kept(residual, make_data, tmp_path, monkeypatch):
