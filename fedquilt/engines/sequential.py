@@ -68,7 +68,9 @@ class Sequential(Engine):
     def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
         rows = rows.to(self.world.device)
         key = noise.fold_in(torch.tensor(self.keys(job)[1], device=self.world.device), step)
-        return Batch(augment(self.data.samples(rows), learner.local, key), self.data.targets[rows], held, key)
+        inputs = augment(self.data.samples(rows), learner.local, key)
+        share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.world.device)
+        return Batch(inputs, self.data.targets[rows], held, key, share)
 
     def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         family, data, scores = self.world.family, self.data, []

@@ -103,6 +103,7 @@ class Unit:
         self.losses = torch.zeros(_CHUNK, count, dtype=world.dtype, device=device)
         self.held = torch.ones(count, family.num_classes, dtype=torch.bool, device=device)
         self.keys = torch.zeros(count, dtype=torch.int64, device=device)
+        self.shares = torch.ones(count, dtype=world.dtype, device=device)
         self.noise = torch.zeros(_CHUNK, count, dtype=torch.int64, device=device)  # the keys of every step
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the chunk
         self.age = torch.zeros((), dtype=torch.float32, device=device)  # optimiser steps taken
@@ -152,11 +153,14 @@ class Unit:
             name: value + 0.1 * noise.uniform(noise.fold_in(self.keys[0], place), value.shape, value.dtype)
             for place, (name, value) in enumerate(self.state.items())
         }  # no two clients alike
+        shares = torch.linspace(0.5, 1.0, count, dtype=self.shares.dtype, device=self.shares.device)
         try:
             with torch.no_grad(), exact():
-                stacked = vmap(lambda weights, x: net(weights, x, mode, self.keys[0])[0])(shaken, inputs)
+                stacked = vmap(lambda weights, x, share: net(weights, x, mode, self.keys[0], share=share)[0])(
+                    shaken, inputs, shares
+                )
                 with Undrawn():
-                    laid = self._net(shaken, inputs, family.layout.class_dim, mode.scaler)
+                    laid = self._net(shaken, inputs, family.layout.class_dim, shares if mode.scaler else None)
                 leaks = self._leaks(shaken, inputs)
         except FedquiltError:
             raise
@@ -170,12 +174,12 @@ class Unit:
     def _leaks(self, state: State, inputs: Tensor) -> bool:
         """Whether some logits depend on another client's samples at all, be it ever so little: what leaks may grow."""
         assert self._net is not None
-        family, scaler = self.engine.world.family, self.shape.learner.local.scaler
+        family = self.engine.world.family
         if not inputs.is_floating_point():
             return False
         with torch.enable_grad():
             seen = inputs.detach().requires_grad_()
-            others = self._net(state, seen, family.layout.class_dim, scaler)[1:]
+            others = self._net(state, seen, family.layout.class_dim)[1:]
             if not others.requires_grad:
                 return False
             (slope,) = torch.autograd.grad(others.sum(), seen, allow_unused=True)
@@ -195,6 +199,7 @@ class Unit:
                 rewrite(values, stack.slots[slot])
         self.held.copy_(stack.held)
         self.keys.copy_(stack.keys)
+        self.shares.copy_(stack.shares)
         self.age.fill_(stack.ages[0])
         self.lr.fill_(stack.learner.lr)
         stack.state, stack.slots, stack.received = self.state, self.slots, self.received
@@ -378,7 +383,7 @@ class Unit:
         inputs = self.engine.augmented(learner.local, self.engine.data.samples(rows), keys)
         if self._channels_last:
             inputs = channels_last(inputs[0]).unsqueeze(0)
-        batch = Batch(inputs, self.engine.data.targets[rows], self.held, keys)
+        batch = Batch(inputs, self.engine.data.targets[rows], self.held, keys, self.shares)
         return replace(batch, taught=self._taught(batch)) if learner.taught else batch
 
     def _close(self, losses: Tensor, before: State, kept: Mapping[str, State], masked: bool) -> None:
@@ -436,7 +441,8 @@ class Unit:
         learner, family, arch = self.shape.learner, self.engine.world.family, self.shape.arch
         if self._net is not None:
             with torch.no_grad():
-                return self._net(self.state, batch.inputs, family.layout.class_dim, learner.local.scaler)
+                shares = self.shares if learner.local.scaler else None
+                return self._net(self.state, batch.inputs, family.layout.class_dim, shares)
         return self.engine.taught(learner, arch, self.state, batch)
 
     def _gradients(
@@ -523,7 +529,7 @@ class _Hand:
 
 
 def _tensors_of(batch: Batch) -> list[Tensor]:
-    found = (batch.inputs, batch.targets, batch.held, batch.key, batch.taught)
+    found = (batch.inputs, batch.targets, batch.held, batch.key, batch.share, batch.taught)
     return [value for value in found if value is not None]
 
 

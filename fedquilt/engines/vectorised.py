@@ -92,6 +92,7 @@ class Stack:
     known: list[Weights]  # of each client, what the server knows that it received, where links code changes
     held: Tensor  # (client, class)
     keys: Tensor  # (client,)
+    shares: Tensor  # (client,) of the clients' nets, which the scaler divides by
     batches: list[list[Tensor]]  # of each client, the positions of its samples in the pool
     ages: list[int]  # the optimiser steps behind each client's slots; all equal where a step depends on them
     losses: Tensor  # (step, client)
@@ -161,15 +162,17 @@ class Vectorised(Engine):
 
     def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
         alike: dict[tuple[Arch, Learner, int], list[Job]] = {}
+        shares: dict[Job, float] = {}
         for job in jobs:
             learner = method.learner(job, self.world)
+            shares[job] = learner.share
             age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
         for wave in self._waves(alike):
             stackable = [(learner, some) for learner, some in wave if some[0].submodel.arch not in self.single]
             while stackable:
                 try:
-                    stacks = self._run(server, stackable)
+                    stacks = self._run(server, stackable, shares)
                 except _UnstackableError as error:  # nothing has been added yet: the rest of the wave once more
                     self.set_apart(error.arch, str(error))
                     stackable = [(learner, some) for learner, some in stackable if some[0].submodel.arch != error.arch]
@@ -250,7 +253,7 @@ class Vectorised(Engine):
         self.single.add(arch)
         _log.warning("clients of one member are trained one after another: %s", why)
 
-    def _stack(self, server: Server, learner: Learner, jobs: list[Job]) -> Stack:
+    def _stack(self, server: Server, learner: Learner, jobs: list[Job], shares: Mapping[Job, float]) -> Stack:
         device = self.world.device
         starts = [self.start(server, job, learner) for job in jobs]
         state = stacked([start.state for start in starts])
@@ -266,6 +269,7 @@ class Vectorised(Engine):
             known=[start.known for start in starts],
             held=onto(device, torch.stack([self.held(job.client.id) for job in jobs])),
             keys=onto(device, torch.tensor([self.keys(job)[1] for job in jobs])),
+            shares=onto(device, torch.tensor([shares[job] for job in jobs], dtype=self.world.dtype)),
             batches=batches,
             ages=[start.steps for start in starts],
             losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
@@ -279,11 +283,11 @@ class Vectorised(Engine):
         own = [start.slots or learner.start_slots(start.state, family) for start in starts]
         return {slot: stacked([slots[slot] for slots in own]) for slot in own[0]}
 
-    def _run(self, server: Server, work: list[tuple[Learner, list[Job]]]) -> list[Stack]:
+    def _run(self, server: Server, work: list[tuple[Learner, list[Job]]], shares: Mapping[Job, float]) -> list[Stack]:
         """Train stacks: those that can be recorded side by side, the others one after another."""
         playing, plain = [], []
         for learner, jobs in work:
-            stack = self._stack(server, learner, jobs)
+            stack = self._stack(server, learner, jobs, shares)
             unit = self._unit(stack)
             if unit is None:
                 plain.append(stack)
@@ -444,7 +448,8 @@ class Vectorised(Engine):
             slots = {slot: _of(values, who) for slot, values in slots.items()}
         rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
         inputs, targets, keys = self.data.samples(rows), self.data.targets[rows], noise.fold_in(stack.keys[who], step)
-        batch = Batch(self.augmented(learner.local, inputs, keys), targets, stack.held[who], keys)
+        inputs = self.augmented(learner.local, inputs, keys)
+        batch = Batch(inputs, targets, stack.held[who], keys, stack.shares[who])
         if learner.taught:
             batch = replace(batch, taught=self.taught(learner, stack.arch, state, batch))
         for place, phase in enumerate(learner.phases_at(step)):
@@ -473,10 +478,10 @@ class Vectorised(Engine):
         if len(batch.inputs) == 1:
             return teach(self.world.family, arch, learner.local, _first(state), _first_batch(batch)).unsqueeze(0)
 
-        def one(state: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor) -> Tensor:
-            return teach(self.world.family, arch, learner.local, state, Batch(inputs, targets, held, key))
+        def one(state: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, share: Tensor) -> Tensor:
+            return teach(self.world.family, arch, learner.local, state, Batch(inputs, targets, held, key, share))
 
-        return vmap(one)(state, batch.inputs, batch.targets, batch.held, batch.key)
+        return vmap(one)(state, batch.inputs, batch.targets, batch.held, batch.key, batch.share)
 
     def gradients(
         self, learner: Learner, arch: Arch, objective: Objective, state: State, received: State, batch: Batch
@@ -487,14 +492,21 @@ class Vectorised(Engine):
             return _lead(grads), (loss.unsqueeze(0), _lead(seen))
 
         def one(
-            state: State, received: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, taught: Any
+            state: State,
+            received: State,
+            inputs: Tensor,
+            targets: Tensor,
+            held: Tensor,
+            key: Tensor,
+            share: Tensor,
+            taught: Any,
         ) -> tuple[State, tuple[Tensor, State]]:
-            own = Batch(inputs, targets, held, key, taught)
+            own = Batch(inputs, targets, held, key, share, taught)
             return gradient(learner, self.world.family, arch, objective, state, received, own)
 
-        mapped = vmap(one, (0, 0, 0, 0, 0, 0, None if batch.taught is None else 0))
+        mapped = vmap(one, (0, 0, 0, 0, 0, 0, 0, None if batch.taught is None else 0))
         found: tuple[State, tuple[Tensor, State]] = mapped(
-            state, received, batch.inputs, batch.targets, batch.held, batch.key, batch.taught
+            state, received, batch.inputs, batch.targets, batch.held, batch.key, batch.share, batch.taught
         )
         return found
 
@@ -610,7 +622,7 @@ def _first(state: Weights) -> State:
 
 def _first_batch(batch: Batch) -> Batch:
     taught = None if batch.taught is None else batch.taught[0]
-    return Batch(batch.inputs[0], batch.targets[0], batch.held[0], batch.key[0], taught)
+    return Batch(batch.inputs[0], batch.targets[0], batch.held[0], batch.key[0], batch.share[0], taught)
 
 
 def _lead(state: Weights) -> State:

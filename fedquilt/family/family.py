@@ -10,13 +10,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
-from typing import Any, Literal, cast
+from typing import Any, Literal
 
 import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 
 from fedquilt import noise
 from fedquilt.axes import Axis, Index, axes_in, write
@@ -28,6 +27,7 @@ from fedquilt.family.dual import ConditionedNorm, DualNorm, is_adjustable
 from fedquilt.family.laid import LaidNet, agrees
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net, Pass
+from fedquilt.family.scaled import Scaled
 from fedquilt.family.tracer import trace_layout
 from fedquilt.round.cut import Cutter, prefix
 from fedquilt.terms import Arch, Budget, Submodel, Weights
@@ -397,7 +397,7 @@ class Family:
         if known is None:
             with untransformed():
                 module = build(self._module, self.layout, self._sizes(arch))
-                known = self._nets[arch] = Net(module, self.constants, self._conv_shares(module))
+                known = self._nets[arch] = Net(module, self.constants, self._scaled(arch))
         return known
 
     @cached_property
@@ -407,13 +407,12 @@ class Family:
     def laid(self, arch: Arch, count: int) -> LaidNet:
         """So many nets of a member side by side, where their layers allow; raises LayoutError where they do not."""
         module = build(self._module, self.layout, self._sizes(arch))
-        return LaidNet(module, count, self._conv_shares(module))
+        return LaidNet(module, count, self._scaled(arch))
 
-    def _conv_shares(self, member: nn.Module) -> dict[str, float]:
-        """The kept part of each convolution's outputs."""
-        kept = {name: layer.out_channels for name, layer in member.named_modules() if isinstance(layer, _ConvNd)}
-        whole = dict(self._module.named_modules())
-        return {name: count / cast(_ConvNd, whole[name]).out_channels for name, count in kept.items()}
+    def _scaled(self, arch: Arch) -> Scaled:
+        """Return the layers of a member whose outputs are cut, which the scaler divides."""
+        whole = self.layout.sizes
+        return Scaled.of(self._module, self.layout, {axis for axis, width in arch.widths if width < whole[axis]})
 
     def _first(self, name: str) -> str:
         return self.layout.ties.get(name, name)

@@ -17,12 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedquilt.errors import FedquiltError
 from fedquilt.family.dual import ConditionedNorm, adjustables
 from fedquilt.family.net import Drawn
+from fedquilt.family.scaled import Scaled
 
 
 class LayoutError(FedquiltError):
@@ -42,38 +42,47 @@ class Undrawn(Drawn):
 class LaidNet:
     """`count` nets of one member: weights have the clients in front, inputs and logits too."""
 
-    def __init__(self, module: nn.Module, count: int, shares: Mapping[str, float]) -> None:
-        """`module` becomes this net's own. `shares`: the kept part of each convolution's outputs, for the scaler."""
-        self.module, self.count, self._scaler = module.train(), count, False
+    def __init__(self, module: nn.Module, count: int, scaled: Scaled = Scaled()) -> None:
+        """`module` becomes this net's own. `scaled`: layers whose outputs the scaler divides."""
+        self.module, self.count = module.train(), count
+        self._shares: Tensor | None = None
         self._adjustables = tuple(adjustables(module))
         for name, layer in module.named_modules():
             forward = _laid(layer, count)
             if forward is not None:
                 layer.forward = forward
-            if isinstance(layer, _ConvNd) and shares.get(name, 1.0) != 1.0:
-                layer.register_forward_hook(partial(self._rescale, shares[name]))
+            if name in scaled.layers:
+                layer.register_forward_hook(self._rescale)
 
     def __call__(
         self,
         weights: Mapping[str, Tensor],
         inputs: Tensor,
         class_dim: int,
-        scaler: bool = False,
+        shares: Tensor | None = None,
         robustness: float = 0.0,
     ) -> Tensor:
-        """Logits (client, batch, class, …) of inputs (client, batch, channel, …), on batch statistics."""
-        self._scaler = scaler
+        """Logits (client, batch, class, …) of inputs (client, batch, channel, …), on batch statistics.
+
+        With `shares` (client,) the scaler divides each client's hidden outputs by its own.
+        """
+        self._shares = shares
         for layer in self._adjustables:
             layer.robustness = robustness
         # A copy always, not only where flattening needs one: the net may begin with an operation in place.
         flat = inputs.transpose(0, 1).clone(memory_format=torch.contiguous_format).flatten(1, 2)
         outputs: Tensor = functional_call(self.module, dict(weights), (flat,), strict=False)
+        self._shares = None
         if class_dim != 1 or outputs.shape[0] != inputs.shape[1] or outputs.shape[1] % self.count:
             raise LayoutError(f"its output of shape {tuple(outputs.shape)} does not hold the classes in dimension 1")
         return outputs.reshape(len(outputs), self.count, -1, *outputs.shape[2:]).transpose(0, 1)
 
-    def _rescale(self, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
-        return outputs / share if self._scaler else outputs
+    def _rescale(self, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+        if self._shares is None:
+            return outputs
+        channels = outputs.shape[1] // self.count
+        divisors = self._shares.to(outputs.dtype)[:, None].expand(-1, channels).reshape(1, -1)
+        return outputs / divisors.reshape([1, -1] + [1] * (outputs.dim() - 2))
 
 
 def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:

@@ -19,7 +19,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
-from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.instancenorm import _InstanceNorm
 from torch.overrides import TorchFunctionMode
 
@@ -27,6 +26,7 @@ from fedquilt import noise
 from fedquilt.devices import untransformed
 from fedquilt.errors import TrainingError
 from fedquilt.family.dual import adjustables
+from fedquilt.family.scaled import Scaled
 
 Statistics = Literal["batch", "stored", "track", "measure"]
 
@@ -38,7 +38,7 @@ class Pass:
     train: bool = False
     # Normalise by the batch or by what is stored; by the batch, handing back the new running values or the batch's own.
     statistics: Statistics = "batch"
-    scaler: bool = False  # HeteroFL: convolutions' outputs are divided by the kept share, in training only
+    scaler: bool = False  # HeteroFL: in training, divide the outputs of cut hidden layers by the client's share
     robustness: float = 0.0  # of norms that can be told: 0 is the clean net, 1 the noised one
 
 
@@ -48,14 +48,20 @@ class _Now:
 
     mode: Pass = field(default_factory=Pass)
     seen: dict[str, Tensor] = field(default_factory=dict)
+    share: float | Tensor = 1.0  # that the scaler divides by
+
+    @property
+    def scales(self) -> bool:
+        return self.mode.train and self.mode.scaler
 
 
 class Net:
     """A member of a family: `net(weights, inputs)` gives outputs and the norm statistics seen on the way."""
 
-    def __init__(self, module: nn.Module, constants: Mapping[str, Tensor], shares: Mapping[str, float]) -> None:
-        """`constants`: buffers that are no statistics. `shares`: the kept part of each convolution's outputs."""
+    def __init__(self, module: nn.Module, constants: Mapping[str, Tensor], scaled: Scaled = Scaled()) -> None:
+        """`constants`: buffers that are no statistics. `scaled`: layers whose outputs the scaler divides."""
         self.module = module
+        self._scaled = scaled
         self._constants = dict(constants)
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         self._now = _Now()
@@ -69,8 +75,8 @@ class Net:
                 layer.forward = partial(_norm, layer, name, self._now)
             elif isinstance(layer, nn.AdaptiveAvgPool2d):
                 layer.forward = partial(_pool, None, output_size=layer.output_size)  # type: ignore[method-assign]
-            elif isinstance(layer, _ConvNd) and shares.get(name, 1.0) != 1.0:
-                layer.register_forward_hook(partial(_rescale, self._now, shares[name]))
+            if name in scaled.layers:
+                layer.register_forward_hook(partial(_rescale, self._now))
 
     def __call__(
         self,
@@ -79,16 +85,20 @@ class Net:
         mode: Pass = Pass(),
         key: Tensor | None = None,
         condition: Tensor | None = None,
+        share: float | Tensor = 1.0,
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Run the net. `key` seeds its noise in training, one number a client.
 
-        `condition` is a robustness for each sample, in place of the pass's for all.
+        `condition` is a robustness for each sample, in place of the pass's for all. `share` is what the scaler divides
+        by if the pass asks for it; 1 has no effect.
         """
         self.module.train(mode.train)
         for layer in self._adjustables:
             layer.robustness = mode.robustness if condition is None else condition
-        self._now.mode, self._now.seen = mode, {}
+        self._now.mode, self._now.seen, self._now.share = mode, {}, share
         values = {**self._constants_for(weights), **weights}
+        if self._now.scales:
+            values |= {name: _divided(values[name], share) for name in self._scaled.weights}
         # A first operation in place would change what others go on with, and torch.func refuses it; a copy may change.
         copied = mode.train not in self._reading
         inputs = inputs.clone() if copied else inputs
@@ -102,7 +112,8 @@ class Net:
         if copied and not _is_changed(inputs):
             self._reading.add(mode.train)
         seen, self._now.seen = self._now.seen, {}
-        if condition is not None:  # a net holds on to nobody's tensors
+        self._now.share = 1.0  # a net holds on to nobody's tensors
+        if condition is not None:
             for layer in self._adjustables:
                 layer.robustness = mode.robustness
         return outputs, seen
@@ -205,8 +216,12 @@ def _is_changed(value: Tensor) -> bool:
     return value.is_inference() or value._version > 0  # those do not count
 
 
-def _rescale(now: _Now, share: float, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
-    return outputs / share if now.mode.train and now.mode.scaler else outputs
+def _rescale(now: _Now, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
+    return _divided(outputs, now.share) if now.scales else outputs
+
+
+def _divided(value: Tensor, share: float | Tensor) -> Tensor:
+    return value / (share.to(value.dtype) if isinstance(share, Tensor) else share)
 
 
 class Drawn(TorchFunctionMode):

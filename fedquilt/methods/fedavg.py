@@ -11,7 +11,7 @@ from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import TABLE_9
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
-from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -35,6 +35,9 @@ class FedAvg(Method):
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(Budget(share=self.share)))]
+
+    def divisor(self, job: Job, world: World) -> float:
+        return self.share
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """Cut from the common member; nothing wider was trained."""

@@ -12,7 +12,7 @@ from fedquilt.methods.partial import PARTIAL, TABLE_8
 from fedquilt.round.cut import prefix, scattered
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -32,6 +32,9 @@ class FedDropout(Method):
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = world.family.fit(client.budget, self.rounding)
         return [scattered(member, world.family.layout.sizes, noise.key(31, world.seed, client.id, server.round))]
+
+    def divisor(self, job: Job, world: World) -> float:
+        return world.family.share(job.client.budget, self.rounding)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         return (prefix(world.family.fit(budget, self.rounding)),)

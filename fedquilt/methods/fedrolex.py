@@ -15,7 +15,7 @@ from fedquilt.methods.partial import PARTIAL, TABLE_8
 from fedquilt.round.cut import windows
 from fedquilt.round.local import Adam, Local
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -71,6 +71,9 @@ class FedRolex(Method):
         if self.overlap is None:
             return self.shift
         return 1 + math.floor(round(share * (1 - self.overlap) * size, 9))  # 0.29 * 100 is 28.999…
+
+    def divisor(self, job: Job, world: World) -> float:
+        return world.family.share(job.client.budget, self.rounding)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """The window that was trained last."""

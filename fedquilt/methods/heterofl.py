@@ -13,7 +13,7 @@ from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Budget, Client, Mix, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -36,6 +36,9 @@ class HeteroFL(Method):
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(world.family.fit(client.budget, self.rounding))]
+
+    def divisor(self, job: Job, world: World) -> float:
+        return world.family.share(job.client.budget, self.rounding)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         return (prefix(world.family.fit(budget, self.rounding)),)

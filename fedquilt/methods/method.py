@@ -103,7 +103,18 @@ class Method:
         """How it trains it; a pure function of the job and the configuration."""
         # A client that never saw a class has nothing to say about its output row (HeteroFL).
         rows = self.local.masked == "client"
-        return Learner((Phase(self.local.objective),), self.local, self.lr(job.round), class_rows=rows)
+        phases = (Phase(self.local.objective),)
+        share = self.divisor(job, world) if self.local.scaler else 1.0
+        return Learner(phases, self.local, self.lr(job.round), class_rows=rows, share=share)
+
+    def divisor(self, job: Job, world: World) -> float:
+        """Return the share of the client's net, by which `local.scaler` divides the outputs of its hidden layers.
+
+        The whole net has share 1, whatever the client's budget.
+        """
+        if job.submodel.arch == world.family.whole:
+            return 1.0
+        return world.family.share(job.client.budget)
 
     def lr(self, round: int) -> float:
         return self.local.optimiser.lr * self.local.schedule(round)

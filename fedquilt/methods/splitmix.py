@@ -113,6 +113,10 @@ class SplitMix(Method):
         """Algorithm 3, or 4 where robust; the loss may be masked, but all rows of the output layer are averaged."""
         return replace(super().learner(job, world), class_rows=False)
 
+    def divisor(self, job: Job, world: World) -> float:
+        """Return the share of a base net (A.3)."""
+        return self.base
+
     def arranged(self, server: Server, engine: Engine) -> Server:
         """Algorithm 1, line 9. Nobody holds back a validation set: samples that clients train on take its place."""
         if not self.sort or self.personal:

@@ -312,6 +312,7 @@ class View:
     seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
     condition: Tensor | None = None  # a robustness for each sample, instead of the pass's
     importance: Tensor | None = None  # what each sample's loss is multiplied by
+    share: float | Tensor = 1.0  # of the client's net, which the scaler divides by
 
     def logits(self, share: float | None = None) -> Tensor:
         """Run the client's net on the batch, or the nested net of a smaller share of the whole model."""
@@ -326,11 +327,11 @@ class View:
     def _run(self, share: float | None) -> Tensor:
         if share is None:
             net = self.family.net(self.arch)
-            logits, self.seen = net(self.weights, self.inputs, self.mode, self.key, self.condition)
+            logits, self.seen = net(self.weights, self.inputs, self.mode, self.key, self.condition, self.share)
             return logits
         nested = self.family.nested(self.arch, share)
         narrowed = self.family.cutter.narrow(self.weights, prefix(self.arch).index, nested.index)
-        return self.family.net(nested.arch)(narrowed, self.inputs, self.mode, self.key, self.condition)[0]
+        return self.family.net(nested.arch)(narrowed, self.inputs, self.mode, self.key, self.condition, share)[0]
 
     def cross_entropy(self, logits: Tensor, ignore: int) -> Tensor:
         """The mean over the targets that count, by the samples' importance."""
@@ -592,7 +593,7 @@ class Local:
     batch_size: int = 32  # samples a step
     last_batch: LastBatch = "keep"  # one that is not full: trained on, left out, or joined to the one before
     norm: NormPolicy = "batch"  # statistics: the batch's, tracked and sent, tracked and kept, or measured afterwards
-    scaler: bool = False  # divide a convolution's outputs by the share that was kept
+    scaler: bool = False  # Divide the outputs of all cut hidden layers by the client's share, in training only
     masked: Masked = ""  # mask the logits of classes absent from the client or the batch
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
@@ -628,6 +629,9 @@ class Learner:
     paced: bool = False  # FedNova: report the effective step count
     mu: float = 0.0  # the proximal weight, which changes that count
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
+    # Share of the client's net, which the scaler divides by. Learners that differ in it alone are equal, so that
+    # clients of unequal shares and equal members still train as one stack, each with its own share.
+    share: float = field(default=1.0, compare=False)
 
     @property
     def drawn(self) -> bool:
@@ -722,6 +726,7 @@ class Batch:
     targets: Tensor
     held: Tensor
     key: Tensor
+    share: Tensor = field(default_factory=lambda: torch.ones(()))  # of the client's net, for the scaler
     taught: Tensor | None = None
 
 
@@ -734,7 +739,7 @@ def train_pass(local: Local) -> Pass:
 def teach(family: Family, arch: Arch, local: Local, state: State, batch: Batch) -> Tensor:
     """The logits that a client's own net gives before a batch moves it. May be vmapped."""
     with torch.no_grad():
-        logits, _ = family.net(arch)(state, batch.inputs, train_pass(local), batch.key)
+        logits, _ = family.net(arch)(state, batch.inputs, train_pass(local), batch.key, share=batch.share)
     return logits.movedim(family.layout.class_dim, 1)
 
 
@@ -748,7 +753,8 @@ def gradient(
 
     def loss_of(weights: State) -> tuple[Tensor, tuple[Tensor, State]]:
         own = {**weights, **rest}
-        view = View(family, arch, own, batch.inputs, batch.targets, batch.held, received, mode, batch.key, batch.taught)
+        sample = batch.inputs, batch.targets, batch.held
+        view = View(family, arch, own, *sample, received, mode, batch.key, batch.taught, share=batch.share)
         loss = objective(view)
         return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
 
@@ -783,18 +789,21 @@ def laid_gradient(
     def one(
         weights: State,
         received: State,
-        own: tuple[Tensor, Tensor, Tensor, Tensor],
+        own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         taught: Tensor | None,
         logits: Tensor | None,
     ) -> Tensor:
+        inputs, targets, held, key, share = own
         known: dict[float | None, Tensor] = {} if logits is None else {None: logits}
-        return objective(View(family, arch, weights, own[0], own[1], own[2], received, mode, own[3], taught, known))
+        sample = inputs, targets, held
+        return objective(View(family, arch, weights, *sample, received, mode, key, taught, known, share=share))
 
     def loss_of(weights: State) -> tuple[Tensor, Tensor]:
         logits = None
         if None in objective.shares:
-            logits = net({**weights, **rest}, batch.inputs, family.layout.class_dim, mode.scaler)
-        own = (batch.inputs, batch.targets, batch.held, batch.key)
+            shares = batch.share if mode.scaler else None
+            logits = net({**weights, **rest}, batch.inputs, family.layout.class_dim, shares)
+        own = (batch.inputs, batch.targets, batch.held, batch.key, batch.share)
         dims = (0, 0, 0, None if batch.taught is None else 0, None if logits is None else 0)
         losses = vmap(one, dims)({**weights, **rest}, received, own, batch.taught, logits)
         return losses.sum(), losses.detach()  # a client's weights enter its own loss alone

@@ -17,6 +17,7 @@ from fedquilt import noise
 from fedquilt.errors import TrainingError
 from fedquilt.family import Net, Pass
 from fedquilt.family.net import Drawn
+from fedquilt.family.scaled import Scaled
 
 KEY = torch.tensor(noise.key(1))
 TRAIN = Pass(train=True)
@@ -26,11 +27,11 @@ def images(count: int = 6, seed: int = 0) -> Tensor:
     return torch.randn(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
 
 
-def pure(module: nn.Module, shares: dict[str, float] | None = None) -> tuple[Net, dict[str, Tensor]]:
+def pure(module: nn.Module, scaled: Scaled = Scaled()) -> tuple[Net, dict[str, Tensor]]:
     """A net of a module in float64, and its weights and statistics."""
     module = module.double()
     state = {n: v.detach().clone() for n, v in (*module.named_parameters(), *module.named_buffers())}
-    return Net(module, {}, shares or {}), state
+    return Net(module, {}, scaled), state
 
 
 # --- norm statistics --------------------------------------------------------------------------------------------
@@ -137,8 +138,8 @@ def test_statistics_carry_no_gradient():
 # --- the scaler -------------------------------------------------------------------------------------------------
 
 
-def test_the_scaler_divides_convolutions_by_their_share_in_training():
-    net, state = pure(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Linear(2, 5)), {"0": 0.25})
+def test_the_scaler_divides_layers_by_the_share_in_training():
+    net, state = pure(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Linear(2, 5)), Scaled(frozenset({"0"})))
     plain = functional_call(net.module[0], {"weight": state["0.weight"], "bias": state["0.bias"]}, (images(),))
     net.module[1].forward = lambda x: x  # look behind the convolution
     for mode, factor in (
@@ -146,13 +147,7 @@ def test_the_scaler_divides_convolutions_by_their_share_in_training():
         (Pass(train=False, scaler=True), 1.0),
         (Pass(train=True, scaler=False), 1.0),
     ):
-        torch.testing.assert_close(net(state, images(), mode)[0], factor * plain, rtol=0, atol=1e-12)
-
-
-def test_shares_are_those_of_each_convolutions_outputs(residual):
-    shares = residual._conv_shares(residual.module(residual.fit(fq.Budget(share=0.25))))
-    assert set(shares.values()) == {0.25}
-    assert len(shares) == 6  # stem, four in the blocks, one shortcut
+        torch.testing.assert_close(net(state, images(), mode, share=0.25)[0], factor * plain, rtol=0, atol=1e-12)
 
 
 # --- noise ------------------------------------------------------------------------------------------------------
