@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
+from fractions import Fraction
 from math import prod
 
 
@@ -303,6 +304,9 @@ def _cat_parts(terms: Sequence[Dim], counts: Sequence[int]) -> list[Dim]:
     return [_resolve_cat(found) for found in ranges]
 
 
+Terms = tuple[tuple[Fraction, tuple[tuple[Dim, int], ...]], ...]  # a sum: (factor, ((dimension, power), …)), …
+
+
 @dataclass
 class Facts:
     """What operations say about dimensions beyond which are equal; settled once the whole graph is known."""
@@ -310,6 +314,6 @@ class Facts:
     views: list[list[Dim]] = field(default_factory=list)  # pieces of one dimension that a view took apart
     slices: list[list[Dim]] = field(default_factory=list)  # ranges of one dimension
     groups: list[tuple[Dim, Dim]] = field(default_factory=list)  # (groups, channels inside each)
-    unlike: list[tuple[Dim, Dim]] = field(default_factory=list)  # what Python compared and found of different size
+    unlike: list[tuple[Terms, Terms]] = field(default_factory=list)  # sizes that Python compared and found different
     contracted: list[tuple[str, Dim]] = field(default_factory=list)  # (layer, dimension summed in a batched product)
     notes: list[str] = field(default_factory=list)

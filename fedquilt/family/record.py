@@ -44,6 +44,7 @@ class Value:
     is_mask: bool = False  # true or false: as an index it looks along as many dimensions as it has
     marks: dict[object, Dim] = field(default_factory=dict)  # "groups", or ("start", dim) of a slice
     known: bool = True  # whether a rule described it
+    constant: bool = False  # whether no input, no weight and no random number goes into it
     read: bool = False  # whether an operation or the caller took it
 
     def __post_init__(self) -> None:
@@ -60,6 +61,7 @@ class Call:
     outs: tuple[Value, ...]
     layer: str  # the innermost module at work
     where: str  # the user's line
+    constant: bool = False  # whether what it returns depends on no input, no weight and no random number
 
     @property
     def inputs(self) -> list[Value]:
@@ -149,13 +151,16 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             self._forget(tensors)
         if tensors:
             given = tuple(self.taken(args)), self.taken(kwargs)
+            random_ = torch.Tag.nondeterministic_seeded in op.tags
+            fixed = not random_ and all(self.value(tensor).constant for tensor in _tensors((args, kwargs)))
             outs = []
             for tensor in tensors:
                 # An in-place operation returns its argument: the same tensor, still the same dimensions.
                 if id(tensor) not in self._values:
                     self.name(tensor, Value(tuple(tensor.shape), known=False))
                 outs.append(self._values[id(tensor)])
-            self.calls.append(Call(op, *given, tuple(outs), self.layers[-1], _where()))
+                outs[-1].constant = fixed
+            self.calls.append(Call(op, *given, tuple(outs), self.layers[-1], _where(), fixed))
         return out
 
     def _is_constant(self, op: Any, args: Any, kwargs: Any) -> bool:
@@ -164,7 +169,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = _tensors((args, kwargs))
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor) and not tensor.is_meta and id(tensor) not in self._values:
-                self.value(tensor)  # kept in a plain attribute
+                self.value(tensor).constant = True  # kept in a plain attribute or a cache
                 with unset_fake_temporarily():
                     self.constants[id(tensor)] = tensor.detach().clone()
         if torch.Tag.nondeterministic_seeded in op.tags and not (self.train and _draws_one(args)):

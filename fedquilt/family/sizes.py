@@ -25,6 +25,7 @@ from fedquilt.family.atoms import (
     Dim,
     Factor,
     Facts,
+    Terms,
     count,
     couple,
     is_free,
@@ -416,10 +417,7 @@ def solve_sizes(
     for poly in trail.numbers:
         for leaf, _ in (item for powers in poly for item in powers):
             couple(solver.dim_of(leaf) or ())
-    for one, other in trail.unequal:
-        pair = solver.evaluate(one), solver.evaluate(other)
-        if pair[0] is not None and pair[1] is not None and (is_free(pair[0]) or is_free(pair[1])):
-            facts.unlike.append((pair[0], pair[1]))
+    facts.unlike += [(solver.terms(one), solver.terms(other)) for one, other in trail.unequal]
     for scale in trail.scales:
         layer = scale.path.rpartition(".")[0]
         for where, dim in facts.contracted:
@@ -465,6 +463,23 @@ class _Solver:
             case [((), factor)]:
                 return plain(int(factor))
         return None
+
+    def terms(self, poly: Poly) -> Terms:
+        """Return a size as a sum of products of dimensions.
+
+        Members keep the number in an attribute that follows no axis, so it counts as a constant. Without that, the
+        width at which another attribute equals it would never be tried.
+        """
+        return tuple(
+            (factor, tuple((self._dim_or_constant(leaf), power) for leaf, power in powers))
+            for powers, factor in poly.items()
+        )
+
+    def _dim_or_constant(self, leaf: Leaf) -> Dim:
+        dim = self.dim_of(leaf)
+        if dim is not None:
+            return dim
+        return plain(self.values[leaf] if isinstance(leaf, str) else leaf[0].shape[leaf[1]])
 
     def solve(self, poly: Poly, dim: Dim) -> None:
         """Make `poly` the size of `dim`: for 2·a·b⁻¹ that is a = (b dim) / 2."""

@@ -5,9 +5,11 @@ from __future__ import annotations
 
 import difflib
 import re
+from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
-from math import prod
+from dataclasses import dataclass, field, replace
+from fractions import Fraction
+from math import floor, prod
 from typing import Any, Literal
 
 import torch
@@ -17,6 +19,7 @@ from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from torch.nn.parameter import is_lazy
 from torch.nn.utils.parametrize import ParametrizationList
+from torch.utils import _pytree as pytree
 
 from fedquilt.axes import Axis, Expr, Product, Sum, axes_in
 from fedquilt.errors import TraceError
@@ -26,6 +29,7 @@ from fedquilt.family.atoms import (
     Cat,
     Dim,
     Facts,
+    Terms,
     atom,
     atoms_in,
     fix,
@@ -77,7 +81,7 @@ class Traced:
     layout: Layout
     runs: tuple[Run, ...]
     names: Mapping[Atom, str]
-    unlike: Sequence[tuple[Dim, Dim]]  # what Python compared and found of different size
+    unlike: Sequence[tuple[Terms, Terms]]  # sizes that Python compared and found different
 
     def predict(self, dim: Dim, widths: Mapping[str, int]) -> int:
         """How long a dimension of the run is in a member."""
@@ -91,6 +95,15 @@ class Traced:
                 case Cat(terms):
                     total *= sum(self.predict(term, widths) for term in terms)
         return total
+
+    def evaluate(self, terms: Terms, widths: Mapping[str, int]) -> int:
+        """Return a size that Python computes in a member. Python rounds quotients down."""
+        total = Fraction(0)
+        for factor, powers in terms:
+            for dim, power in powers:
+                factor *= Fraction(self.predict(dim, widths)) ** power
+            total += factor
+        return floor(total)
 
 
 def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: int | None) -> Traced:
@@ -457,9 +470,12 @@ class _Mismatch:
     found: str
     branch: bool = False  # whether it computes something else, and not only in other sizes
     layer: tuple[Call, ...] = ()  # all of the layer's calls, where it is not clear which one is to blame
+    axes: tuple[str, ...] = ()  # the axes to blame, where they are known
 
     def suspects(self, traced: Traced) -> list[str]:
         """The axes of what the call touches, else of all its layer does."""
+        if self.axes:
+            return list(self.axes)
         values = [*self.call.inputs, *self.call.outs]
         values += [value for call in self.layer for value in (*call.inputs, *call.outs)]
         atoms = (one for value in values for dim in value.dims for one in atoms_in(dim))
@@ -476,7 +492,7 @@ def _check(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: L
     # What to pin is found by pinning: the advice has been tried before it is given.
     while current is not None:
         blamed = [name for name in current.suspects(traced) if not trial.axes[name].fixed]
-        if not blamed and not current.layer:
+        if not blamed and not current.layer and not current.axes:
             alike = tuple(call for run in traced.runs for call in run.calls if call.layer == current.call.layer)
             current = replace(current, layer=alike)
         elif blamed:
@@ -504,28 +520,72 @@ def _check(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: L
 
 def _first_mismatch(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout) -> _Mismatch | None:
     free = [axis for axis in layout.axes.values() if not axis.fixed]
+    numbers = _Numbers()
+    for widths in (_uneven(free), {axis.name: 1 for axis in free}) if free else ():
+        mismatch = _mismatch(module, inputs, traced, layout, widths, numbers)
+        if mismatch is not None:
+            return mismatch
+    numbers.complete = True
+    for widths in _meetings(traced, layout):
+        mismatch = _mismatch(module, inputs, traced, layout, widths, numbers)
+        if mismatch is not None:
+            return replace(mismatch, branch=True, axes=tuple(widths))
+    return None
+
+
+@dataclass
+class _Numbers:
+    """The numbers among the arguments of the module's calls that depend on a member's widths.
+
+    The others are the same in every member. One that differs at the width where a comparison comes out equal shows that
+    the member took another branch, as in `x * (2 if self.a != self.b else 3)`.
+    """
+
+    varying: set[tuple[Call, int]] = field(default_factory=set)  # (call, place among its numbers)
+    complete: bool = False  # True once members of all kinds of widths have been seen
+
+    def difference(self, call: Call, other: Call) -> str | None:
+        """Return in words which number of a member's call is not the module's, or learn that it varies."""
+        pairs = zip(self._of(call), self._of(other), strict=False)
+        different = [(at, mine, own) for at, (mine, own) in enumerate(pairs) if mine != own]
+        if not self.complete:
+            self.varying.update((call, at) for at, _, _ in different)
+            return None
+        return next((f"{own}, not {mine}" for at, mine, own in different if (call, at) not in self.varying), None)
+
+    @staticmethod
+    def _of(call: Call) -> list[int | float]:
+        leaves = pytree.tree_leaves((call.args, call.kwargs))
+        return [leaf for leaf in leaves if isinstance(leaf, (int, float))]
+
+
+def _mismatch(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    traced: Traced,
+    layout: Layout,
+    chosen: Mapping[str, int],
+    numbers: _Numbers,
+) -> _Mismatch | None:
+    """Return where the member with the chosen widths does not follow its axes."""
     same = {
         name: buffer
         for name, buffer in _constants(module).items()
         if all(isinstance(dim, int) for dim in layout.dims[name])
     }
-    narrow = [_uneven(free), {axis.name: 1 for axis in free}, *_meetings(traced, layout)] if free else []
-    for chosen in narrow:
-        widths = layout.sizes | chosen
-        member = build(module, layout, widths)
-        for run in traced.runs:
-            expected = _visible(run.calls)
-            try:
-                done = _visible(record(member, {}, inputs, _known, constants=same, train=run.train).calls)
-            except RunError as failure:
-                done = _visible(failure.calls)
-                call = expected[min(len(done), len(expected) - 1)]
-                fails = _Mismatch(call, f"the member fails here ({_first_line(failure.__cause__)})")
-                # What went wrong may have gone unnoticed for a while: -1 in a view takes any number of channels.
-                return _compare(expected[: len(done)], done, traced, widths) or fails
-            mismatch = _compare(expected, done, traced, widths)
-            if mismatch is not None:
-                return mismatch
+    widths = layout.sizes | chosen
+    member = build(module, layout, widths)
+    for run in traced.runs:
+        try:
+            done = record(member, {}, inputs, _known, constants=same, train=run.train).calls
+        except RunError as failure:
+            fails = f"the member fails here ({_first_line(failure.__cause__)})"
+            # What went wrong may have gone unnoticed for a while: -1 in a view takes any number of channels.
+            mismatch = _compare(run.calls, failure.calls, traced, widths, numbers, fails)
+            return mismatch or _Mismatch(_visible(run.calls)[-1], fails)
+        mismatch = _compare(run.calls, done, traced, widths, numbers)
+        if mismatch is not None:
+            return mismatch
     return None
 
 
@@ -541,28 +601,39 @@ def _uneven(free: Sequence[Axis]) -> dict[str, int]:
 def _meetings(traced: Traced, layout: Layout) -> list[dict[str, int]]:
     """Widths at which what Python found different comes out equal: members that may take another branch."""
     found: dict[tuple[str, int], None] = {}
-    for pair in dict.fromkeys((resolve(one), resolve(other)) for one, other in traced.unlike):
-        for one in {one: None for dim in pair for one in atoms_in(dim)}:
+    for pair in dict.fromkeys(traced.unlike):
+        dims = [dim for terms in pair for _, powers in terms for dim, _ in powers]
+        for one in {one: None for dim in dims for one in atoms_in(dim) if one in traced.names}:
             axis = layout.axes[traced.names[one]]
             for width in range(1, 1 if axis.fixed else axis.size):
-                first, second = (traced.predict(dim, layout.sizes | {axis.name: width}) for dim in pair)
+                first, second = (traced.evaluate(terms, layout.sizes | {axis.name: width}) for terms in pair)
                 if first == second:
                     found[axis.name, width] = None
     return [{name: width} for name, width in found]
 
 
 def _compare(
-    expected: Sequence[Call], found: Sequence[Call], traced: Traced, widths: Mapping[str, int]
+    expected: Sequence[Call],
+    found: Sequence[Call],
+    traced: Traced,
+    widths: Mapping[str, int],
+    numbers: _Numbers,
+    fails: str = "",
 ) -> _Mismatch | None:
-    rest = iter(found)
-    for call in expected:
-        other = next(rest, None)
-        while other is not None and _kind(other) != _kind(call) and _is_needless(other):
-            other = next(rest, None)
+    """Return the first call that differs; `fails` says why the member's run stopped early, if it did."""
+    sources = _Sources(expected, found)
+    for call, other in _aligned(expected, found, sources):
         if other is None:
-            return _Mismatch(call, "the member is done before", branch=True)
+            assert call is not None
+            return _Mismatch(call, fails or "the member is done before", branch=not fails)
+        if call is None:
+            return _Mismatch(_visible(expected)[-1], "the member goes on after it", branch=True)
         if _kind(call) != _kind(other):
             return _Mismatch(call, f"the member computes {_kind(other)} here", branch=True)
+        if (different := sources.difference(call, other)) is not None:
+            return _Mismatch(call, f"the member computes it from {different}", branch=True)
+        if (different := numbers.difference(call, other)) is not None:
+            return _Mismatch(call, f"the member computes it with {different}", branch=True)
         for value, got in zip(call.outs, other.outs, strict=False):
             predicted = tuple(traced.predict(dim, widths) for dim in value.dims)
             if value.known and predicted != got.shape:
@@ -571,9 +642,69 @@ def _compare(
                 asked, right = rules.told(other, mark), traced.predict(dim, widths)
                 if asked is not None and asked != right:
                     return _Mismatch(call, f"the member is told {asked}, its axes say {right}")
-    if any(not _is_needless(call) for call in rest):
-        return _Mismatch(expected[-1], "the member goes on after it", branch=True)
     return None
+
+
+def _aligned(
+    expected: Sequence[Call], found: Sequence[Call], sources: _Sources
+) -> Iterator[tuple[Call | None, Call | None]]:
+    """Pair the calls of the module with those of a member, up to the first that has no partner.
+
+    A constant table that forward keeps in a cache is computed in one run and found ready in another.
+    """
+    calls, others = deque(_visible(expected)), deque(_visible(found))
+    while calls or others:
+        call = calls[0] if calls else None
+        other = others[0] if others else None
+        if call and other and _kind(call) == _kind(other) and _line(call) == _line(other):
+            yield calls.popleft(), others.popleft()
+        elif other and (other.constant or _is_needless(other)):
+            sources.skip(others.popleft())
+        elif call and call.constant:
+            calls.popleft()
+        else:
+            yield call, other
+            return
+
+
+def _line(call: Call) -> str:
+    """Return the line of a call that makes a constant, of which there may be more or fewer in a member."""
+    return call.where if call.constant else ""
+
+
+class _Sources:
+    """Which tensor of a member corresponds to which one of the module, while their calls are compared.
+
+    Shapes alone do not show that a member took another branch: `self.a(x)` and `self.b(x)` may have equal ones.
+    """
+
+    def __init__(self, expected: Sequence[Call], found: Sequence[Call]) -> None:
+        self._originals: dict[Value, Value] = {}
+        self._partners: dict[Value, Value] = {}
+        for call in (*expected, *found):
+            if call.op.overloadpacket in _COPIES:
+                self.skip(call)
+
+    def skip(self, call: Call) -> None:
+        """Let what a copy returns count as what it was given."""
+        if call.inputs:
+            self._originals[call.outs[0]] = self._original(call.inputs[0])
+
+    def _original(self, value: Value) -> Value:
+        return self._originals.get(value, value)
+
+    def difference(self, call: Call, other: Call) -> str | None:
+        """Return in words what the member's call is computed from, if that is not what the module's call is."""
+        if len(call.inputs) != len(other.inputs):
+            return f"{len(other.inputs)} tensors, not {len(call.inputs)}"
+        for value, got in zip(call.inputs, other.inputs, strict=True):
+            value, got = self._original(value), self._original(got)
+            if value.constant or got.constant:
+                continue
+            if value.weight != got.weight or self._partners.setdefault(value, got) is not got:
+                return repr(got.weight) if got.weight else "another tensor"
+        self._partners.update(zip(call.outs, other.outs, strict=False))
+        return None
 
 
 def _is_needless(call: Call) -> bool:

@@ -275,6 +275,26 @@ def test_an_unknown_operation_pins_what_it_touches_and_is_noted() -> None:
     assert "the outputs of a: " in whole
 
 
+class Patches(nn.Module):
+    """Overlapping patches of a series, counted from the end as PatchTST does."""
+
+    def __init__(self, dim: int) -> None:
+        super().__init__()
+        self.dim = dim
+        self.stem, self.embed, self.head = nn.Conv1d(3, 8, 1), nn.Linear(4, 6), nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        patches = self.stem(x).unfold(self.dim, 4, 2)
+        return self.head(self.embed(patches).mean((1, 2)))
+
+
+def test_unfold_counts_dimensions_from_either_end() -> None:
+    inputs = (torch.zeros(2, 3, 12),)
+    layout = trace_layout(Patches(-1), inputs)
+    assert dims_of(layout)["stem.weight"] == "stem 3 1"
+    assert layout == trace_layout(Patches(2), inputs)
+
+
 # --- what cannot be traced -----------------------------------------------------------------------------------------
 
 
@@ -551,6 +571,63 @@ def test_sizes_of_layers_are_compared_as_those_of_tensors() -> None:
         trace_layout(ResidualByLayer(), (torch.zeros(2, 4),))
     layout = trace_layout(ResidualByPlan(), (torch.zeros(2, 4),))
     assert [name for name, axis in layout.axes.items() if not axis.fixed] == ["layers.0", "layers.2"]
+
+
+class Pooling(nn.Module):
+    """As Hiera's blocks: two widths in attributes, of which forward uses one as a size and the other to compare."""
+
+    def __init__(self, width: int, wider: int) -> None:
+        super().__init__()
+        self.width, self.wider = width, wider
+        self.norm, self.qkv = nn.LayerNorm(width), nn.Linear(width, wider)
+        if width != wider:
+            self.proj = nn.Linear(width, wider)
+
+    def forward(self, x: Tensor) -> Tensor:
+        skipped = x
+        x = self.norm(x)
+        if self.width != self.wider:
+            skipped = self.proj(x).view(x.shape[0], -1, self.wider)
+        return skipped + self.qkv(x).reshape(x.shape[0], -1, self.wider)
+
+
+def test_an_attribute_that_follows_no_axis_is_compared_as_the_constant_it_is() -> None:
+    """At 24 of 48 channels the first block would find its widths equal; no other width shows it."""
+    inputs = (torch.zeros(2, 5, 24),)
+    net = nn.Sequential(Pooling(24, 48), Pooling(48, 48), nn.Linear(48, 7))
+    with pytest.raises(TraceError, match=r"takes another branch .*test_trace.py:\d+") as caught:
+        trace_layout(net, inputs, class_dim=2)
+    assert "fixed=['0.proj']" in str(caught.value)
+    layout = trace_layout(net, inputs, class_dim=2, fixed=["0.proj"])
+    assert all(axis.fixed for axis in layout.axes.values())
+
+
+class Switching(nn.Module):
+    """Takes another branch at one width, with the same operations on the same shapes."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.width, self.limit = what, 8, 6  # of 8 channels 6 are kept at a share of 3/4 only
+        self.body, self.other, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        one, two = self.body(x), self.other(x).view(-1, self.width)
+        differs = self.width != self.limit
+        if self.what == "factor":
+            return self.head(one + two * (2 if differs else 3))
+        if self.what == "tensor":
+            return self.head(torch.relu(one if differs else two) + two)
+        weight = self.body.weight if differs else self.other.weight
+        return self.head(one + two + F.linear(x, weight))
+
+
+@pytest.mark.parametrize("what", ["factor", "tensor", "weight"])
+def test_another_branch_with_equal_shapes_is_refused(what: str) -> None:
+    net, inputs = Switching(what), (torch.zeros(2, 6),)
+    with pytest.raises(TraceError, match=r"takes another branch .*test_trace.py:\d+.*fixed=\['body'\]"):
+        trace_layout(net, inputs)
+    net.limit = 9  # no member is that wide
+    assert not trace_layout(net, inputs).axes["body"].fixed
 
 
 # --- modules that are no plain networks ------------------------------------------------------------------------------
