@@ -1,8 +1,8 @@
 """A whole federation as values: what `config.toml` holds and the flags of the command line change.
 
-Settings are nested plain tables. They are laid over one another (a file or the demo, then flags, then `--set a.b=v`),
-read once into the dataclasses they name, and written back, resolved, beside the results: that file alone repeats the
-run. Paths in them are relative to where the command is given.
+Settings are nested plain tables. They are laid over one another (a file, the demo or the defaults, then flags, then
+`--set a.b=v`), read once into the dataclasses they name, and written back, resolved, beside the results: that file
+alone repeats the run. Paths in them are relative to where the command is given.
 """
 
 from __future__ import annotations
@@ -422,7 +422,8 @@ def _asker(path: str, asked: Mapping[str, str]) -> str:
 
 # --- settings as plain tables -----------------------------------------------------------------------------------
 
-# The run without arguments: a third of the clients can hold all of the model, a third a half and a third a quarter.
+# The run without arguments: a third of the clients can hold all of the model, a third a half and a third a quarter. Its
+# federation belongs to its data and model: with others, `defaults` has the settings.
 DEMO: Settings = {
     "method": {"name": "heterofl"},
     "model": {"name": "tiny_resnet"},
@@ -430,14 +431,31 @@ DEMO: Settings = {
     "fleet": {"sample": 0.5, "budgets": {"name": "uniform", "shares": [1.0, 0.5, 0.25]}},
     "rounds": 20,
 }
-# What makes it learn in twenty rounds, whatever the method; one from a file keeps its own.
+# What makes it learn in twenty rounds, whatever the method.
 LEARNING: Settings = {"optimiser": {"lr": 0.1}, "batch_size": 16, "epochs": 2}
 
 
-def demo(method: str = "heterofl", preset: bool = False) -> Settings:
-    """The demo's settings for a method; one in a preset trains as that says."""
-    settings, own = copy.deepcopy(DEMO), preset or is_file(method)
-    return assign(settings, ["method"], {"name": method} | ({} if own else {"local": LEARNING}))
+def demo(method: str = DEMO["method"]["name"], preset: bool = False) -> Settings:
+    """Return the demo's settings for a method. A preset, or a function in a file, says itself how clients train."""
+    local = {} if preset or is_made_by_function(method) else {"local": LEARNING}
+    return assign(copy.deepcopy(DEMO), ["method"], {"name": method} | local)
+
+
+def defaults(method: str = DEMO["method"]["name"]) -> Settings:
+    """Return settings that leave all but the names of method, model and data to the defaults of each.
+
+    The default fleet is named too, so that `--set fleet.budgets.shares=[1.0]` changes its shares.
+    """
+    named = {part: copy.deepcopy(DEMO[part]) for part in ("model", "data")}
+    return {"method": {"name": method}, **named, "fleet": {"budgets": {"name": label(type(Devices().budgets))}}}
+
+
+def is_made_by_function(method: str) -> bool:
+    """Return True if a method's name is that of a function in a file, which returns it with settings of its own."""
+    try:
+        return is_file(method) and not isinstance(find(METHODS, method, "method"), type)
+    except ConfigError:  # `Experiment.of` reports it
+        return False
 
 
 def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:

@@ -45,8 +45,9 @@ from fedquilt.cli.options import (
     Text,
     What,
     Whole,
+    refuse_repeated,
 )
-from fedquilt.cli.playing import Playing, begun, refuse_taken, resumed, write_text
+from fedquilt.cli.playing import Playing, begun, refuse_taken, resumed, settings_lines, write_text
 from fedquilt.errors import ConfigError, ExportError, FedquiltError, RecordError, SubmodelError, TrainingError
 from fedquilt.version import __version__
 
@@ -62,10 +63,11 @@ class RunRequest(Options):
     """Train one model on clients that cannot all hold it.
 
     Without a file and options: HeteroFL on scikit-learn's digits, 20 rounds with 20 clients, of which a third can hold
-    all of the model, a third a half and a third a quarter.
+    all of the model, a third a half and a third a quarter. With --model or --data the defaults of the method, the fleet
+    and the run apply instead of these.
     """
 
-    config: Config = None  # settings; the demo's if not given
+    config: Config = None  # settings; if not given the demo's, or with --model or --data the method's defaults
     method: Text = None  # a name of `fedquilt list methods`, or file.py:factory
 
     def __call__(self) -> None:
@@ -77,9 +79,10 @@ class RunRequest(Options):
                 self.check_resume()
                 playing = resumed(self.resume, self.rounds, stack)
             else:
-                playing = begun(self.experiment(self.config, self.method), self.out, stack)
+                experiment = self.experiment(self.config, self.method)
+                playing = begun(experiment, self.source(self.config, self.method), self.out, stack)
             if playing.run:
-                say(console, playing.title)
+                say(console, "\n".join([*settings_lines([playing]), playing.title]))
                 with progress(console, [""], playing.experiment.rounds) as begin:
                     playing.play(begin)
             summary = playing.told(self.target)
@@ -98,7 +101,7 @@ class CompareRequest(Options):
     """
 
     methods: Methods = ()  # names of `fedquilt list methods`, or file.py:factory
-    config: File = None  # settings; the demo's if not given
+    config: File = None  # settings; if not given the demo's, or with --model or --data each method's defaults
 
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, progress, say, show_comparison
@@ -111,7 +114,8 @@ class CompareRequest(Options):
             else:
                 all_of_them = self._begun(stack)
             if left := [one for one in all_of_them if one.run]:
-                say(console, f"{', '.join(one.name for one in all_of_them)} {left[0].title.partition(' ')[2]}")
+                title = f"{', '.join(one.name for one in all_of_them)} {left[0].title.partition(' ')[2]}"
+                say(console, "\n".join([*settings_lines(left), title]))
                 with progress(console, [one.name for one in left], left[0].experiment.rounds) as begin:
                     for one in left:
                         one.play(begin)
@@ -141,7 +145,11 @@ class CompareRequest(Options):
             refuse_taken(folder)
         ground = experiments[0].ground()
         return [
-            replace(begun(experiment, folder, stack, ground), name=method, command="compare")
+            replace(
+                begun(experiment, self.source(self.config, method), folder, stack, ground),
+                name=method,
+                command="compare",
+            )
             for method, experiment, folder in zip(self.methods, experiments, folders, strict=True)
         ]
 
@@ -355,7 +363,7 @@ def _output(for_json: bool) -> Iterator[tuple[Console, TextIO]]:
 
 # --- the script -------------------------------------------------------------------------------------------------
 
-COMMANDS: dict[str, Callable[..., Any]] = {
+COMMANDS: dict[str, type] = {
     "run": RunRequest,
     "compare": CompareRequest,
     "export": ExportRequest,
@@ -371,6 +379,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         print(f"fedquilt {__version__}")
         return 0
+    if args and args[0] in COMMANDS:
+        try:
+            refuse_repeated(COMMANDS[args[0]], args[1:])
+        except ConfigError as error:
+            print(f"{type(error).__name__}: {error}", file=sys.stderr)
+            return 2
     request: Callable[[], None] = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="fedquilt",

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
 
 import tyro
 
@@ -63,6 +64,43 @@ FLAGS = {
     "track": "tracking",
     "link": "link.name",
 }
+
+
+def refuse_repeated(kind: type, args: Sequence[str]) -> None:
+    """Refuse a flag that takes one value and is given again, of which the parser would use the last value only.
+
+    Args:
+        kind: Dataclass of a command. Its list-valued fields and its switches may be repeated.
+        args: Arguments behind the name of the command.
+    """
+    names = _single_valued(kind)
+    values: dict[str, str] = {}
+    wrong = []
+    for place, text in enumerate(args):
+        flag, equals, value = text.partition("=")
+        name = names.get(flag.replace("_", "-"))
+        if name is None:
+            continue
+        if not equals:
+            value = args[place + 1] if place + 1 < len(args) else ""
+        if name in values:
+            wrong.append(f"{name} was given as {values[name]} and again as {value}; it takes one value.")
+        values[name] = value
+    if wrong:
+        raise ConfigError("\n  ".join(wrong))
+
+
+def _single_valued(kind: type) -> dict[str, str]:
+    """Return the flags of a command that take one value, each with the name that its aliases share."""
+    names = {}
+    for field, hint in get_type_hints(kind, include_extras=True).items():
+        value_type, *marks = get_args(hint)
+        if value_type is bool or tyro.conf.UseAppendAction in marks or tyro.conf.Positional in marks:
+            continue
+        flag = f"--{field.replace('_', '-')}"
+        aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
+        names |= dict.fromkeys([flag, *aliases], flag)
+    return names
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -136,13 +174,44 @@ class Options(DataOptions):
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 
     def experiment(self, config: str | None, method: str | None) -> Experiment:
-        """The experiment a file and the flags ask for; without a file, the demo."""
-        from fedquilt.config import Experiment, demo, read_toml
+        """The experiment that a file and the flags ask for; without a file, the demo or the defaults."""
+        from fedquilt.config import DEMO, Experiment, defaults, demo, read_toml
 
-        preset = any(text.startswith("method.preset") for text in self.assign)
-        base = read_toml(config) if config else demo(method or "heterofl", preset)
+        name = method or DEMO["method"]["name"]
+        if config:
+            base = read_toml(config)
+        elif self._names_model_or_data():
+            base = defaults(name)
+        else:
+            base = demo(name, bool(self._preset()))
         settings, asked = self.layers(base, method)
         return Experiment.of(settings, asked, config or "")
+
+    def source(self, config: str | None, method: str | None) -> str:
+        """Return where the settings come from, as the first line of a run names it: a file, the demo or defaults."""
+        from fedquilt.config import DEMO, is_made_by_function
+
+        if config:
+            return config
+        name, preset = method or DEMO["method"]["name"], self._preset()
+        own = f"{name}'s preset {preset}" if preset else f"{name}'s defaults"
+        if self._names_model_or_data():
+            return own
+        return f"demo, {own}" if preset or is_made_by_function(name) else "demo"
+
+    def _names_model_or_data(self) -> bool:
+        """Return True if a flag or `--set` names the model or the data, to which the demo's federation belongs."""
+        paths = {text.partition("=")[0].strip() for text in self.assign}
+        return bool(self.model or self.data or paths & {"model", "model.name", "data", "data.name"})
+
+    def _preset(self) -> str:
+        """Return the preset that `--set` asks for, or an empty string."""
+        preset = ""
+        for text in self.assign:
+            path, _, value = text.partition("=")
+            if path.strip() == "method.preset":
+                preset = value.strip(" \"'")
+        return preset
 
     def check_target(self) -> None:
         """Before anything heavy."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +18,9 @@ if TYPE_CHECKING:
     from fedquilt.experiment import Run
     from fedquilt.records import Folder
     from fedquilt.round import Record
+
+
+MAX_SHOWN_SHARES = 8
 
 
 class Interrupted(KeyboardInterrupt):
@@ -35,6 +38,29 @@ class Playing:
     rounds: Path | None = None  # the folder that has its rounds, of one that is finished
     name: str = ""
     command: str = "run"
+    source: str = ""  # Where the settings come from: a file, the demo or defaults.
+
+    @property
+    def values(self) -> str:
+        """The settings that decide most, as the first line of a run shows them."""
+        from fedquilt.round.local import SGD, Constant
+        from fedquilt.settings import label
+        from fedquilt.terms import Budget
+
+        assert self.run is not None
+        local, fleet, rounds = self.run.method.local, self.run.fleet, self.experiment.rounds
+        optimiser = "" if isinstance(local.optimiser, SGD) else f"{label(type(local.optimiser))}, "
+        schedule = "" if isinstance(local.schedule, Constant) else f" ({label(type(local.schedule))})"
+        shares = [f"{one.share:g}" for one in fleet.kinds if one.share and one == Budget(share=one.share)]
+        if len(shares) < len(fleet.kinds) or len(shares) > MAX_SHOWN_SHARES:
+            budgets = f"{len(fleet.kinds)} kinds of budgets"
+        else:
+            budgets = f"share{'s'[: len(shares) != 1]} {', '.join(shares)}"
+        return (
+            f"{optimiser}lr {local.optimiser.lr:g}{schedule}, {local.epochs} epoch{'s'[: local.epochs != 1]}, "
+            f"batch {local.batch_size}, {fleet.sample} of {fleet.num_clients} clients, {budgets}, "
+            f"{rounds} round{'s'[: rounds != 1]}, seed {self.experiment.seed}"
+        )
 
     @property
     def title(self) -> str:
@@ -98,8 +124,10 @@ class Playing:
         return {**self.summary, "target": target, "reached": reached}
 
 
-def begun(experiment: Experiment, out: Path | None, stack: ExitStack, ground: Ground | None = None) -> Playing:
-    """A new run, with a folder if one was asked for."""
+def begun(
+    experiment: Experiment, source: str, out: Path | None, stack: ExitStack, ground: Ground | None = None
+) -> Playing:
+    """A new run whose settings come from `source`, with a folder if one was asked for."""
     from fedquilt.records import Folder
 
     refuse_taken(out)
@@ -107,9 +135,22 @@ def begun(experiment: Experiment, out: Path | None, stack: ExitStack, ground: Gr
     run = experiment.prepare(ground)
     settled = experiment.settled(run, ground)
     if out is None:
-        return Playing(settled, run)
+        return Playing(settled, run, source=source)
     folder = stack.enter_context(Folder.create(out, settled.to_toml(), settled.checkpoint))
-    return Playing(settled, run, folder)
+    return Playing(settled, run, folder, source=source)
+
+
+def settings_lines(runs: Sequence[Playing]) -> list[str]:
+    """Return the first lines of runs: one for all of them, or one for each group whose settings differ."""
+    groups: dict[str, list[Playing]] = {}
+    for run in runs:
+        groups.setdefault(run.values, []).append(run)
+    lines = []
+    for values, group in groups.items():
+        whose = f" of {', '.join(run.name for run in group)}" if len(groups) > 1 else ""
+        sources = ", ".join(dict.fromkeys(run.source for run in group))
+        lines.append(f"settings{whose}: {sources} ({values})")
+    return lines
 
 
 def refuse_taken(out: Path | None) -> None:
@@ -147,7 +188,7 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
         raise ConfigError(f"--rounds {rounds} was asked for; the run in {path} has {done} behind it.")
     if rounds is not None:
         write_text(config, experiment.to_toml())
-    return Playing(experiment, run, folder)
+    return Playing(experiment, run, folder, source=str(config))
 
 
 def _summary_of(path: Path) -> dict[str, Any] | None:

@@ -17,15 +17,18 @@ from typing import Any
 
 import pytest
 import torch
+import tyro
 from safetensors.torch import save_file
 
 import fedquilt as fq
 from fedquilt.cli import COMMANDS, main
-from fedquilt.cli.options import FLAGS
+from fedquilt.cli.options import FLAGS, _single_valued, refuse_repeated
 from fedquilt.config import Experiment
+from fedquilt.fleets import Uniform
 from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
 from fedquilt.records import load
+from fedquilt.round.clients import Devices
 from fedquilt.tracking import TensorBoard
 
 ROOT = Path(__file__).parents[2]
@@ -101,6 +104,7 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+THREE = ["--set", "fleet.budgets.shares=[1.0,0.5,0.25]"]
 TINY = ["--model", "mine.py:net", "--data", "mine.py:data", "--method", "fedavg", "--cohort", "3"]
 
 
@@ -127,12 +131,15 @@ def test_output_that_is_no_terminal_is_plain_text() -> None:
     assert "\x1b" not in done.stdout
     assert "│" not in done.stdout
     lines = done.stdout.splitlines()
-    assert lines[0] == "heterofl on digits: tiny_resnet for 4 clients, 2 a round, vectorised on cpu"
-    assert lines[1].startswith("round 1/1  loss ")
-    assert lines[2].split() == ["share", "accuracy", "parameters", "MACs", "a", "sample"]
-    assert [line.split()[0] for line in lines[3:6]] == ["1", "0.5", "0.25"]
-    assert lines[3].split()[2] == "11,230"
-    assert lines[6].startswith("1 round in ")
+    assert lines[0] == (
+        "settings: demo (lr 0.1, 1 epoch, batch 16, 2 of 4 clients, shares 1, 0.5, 0.25, 1 round, seed 0)"
+    )
+    assert lines[1] == "heterofl on digits: tiny_resnet for 4 clients, 2 a round, vectorised on cpu"
+    assert lines[2].startswith("round 1/1  loss ")
+    assert lines[3].split() == ["share", "accuracy", "parameters", "MACs", "a", "sample"]
+    assert [line.split()[0] for line in lines[4:7]] == ["1", "0.5", "0.25"]
+    assert lines[4].split()[2] == "11,230"
+    assert lines[7].startswith("1 round in ")
 
 
 def on_a_terminal(*args: str, cwd: Path | None = None) -> str:
@@ -159,7 +166,7 @@ def test_a_terminal_gets_a_bar_and_a_frame() -> None:
 
 
 def test_json_is_all_there_is_on_standard_output(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    parts = ["--model", "mine.py:net", "--method", "mine.py:method", "--data", "mine.py:data"]
+    parts = ["--model", "mine.py:net", "--method", "mine.py:method", "--data", "mine.py:data", *THREE]
     assert main(["run", *parts, "--rounds", "2", "--json"]) == 0
     said = capfd.readouterr()
     summary = json.loads(said.out)
@@ -240,6 +247,133 @@ def test_all_problems_are_told_at_once(own: Path, capsys: pytest.CaptureFixture[
         "seed",
         "a (--set)",
     ]
+
+
+def asked(*args: str) -> Experiment:
+    """What a command line without a file asks for."""
+    request = tyro.cli(COMMANDS["run"], args=args)
+    return request.experiment(request.config, request.method)
+
+
+LISTED = ["--method", "fedrolex"], ["--method", "fedrescue"], ["--method", "mine.py:Mine"], []
+
+
+@pytest.mark.parametrize("method", LISTED, ids=" ".join)
+def test_the_demos_federation_belongs_to_its_data_and_model(own: Path, method: list[str]) -> None:
+    """With another model or other data the method's defaults hold, those that `fedquilt list methods` shows."""
+    demo = asked(*method, "--labels", "2", "--set", "model.norm=group", "--set", "data.public=0.1")
+    assert demo.fleet == Devices(sample=0.5, budgets=Uniform((1.0, 0.5, 0.25)))
+    local = demo.method.local
+    assert (local.optimiser.lr, local.batch_size, local.epochs) == (0.1, 16, 2)
+    for parts in (
+        ["--model", "mine.py:net"],
+        ["--data", "mine.py:pool"],
+        ["--data", "digits"],
+        ["--set", "model=mlp"],
+        ["--set", "data.name=digits"],
+    ):
+        found = asked(*method, *parts)
+        assert found.method == type(found.method)()
+        assert (found.fleet, found.rounds) == (Devices(), 20)
+
+
+def test_defaults_are_those_that_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = told(capsys, "list", "methods", "fedrolex")["fedrolex"]["defaults"]["local"]
+    local = asked("--method", "fedrolex", "--model", "mlp").method.local
+    assert listed["optimiser"]["lr"] == local.optimiser.lr
+    assert (listed["batch_size"], listed["epochs"]) == (local.batch_size, local.epochs)
+
+
+def test_a_function_in_a_file_says_itself_how_clients_train(own: Path) -> None:
+    """A class does not, any more than one with a name of ours: it is trained as what it is compared with."""
+    local = asked("--method", "mine.py:method").method.local
+    assert (local.optimiser.lr, local.batch_size, local.epochs) == (0.03, 5, 1)
+    assert asked("--method", "mine.py:method", "--lr", "0.2").method.local.optimiser.lr == 0.2
+
+
+OTHER = [*TINY[:4], "--cohort", "2"]
+
+
+def values(
+    training: str = "lr 0.1, 2 epochs, batch 16", clients: str = "10 of 20", shares: str = "1, 0.5, 0.25"
+) -> str:
+    return f"({training}, {clients} clients, shares {shares}, 1 round, seed 0)"
+
+
+def default_values(training: str = "lr 0.05, 1 epoch, batch 32") -> str:
+    return values(training, "2 of 6", "1, 0.5, 0.25, 0.125, 0.0625")
+
+
+@pytest.mark.parametrize(
+    ("args", "lines"),
+    [
+        (["run"], [f"settings: demo {values()}"]),
+        (["run", "--method", "fedrolex"], [f"settings: demo {values()}"]),
+        (["run", "--method", "fedrolex", *OTHER], [f"settings: fedrolex's defaults {default_values()}"]),
+        (
+            ["run", "--method", "mine.py:method"],
+            [f"settings: demo, mine.py:method's defaults {values('lr 0.03, 1 epoch, batch 5')}"],
+        ),
+        (
+            ["run", "--method", "fedavg", *OTHER, "--set", "method.preset='cifar10'"],
+            [f"settings: fedavg's preset cifar10 {default_values('lr 0.01 (steps), 5 epochs, batch 128')}"],
+        ),
+        (
+            ["run", "a.toml", "--set", "method.local.optimiser.name=adam"],
+            [f"settings: a.toml {values('adam, lr 0.001, 1 epoch, batch 32', '3 of 6', '1, 0.5')}"],
+        ),
+        (["compare", "fedavg", "heterofl"], [f"settings: demo {values()}"]),
+        (
+            ["compare", "fedavg", "fedrescue", "heterofl", *OTHER],
+            [
+                f"settings of fedavg, heterofl: fedavg's defaults, heterofl's defaults {default_values()}",
+                f"settings of fedrescue: fedrescue's defaults {default_values('lr 0.1, 1 epoch, batch 32')}",
+            ],
+        ),
+    ],
+    ids=lambda value: " ".join(value[:4]) if isinstance(value, list) else "",
+)
+def test_the_first_line_names_the_source_of_the_settings_and_their_values(
+    own: Path, capsys: pytest.CaptureFixture[str], args: list[str], lines: list[str]
+) -> None:
+    Path("a.toml").write_text(SETTINGS)
+    assert main([*args, "--rounds", "1"]) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if "a module may talk" not in line]
+    assert said[: len(lines)] == lines
+    assert not said[len(lines)].startswith("settings")
+
+
+def test_a_resumed_runs_settings_come_from_its_folder(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
+    assert main(["run", "--resume", "d", "--rounds", "2"]) == 0
+    assert capsys.readouterr().out.startswith("settings: d/config.toml (lr 0.05, 1 epoch, batch 32, 3 of 6 clients, ")
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["compare", "fedavg", "heterofl", "--seed", "0", "--seed", "1"], "--seed was given as 0 and again as 1"),
+        (["run", "--lr", "0.1", "--lr=0.3"], "--lr was given as 0.1 and again as 0.3"),
+        (["run", "--batch-size", "4", "--batch_size", "8"], "--batch-size was given as 4 and again as 8"),
+        (["run", "--out", "a", "--rounds", "1", "--out", "b"], "--out was given as a and again as b"),
+        (["export", "r", "--params", "9", "--max-params", "8", "--out", "x"], "--params was given as 9 and again as 8"),
+        (["list", "data", "--plot", "--by", "class", "--by", "domain"], "--by was given as class and again as domain"),
+        (["probe", "--device", "cpu", "--device", "cuda"], "--device was given as cpu and again as cuda"),
+    ],
+    ids=lambda value: value[0] if isinstance(value, list) else "",
+)
+def test_a_flag_of_one_value_is_given_once(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """The last value was used, without a word about the others."""
+    assert main(args) == 2
+    assert capsys.readouterr().err == f"ConfigError: {said}; it takes one value.\n"
+
+
+def test_flags_that_make_lists_may_be_given_again() -> None:
+    lists = {name: _single_valued(kind) for name, kind in COMMANDS.items()}
+    assert not {"--set", "--assign", "--track", "--share", "--json", "--force", "--plot"} & set().union(*lists.values())
+    assert {"--seed", "--lr", "--config", "--method", "--resume"} <= {*lists["run"], *lists["compare"]}
+    refuse_repeated(COMMANDS["run"], ["--set", "seed=1", "--set", "rounds=2", "--track", "mlflow", "--track", "wandb"])
+    refuse_repeated(COMMANDS["export"], ["r", "--share", "1", "--share", "0.5"])
 
 
 def test_every_flag_is_a_setting(own: Path) -> None:
@@ -484,10 +618,12 @@ def test_methods_are_compared_on_the_same_ground(own: Path, capsys: pytest.Captu
 
 
 def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "1"]) == 0
-    _, first, *_, head, one, other, common, alone, space, below, whole, half, quarter = (
+    assert main(["compare", "fedavg", "local", *TINY[:4], *THREE, "--cohort", "3", "--rounds", "1"]) == 0
+    _, settings, first, *_, head, one, other, common, alone, space, below, whole, half, quarter = (
         capsys.readouterr().out.splitlines()
     )
+    own_values = values("lr 0.05, 1 epoch, batch 32", "3 of 6")
+    assert settings == f"settings: fedavg's defaults, local's defaults {own_values}"
     assert first.startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
     assert head.split() == ["method", "1", "0.5", "0.25", "to", "clients", "back", "seconds"]
     assert (one.split()[0], other.split()[0]) == ("fedavg", "local")
@@ -512,7 +648,7 @@ def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFix
 
 
 def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = ["--model", "mine.py:net", "--data", "mine.py:homes", "--cohort", "3", "--rounds", "1"]
+    quick = ["--model", "mine.py:net", "--data", "mine.py:homes", *THREE, "--cohort", "3", "--rounds", "1"]
     assert main(["run", "--method", "heterofl", *quick]) == 0
     *_, space, head, one, other, below, last = capsys.readouterr().out.splitlines()
     assert (space, head.split(), below) == ("", ["domain", "1", "0.5", "0.25"], "")
@@ -531,7 +667,7 @@ def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixt
 
 
 def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = [*TINY[:4], "--cohort", "3", "--rounds", "3"]
+    quick = [*TINY[:4], *THREE, "--cohort", "3", "--rounds", "3"]
     found = told(capsys, "compare", "fedavg", "heterofl", *quick, "--out", "c", "--target", "0.01")
     assert json.loads(Path("c/compare.json").read_text()) == found
     for name, summary in found.items():
