@@ -94,7 +94,7 @@ def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
         learner = method.learner(Job(client, submodel, run.server.round), world)
         macs += learner.macs(world.family, submodel.arch, [learner.local.batch_size])
         params += _entries(world.family, submodel, learner.received(world.family))
-        upload = learner.uploads(world.family, submodel, run.engine.held(client.id))[0]
+        upload = learner.upload(world.family, submodel, run.engine.held(client.id))
         params += _entries(world.family, upload, learner.sent(world.family))
     params *= method.copies
     return Device(client.id, share_label(client.budget, world), domain_of(run, client.id), macs, params, *accuracies)
@@ -175,7 +175,7 @@ def _arrived(run: Run, job: Job) -> list[Submodel]:
     if not learner.sent(family):
         return [job.submodel]
     # Output rows of classes that a client lacks count with the rest, as they do where nothing is lost.
-    upload = replace(learner, class_rows=False).uploads(family, job.submodel, run.engine.held(job.client.id))[0]
+    upload = replace(learner, class_rows=False).upload(family, job.submodel, run.engine.held(job.client.id))
     reached = run.link.reach(upload, Trip(world, job, up=True))
     return [] if reached is None else [reached]
 

@@ -132,13 +132,14 @@ class Payload:
 
 @dataclass(frozen=True)
 class Update:
-    """What came back from one job; usually one payload."""
+    """What came back from one job."""
 
     job: Job
-    sent: tuple[Payload, ...]
-    steps: int
+    sent: tuple[Payload, ...]  # one payload, or none if all of it got lost
+    steps: int  # optimizer steps of the client: of all rounds so far where it counts them, else of this one
     pace: float = 1.0  # effective local steps (FedNova's a_i)
     metrics: Mapping[str, float] = field(default_factory=dict)
+    times: int = 1  # that the client counts in the merge
 
 
 @dataclass(frozen=True)
@@ -148,7 +149,7 @@ class Memory:
     submodel: Submodel
     weights: Weights
     slots: Slots = field(default_factory=dict)
-    steps: int = 0  # optimiser steps behind the slots
+    steps: int = 0  # optimizer steps over all rounds, where the slots or the merge depend on them
     round: int = -1  # in which it trained last; -1: nobody wrote it down
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.axes import Index
 from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
 from fedquilt.family.net import Pass
 from fedquilt.precision import Precision, computing, unfit
@@ -85,11 +84,11 @@ class Start:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What came of a client's uploads."""
+    """What came of a client's upload."""
 
-    sent: tuple[Payload, ...]  # as they arrived
+    sent: tuple[Payload, ...]  # as it arrived, if anything did
     bytes: int
-    intact: bool  # every payload arrived as it was sent
+    intact: bool  # it arrived as it was sent
     slots: Slots = field(default_factory=dict)  # what the client keeps of it
 
 
@@ -266,36 +265,25 @@ class Engine(ABC):
             found = self.world.family.cutter.overlay(found, job.submodel.held, *there)
         return found
 
-    def deliver(self, server: Server, job: Job, uploads: Sequence[Payload], known: Weights) -> Delivery:
-        """Send what a client trained; `known` is what both sides know that it started from.
-
-        The first upload travels. Others are parts of it that count once more where it arrives.
-        """
+    def deliver(self, server: Server, job: Job, payload: Payload, known: Weights) -> Delivery:
+        """Send what a client trained; `known` is what both sides know that it started from."""
         cutter, held, link = self.world.family.cutter, job.submodel.held, self.link
         residual = self._recalled(server, job, "residual", known) if link.feedback else {}
-        lost, (payload, *parts) = residual, uploads
+        lost = residual
         with self.blame(job, "sending"):
             beside = [cutter.narrow(one, held, payload.submodel.held) if one else one for one in (known, residual)]
             arrival = link.up(payload, Trip(self.world, job, up=True), *beside)
-            intact, sent = arrival.payload is payload, []
             if arrival.payload:
                 if link.codec:  # whose range may be wider than numbers reach
                     self._check_sent(job, arrival.payload.weights.values())
-                sent = [arrival.payload, *(parts if intact else (self._within(arrival.payload, one) for one in parts))]
                 if arrival.error:  # of what did not arrive the residual stays as it was
                     lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.held)
             slots = {"residual": lost} if lost else {}
             if link.tracks and known:  # kept as the change since the beginning: an empty slot is zero
                 first = cutter.gather(self._initial, job.submodel, list(known))
                 slots["received"] = {name: value - first[name] for name, value in known.items()}
-        return Delivery(tuple(sent), arrival.bytes, intact, slots)
-
-    def _within(self, arrived: Payload, part: Payload) -> Payload:
-        """A part as far as it has arrived, and as it has."""
-        there, wanted = arrived.submodel.held, part.submodel.held
-        index = Index({axis: kept.keep(there[axis]) if axis in there else kept for axis, kept in wanted.items()})
-        weights = self.world.family.cutter.narrow(arrived.weights, there, index)
-        return Payload(replace(part.submodel, index=index), weights)
+        sent = (arrival.payload,) if arrival.payload else ()
+        return Delivery(sent, arrival.bytes, arrival.payload is payload, slots)
 
     def _cut(self, server: Server, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
         """Clients that get the same positions get the same tensors: cut once. Few are kept: a cohort may not fit."""
@@ -357,12 +345,26 @@ class Engine(ABC):
     ) -> Memory | None:
         """What the client keeps for its next round. Positions it did not hold this time stay as they were."""
         weights = {name: state[name].clone() for name in self.kept(learner)}
-        if not weights and not learner.keep_slots and not travel:
+        if not weights and not travel and not learner.keep_slots and not learner.counts_steps:
             return None
         own = {**slots, **travel} if learner.keep_slots else travel
-        new = Memory(job.submodel, weights, own, steps if learner.keep_slots else 0, job.round)
+        new = Memory(job.submodel, weights, own, steps if self._remembers_steps(learner) else 0, job.round)
         old = server.memory.get((job.client.id, job.submodel.scope))
-        return new if old is None or old.submodel.index == new.submodel.index else self._joined(old, new)
+        if old is None or not (weights or own) or old.submodel.index == new.submodel.index:
+            return new
+        return self._joined(old, new)
+
+    def steps(self, server: Server, job: Job, learner: Learner, batches: int) -> int:
+        """Return the optimizer steps behind a client after so many batches, those of earlier rounds included if kept.
+
+        Where neither its slots nor the merge depend on earlier rounds, it starts from 0 in every round.
+        """
+        memory = server.memory.get((job.client.id, job.submodel.scope)) if self._remembers_steps(learner) else None
+        return (memory.steps if memory else 0) + learner.moves(batches)
+
+    @staticmethod
+    def _remembers_steps(learner: Learner) -> bool:
+        return learner.keep_slots or learner.counts_steps
 
     def _joined(self, old: Memory, new: Memory) -> Memory:
         """Both memories, by global position; where they overlap the new one counts."""
@@ -434,9 +436,10 @@ class Engine(ABC):
                 f"{job.round + 1}; they were refused, and the server's state is that of the round before."
             )
 
-    def update(self, job: Job, learner: Learner, sent: tuple[Payload, ...], steps: int) -> Update:
-        pace = learner.pace(steps)
-        return Update(job, sent, steps, pace)
+    @staticmethod
+    def update(job: Job, learner: Learner, sent: tuple[Payload, ...], steps: int, batches: int) -> Update:
+        """Return what the merge is given of a job: `steps` are the client's optimizer steps so far."""
+        return Update(job, sent, steps, learner.pace(batches), times=learner.times)
 
     def exam_samples(self, exam: Exam) -> Tensor:
         count = len(self.data.test_targets)

@@ -52,18 +52,16 @@ class Sequential(Engine):
         self.check_finite(job, torch.stack(losses), [state[name] for name in learner.moved(family)])
         outcome.losses.append(float(torch.stack(losses).mean()))
         own = {name: state[name] for name in learner.sent(family)}
-        uploads = [
-            Payload(wanted, family.cutter.narrow(own, job.submodel.held, wanted.held))
-            for wanted in learner.uploads(family, job.submodel, held)
-        ]
-        delivery = self.deliver(server, job, uploads, start.known)
+        wanted = learner.upload(family, job.submodel, held)
+        payload = Payload(wanted, family.cutter.narrow(own, job.submodel.held, wanted.held))
+        delivery = self.deliver(server, job, payload, start.known)
         macs = learner.macs(family, arch, list(map(len, batches)))
         outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
-        steps = start.steps + learner.moves(len(batches))
+        steps = self.steps(server, job, learner, len(batches))
         memory = self.remember(server, job, learner, state, slots, steps, delivery.slots)
         if memory:
             outcome.memory[job.client.id, job.submodel.scope] = memory
-        return self.update(job, learner, delivery.sent, len(batches))
+        return self.update(job, learner, delivery.sent, steps, len(batches))
 
     def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
         rows = rows.to(self.world.device)

@@ -545,48 +545,45 @@ class Vectorised(Engine):
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
         outcome.stacks += 1
-        alike: dict[tuple[Submodel, ...], list[int]] = {}
+        alike: dict[Submodel, list[int]] = {}
         for client, job in enumerate(stack.jobs):
-            alike.setdefault(learner.uploads(family, job.submodel, self.held(job.client.id)), []).append(client)
+            alike.setdefault(learner.upload(family, job.submodel, self.held(job.client.id)), []).append(client)
         own = {name: stack.state[name] for name in learner.sent(family)}
         for wanted, clients in alike.items():
             chosen = own if len(clients) == len(stack.jobs) else _some(own, clients)
             # Clients of one stack that upload the same positions also held the same.
             held = stack.jobs[clients[0]].submodel.held
-            states = [family.cutter.narrow(chosen, held, upload.held, lead=1) for upload in wanted]
-            self._send(stack, clients, wanted, states, fold, outcome)
+            state = family.cutter.narrow(chosen, held, wanted.held, lead=1)
+            self._send(stack, clients, wanted, state, fold, outcome)
 
     def _send(
         self,
         stack: Stack,
         clients: list[int],
-        wanted: tuple[Submodel, ...],
-        states: list[State],
+        wanted: Submodel,
+        state: State,
         fold: Fold,
         outcome: Outcome,
     ) -> None:
         updates, intact = [], True
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
-            uploads = [
-                Payload(submodel, {name: value[place] for name, value in state.items()})
-                for submodel, state in zip(wanted, states, strict=True)
-            ]
-            delivery = self.deliver(stack.server, job, uploads, stack.known[client])
+            payload = Payload(wanted, {name: value[place] for name, value in state.items()})
+            delivery = self.deliver(stack.server, job, payload, stack.known[client])
             intact = intact and delivery.intact
             macs = learner.macs(self.world.family, stack.arch, stack.sizes[client])
             outcome.charge(job.client.id, stack.received_bytes[client], delivery.bytes, macs)
             own = {name: stack.state[name][client] for name in self.kept(learner)}
             kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
-            steps = len(stack.batches[client])
-            age = stack.ages[client] + learner.moves(steps)
-            memory = self.remember(stack.server, job, learner, own, slots, age, delivery.slots)
+            batches = len(stack.batches[client])
+            steps = self.steps(stack.server, job, learner, batches)
+            memory = self.remember(stack.server, job, learner, own, slots, steps, delivery.slots)
             if memory:
                 outcome.memory[job.client.id, job.submodel.scope] = memory
-            updates.append(self.update(job, learner, delivery.sent, steps))
+            updates.append(self.update(job, learner, delivery.sent, steps, batches))
         if intact:
-            fold.add_stack(updates, states)
+            fold.add_stack(updates, [state])
         else:
             for update in updates:
                 fold.add(update)

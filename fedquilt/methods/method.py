@@ -30,7 +30,7 @@ class Method:
     """How a federation learns. Fields are the paper's hyper-parameters; a method overrides the verbs it changes."""
 
     local: Local = Local()
-    weighting: Weighting = "data"  # by what a client counts in the mean; uniform: all alike
+    weighting: Weighting = "data"  # What a client counts by in the mean; updates: its optimizer steps in all rounds
     server: Plain | ServerMomentum | ServerAdam = Plain()  # takes the mean, or steps towards it
 
     paper: ClassVar[str] = ""
@@ -105,7 +105,8 @@ class Method:
         rows = self.local.masked == "client"
         phases = (Phase(self.local.objective),)
         share = self.divisor(job, world) if self.local.scaler else 1.0
-        return Learner(phases, self.local, self.lr(job.round), class_rows=rows, share=share)
+        counts = self.weighting in ("updates", "both")
+        return Learner(phases, self.local, self.lr(job.round), class_rows=rows, counts_steps=counts, share=share)
 
     def divisor(self, job: Job, world: World) -> float:
         """Return the share of the client's net, by which `local.scaler` divides the outputs of its hidden layers.

@@ -3,32 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import ClassVar
+from typing import Any, ClassVar
 
 from fedquilt.checks import within
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import Learner, Local, Phase, Summed
+from fedquilt.round.local import SGD, Cosine, Learner, Local, Phase, Steps, Summed
 from fedquilt.round.merge import Weighting
 from fedquilt.terms import Arch, Client, Job, Server, Submodel, World
+
+_SGD = SGD(lr=0.1, momentum=0.9, decay=5e-4)
+# The released sweeps: digits_SHeteroFL.yaml and cifar10_SHeteroFL.yaml. Layers always rescale in training.
+_DIGITS = Local(optimiser=_SGD, schedule=Cosine(300), batch_size=32, scaler=True)
+_CIFAR10 = Local(
+    optimiser=_SGD,
+    schedule=Steps((150, 250), 0.1),
+    epochs=5,
+    batch_size=128,
+    scaler=True,
+    masked="batch",
+    crop=4,
+    flip=True,
+)
+
+
+def _released(local: Local) -> dict[str, Any]:
+    return {"local": local, "weighting": "data", "count_widths": True}
 
 
 @dataclass(frozen=True)
 class SHeteroFL(Method):
     """Slimmable local training: one step on the summed gradients of all prototype widths up to the client's own.
 
-    In the merge a client counts once for each position; the released code counts it once a width.
+    In the merge a client counts once for each position. The code released with Split-Mix adds its widest net once for
+    every width it trains, so that there a client counts data × widths at all its positions (`count_widths`).
     """
 
     local: Local = Local()
     weighting: Weighting = "uniform"
     widths: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)  # the shares a client trains, as far as it can hold them
-    count_widths: bool = False  # in the merge a client counts once for every width, as in the released code
+    count_widths: bool = False  # Count a client once per width it trains, as the released code does
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
         **compared_presets(scaler=False),
-        "released": {"count_widths": True},
+        "released": _released(_DIGITS),
+        "cifar10-released": _released(_CIFAR10),
     }
 
     def __post_init__(self) -> None:
@@ -41,8 +61,8 @@ class SHeteroFL(Method):
     def learner(self, job: Job, world: World) -> Learner:
         smaller = self._affordable(job.submodel.arch, world)
         objectives = (self.local.objective, *(self.local.objective_at(share) for share in smaller))
-        learner = replace(super().learner(job, world), phases=(Phase(Summed(objectives)),))
-        return replace(learner, count_widths=smaller) if self.count_widths else learner
+        times = len(objectives) if self.count_widths else 1
+        return replace(super().learner(job, world), phases=(Phase(Summed(objectives)),), times=times)
 
     def _affordable(self, arch: Arch, world: World) -> tuple[float, ...]:
         """The prototypes narrower than the client's net."""

@@ -625,7 +625,8 @@ class Learner:
     keep: Filter = Nothing()
     keep_slots: bool = False
     class_rows: bool = False  # of weights with a class axis, send only the rows of classes the client holds
-    count_widths: tuple[float, ...] = ()  # shares whose part of what is sent counts once more in the merge
+    times: int = 1  # that the client counts in the merge; 1 has no effect
+    counts_steps: bool = False  # the client remembers its optimizer steps over all rounds, which the merge weights by
     paced: bool = False  # FedNova: report the effective step count
     mu: float = 0.0  # the proximal weight, which changes that count
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
@@ -682,13 +683,12 @@ class Learner:
             chosen |= set(family.statistics)
         return tuple(name for name in self.names(family) if name in chosen)
 
-    def uploads(self, family: Family, submodel: Submodel, held: Tensor) -> tuple[Submodel, ...]:
-        """The positions that are sent, and parts of them that count once more."""
+    def upload(self, family: Family, submodel: Submodel, held: Tensor) -> Submodel:
+        """Return the positions that are sent."""
         rows = {}
         if self.class_rows and family.class_rows:
             rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
-        found = (submodel, *(family.part(submodel, share) for share in self.count_widths))
-        return tuple(replace(one, index=Index({**one.index, **rows})) for one in found)
+        return replace(submodel, index=Index({**submodel.index, **rows}))
 
     def masks(self, family: Family, arch: Arch, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
         """Where a phase may move each weight of a member; worked out once."""

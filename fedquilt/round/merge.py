@@ -24,18 +24,24 @@ Weighting = Literal["uniform", "data", "model", "updates", "both"]
 
 
 def client_weight(update: Update, weighting: Weighting, cutter: Cutter) -> float:
-    """p_m of equation 10 (FedRolex, appendices A.2 and A.3): how much a client counts where it counts."""
+    """Return p_m of equation 10: how much a client counts where it counts (FedRolex, appendices A.2 and A.3).
+
+    By `model` it counts as many times as its net has kernels, by `updates` as many times as it has taken an optimizer
+    step in all rounds so far, by `both` the product.
+    """
+    kernels = cutter.kernels(update.job.submodel.arch) if weighting in ("model", "both") else 1
     match weighting:
         case "uniform":
-            return 1.0
+            weight = 1
         case "data":
-            return float(update.job.client.size)
+            weight = update.job.client.size
         case "model":
-            return float(cutter.kernels(update.job.submodel.arch))
+            weight = kernels
         case "updates":
-            return float(update.steps)
+            weight = update.steps
         case "both":
-            return float(cutter.kernels(update.job.submodel.arch) * update.steps)
+            weight = kernels * update.steps
+    return float(update.times * weight)
 
 
 # --- server optimisers: an option of the mean -------------------------------------------------------------------

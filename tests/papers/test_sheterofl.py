@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -48,16 +46,16 @@ def test_a_step_is_on_the_summed_gradients_of_the_widths(share, engine, perceptr
         torch.testing.assert_close(run.server.weights[name], expected[name], rtol=0, atol=1e-12)
 
 
-def merged(method, perceptron, data, play, engine):
-    """Two clients, the whole net and a third of it: what each trained, and what the server made of it."""
-    run = play(method, perceptron, data, (1.0, 1 / 3), engine=engine, rounds=1)
+def merged(method, perceptron, data, play, engine, shares=(1.0, 1 / 3)):
+    """Two clients of the whole net and a part of it: what the server made of it, and what each trained."""
+    run = play(method, perceptron, data, shares, engine=engine, rounds=1)
     alone = []
     for id in range(2):
         client = run.fleet.client(id, 0, 0, data.size(id))
         start = method.init(run.engine.world)
-        fold = replace(method, count_widths=False).fold(start, run.engine.world)
+        fold = method.fold(start, run.engine.world)
         job = Job(client, method.plan(start, client, run.engine.world)[0], 0)
-        run.engine.train(replace(method, count_widths=False), start, [job], fold)
+        run.engine.train(method, start, [job], fold)
         alone.append(fold.finish(start)[0]["first.bias"])
     return run.server.weights["first.bias"], *alone
 
@@ -71,17 +69,17 @@ def test_a_client_counts_once_for_each_position(engine, perceptron, play, make_d
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_the_released_code_counts_a_client_once_a_width(engine, perceptron, play, make_data):
-    """The large client has all three widths: at the first two units it counts three times."""
+def test_the_released_code_counts_a_clients_widest_net_once_a_width(engine, perceptron, play, make_data):
+    """Wherever it has a position: 6 samples × 3 widths against 5 × 2."""
     method = SHeteroFL.preset("released", local=ONE_STEP, widths=WIDTHS)
-    found, large, small = merged(method, perceptron, make_data(perceptron, (6, 5)), play, engine)
-    torch.testing.assert_close(found[:2], (3 * large[:2] + small[:2]) / 4, rtol=0, atol=1e-14)
-    torch.testing.assert_close(found[2:], large[2:], rtol=0, atol=1e-14)
+    found, large, small = merged(method, perceptron, make_data(perceptron, (6, 5)), play, engine, (1.0, 0.5))
+    expected = (6 * 3 * large[:3] + 5 * 2 * small[:3]) / (6 * 3 + 5 * 2)
+    torch.testing.assert_close(found[:3], expected, rtol=0, atol=1e-14)
+    torch.testing.assert_close(found[3:], large[3:], rtol=0, atol=1e-14)
 
 
 @pytest.mark.parametrize("link", [fq.Link(), fq.Link(loss=fq.Columns(0.4)), fq.Link(codec=fq.Codec(bits=8))])
 def test_what_counts_once_a_width_travels_once(link, perceptron, play, make_data):
-    """And what of it got lost or was coded is so in every width."""
     data, sent = make_data(perceptron, (6, 5)), []
     for preset in ({}, {"count_widths": True}):
         method = SHeteroFL(local=ONE_STEP, widths=WIDTHS, **preset)

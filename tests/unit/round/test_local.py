@@ -476,10 +476,10 @@ def test_norm_statistics_travel_as_the_policy_says(norm, held, sent, kept, resid
 def test_class_rows_restrict_what_is_sent(perceptron):
     held = torch.tensor([True, False, True])
     submodel = fq.Submodel(perceptron.whole, _prefix(perceptron.whole))
-    (sent,) = replace(learner_of(), class_rows=True).uploads(perceptron, submodel, held)
+    sent = replace(learner_of(), class_rows=True).upload(perceptron, submodel, held)
     assert list(sent.index["class"]) == [0, 2]
     assert {axis: p for axis, p in sent.index.items() if axis != "class"} == dict(submodel.index)
-    (plain,) = learner_of().uploads(perceptron, submodel, held)
+    plain = learner_of().upload(perceptron, submodel, held)
     assert plain == submodel
 
 
@@ -585,5 +585,5 @@ def test_a_tied_embedding_sends_the_rows_of_tokens_that_were_only_read():
     for tied, rows in ((True, 11), (False, 3)):
         family = fq.trace(lambda tied=tied: fq.models.TransformerLM(11, **options, tied=tied), tokens)
         learner = Learner((Phase(),), fq.Local(), 0.1, class_rows=True)
-        (upload,) = learner.uploads(family, prefix(family.whole), held)
+        upload = learner.upload(family, prefix(family.whole), held)
         assert len(upload.index.get("class", range(11))) == rows
