@@ -114,7 +114,7 @@ def main() -> None:
     parser = parser_of(__doc__, "", "table3.jsonl", rounds=0, every=250)
     parser.add_argument("--stages", default="tune,full,presets,coverage", help="also bounds: one common share")
     parser.add_argument("--methods", default=",".join(METHODS))
-    parser.add_argument("--presets", default="paper,released")
+    parser.add_argument("--presets", default="paper,released-settings")
     parser.add_argument("--labels", type=int, default=2, choices=(2, 5))
     parser.add_argument("--fleet", default="uniform", help="or income, rho:0.3, gamma:4, share:0.0625")
     parser.add_argument("--cohort", type=int, default=10, help="of 100; 5 and 20 are Table 6's others")

@@ -8,7 +8,7 @@ from typing import ClassVar
 from fedquilt import noise
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
-from fedquilt.methods.partial import PARTIAL, TABLE_8
+from fedquilt.methods.partial import PARTIAL, TABLE_8, released_settings
 from fedquilt.round.cut import prefix, scattered
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
@@ -19,15 +19,17 @@ from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
 class FedDropout(Method):
     """A client of share r trains a fresh random floor(r·K) channels of every axis each round (FedRolex, equation 5).
 
-    One draw an axis, so that residual sums stay aligned. The code released with FedRolex draws once a layer, so that
-    they are not; that is no sub-model of any network, and not offered: its preset only rounds as that code does.
+    One draw an axis, so that residual sums stay aligned. The code released with FedRolex draws ceil(r·K) channels anew
+    for every layer, so that they are not: that is no sub-model of any network, and not offered. It also merges norms
+    and the output layer by growing counts (see `FedRolex`). The presets `released-settings` (a few classes a client)
+    and `released-settings-iid` have its local training and its rounding.
     """
 
     local: Local = PARTIAL
     weighting: Weighting = "uniform"
     rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Caldas et al. 2018"
-    presets: ClassVar[Presets] = {**TABLE_8, "released": {"rounding": "ceil"}}
+    presets: ClassVar[Presets] = {**TABLE_8, **released_settings()}
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = world.family.fit(client.budget, self.rounding)

@@ -11,9 +11,9 @@ import torch
 from fedquilt.checks import within
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
-from fedquilt.methods.partial import PARTIAL, TABLE_8
+from fedquilt.methods.partial import PARTIAL, TABLE_8, released_settings
 from fedquilt.round.cut import windows
-from fedquilt.round.local import Adam, Local
+from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
 
@@ -24,6 +24,13 @@ class FedRolex(Method):
 
     `plan` is the paper's rolling index set; local training and overlap averaging are HeteroFL's. The server's model may
     be larger than any client's: give the clients shares below 1.
+
+    The presets `released-settings` (a few classes a client) and `released-settings-iid` have the local training, the
+    rounding and the direction of the authors' code, and the merge of the paper (equation 10). Two things of that code
+    are not reproduced. (1) It merges norms and the output layer by counts that grow inside its loop over clients: with
+    u(p) earlier updates of a position p, the m-th holder of p in a round counts u(p) + m, so that the result depends on
+    the order of the clients. Its `--weighting updates` are these counts in convolutions, too. (2) `--overlap` draws a
+    random permutation a layer, so that residual sums are misaligned, and moves on once a client.
     """
 
     local: Local = PARTIAL
@@ -36,11 +43,7 @@ class FedRolex(Method):
     presets: ClassVar[Presets] = {
         "paper": TABLE_8["fedrolex-cifar10-high"],
         **TABLE_8,
-        "released": {
-            "local": Local(optimiser=Adam(lr=2e-4, decay=5e-4, clip=1.0), batch_size=128, scaler=True, masked="client"),
-            "shift": -1,
-            "rounding": "ceil",
-        },
+        **released_settings(shift=-1),
     }
 
     def __post_init__(self) -> None:

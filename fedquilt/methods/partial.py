@@ -6,7 +6,7 @@ from dataclasses import replace
 from typing import Any
 
 from fedquilt.methods.method import Presets
-from fedquilt.round.local import SGD, Local, Steps
+from fedquilt.round.local import SGD, Adam, Local, Steps
 
 # Static norms, a scaler, and a loss over the client's own classes (HeteroFL; FedRolex, section 4).
 PARTIAL = Local(norm="post", scaler=True, masked="client")
@@ -19,6 +19,22 @@ _STACK_OVERFLOW = replace(_CIFAR10, batch_size=24, crop=0)
 def _at(local: Local, *milestones: int) -> dict[str, Any]:
     """Clients count alike (equation 10), and a tenth of the learning rate is left after each milestone."""
     return {"local": replace(local, schedule=Steps(milestones, 0.1)), "weighting": "uniform"}
+
+
+# The code released with FedRolex, as its README starts it on CIFAR-10. Clients run in processes that read config.yml:
+# Adam and batches of 128, without static norms. The scheduler steps before the first round, so that the rate falls one
+# round earlier than `--schedule 1200` says, or `--schedule 800 1200` on iid data.
+_RELEASED = replace(
+    PARTIAL, optimiser=Adam(lr=2e-4, decay=5e-4, clip=1.0), batch_size=128, norm="batch", crop=4, flip=True
+)
+
+
+def released_settings(**own: Any) -> Presets:
+    """Return the local settings of FedRolex's released code, with those that a method has besides."""
+    return {
+        name: {"local": replace(_RELEASED, schedule=Steps(milestones, 0.25)), "rounding": "ceil", **own}
+        for name, milestones in (("released-settings", (1199,)), ("released-settings-iid", (799, 1199)))
+    }
 
 
 # FedRolex, Tables 8 and 13: "high" is two labels a client and "low" five; CIFAR-100's are alike. Rounds and fleets are

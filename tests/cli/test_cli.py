@@ -774,7 +774,7 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
     assert rolex["defaults"]["shift"] == 1
     assert rolex["defaults"]["local"]["optimiser"]["name"] == "sgd"
     assert rolex["help"]["shift"].startswith("channels the window moves each round; 0 gives HeteroFL")
-    assert {"paper", "released"} <= set(rolex["presets"])
+    assert {"paper", "released-settings"} <= set(rolex["presets"])
     for name, entry in listed.items():
         assert entry["paper"], name
         assert entry["summary"], name

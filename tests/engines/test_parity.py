@@ -70,7 +70,8 @@ def test_every_local_setting_gives_the_same_numbers_on_every_engine(changes, res
     [
         FedRolex(overlap=0.5),
         FedRolex(offset=3, shift=2),
-        FedRolex.preset("released"),
+        FedRolex.preset("released-settings"),
+        FedDropout.preset("released-settings"),
         HeteroFL.preset("released"),
         METHODS["sheterofl"].preset("released"),
         METHODS["fedprox"](mu=0.5),

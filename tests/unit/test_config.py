@@ -296,7 +296,9 @@ def test_every_preset_can_be_asked_for_by_name() -> None:
     for name, kind in METHODS.items():
         for preset in kind.presets:
             assert small_method(name, preset=preset) == kind.preset(preset)
-    assert small_method("fedrolex", preset="released", shift=5) == FedRolex.preset("released", shift=5)
+    assert small_method("fedrolex", preset="released-settings", shift=5) == FedRolex.preset(
+        "released-settings", shift=5
+    )
 
 
 def small_method(name: str, **settings: Any) -> Any:

@@ -201,7 +201,7 @@ def test_an_unknown_engine_gets_the_nearest_name(theirs, make_data):
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"FedRolex has no preset 'relased'; known: paper, .*released"):
+    with pytest.raises(ConfigError, match=r"FedRolex has no preset 'relased'; known: paper, .*released-settings"):
         FedRolex.preset("relased")
 
 
