@@ -358,3 +358,54 @@ def test_a_server_larger_than_any_client_is_evaluated_whole(residual, make_data,
     """Figure 4 reports the server's model, which no client holds."""
     run = play(FedRolex(), residual, make_data(residual, (4, 4)), shares=(0.5,))
     assert set(run.accuracy) == {"0.5", "1.0"}
+
+
+# --- appendix A.3: weighting by updates -------------------------------------------------------------------------
+
+
+def by_hand(run: fq.Run, rounds: int, method: FedRolex) -> dict[str, Tensor]:
+    """The mean of each cohort by all optimizer steps a client ever took; with `both`, times its kernels."""
+    engine, world = run.engine, run.engine.world
+    server, taken = method.init(world), Counter()
+    for played in range(rounds):
+        sums = {name: torch.zeros_like(weight) for name, weight in server.weights.items()}
+        counts = {name: torch.zeros_like(weight) for name, weight in server.weights.items()}
+        for id in run.fleet.cohort(played, 0):
+            client = run.fleet.client(id, played, 0, engine.data.size(id))
+            (submodel,) = method.plan(server, client, world)
+            job, taken[id] = Job(client, submodel, played), taken[id] + math.ceil(client.size / 4)
+            fold = method.fold(server, world)
+            engine.train(method, server, [job], fold)
+            alone, weight = fold.finish(server)[0], taken[id]
+            if method.weighting == "both":
+                weight *= world.family.cutter.kernels(submodel.arch)
+            for name in sums:
+                rows = torch.meshgrid(
+                    *(p.tensor for p in world.family.layout.positions(name, submodel.index)), indexing="ij"
+                )
+                sums[name][rows] += weight * alone[name][rows]
+                counts[name][rows] += weight
+        weights = {n: torch.where(counts[n] > 0, sums[n] / counts[n], old) for n, old in server.weights.items()}
+        server = Server(played + 1, weights)
+    return dict(server.weights)
+
+
+@pytest.mark.parametrize("weighting", ["updates", "both"])
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_updates_are_a_clients_optimizer_steps_over_all_rounds(weighting, engine, five_nodes, make_data, play):
+    """Two of four clients a round, of one to three batches: after three rounds their totals differ."""
+    method = with_local(FedRolex(weighting=weighting), batch_size=4, masked="")
+    data, fleet = make_data(five_nodes, (4, 8, 12, 4)), fq.Fleet.of((1.0, 0.6), 4, 2)
+    run = play(method, five_nodes, data, fleet=fleet, engine=engine, rounds=3)
+    cohorts = Counter(id for played in range(3) for id in fleet.cohort(played, 0))
+    assert max(cohorts.values()) > 1  # somebody came twice
+    assert {id: memory.steps for (id, _), memory in run.server.memory.items()} == {
+        id: times * math.ceil(data.size(id) / 4) for id, times in cohorts.items()
+    }
+    assert not any(memory.weights or memory.slots for memory in run.server.memory.values())  # a number each, no more
+    for name, weight in by_hand(run, 3, method).items():
+        torch.testing.assert_close(run.server.weights[name], weight, rtol=0, atol=1e-12)
+
+
+def test_nobody_remembers_steps_that_nobody_weights_by(five_nodes, make_data, play):
+    assert not play(FedRolex(), five_nodes, make_data(five_nodes, (4, 8))).server.memory

@@ -26,6 +26,7 @@ LOCAL = fq.Local(batch_size=8)
 METHODS = {
     "fedavg": fq.methods.FedAvg(local=LOCAL, server=ServerMomentum()),
     "heterofl": fq.methods.HeteroFL(local=LOCAL),
+    "updates": fq.methods.FedRolex(local=LOCAL, weighting="updates"),
     "fedbn": fq.methods.FedBN(local=replace(LOCAL, norm="local")),
     "keeping": Keeping(local=replace(LOCAL, norm="local")),
     "lossy": fq.methods.FedRolex(local=LOCAL),

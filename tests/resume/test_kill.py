@@ -135,6 +135,18 @@ def test_a_run_over_a_lossy_coding_link_ends_as_if_it_had_not_been_stopped(tmp_p
         assert_equal(theirs[key].slots, memory.slots)
 
 
+def test_a_run_weighted_by_updates_ends_as_if_it_had_not_been_stopped(tmp_path):
+    """The optimizer steps of every client so far are in the checkpoint."""
+    for rounds in (1, 3, 4):
+        federate("updates", tmp_path / "stopped", rounds)
+    federate("updates", tmp_path / "whole", 4)
+    stopped, whole = fq.load(tmp_path / "stopped"), fq.load(tmp_path / "whole")
+    assert_equal(stopped.weights, whole.weights)
+    steps = {key: memory.steps for key, memory in whole.memory.items()}
+    assert sum(steps.values()) == 4 * 4 * 2  # rounds, clients, batches
+    assert {key: memory.steps for key, memory in stopped.memory.items()} == steps
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("method", METHODS)
 def test_twenty_killed_runs_end_like_one_that_was_not(method, tmp_path):
