@@ -311,9 +311,9 @@ class Engine(ABC):
         return self._first
 
     def follow(self, method: Method, initial: Weights | None = None) -> None:
-        """Train by this method from now on: clients that have received nothing have its initial weights.
+        """Train by this method from now on. Clients start from its initial weights.
 
-        Workers are given `initial`, because they cannot draw it: their family has the weights of one seed.
+        Workers are given `initial`. They cannot draw it, because their family has one seed's weights.
         """
         if method is not self.method:
             self.method, self._first = method, initial

@@ -93,9 +93,11 @@ class Ray(Vectorised):
         everyone = crew.put(pack((method, replace(server, memory={}), settings), _shared(self.world)))
         if self._start is None:
             self._start = crew.put(pack(self._initial, {}))
+        shared = _shared(self.world)
+        packed = [pack((chunk, _memory(server, chunk)), shared) for chunk in chunks]
         calls = [
-            Call(self._ground, self._start, everyone, pack((chunk, _memory(server, chunk)), _shared(self.world)), chunk)
-            for chunk in chunks
+            Call(self._ground, self._start, everyone, parcel, chunk)
+            for parcel, chunk in zip(packed, chunks, strict=True)
         ]
         with closing(crew.answers(calls)) as answers:
             for answer in answers:
@@ -183,7 +185,14 @@ class Worker:
     def ready(self) -> int:
         return os.getpid()
 
-    def train(self, ground: list[Any], start: list[Any], everyone: list[Any], chunk: Parcel, device: str) -> Answer:
+    def train(
+        self,
+        ground: list[Any],
+        start: list[Any],
+        everyone: list[Any],
+        chunk: Parcel,
+        device: str,
+    ) -> Answer:
         """Train some jobs and fold them. Errors are answers: what Ray makes of a raised one nobody can read."""
         try:
             engine = self._hold(ground[0], torch.device(device))
@@ -328,7 +337,8 @@ class Crew:
 
     def _send(self, worker: Any, call: Call) -> Any:
         # In lists references stay references: the worker looks only at what it does not have yet.
-        return worker.train.remote([call.ground], [call.start], [call.everyone], call.chunk, self._device)
+        stored = [call.ground], [call.start], [call.everyone]
+        return worker.train.remote(*stored, call.chunk, self._device)
 
     def _wait(self, references: list[Any], patient: bool) -> list[Any]:
         found: list[Any]

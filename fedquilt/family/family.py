@@ -108,9 +108,9 @@ class Family:
     @cached_property
     def embeddings(self) -> frozenset[str]:
         """Names of the weights whose rows are looked up instead of multiplied with."""
-        layers = self._module.named_modules()
-        found = (path for path, layer in layers if isinstance(layer, (nn.Embedding, nn.EmbeddingBag)))
-        return frozenset(self._first(f"{path}.weight" if path else "weight") for path in found)
+        kinds = (nn.Embedding, nn.EmbeddingBag)
+        paths = [path for path, layer in self._module.named_modules() if isinstance(layer, kinds)]
+        return frozenset(self._first(f"{path}.weight" if path else "weight") for path in paths)
 
     def mixes(self, mode: Pass) -> bool:
         """Whether an output depends on who else is in the batch: some batch norm has no statistics but the batch's."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
@@ -17,12 +16,12 @@ from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.dual import HOW_TO
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
-from fedquilt.round.attack import AdversarialTraining
+from fedquilt.round.attack import PGD, AdversarialTraining
 from fedquilt.round.cut import windows
-from fedquilt.round.local import Cosine, Learner, Local, batched
+from fedquilt.round.local import Cosine, Learner, Local, Steps, batched
 from fedquilt.round.merge import Weighting
 from fedquilt.round.serve import exam_pass, mixed, ready, right
-from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
+from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, Weights, World
 
 if TYPE_CHECKING:
     from fedquilt.engines import Engine
@@ -30,11 +29,14 @@ if TYPE_CHECKING:
 
 _DIGITS = replace(DIGITS, scaler=True)
 _CIFAR10 = replace(CIFAR10, scaler=True)
+# Released: steps of min(1.25·ε, ε + 4/255) / 7, on the net in evaluation mode. Paper: 2/255.
+_RELEASED_ATTACK = AdversarialTraining(attack=PGD(size=10 / 255 / 7), search="evaluation")
 
 
 def _robust(local: Local) -> dict[str, object]:
-    """Adversarial training goes without both rescalings."""
-    return {"local": replace(local, scaler=False), "rescale_init": False, "robust": True}
+    """Track norm statistics, with both rescalings off, as the released adversarial runs do."""
+    tracked = replace(local, norm="tracked", scaler=False)
+    return {"local": tracked, "rescale_init": False, "robust": True}
 
 
 @dataclass(frozen=True)
@@ -43,6 +45,16 @@ class SplitMix(Method):
 
     A client of share R trains floor(R/r) of them at the same time, others every round; a device of share R mixes the
     logits of the first floor(R/r).
+
+    Presets that end in `released` are the settings of the authors' code. Its experiments also
+    differ in what is not part of a method:
+
+    - All clients train in every round.
+    - Half of the Digits images are for validation, so that a client trains on 111 to 113. Of
+      CIFAR-10 it is a tenth. The checkpoint of the best validation accuracy is tested.
+    - Adversarial runs split CIFAR-10 iid. On Digits they train one base net of share 1.
+    - Norms that are measured afterwards (`norm="post"`) are measured on each client's own data.
+      Here it is the data of all clients.
     """
 
     local: Local = Local(optimiser=SPLITMIX_SGD, scaler=True)
@@ -54,11 +66,28 @@ class SplitMix(Method):
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
         **compared_presets(scaler=True),
-        "digits-released": {"local": replace(_DIGITS, optimiser=SPLITMIX_SGD, schedule=Cosine(300))},
-        "cifar10-released": {"local": replace(_CIFAR10, masked="batch")},
+        "digits-released": {
+            "local": replace(_DIGITS, optimiser=SPLITMIX_SGD, schedule=Cosine(300)),
+        },
+        "cifar10-released": {"local": replace(_CIFAR10, masked="batch", crop=4, flip=True)},
         "robust": _robust(Local(optimiser=SPLITMIX_SGD)),
         "digits-robust": _robust(_DIGITS),
+        "digits-robust-released": {
+            **_robust(replace(_DIGITS, schedule=Cosine(300), adversarial=_RELEASED_ATTACK)),
+            "base": 1.0,
+        },
         "cifar10-robust": _robust(_CIFAR10),
+        "cifar10-robust-released": _robust(
+            replace(
+                _CIFAR10,
+                optimiser=replace(SPLITMIX_SGD, lr=0.1),
+                schedule=Steps((200, 300), 0.1),
+                masked="",
+                crop=4,
+                flip=True,
+                adversarial=_RELEASED_ATTACK,
+            )
+        ),
     }
 
     def __post_init__(self) -> None:
@@ -78,26 +107,29 @@ class SplitMix(Method):
         return _whole(1 / self.base)
 
     def initial(self, world: World) -> dict[str, Tensor]:
-        """Cut every base net from a whole net of its own, so that base nets start independent of each other.
+        """Cut every base net from a whole net of its own, so that all start independently.
 
-        Weights and biases thus have the range of the whole net's fan-in (section 4.2). Without `rescale_init`
-        they have the wider range of the base net's own fan-in.
+        Weights and biases thus have the range of the whole net's fan-in (section 4.2). Without
+        `rescale_init` they have the wider range of the base net's own fan-in.
 
-        A traced function is called with another seed for every base net. A traced *module* cannot be drawn
-        anew, because it brings one set of weights. Its base nets are neighbouring windows of these weights. They
-        share what is not cut, such as the output bias, and start alike on axes with too few channels.
+        A traced function is called with another seed for every base net. A traced *module* cannot
+        be drawn anew, because it brings one set of weights. Its base nets are neighbouring windows
+        of these weights. They share what is not cut, such as the output bias, and start alike on
+        axes with fewer channels than there are base nets.
         """
         family, member = world.family, self._member(world)
         weights: dict[str, Tensor] = {}
         for place in range(self.count):
-            # The first base net has the seed of the run, so that a single one starts as FedAvg does.
+            # The first has the seed of the run, so that a single base net starts as FedAvg does.
             seed = noise.key(45, world.seed, place) if place else world.seed
             whole = family.init(seed, world.device, world.dtype)
             starts = {axis: place * width for axis, width in member.widths}
-            cut = family.cutter.gather(whole, windows(member, starts, family.layout.sizes), list(whole))
+            window = windows(member, starts, family.layout.sizes)
+            cut = family.cutter.gather(whole, window, list(whole))
             gains = {} if self.rescale_init else _gains(cut, whole, family)
-            for name, value in cut.items():
-                weights[_scope(place) + name] = value * gains[name] if name in gains else value.clone()
+            own = {name: value * gains[name] for name, value in cut.items() if name in gains}
+            own |= {name: value.clone() for name, value in cut.items() if name not in gains}
+            weights |= {_scope(place) + name: own[name] for name in cut}
         return weights
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
@@ -178,11 +210,12 @@ _VALIDATION = 2000  # samples that base nets are sorted by
 _EXAM = 100  # of them at once
 
 
-def _gains(cut: Mapping[str, Tensor], whole: Mapping[str, Tensor], family: Family) -> dict[str, float]:
-    """Return the factor from the whole net's initial range to the cut net's own, by weight and bias.
+def _gains(cut: Weights, whole: Weights, family: Family) -> dict[str, float]:
+    """Return the factor from the whole net's initial range to the cut net's own, by name.
 
-    Kaiming's method draws from a range that falls with the root of a layer's fan-in, and torch draws the layer's bias
-    from the same range. Norms and embeddings start alike at every width, so they have no factor.
+    Kaiming's method draws from a range that falls with the root of a layer's fan-in, and torch
+    draws the layer's bias from the same range. Norms, embeddings and parameters outside of layers
+    have no factor.
     """
     same = {*family.parts.get("norm", ()), *family.embeddings}
     gains: dict[str, float] = {}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,12 +12,13 @@ from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fedquilt import noise
-from fedquilt.checks import within
+from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError, DataError
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
 
+Search = Literal["training", "evaluation"]
 _CHUNK = 4096  # samples that are looked at at once
 _ROUNDING = 1e-6  # of bytes that became real numbers
 
@@ -105,13 +106,20 @@ class AdversarialTraining:
     """Training on attacked samples beside clean ones (Split-Mix, equation 1).
 
     With several weights every sample draws one, which conditioned norms are told (OAT, Wang et al. 2020).
+
+    Attacks raise the plain cross-entropy, even where the trained loss is masked (algorithm 4, line
+    10). The paper does not say in which mode the net is meanwhile. With "training", norms use the
+    statistics of the attacked batch. With "evaluation", as in Split-Mix's released code, tracked
+    norms use their stored statistics, and dropout and scaler are off.
     """
 
     weight: float | tuple[float, ...] = 0.5  # of attacked samples' loss (λn): 0 none, 1 all; several: drawn by sample
     attack: PGD = PGD()  # on every batch
+    search: Search = "training"  # Mode of the net while an attack is searched
 
     def __post_init__(self) -> None:
         within(self, weight="[0, 1]")
+        one_of(self, search=Search)
         if self.weight == ():
             raise ConfigError("adversarial training was given no weights to draw from; (0, 0.5, 1) would fit.")
 

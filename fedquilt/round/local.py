@@ -414,7 +414,7 @@ class Proximal:
 
 @dataclass(frozen=True)
 class Adversarial:
-    """Equation 1 of Split-Mix: (1 − λn)·L(x) + λn·max L(x + δ), δ found by an attack.
+    """Equation 1 of Split-Mix: (1 − λn)·L(x) + λn·L(x + δ), δ found by an attack.
 
     Clean samples go through a net's clean norms; attack and attacked samples go through the noised ones (algorithm 4).
     With single norms it is adversarial training as Madry et al. (2018) have it. Where every sample draws a λn of its
@@ -423,6 +423,7 @@ class Adversarial:
 
     objective: Objective  # L
     how: AdversarialTraining = AdversarialTraining()
+    raised: Objective = CrossEntropy()  # what δ raises, on the same nets (algorithm 4, line 10)
 
     @property
     def shares(self) -> tuple[float | None, ...]:
@@ -462,14 +463,21 @@ class Adversarial:
     def _attacked(self, view: View) -> Tensor:
         """The worst samples found for the weights as they are: no gradient goes through the search."""
         drawn = noise.uniform(noise.fold_in(view.key, _START), view.inputs.shape, view.inputs.dtype)
-        still = view.through(1.0, weights={name: value.detach() for name, value in view.weights.items()})
-        if still.mode.statistics == "track":  # what an attack sees on its way is no statistic
-            still.mode = replace(still.mode, statistics="batch")
+        now = {**view.weights, **view.seen}  # single norms have seen the clean samples already
+        still = view.through(1.0, weights={name: value.detach() for name, value in now.items()})
+        still.mode = self._searching(still.mode)
 
         def loss(inputs: Tensor) -> Tensor:
-            return self.objective(still.through(1.0, inputs=inputs))
+            return self.raised(still.through(1.0, inputs=inputs))
 
         return self.how.attack(loss, view.inputs, drawn)
+
+    def _searching(self, mode: Pass) -> Pass:
+        """Return how nets run while an attack is searched. Nothing seen there is tracked."""
+        if self.how.search == "training":
+            return replace(mode, statistics="batch")
+        tracked = mode.statistics == "track"
+        return replace(mode, train=False, statistics="stored" if tracked else "batch")
 
     @property
     def passes(self) -> int:
@@ -609,9 +617,12 @@ class Local:
 
     def objective_at(self, share: float | None) -> Objective:
         """The loss of the client's own net, or of the nested net of a share."""
-        objective = MaskedCrossEntropy(self.masked, share) if self.masked else CrossEntropy(share)
+        plain = CrossEntropy(share)
+        objective = MaskedCrossEntropy(self.masked, share) if self.masked else plain
         # With no weight on attacked samples nothing is to be attacked; of several, 0 is one that may be drawn.
-        return Adversarial(objective, self.adversarial) if self.adversarial and any(self.adversarial.all) else objective
+        if self.adversarial is None or not any(self.adversarial.all):
+            return objective
+        return Adversarial(objective, self.adversarial, plain)
 
 
 @dataclass(frozen=True)

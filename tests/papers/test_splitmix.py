@@ -122,7 +122,7 @@ def test_all_nets_of_all_clients_are_one_stack(residual, make_data, play):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_the_masked_embedding_in_one_big_net_gives_the_same_update(engine, make_data, play):
     """Figure 8 (c): base nets as diagonal blocks of the whole net, every other entry zero, the biases of the output
-    aside: summed logits of a blocked net are the sum of the base nets' logits. A module's own weights are cut so."""
+    aside: summed logits of a blocked net are the sum of the base nets' logits."""
     perceptron = fq.trace(Perceptron(), torch.zeros(2, 4))
     method = SplitMix(local=fq.Local(batch_size=8, optimiser=fq.SGD(lr=0.1, momentum=0.0)), base=0.5)
     world = World(perceptron, dtype=torch.float64)
@@ -185,8 +185,9 @@ def test_evaluation_mixes_alike(engine, norm, residual, make_data, play):
 
 def _digits_like() -> nn.Module:
     """Convolutions, a hidden linear layer and biases everywhere, as the Digits CNN has them."""
-    hidden = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU(), nn.Conv2d(16, 32, 3), nn.Flatten(1))
-    return nn.Sequential(*hidden, nn.Linear(32 * 16, 64), nn.ReLU(), nn.Linear(64, 10))
+    first = (nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ReLU())
+    second = (nn.Conv2d(16, 32, 3), nn.Flatten(1), nn.Linear(32 * 16, 64), nn.ReLU())
+    return nn.Sequential(*first, *second, nn.Linear(64, 10))
 
 
 def _fan_in(weight: Tensor) -> int:
@@ -198,12 +199,14 @@ def test_weights_and_biases_start_in_the_range_of_the_whole_nets_fan_in_or_of_th
     """Section 4.2. torch draws both from ±1/√fan-in; the input layer's fan-in is not cut."""
     family = fq.trace(_digits_like, torch.zeros(2, 3, 8, 8))
     whole = family.init(0)
-    drawn = [SplitMix(rescale_init=rescaled, base=0.25).initial(World(family, seed)) for seed in range(20)]
+    method = SplitMix(rescale_init=rescaled, base=0.25)
+    drawn = [method.initial(World(family, seed)) for seed in range(20)]
     for layer in ("0", "3", "5", "7"):
         base = drawn[0][f"base1/{layer}.weight"]
         bound = _fan_in(whole[f"{layer}.weight"] if rescaled else base) ** -0.5
         for name in (f"{layer}.weight", f"{layer}.bias"):
-            values = torch.cat([one[f"base{place}/{name}"].flatten() for one in drawn for place in range(4)])
+            scoped = [f"base{place}/{name}" for place in range(4)]
+            values = torch.cat([one[key].flatten() for one in drawn for key in scoped])
             assert float(values.abs().max()) <= bound * (1 + 1e-6)
             assert float(values.abs().max()) > 0.97 * bound
     assert _fan_in(whole["3.weight"]) == 4 * _fan_in(drawn[0]["base1/3.weight"])
@@ -211,7 +214,7 @@ def test_weights_and_biases_start_in_the_range_of_the_whole_nets_fan_in_or_of_th
 
 @pytest.mark.parametrize("rescaled", [True, False])
 def test_base_nets_start_independent_of_each_other(rescaled, language):
-    """Biases, and weights on axes that are fixed or have fewer channels than there are base nets, too."""
+    """Biases too, and weights on axes that are fixed or have fewer channels than base nets."""
     for family in (fq.trace(_digits_like, torch.zeros(2, 3, 8, 8), fixed=["0"]), language):
         first = SplitMix(rescale_init=rescaled, base=0.125).initial(World(family))
         for name in set(family.trainable) - set(family.parts["norm"]):
@@ -232,7 +235,8 @@ def test_a_module_that_brings_its_weights_is_cut_into_windows():
 
 def test_what_starts_alike_at_every_width_is_not_rescaled(language):
     """Norms, embeddings, and parameters of which nobody knows how they were drawn."""
-    plain, rescaled = (SplitMix(rescale_init=on, base=0.25).initial(World(language)) for on in (False, True))
+    plain = SplitMix(rescale_init=False, base=0.25).initial(World(language))
+    rescaled = SplitMix(rescale_init=True, base=0.25).initial(World(language))
     assert language.embeddings
     for name in (*language.embeddings, *language.parts["norm"], "position"):
         for place in range(4):

@@ -20,7 +20,16 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, FedProx, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import PreResNet
-from fedquilt.round.local import Adversarial, Batch, CrossEntropy, Learner, Local, Phase, gradient
+from fedquilt.round.local import (
+    Adversarial,
+    Batch,
+    CrossEntropy,
+    Learner,
+    Local,
+    MaskedCrossEntropy,
+    Phase,
+    gradient,
+)
 from fedquilt.round.serve import Kind
 from fedquilt.terms import Budget, Client, Job, Submodel, World
 from tests.conftest import LOCAL, Perceptron, assert_same, with_local
@@ -294,13 +303,20 @@ def start(run, client: int = 0):
     return x, data.targets[rows], noise.uniform(noise.fold_in(key, -3), x.shape, x.dtype)
 
 
+@pytest.mark.parametrize("masked", ["", "client"])
 @pytest.mark.parametrize("base", [1.0, 0.5])
 @pytest.mark.parametrize("engine", LOCAL)
-def test_algorithm_4_by_hand(engine, base, pairs, images):
-    """One batch in plain torch: every base net on ½ CE(clean norms) + ½ CE(attacked, noised norms)."""
-    method = with_local(SplitMix(base=base, robust=True, rescale_init=False), **vars(replace(PLAIN, adversarial=AT())))
+def test_algorithm_4_by_hand(engine, base, masked, pairs, images):
+    """One batch in plain torch: every base net on ½ CE(clean norms) + ½ CE(attacked, noised norms).
+
+    Where the loss is masked the attack still raises the plain cross-entropy (line 10).
+    """
+    local = replace(PLAIN, adversarial=AT(), masked=masked)
+    method = with_local(SplitMix(base=base, robust=True, rescale_init=False), **vars(local))
     fleet = fq.Fleet.of((1.0,), 1, 1)
-    run = fq.prepare(method, pairs, images(pairs, (8,)), fleet, engine, precision="fp64")
+    data = images(pairs, (8,), labels=2)  # of four classes
+    present = torch.tensor([1.0, 1.0, 0.0, 0.0]) if masked else torch.ones(4)
+    run = fq.prepare(method, pairs, data, fleet, engine, precision="fp64")
     x, y, drawn = start(run)
     before = dict(run.server.weights)
     after = run.train(1).server.weights
@@ -312,10 +328,10 @@ def test_algorithm_4_by_hand(engine, base, pairs, images):
         net.load_state_dict(own, strict=False)
         for pair in (layer for layer in net.modules() if isinstance(layer, DualNorm)):
             pair.clean.track_running_stats = pair.noised.track_running_stats = False
-        loss = F.cross_entropy(fq.set_robustness(net, 0)(x), y)  # lines 5 and 6
+        loss = F.cross_entropy(fq.set_robustness(net, 0)(x) * present, y)  # lines 5 and 6
         fq.set_robustness(net, 1)  # line 7
         attacked = by_hand(lambda inputs, net=net: F.cross_entropy(net(inputs), y), x, drawn, method.attack)
-        (0.5 * (loss + F.cross_entropy(net(attacked), y))).backward()  # lines 12 and 13
+        (0.5 * (loss + F.cross_entropy(net(attacked) * present, y))).backward()  # lines 12 and 13
         for name, leaf in net.named_parameters():
             torch.testing.assert_close(after[scope + name], own[name] - 0.1 * leaf.grad, rtol=0, atol=1e-12)
 
@@ -378,10 +394,11 @@ def test_what_an_attack_takes(pairs, single):
     assert learner.macs(single, single.whole, [1]) == 20 * sum(single.cost(net).macs for net in nets)
 
 
-def test_both_rescalings_are_off_in_robust_runs():
+def test_robust_runs_track_norms_without_rescaling():
     for name in ("robust", "digits-robust", "cifar10-robust"):
         method = SplitMix.preset(name)
         assert (method.local.scaler, method.rescale_init, method.robust) == (False, False, True)
+        assert method.local.norm == "tracked"
         assert method.local.adversarial == AT(0.5)
     assert SplitMix.preset("digits-robust").lr(0) == 0.1
 
@@ -392,6 +409,8 @@ RAGGED = (7, 4, 9, 5, 8, 4)
 VARIANTS = {
     "splitmix": SplitMix.preset("robust", base=0.25),
     "splitmix-post": SplitMix(local=Local(norm="post"), base=0.25, robust=True),
+    "splitmix-released": with_local(SplitMix.preset("cifar10-robust-released", base=0.25), epochs=1),
+    "fedavg-evaluation": FedAvg(local=Local(adversarial=AT(search="evaluation"), scaler=True)),
     "fedavg": FedAvg(local=Local(adversarial=AT(0.3), norm="tracked")),
     "fedprox": FedProx(local=Local(adversarial=AT(1.0)), mu=0.5),
     "sheterofl": SHeteroFL(local=Local(adversarial=AT())),
@@ -550,12 +569,12 @@ def test_a_file_asks_for_dual_norms_and_attacks():
         replace(asked.model, name="mlp").trace(data)
 
 
-def test_masked_losses_are_attacked_as_they_are(pairs, images):
-    """The attack climbs the loss that is trained on."""
-    objective = replace(Local(), masked="client", adversarial=AT()).objective
-    assert isinstance(objective, Adversarial)
-    assert objective.shares == (None,)
-    assert objective != Adversarial(CrossEntropy())
+def test_attacks_raise_the_plain_cross_entropy_of_the_net_that_is_trained():
+    for share in (None, 0.5):
+        objective = Local(masked="client", adversarial=AT()).objective_at(share)
+        assert isinstance(objective, Adversarial)
+        assert objective.raised == CrossEntropy(share)
+        assert objective.objective == MaskedCrossEntropy("client", share)
 
 
 @pytest.mark.parametrize("norm", ["batch", "post"])
