@@ -95,13 +95,21 @@ def test_recorded_steps_give_the_numbers_of_the_truth(name, layout, residual, ma
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
-@pytest.mark.parametrize("transform", [fq.dual, fq.conditioned])
-def test_recorded_attacks_give_the_numbers_of_the_truth(transform, layout, make_data, play):
+@pytest.mark.parametrize(
+    ("transform", "norm", "search"),
+    [
+        (fq.dual, "post", "training"),
+        (fq.dual, "tracked", "training"),
+        (fq.dual, "tracked", "evaluation"),
+        (fq.conditioned, "post", "training"),
+    ],
+)
+def test_recorded_attacks_give_the_numbers_of_the_truth(transform, norm, search, layout, make_data, play):
     """Attacks in training, in tests and in calibration; what cannot be laid is stacked."""
     family = fq.trace(transform(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6))
     weight = 0.5 if transform is fq.dual else (0.0, 0.4, 1.0)
-    method = METHODS["splitmix"](local=fq.Local(batch_size=4, norm="post"), base=0.25)
-    method = with_local(method, adversarial=fq.AdversarialTraining(weight))
+    method = METHODS["splitmix"](local=fq.Local(batch_size=4, norm=norm), base=0.25)
+    method = with_local(method, adversarial=fq.AdversarialTraining(weight, search=search))
     data = make_data(family, RAGGED, tests=48)
     data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
     fleet, how = fq.Fleet.of(SHARES, 6, 6), fq.Evaluation(every=0, robustness=(0, 0.5, 1), batch_size=2)
