@@ -26,10 +26,11 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 
 
 def _net() -> nn.Module:
-    """Two hidden convolutions with norms: where the released nets are rescaled."""
+    """Hidden layers of both kinds with norms, in the order of the Digits CNN."""
     first = (nn.Conv2d(1, 4, 3, padding=1), nn.BatchNorm2d(4), nn.ReLU())
-    second = (nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU())
-    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(1), nn.Flatten(1), nn.Linear(8, 4))
+    second = (nn.Conv2d(4, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.AdaptiveAvgPool2d(1))
+    third = (nn.Flatten(1), nn.Linear(8, 8), nn.BatchNorm1d(8), nn.ReLU())
+    return nn.Sequential(*first, *second, *third, nn.Linear(8, 4))
 
 
 def _masked(logits: Tensor, targets: Tensor) -> Tensor:
@@ -75,10 +76,10 @@ def _trained(run: fq.Run, job: Job, state: dict[str, Tensor], share: float) -> d
     net = engine.world.family.module(job.submodel.arch).double().train()
     net.load_state_dict(state, strict=False)
     for layer in net.modules():
-        if isinstance(layer, nn.BatchNorm2d) and local.norm == "batch":
+        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and local.norm == "batch":
             layer.running_mean = layer.running_var = None
             layer.track_running_stats = False
-        if isinstance(layer, nn.Conv2d) and local.scaler:
+        if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer is not net[-1] and local.scaler:
             layer.register_forward_hook(_rescaled(share))
     pairs = any(isinstance(layer, DualNorm) for layer in net.modules())
     criterion: Loss = _masked if local.masked == "batch" else F.cross_entropy
