@@ -89,9 +89,11 @@ def held_out(data: FederatedData) -> FederatedData:
     )
 
 
-def coverage(runs: Runs, known: dict[str, Any], fleet: fq.Fleet, how_to: Method, rounds: int, seed: int) -> None:
-    """How often the channels and the entries of the last convolution are handed out; nothing is trained."""
-    world = fq.World(runs.family, seed)
+def coverage(runs: Runs, known: dict[str, Any], fleet: fq.Fleet, on: FederatedData, method: Method, seed: int) -> None:
+    """Count how often the channels and the entries of the last convolution are handed out; nothing is trained."""
+    rounds = known["rounds"]
+    run = fq.prepare(method, runs.family, on, fleet, seed=seed)
+    run.server = replace(run.server, round=rounds)
     name = [name for name in runs.family.trainable if len(runs.family.layout.dims[name]) == 4][-1]
     sizes = runs.family.layout.shape(name, runs.family.layout.sizes)[:2]
     held = [torch.zeros(rounds * fleet.sample, size) for size in sizes]  # by client and round
@@ -99,15 +101,17 @@ def coverage(runs: Runs, known: dict[str, Any], fleet: fq.Fleet, how_to: Method,
     for played in range(rounds):
         for id in fleet.cohort(played, seed):
             client = fleet.client(id, played, seed, 0)
-            index = how_to.plan(fq.Server(played, {}), client, world)[0].index
+            index = method.plan(fq.Server(played, {}), client, run.engine.world)[0].index
             for own, kept in zip(held, runs.family.cutter.rows(name, index), strict=False):
                 own[place, slice(None) if kept is None else kept.tensor] = 1
             place += 1
+    counts = {"channel": held[0].sum(0), "entry": held[0].T @ held[1]}
     told: dict[str, Any] = {"weight": name}
-    for what, counts in (("channel", held[0].sum(0)), ("entry", held[0].T @ held[1])):
-        told |= {f"{what}_least": int(counts.min()), f"{what}_mean": float(counts.mean())}
+    for what, of in counts.items():
+        deviation = float(of.double().std(correction=0))
+        told[what] = {"least": int(of.min()), "mean": float(of.double().mean()), "deviation": deviation}
     print(*known.values(), told, flush=True)
-    runs.write({**known, "rounds": rounds, "seed": seed, **told})
+    runs.write_costs(known, told, run, f"coverage-{known['method']}-{known['fleet']}-rounds{rounds}")
 
 
 def main() -> None:
@@ -182,7 +186,8 @@ def main() -> None:
         fleet, schedule = fleet_of(asked.fleet)
         for name in best:
             known = {"stage": "coverage", "method": name, "fleet": asked.fleet, "cohort": asked.cohort}
-            coverage(runs, known, fleet, METHODS[name](), schedule.rounds, asked.seed)
+            known |= {"rounds": schedule.rounds, "seed": asked.seed}
+            coverage(runs, known, fleet, data, METHODS[name](), asked.seed)
 
 
 if __name__ == "__main__":

@@ -191,6 +191,13 @@ class Runs:
         """Where a run's states are kept, if they are."""
         return self.keep / re.sub(r"[^\w.]+", "-", "-".join(map(str, known.values()))) if self.keep else None
 
+    def write_costs(self, known: Mapping[str, Any], costs: Mapping[str, Any], run: fq.Run, name: str) -> None:
+        """Write down what was computed about a run without training it."""
+        folder = self._stored(name, run.engine.world.seed)
+        if folder:
+            store(folder, settings_of(run, run.server.round, known), {**known, **costs})
+        self.write({**known, **costs})
+
     def write(self, line: dict[str, Any]) -> None:
         self.lines.append(line)
         with self.out.open("a") as file:

@@ -33,7 +33,7 @@ ROOT = Path(__file__).parents[1]
 PAGES = ROOT / "docs" / "results"
 MAX_BYTES = 100_000  # of one folder
 UNITS = {"%": (100.0, 1), "GB": (1e-9, 1), "s": (1.0, 0), "M": (1e-6, 2), "count": (1.0, 0)}  # factor, decimals
-MARKED = re.compile(r"<!-- results\n(?P<mark>.*?)\n-->\n(?P<table>(?:\|.*\n?)+)", re.DOTALL)
+MARKED = re.compile(r"<!-- results\n(?P<mark>.*?)\n-->\n(?P<table>(?:\|[^\n]*\n)+)", re.DOTALL)
 CELL = re.compile(r"(?P<bold>\*\*)?(?P<value>.*?)(?:\*\*)?(?P<paper> \([^()]*\))?")
 
 
@@ -137,7 +137,7 @@ def _filled_table(mark: str, table: str, results: Path) -> str:
             named.add(name)
             computed = row_of(settings[name], columns, results)
             values = [_cell(old, new) for old, new in zip(values, computed, strict=True)]
-        lines.append("| " + " | ".join([*labels, *values]) + " |")
+        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in [*labels, *values]) + "|")
     if missing := settings.keys() - named:
         raise ValueError(f"no row of the table has these names: {sorted(missing)}.")
     return f"<!-- results\n{mark}\n-->\n" + "\n".join(lines) + "\n"
@@ -161,7 +161,7 @@ def _shown(summaries: Sequence[Mapping[str, Any]], column: str) -> str:
     values = [_at(summary, path) for summary in summaries]
     if isinstance(values[0], Mapping):
         (spread,) = values
-        mean, deviation = spread["mean"], spread["deviation"]
+        mean, deviation = spread["mean"], spread["deviation"] or None
     else:
         mean = statistics.fmean(values)
         deviation = statistics.pstdev(values) if len(values) > 1 else None

@@ -3,8 +3,9 @@
     python examples/splitmix_tables.py digits5.npz --table digits ablation --device cuda
     python examples/splitmix_tables.py cifar10.npz --table cifar10 --rounds 100 --device cuda --precision bf16
 
-`digits` and `cifar10`: Table 1, with Figures 5 and 6's statistics of clients. `ablation`: Table 4. `iid`: Table 5.
-`budgets`: Figure 11. `contact`: Figure 12. `sizes`: what Table 1's nets cost.
+`digits` and `cifar10`: Table 1. `clients`: what a client of Figures 5 and 6 (left) computes, sends and trains, which
+takes no training. `ablation`: Table 4. `iid`: Table 5. `budgets`: Figure 11. `contact`: Figure 12. `sizes`: what Table
+1's nets cost.
 Every width's accuracy is that on the whole test set, and, where there are domains, the mean over them.
 docs/results/splitmix.md has what came out.
 """
@@ -30,6 +31,7 @@ from fedquilt.round.local import Local
 WIDTHS = (1.0, 0.5, 0.25, 0.125)
 DIGITS, CIFAR10 = SplitMix.preset("digits"), SplitMix.preset("cifar10")
 SCALE = {"mean": (0.5,), "std": (0.5,)}  # to [-1, 1]
+ROUNDS = 400
 PART = 0.3  # of the paper's Digits-Five
 CLIENTS = {"digits": 50, "cifar10": 100}
 
@@ -110,7 +112,7 @@ class Tables:
         fleet = fq.Fleet.of(case.fleet, CLIENTS[self.kind], contact, seed=seed)
         how = fq.Evaluation(every=asked.every, batch_size=100, local=False, shares=WIDTHS)
         known = {"table": case.table, "method": case.method, "setting": case.setting, "part": asked.part}
-        method, rounds = case.how, asked.rounds or 400
+        method, rounds = case.how, asked.rounds or ROUNDS
         if isinstance(method.local.schedule, fq.Cosine):  # which ends with the run
             method = replace(method, local=replace(method.local, schedule=fq.Cosine(rounds)))
         name = name_of(case, asked)
@@ -157,6 +159,29 @@ def sizes(family: fq.Family) -> str:
     return markdown(["width", "a whole net: parameters", "MACs", "base nets mixed: parameters", "MACs"], rows)
 
 
+def clients(tables: Tables, seed: int) -> str:
+    """Return what clients of Figures 5 and 6 (left) compute, send and train in 400 rounds; nothing is trained.
+
+    FedAvg is the net that every device can hold. Multiply-adds are those of one training batch, parameters those that
+    travel in one round, to the client and back. Of Digits, the last columns say which part of all parameters the
+    clients of a domain have ever trained.
+    """
+    data = replace(tables.deal("digits", seed), test_parts=None)  # no accuracies
+    compared = {case.method: case for case in cases("digits")}
+    fleet = fq.Fleet.of(Quarters(), CLIENTS["digits"], 1.0, seed=seed)
+    rows = []
+    for name in ("Split-Mix", "SHeteroFL", "FedAvg ×0.125"):
+        run = fq.prepare(compared[name].how, tables.runs.family, data, fleet, seed=seed)
+        run.server = replace(run.server, round=ROUNDS)
+        found = run.clientwise()
+        spreads = {of: dict(zip(("mean", "deviation"), found.spread(of), strict=True)) for of in ("macs", "params")}
+        known = {"table": "clients", "method": name, "part": tables.asked.part, "rounds": ROUNDS, "seed": seed}
+        tables.runs.write_costs(known, {**spreads, "trained": found.trained}, run, f"clients-{name}")
+        row = [f"{one['mean'] / 1e6:.2f} ± {one['deviation'] / 1e6:.2f} M" for one in spreads.values()]
+        rows.append([name, *row, *(percent([part]) for part in found.trained.values())])
+    return markdown(["method", "MACs of a batch", "parameters, both ways", *found.trained], rows)
+
+
 def _mean(line: dict[str, Any], share: str) -> float | None:
     """Over domains, where there are some, else over the test set."""
     domains = [v[share] for name, v in line["metrics"].items() if name.startswith("accuracy/") and share in v]
@@ -166,7 +191,7 @@ def _mean(line: dict[str, Any], share: str) -> float | None:
 
 def main() -> None:
     parser = parser_of(__doc__, ", and domains for Digits", "splitmix.jsonl", rounds=0, every=50)
-    names = ("sizes", "digits", "ablation", "budgets", "contact", "cifar10", "iid")
+    names = ("sizes", "clients", "digits", "ablation", "budgets", "contact", "cifar10", "iid")
     parser.add_argument("--table", nargs="+", default=["digits"], choices=names)
     parser.add_argument("--methods", nargs="*", default=[], help="only these")
     parser.add_argument("--part", type=float, default=PART, help="of the paper's Digits, 7,438 images a domain")
@@ -178,6 +203,9 @@ def main() -> None:
             for name, side in (("digits_cnn_norm", 28), ("preresnet18", 32)):
                 family = fq.trace(fq.models.MODELS[name].factory, torch.zeros(2, 3, side, side))
                 print(f"\n{name}\n{sizes(family)}\n")
+            continue
+        if table == "clients":
+            print(f"\n{table}\n{clients(tables, asked.seeds[0])}\n")
             continue
         chosen = [case for case in cases(table) if not asked.methods or case.method in asked.methods]
         lines = [tables.play(case, seed) for seed in asked.seeds for case in chosen]

@@ -8,10 +8,12 @@ import tomllib
 from pathlib import Path
 
 import pytest
+import torch
 
 import fedquilt as fq
 import fedquilt.config  # it knows the tables of names
 from fedquilt.cli import main
+from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method, SplitMix
 from fedquilt.round.link import LINKS
 from fedquilt.settings import Problem, read
 
@@ -53,3 +55,38 @@ def test_every_link_is_on_the_page() -> None:
 @pytest.mark.parametrize(("distance", "rate"), [(250.0, 0.01), (500.0, 0.08), (800.0, 1 / 3)])
 def test_error_rates_at_these_distances(distance: float, rate: float) -> None:
     assert fq.Wireless(distances=(distance,)).rates(0, 0)[0] == pytest.approx(rate, abs=0.03 * (rate > 0.1) + 0.005)
+
+
+def test_the_part_that_is_lost_follows_from_the_rate() -> None:
+    """The pages that name an error rate say what it costs: 1 − ((1 − e) + … + (1 − e)^8) / 8 of eight columns."""
+    lost = {e: 1 - sum((1 - e) ** n for n in range(1, 9)) / 8 for e in (0.05, 0.15, 0.25, 0.3)}
+    words = [f"{100 * part:.0f} %" for part in lost.values()]
+    text = " ".join(PAGE.split())
+    assert words == ["20 %", "48 %", "66 %", "73 %"]
+    assert "{} are lost at a rate of 0.05, {} at 0.1 to 0.2, {} at 0.2 to 0.3 and {} at 0.3.".format(*words) in text
+    for name, rates, part in (("mild", "0.1 to 0.2", words[1]), ("strong", "0.2 to 0.3", words[2])):
+        assert f"| `lossy-{name}` | a column fails at a rate of {rates}: {part} of the columns are lost |" in text
+    results = (Path(__file__).parents[2] / "docs" / "results" / "fedrescue.md").read_text()
+    assert not re.search(r"los[et][^.|]* 0\.2 to 0\.3 of the columns|0\.2 to 0\.3 of the columns lost", results)
+    assert words[1] in results
+    assert words[2] in results
+
+
+def test_an_upload_reveals_labels_where_the_page_says_so(perceptron: fq.Family) -> None:
+    """Masked, its class rows are the client's classes; with all rows, positions do not depend on data."""
+    section = PAGE.split("## What an upload reveals")[1].split("## ")[0]
+    assert "reveal the client's labels" in section
+    world, client = fq.World(perceptron), fq.Client(0, fq.Budget(share=1.0), 4)
+    held = torch.tensor([True, False, True])
+
+    def rows(method: Method) -> object:
+        submodel, *_ = method.plan(fq.Server(0, {}), client, world)
+        upload, *_ = method.learner(fq.Job(client, submodel, 0), world).uploads(perceptron, submodel, held)
+        return list(upload.index["class"]) if "class" in upload.index else "all"
+
+    names = {"HeteroFL": HeteroFL, "FedRolex": FedRolex, "Federated Dropout": FedDropout}
+    for name, kind in names.items():
+        assert name in section
+        assert rows(kind()) == [0, 2]
+        assert rows(kind().with_local(masked="")) == "all"
+    assert rows(SplitMix().with_local(masked="client")) == "all"

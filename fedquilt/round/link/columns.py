@@ -25,7 +25,10 @@ _DRAW = 1
 
 @dataclass(frozen=True)
 class Loss(ABC):
-    """How likely a column is lost; a column is a part of the *whole* model's width, whatever the client holds."""
+    """The rate at which a column fails, which ends the transmission.
+
+    A column is a part of the *whole* model's width, whatever the client holds.
+    """
 
     granularity: float = field(default=0.125, kw_only=True)  # of the whole model's width, a column
 
@@ -73,7 +76,10 @@ class Loss(ABC):
 
 @dataclass(frozen=True)
 class Columns(Loss):
-    """Each column is lost with an error rate: constant, a client's own, or drawn anew for every column."""
+    """Columns that fail with an error rate: constant, a client's own, or drawn anew for every column.
+
+    The first column that fails ends the transmission. At rates of 0.1 to 0.2, 48 % of eight columns are lost.
+    """
 
     rate: Dealt = 0.1  # for all, or a list that is dealt to clients in turn; 0 loses nothing
     upto: float | None = None  # every column's rate is drawn between `rate` and this; None: it is `rate`
@@ -94,7 +100,7 @@ class Columns(Loss):
 
     def __str__(self) -> str:
         drawn = "" if self.upto is None else f" to {self.upto:g}"
-        return f"columns lost at a rate of {shown(self.rate)}{drawn}"
+        return f"columns that fail, and end the transmission, at a rate of {shown(self.rate)}{drawn}"
 
     @property
     def loses(self) -> bool:

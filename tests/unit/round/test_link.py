@@ -50,6 +50,24 @@ def test_what_arrives_has_the_truncated_geometric_distribution(rate, perceptron)
     assert chi < 27.9  # 99.95 % of chi-square with 8 degrees of freedom
 
 
+@pytest.mark.parametrize(
+    ("loss", "lost"),
+    [
+        (fq.Columns(0.05), 0.201),
+        (fq.Columns(0.1, 0.2), 0.485),
+        (fq.Columns(0.2, 0.3), 0.662),
+        (fq.Columns(0.3), 0.725),
+    ],
+    ids=str,
+)
+def test_a_failed_column_ends_the_transmission_so_that_more_is_lost_than_the_rate(loss, lost, perceptron):
+    """Of eight columns: 1 − ((1 − e) + … + (1 − e)^8) / 8, with the mean rate e."""
+    rate = (loss.rate + (loss.upto or loss.rate)) / 2
+    assert 1 - sum((1 - rate) ** n for n in range(1, 9)) / 8 == pytest.approx(lost, abs=1e-3)
+    arrived = [loss.arrived(trip_of(perceptron, client, round), 8) for client in range(40) for round in range(100)]
+    assert 1 - sum(arrived) / 8 / len(arrived) == pytest.approx(lost, abs=0.015)  # 2.5 deviations
+
+
 def test_rates_are_drawn_for_every_column(perceptron):
     """er uniform in [0, 1]: a column then fails half of the time, and columns independently of each other."""
     loss, draws = fq.Columns(0.0, 1.0), 4000
@@ -227,7 +245,7 @@ def test_lists_may_begin_again(perceptron, make_data):
 def test_links_say_what_they_do():
     assert str(fq.Link()) == "nothing is lost or coded"
     assert str(fq.Link(fq.Columns((0.1, 0.2)), fq.Codec(8, 0.25, True))) == (
-        "columns lost at a rate of 0.1, 0.2; 8 bits a value for 0.25 of the values, errors fed back"
+        "columns that fail, and end the transmission, at a rate of 0.1, 0.2; 8 bits a value for 0.25 of the values, errors fed back"
     )
     assert len({str(link) for link in LINKS.values()}) == len(LINKS)
 

@@ -1,0 +1,120 @@
+"""docs/results: tables are what the stored runs in results/ say, or are marked as transcribed, with their command."""
+
+from __future__ import annotations
+
+import json
+import re
+import tomllib
+from pathlib import Path
+
+import pytest
+
+from tests.conftest import load_example
+
+ROOT = Path(__file__).parents[2]
+PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
+FOLDERS = sorted(path.parent for path in (ROOT / "results").glob("*/*/config.toml"))
+TABLE = re.compile(r"(?:^\|.*\n)+", re.MULTILINE)
+README = (ROOT / "README.md").read_text()
+
+
+@pytest.fixture(scope="module")
+def results():
+    return load_example("results")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_marked_tables_have_the_numbers_of_the_stored_runs(results, page):
+    """`python examples/results.py` would change nothing."""
+    text = page.read_text()
+    assert results.filled(text) == text
+
+
+def test_a_number_that_no_run_has_is_found(results):
+    text = "".join(page.read_text() for page in PAGES)
+    found = [one["table"] for one in results.MARKED.finditer(text)]
+    assert found
+    for table in found:
+        *_, row = table.splitlines()
+        number = re.findall(r"\d[\d,.]*", row)[-1]
+        wrong = text.replace(table, table.replace(row, row.replace(number, f"{number[:-1]}{9 - int(number[-1])}")))
+        assert results.filled(wrong) == text
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
+def test_other_tables_say_that_they_were_transcribed_and_from_which_command(results, page):
+    text = page.read_text()
+    marked = [one.span("table") for one in results.MARKED.finditer(text)]
+    for table in TABLE.finditer(text):
+        if any(begin <= table.start() < end for begin, end in marked):
+            continue
+        section = re.split(r"^#+ .*\n", text[: table.start()], flags=re.MULTILINE)[-1]
+        before = section.rstrip().rpartition("\n\n")[2]
+        assert "ranscribed" in before, table[0].splitlines()[0]
+        assert "python examples/" in section, table[0].splitlines()[0]
+
+
+@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
+def test_stored_runs_are_small_whole_and_without_weights(results, folder):
+    files = {path.name: path.stat().st_size for path in folder.iterdir()}
+    assert files.keys() <= {"config.toml", "summary.json", "rounds.jsonl.gz"}
+    assert sum(files.values()) <= results.MAX_BYTES
+    config = tomllib.loads((folder / "config.toml").read_text())
+    assert config["command"].startswith("python examples/")
+    assert config.keys() >= {"rounds", "seed", "precision", "device", "versions", "data", "fleet", "link", "method"}
+    assert folder.name.endswith(f"-seed{config['seed']}")
+    summary, rounds = results.summary_of(folder), results.rounds_of(folder)
+    assert summary.items() >= config["case"].items()
+    assert ("accuracy" in summary) == bool(rounds)
+    if rounds:
+        evaluated = {record["round"]: record for record in rounds if "accuracy" in record}
+        *_, last = evaluated.values()
+        assert len(rounds) == config["rounds"] or "diverged" in summary
+        if "diverged" not in summary:
+            assert summary["accuracy"] == last["accuracy"]
+        widest = max(last["accuracy"], key=float)
+        assert summary["best"]["accuracy"][widest] == max(one["accuracy"][widest] for one in evaluated.values())
+        assert summary["best"]["accuracy"] == evaluated[summary["best"]["round"]]["accuracy"]
+        assert summary["bytes_up"] == sum(record["bytes_up"] for record in rounds)
+
+
+def test_the_readme_repeats_what_the_pages_have():
+    """Every accuracy of its table stands on the page that the row links to."""
+    table = README.split("Reproduced on one H200")[1].split("## ")[0]
+    page, count = "", 0
+    for row in TABLE.search(table)[0].splitlines()[2:]:
+        if link := re.search(r"\]\((docs/results/\w+\.md)\)", row):
+            page = (ROOT / link[1]).read_text()
+        for number in re.findall(r"\d+\.\d", "|".join(row.split("|")[3:])):
+            assert re.search(rf"(?<![\d.]){re.escape(number)}", page), (number, row)
+            count += 1
+    assert count >= 20
+
+
+def test_toml_is_read_back(results):
+    config = {"a": 'x "y"\n×', "b": True, "c": [1, 2.5, -0.0], "t": {"u": {"v w": []}, "f": float("inf")}, "d": 3}
+    assert tomllib.loads(results.toml(config)) == config
+    with pytest.raises(TypeError, match="NoneType"):
+        results.toml({"a": None})
+
+
+def test_a_table_is_filled_in_from_several_runs_and_the_papers_numbers_stay(results, tmp_path):
+    for seed, accuracy in enumerate((0.5, 0.7)):
+        summary = {"accuracy": {"1.0": accuracy}, "macs": {"mean": 2e6, "deviation": 5e5}, "by": {"0.2": accuracy}}
+        results.store(tmp_path / "paper" / f"fedavg-seed{seed}", {"seed": seed}, summary, [{"round": 1}])
+    mark = "<!-- results\ncolumns: {}\nFedAvg, all: paper/{}\n-->\n| | | ×1 |\n|---|---|---:|\n{}"
+    page = mark.format("accuracy 1.0 %", "fedavg-*", "| **FedAvg** | all | 1.0 (68.0) |\n| paper | | 68.0 |\n")
+    assert results.filled(page, tmp_path).endswith("| **FedAvg** | all | 60.0 ± 10.0 (68.0) |\n| paper | | 68.0 |\n")
+    one = mark.format("macs M / by @ %", "fedavg-seed0 @ 0.2", "| FedAvg | all | **0** |\n")
+    assert results.filled(one, tmp_path).endswith("| FedAvg | all | **2.00 ± 0.50 / 50.0** |\n")
+    with pytest.raises(ValueError, match="no stored run"):
+        results.filled(page.replace("fedavg-*", "fedprox-*"), tmp_path)
+    with pytest.raises(ValueError, match=r"no row .*FedAvg, all"):
+        results.filled(page.replace("| all |", "| some |"), tmp_path)
+
+
+def test_a_folder_that_would_be_large_is_not_written(results, tmp_path):
+    with pytest.raises(ValueError, match="at most 100,000"):
+        results.store(tmp_path / "run", {}, {"a": "x" * 100_001})
+    assert not (tmp_path / "run").exists()
+    assert json.dumps(results.rounds_of(tmp_path)) == "[]"
