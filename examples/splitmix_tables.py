@@ -200,7 +200,7 @@ def main() -> None:
     tables = Tables(asked)
     for table in asked.table:
         if table == "sizes":
-            for name, side in (("digits_cnn_norm", 28), ("preresnet18", 32)):
+            for name, side in (("digits_cnn_norm", 28), ("preresnet18", 32), ("alexnet", 256)):
                 family = fq.trace(fq.models.MODELS[name].factory, torch.zeros(2, 3, side, side))
                 print(f"\n{name}\n{sizes(family)}\n")
             continue

@@ -8,8 +8,8 @@ from typing import Any
 from fedquilt.methods.method import Presets
 from fedquilt.round.local import SGD, Adam, Local, Steps
 
-# Static norms and a scaler (FedRolex, section 4). The loss over the client's own classes is HeteroFL's: FedRolex's paper
-# does not mention it, its released code has it.
+# Static norms and a scaler (FedRolex, section 4). The loss over the client's own classes is HeteroFL's. FedRolex's
+# paper does not mention it, but its released code has it.
 PARTIAL = Local(norm="post", scaler=True, masked="client")
 
 _CIFAR10 = replace(PARTIAL, optimiser=SGD(lr=2e-4, momentum=0.9, decay=5e-4), batch_size=10, crop=4)

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 import re
+import statistics
 import tomllib
 from pathlib import Path
 
 import pytest
 
+import fedquilt as fq
+from fedquilt.fleets import Quarters
 from tests.conftest import load_example
 
 ROOT = Path(__file__).parents[2]
@@ -89,6 +92,24 @@ def test_the_readme_repeats_what_the_pages_have():
             assert re.search(rf"(?<![\d.]){re.escape(number)}", page), (number, row)
             count += 1
     assert count >= 20
+
+
+def test_what_clients_of_split_mix_compute_follows_from_their_budgets(results):
+    """A client trains as many base nets as it can hold; FedAvg's client trains one."""
+    base, mixing, slim = (
+        results.summary_of(ROOT / "results" / "splitmix" / f"clients-{name}-seed0")
+        for name in ("fedavg-0.125", "split-mix", "sheterofl")
+    )
+    fleet = fq.Fleet.of(Quarters(), 50, 1.0)
+    bases = [8 * fleet.kinds[kind].share for kind in fleet.which]
+    for of in ("macs", "params"):
+        assert base[of]["deviation"] == 0
+        assert mixing[of]["mean"] == pytest.approx(base[of]["mean"] * statistics.fmean(bases))
+        assert mixing[of]["deviation"] == pytest.approx(base[of]["mean"] * statistics.pstdev(bases))
+        assert slim[of]["mean"] > 5 * mixing[of]["mean"]
+    assert set(mixing["trained"].values()) == {1.0}
+    widest = {"mnist": 1 / 8, "svhn": 1 / 4, "usps": 1 / 2, "syn": 1.0, "mnistm": 1.0}  # of the domain's clients
+    assert slim["trained"] == pytest.approx({name: share**2 for name, share in widest.items()}, abs=2e-3)
 
 
 def test_toml_is_read_back(results):

@@ -5,15 +5,15 @@ from __future__ import annotations
 import argparse
 import json
 import tomllib
-from dataclasses import replace
 
 import pytest
 import torch
+from torch import nn
 
 import fedquilt as fq
 from fedquilt import settings
 from fedquilt.errors import TrainingError
-from fedquilt.methods import HeteroFL, Method
+from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method
 from tests.conftest import load_example, with_local
 
 FEDRESCUE = ("sufficiency", "clusters", "loss", "samples", "parts", "norms", "digits")
@@ -66,13 +66,27 @@ def test_a_tenth_is_held_out_of_every_client(perceptron, make_data):
     assert not {0, 10, 20, 30} & {int(row) for part in found.parts for row in part}
 
 
-@pytest.mark.parametrize("name", ["fedrolex", "heterofl", "feddropout", "largest", "smallest"])
-def test_fedrolexs_language_model_is_trained_as_in_table_8_but_for_the_rate(name):
-    script = load_example("fedrolex_text")
-    method = script.method_of(name, 0.1, script.TABLE_8)
-    published = type(method).preset("fedrolex-stackoverflow")
-    assert replace(method.local, optimiser=published.local.optimiser) == published.local
-    assert method.weighting == published.weighting
+def test_a_rolling_window_is_even_by_channel_and_not_by_entry(make_data, tmp_path):
+    """After one turn of eight rounds: all channels alike, but those half an axis apart are never held together."""
+    script, results = load_example("fedrolex_table3"), load_example("results")
+    layers = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 3)
+    family = fq.trace(lambda: nn.Sequential(*layers), torch.zeros(2, 1, 6, 6))
+    data, fleet = make_data(family, (6, 6)), fq.Fleet.of((0.5,), 2, 2)
+    folder = tmp_path / "results"
+    runs = load_example("reproducing").Runs(family, tmp_path / "runs.jsonl", "cpu", "fp32", results=folder)
+
+    def counted(kind):
+        known = {"method": kind.__name__, "fleet": "half", "rounds": 8, "seed": 0}
+        script.coverage(runs, known, fleet, data, kind(), 0)
+        return results.summary_of(folder / f"coverage-{kind.__name__.lower()}-half-rounds8-seed0")
+
+    rolling, random = counted(FedRolex), counted(FedDropout)
+    assert rolling["channel"] == {"least": 8, "mean": 8.0, "deviation": 0.0}
+    assert random["channel"]["mean"] == 8
+    assert random["channel"]["deviation"] > 0
+    assert rolling["entry"]["least"] == 0
+    assert rolling["entry"]["mean"] == random["entry"]["mean"] == 4
+    assert rolling["entry"]["deviation"] > random["entry"]["deviation"]
 
 
 def test_a_run_that_is_written_down_is_not_made_again(residual, make_data, tmp_path):

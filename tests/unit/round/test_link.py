@@ -245,7 +245,8 @@ def test_lists_may_begin_again(perceptron, make_data):
 def test_links_say_what_they_do():
     assert str(fq.Link()) == "nothing is lost or coded"
     assert str(fq.Link(fq.Columns((0.1, 0.2)), fq.Codec(8, 0.25, True))) == (
-        "columns that fail, and end the transmission, at a rate of 0.1, 0.2; 8 bits a value for 0.25 of the values, errors fed back"
+        "columns that fail, and end the transmission, at a rate of 0.1, 0.2; "
+        "8 bits a value for 0.25 of the values, errors fed back"
     )
     assert len({str(link) for link in LINKS.values()}) == len(LINKS)
 
