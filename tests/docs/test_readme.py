@@ -6,6 +6,7 @@ import json
 import re
 import runpy
 import shlex
+import tomllib
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +117,14 @@ def test_the_tables_name_what_there_is() -> None:
         assert list((ROOT / "fedquilt").rglob(file)), file
     for path in re.findall(r"\]\(((?!http)[^)]+)\)", README):
         assert (ROOT / path).exists(), path
+
+
+def test_the_extras_are_those_of_the_package() -> None:
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+    (users,) = (re.fullmatch(r"fedquilt\[(.*)\]", one) for one in extras["dev"] if one.startswith("fedquilt["))
+    assert users
+    start = README.split("## Start")[1].split("## ")[0]
+    assert {name for name in re.findall(r"`(\w+)`", start) if name in extras} == set(users[1].split(","))
 
 
 def test_the_example_with_ones_own_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
