@@ -151,6 +151,15 @@ def _play(
     return fq.run(method, family, data, fleet, engine, rounds, **options)
 
 
+def shortened(words: Sequence[str], flags: Sequence[str]) -> list[str]:
+    """A command line with other values of some flags, which are taken out where they stand in it already."""
+    names, kept = flags[::2], list(words)
+    for name in set(names) & set(kept) - {"--set"}:
+        place = kept.index(name)
+        del kept[place : place + 2]
+    return [*kept, *flags]
+
+
 def with_local(method: Method, **changes: Any) -> Method:
     """The method with other local settings."""
     return method.with_local(**changes)

@@ -14,6 +14,7 @@ import torch
 from fedquilt.cli import main
 from fedquilt.export import BATCHES, FORMATS, TOLERANCE, Exported
 from fedquilt.round.local import NormPolicy
+from tests.conftest import shortened
 from tests.unit.test_export import HAS_ONNX
 
 PAGE = (Path(__file__).parents[2] / "docs" / "deploy.md").read_text()
@@ -46,7 +47,7 @@ def test_commands_run_as_written(
         if any(word.endswith(".onnx") for word in words) and not HAS_ONNX:
             continue
         short = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"] if words[0] == "run" else []
-        assert main([*words, *short]) == 0, line
+        assert main(shortened(words, short)) == 0, line
         printed = capsys.readouterr().out
         if "--json" in words:
             told = PAGE.split("`--json` prints")[1].split("\n\n")[0]

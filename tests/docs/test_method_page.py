@@ -18,7 +18,7 @@ from fedquilt.methods import HeteroFL, Method
 from fedquilt.names import find
 from fedquilt.round.cut import prefix
 from fedquilt.terms import Job, Payload, Server, Update, World
-from tests.conftest import assert_same, with_local
+from tests.conftest import assert_same, shortened, with_local
 
 ROOT = Path(__file__).parents[2]
 PAGE = (ROOT / "docs" / "add-a-method.md").read_text()
@@ -73,7 +73,7 @@ def test_the_commands_run_as_written(monkeypatch, capsys):
     assert len(lines) == 2
     for line in lines:
         short = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"]
-        assert main([*shlex.split(line)[1:], *short]) == 0, line
+        assert main(shortened(shlex.split(line)[1:], short)) == 0, line
     assert "examples/clipped.py:Clipped" in capsys.readouterr().out
 
 

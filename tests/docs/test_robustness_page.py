@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli import main
+from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "robustness.md").read_text()
 
@@ -38,7 +39,7 @@ def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
 def test_commands_run(line: str, tmp_path: Path) -> None:
     words = shlex.split(line, comments=True)[1:]
     quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1", "--batch-size", "64"]
-    assert main([*words, *quick, "--set", "evaluation.attack.steps=1", "--out", str(tmp_path / "run")]) == 0
+    assert main([*shortened(words, quick), "--set", "evaluation.attack.steps=1", "--out", str(tmp_path / "run")]) == 0
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     assert any(name.startswith("robust") for name in metrics)
 
@@ -65,6 +66,6 @@ def test_the_file_runs_and_is_the_command(tmp_path: Path) -> None:
     quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--set", "evaluation.attack.steps=1"]
     assert main(["run", str(tmp_path / "robust.toml"), *quick, "--out", str(tmp_path / "file")]) == 0
     words = shlex.split(blocks("sh")[0].splitlines()[0])[1:]
-    assert main([*words, *quick, "--out", str(tmp_path / "flags")]) == 0
+    assert main([*shortened(words, quick), "--out", str(tmp_path / "flags")]) == 0
     file, flags = (tomllib.loads((tmp_path / name / "config.toml").read_text()) for name in ("file", "flags"))
     assert file == flags

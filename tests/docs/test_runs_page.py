@@ -12,6 +12,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.cli import main
+from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "runs.md").read_text()
 
@@ -24,7 +25,7 @@ def test_commands_run_and_leave_what_the_page_lists(tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     begin, go_on = (shlex.split(line, comments=True)[1:] for line in blocks("sh")[0].splitlines())
     short = ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"]
-    assert main([*begin, *short]) == 0
+    assert main(shortened(begin, short)) == 0
     assert main([*go_on, "--rounds", "3"]) == 0
     there = {path.name for path in Path("runs/one").iterdir()}
     files = PAGE.split("## The folder")[1].split("A line of")[0]
@@ -68,7 +69,7 @@ def test_clients_are_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptro
 def test_a_target_is_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptron, make_data, capsys):
     monkeypatch.chdir(tmp_path)
     begin, again = (shlex.split(line, comments=True)[1:] for line in blocks("sh")[1].splitlines())
-    assert main([*begin, "--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"]) == 0
+    assert main(shortened(begin, ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"])) == 0
     assert main([*again, "--json"]) == 0
     found = json.loads(Path("runs/two/compare.json").read_text())
     assert [summary["target"] for summary in found.values()] == [0.7, 0.7]
