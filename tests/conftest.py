@@ -152,7 +152,7 @@ def _play(
 
 
 def shortened(words: Sequence[str], flags: Sequence[str]) -> list[str]:
-    """A command line with other values of some flags, which are taken out where they stand in it already."""
+    """Give some flags of a command line other values. None may be given twice."""
     names, kept = flags[::2], list(words)
     for name in set(names) & set(kept) - {"--set"}:
         place = kept.index(name)

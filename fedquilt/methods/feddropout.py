@@ -8,7 +8,7 @@ from typing import ClassVar
 from fedquilt import noise
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
-from fedquilt.methods.partial import PARTIAL, TABLE_8, released_settings
+from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_11, released_settings
 from fedquilt.round.cut import prefix, scattered
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
@@ -29,7 +29,12 @@ class FedDropout(Method):
     weighting: Weighting = "uniform"
     rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Caldas et al. 2018"
-    presets: ClassVar[Presets] = {**TABLE_8, **released_settings()}
+    presets: ClassVar[Presets] = {
+        **TABLE_8,
+        **TABLES_10_AND_11,
+        **TABLE_12,
+        **released_settings(),
+    }
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = world.family.fit(client.budget, self.rounding)

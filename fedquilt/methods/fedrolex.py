@@ -11,7 +11,7 @@ import torch
 from fedquilt.checks import within
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
-from fedquilt.methods.partial import PARTIAL, TABLE_8, released_settings
+from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_11, released_settings
 from fedquilt.round.cut import windows
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
@@ -43,6 +43,8 @@ class FedRolex(Method):
     presets: ClassVar[Presets] = {
         "paper": TABLE_8["fedrolex-cifar10-high"],
         **TABLE_8,
+        **TABLES_10_AND_11,
+        **TABLE_12,
         **released_settings(shift=-1),
     }
 

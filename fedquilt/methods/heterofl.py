@@ -8,7 +8,7 @@ from typing import ClassVar
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.nested import WITHOUT_RATIOS
-from fedquilt.methods.partial import PARTIAL, TABLE_8
+from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLES_10_AND_11
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import SGD, Local, Steps
@@ -44,6 +44,7 @@ class HeteroFL(Method):
     paper = "Diao et al. 2021"
     presets: ClassVar[Presets] = {
         **TABLE_8,
+        **TABLES_10_AND_11,
         **compared_presets(scaler=True),
         **WITHOUT_RATIOS,
         "released": {"local": _released(300, 500), "rounding": "ceil"},

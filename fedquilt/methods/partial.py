@@ -47,6 +47,26 @@ TABLE_8: Presets = {
     "fedrolex-stackoverflow": _at(_STACK_OVERFLOW, 600, 800),
 }
 
+# FedRolex, Tables 10 and 11: Figure 3, where a part ρ of the clients is large and the others are
+# small. High and low heterogeneity are alike. "mid" is ρ from 0.3 to 0.7, "ends" are the others.
+# The captions say "between 0.0 and 0.5" and "between 0.5 and 1.0" in increments of 0.1, but there is
+# no column for 0.5, whose neighbours are alike. Stack Overflow has rows for both heterogeneities,
+# although its own users are the clients.
+TABLES_10_AND_11: Presets = {
+    "fedrolex-figure3-cifar10-mid": _at(_CIFAR10, 700, 1200),
+    "fedrolex-figure3-cifar10-ends": _at(_CIFAR10, 500, 1000),
+    "fedrolex-figure3-cifar100": _at(_CIFAR100, 1000, 1500),
+    "fedrolex-figure3-stackoverflow": _at(_STACK_OVERFLOW, 800),
+}
+
+# FedRolex, Table 12: Figure 4, where the server's model is γ times what any client holds, for every
+# γ alike. Stack Overflow has rows for both heterogeneities here too.
+TABLE_12: Presets = {
+    "fedrolex-figure4-cifar10": _at(_CIFAR10, 800, 1200),
+    "fedrolex-figure4-cifar100": _at(_CIFAR100, 800, 1200),
+    "fedrolex-figure4-stackoverflow": _at(_STACK_OVERFLOW, 800),
+}
+
 # FedRolex, Table 9: the same for one common model, by the same names.
 TABLE_9: Presets = {
     "fedrolex-cifar10-high": _at(_CIFAR10, 500, 1000),
