@@ -114,7 +114,7 @@ def _accuracies(run: Run, clients: list[Client]) -> list[_Accuracies]:
         return [(None, None)] * len(clients)
     server = method.arranged(run.server, engine)
     if method.personal:
-        own = [own_exam(method, server, client, engine, size) for client in clients]
+        own = [own_exam(method, server, client, engine, run.evaluation) for client in clients]
         return [(_accuracy(score), None) for score in engine.evaluate(method, own, size)]
     whole = given(method, server, Budget(share=1.0), engine.world)
     sized = [given(method, server, client.budget, engine.world) for client in clients]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Hashable, Sequence
+from functools import partial
 from typing import TYPE_CHECKING
 
 import torch
@@ -57,7 +58,7 @@ class Examiner:
         Where steps are recorded, whole batches of a long exam are too.
         """
         totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
-        work: dict[tuple[Kind, int, bool], list[tuple[int, Tensor]]] = {}
+        work: dict[tuple[Kind, int, float | None], list[tuple[int, Tensor]]] = {}
         swept: dict[Hashable, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
         for place, exam in enumerate(exams):
             kind = exam.kind(method.local.norm)
@@ -72,30 +73,36 @@ class Examiner:
                 if begun:
                     swept[net] = place, begun
             for rows in batches:
-                work.setdefault((kind, len(rows), exam.held is not None), []).append((place, rows))
+                absent = None if exam.held is None else exam.absent
+                work.setdefault((kind, len(rows), absent), []).append((place, rows))
         by_turns(sweep for _, (_, sweep) in swept.values())
-        for (kind, size, masked), some in work.items():
+        for (kind, size, absent), some in work.items():
             most = self._batches_at_once(self._widest(kind.nets), size)
             for first in range(0, len(some), most):
                 now = some[first : first + most]
                 totals.index_add_(
                     0,
                     torch.tensor([place for place, _ in now], device=self.world.device),
-                    self._right(kind, [exams[place] for place, _ in now], [rows for _, rows in now], masked),
+                    self._right(kind, [exams[place] for place, _ in now], [rows for _, rows in now], absent),
                 )
         for place, sweep in swept.values():
             totals[place] += self._end(sweep)["right"]
         return [Score(exam.label, *map(int, total)) for exam, total in zip(exams, totals.tolist(), strict=True)]
 
-    def _right(self, kind: Kind, exams: list[Exam], rows: list[Tensor], masked: bool) -> Tensor:
-        """Hits and answers of exams of one kind, each on a batch of its own."""
+    def _right(self, kind: Kind, exams: list[Exam], rows: list[Tensor], absent: float | None) -> Tensor:
+        """Count right predictions and targets of exams of one kind, each on a batch of its own.
+
+        `absent` is the logit of classes that a client lacks; None if the exams count all classes.
+        """
+        masked = absent is not None
+        count_right = right if absent is None else partial(right, absent=absent)
 
         def run(weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor) -> Tensor:
             drawn = kind.drawn(self.world.seed, rows, inputs)
             return kind.logits(self.world.family, weights, inputs, targets, drawn)
 
         def one(weights: Weights, inputs: Tensor, targets: Tensor, rows: Tensor, held: Tensor | None) -> Tensor:
-            return right(run(weights, inputs, targets, rows), targets, held)
+            return count_right(run(weights, inputs, targets, rows), targets, held)
 
         # Nothing to stack, and plain kernels are faster; or it cannot be.
         if len(exams) == 1 or any(net.arch in self.engine.single for net in kind.nets):
@@ -114,7 +121,7 @@ class Examiner:
                 flat = index.flatten()
                 together = run(exams[0].weights, self.data.test_samples(flat), targets.flatten(0, 1), flat)
                 logits = together.reshape(*index.shape, *together.shape[1:])
-                return vmap(right, in_dims=(0, 0, 0 if masked else None))(logits, targets, held)
+                return vmap(count_right, in_dims=(0, 0, 0 if masked else None))(logits, targets, held)
         weights = exams[0].weights if shared else stacked([exam.weights for exam in exams])
         with torch.no_grad():
             mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0, 0 if masked else None))
@@ -125,7 +132,7 @@ class Examiner:
                     raise
                 for net in kind.nets:
                     self.engine.set_apart(net.arch, first_line(error))
-                return self._right(kind, exams, rows, masked)
+                return self._right(kind, exams, rows, absent)
 
     def calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
         """The norm statistics of each net over the batches."""

@@ -79,7 +79,8 @@ class Sequential(Engine):
                 with torch.no_grad():
                     inputs, targets = data.test_samples(rows), data.test_targets[rows]
                     drawn = kind.drawn(self.world.seed, rows, inputs)
-                    total += right(kind.logits(family, exam.weights, inputs, targets, drawn), targets, exam.held)
+                    logits = kind.logits(family, exam.weights, inputs, targets, drawn)
+                    total += right(logits, targets, exam.held, exam.absent)
             scores.append(Score(exam.label, *map(int, total)))
         return scores
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.axes import Index
-from fedquilt.checks import within
+from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD, by_sample
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
     from fedquilt.family import Family
     from fedquilt.methods import Method
 
+Absent = Literal["hidden", "zero"]
+
 
 @dataclass(frozen=True)
 class Exam:
@@ -35,7 +37,8 @@ class Exam:
     nets: Mix
     weights: Weights  # already cut, by scope and name
     samples: Tensor | None = None  # positions in the test set; None: all of it
-    held: Tensor | None = None  # hides the classes a client does not have
+    held: Tensor | None = None  # (class,) False where the client lacks the class; None: all classes count
+    absent: float = -torch.inf  # logit of the classes that a client lacks
     robustness: float = 0.0  # of dual norms
     attack: PGD | None = None  # on the samples
 
@@ -103,10 +106,20 @@ def exam_pass(norm: NormPolicy) -> Pass:
     return Pass(train=False, statistics="batch" if norm == "batch" else "stored")
 
 
-def right(logits: Tensor, targets: Tensor, held: Tensor | None, ignore: int = -100) -> Tensor:
-    """(right, count) over one batch. `logits` have their classes in dimension 1. Pure: may be vmapped."""
+def right(
+    logits: Tensor, targets: Tensor, held: Tensor | None, absent: float = -torch.inf, ignore: int = -100
+) -> Tensor:
+    """Count the right predictions and the targets of one batch. Pure: may be vmapped.
+
+    Args:
+        logits: (sample, class, …).
+        targets: (sample, …).
+        held: (class,) False where logits are replaced by `absent`; None: nowhere.
+        absent: With -inf the class cannot be predicted, with 0 it is where all other logits are negative.
+        ignore: Targets of this value do not count.
+    """
     if held is not None:
-        logits = logits.masked_fill(~held.reshape([1, -1] + [1] * (logits.dim() - 2)), -torch.inf)
+        logits = logits.masked_fill(~held.reshape([1, -1] + [1] * (logits.dim() - 2)), absent)
     counted = targets != ignore
     hits = (logits.argmax(1) == targets) & counted
     return torch.stack([hits.sum(), counted.sum()])
@@ -145,19 +158,32 @@ def both_statistics(clean: Weights, noised: Weights) -> dict[str, Tensor]:
 
 @dataclass(frozen=True)
 class Evaluation:
-    """When and on what a run is evaluated."""
+    """When and on what a run is evaluated.
+
+    `local_accuracy` is the mean over clients of the widest model's accuracy on the client's own test samples. Where the
+    loss is masked by client, it is among the client's classes alone. The codes released with HeteroFL and FedRolex set
+    the logits of other classes to 0 instead, and predict among all: `absent="zero"` gives their number, which is lower
+    or equal where clients are tested on classes that they hold.
+    """
 
     every: int = 1  # rounds; the last round is always evaluated, 0: only that one
     batch_size: int = 50  # norm statistics are means over batches of so many; a CPU is fastest with about so many
     clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
+    absent: Absent = "hidden"  # Classes that a client lacks, in its own test: never predicted, or with a logit of zero
     domains: bool = True  # also tell the accuracy on each domain of the test set, if it has domains
     shares: tuple[float, ...] = ()  # tested besides those that devices hold
     robustness: tuple[float, ...] = ()  # also tell accuracy, standard and under attack, with dual norms so mixed
     attack: PGD = PGD()  # that nets are tested under, where their robustness is asked for
 
     def __post_init__(self) -> None:
+        one_of(self, absent=Absent)
         within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)", shares="(0, 1]", robustness="[0, 1]")
+
+    @property
+    def logit(self) -> float:
+        """Return the logit of classes that a client lacks."""
+        return 0.0 if self.absent == "zero" else -torch.inf
 
     def due(self, round: int, rounds: int) -> bool:
         return round == rounds or bool(self.every and round % self.every == 0)
@@ -178,7 +204,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     if method.personal:
         under: dict[str, list[Score]] = {}
         for some in _few(_asked(method, fleet, server, engine, how)):
-            own = [own_exam(method, server, client, engine, how.batch_size) for client in some]
+            own = [own_exam(method, server, client, engine, how) for client in some]
             tally.take(own)
             for metric, scores in _under_attack(method, engine, how, own).items():
                 under.setdefault(metric, []).extend(scores)
@@ -194,22 +220,24 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
     if how.local and engine.data.test_parts is not None:
         widest = max(exams, key=lambda exam: sum(world.family.count(net.arch) for net in exam.nets))
         asked = _asked(method, fleet, server, engine, how)
-        own = _by_client([widest], asked, method, engine)
+        own = _by_client([widest], asked, method, engine, how)
         grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(method, own, how.batch_size))
     if how.robustness:
-        by_user = _by_client(exams, _asked(method, fleet, server, engine, how), method, engine)
+        by_user = _by_client(exams, _asked(method, fleet, server, engine, how), method, engine, how)
         under = _under_attack(method, engine, how, by_user)
         grades.metrics.update({metric: mean_by_label(scores) for metric, scores in under.items()})
     return grades
 
 
-def _by_client(exams: Sequence[Exam], clients: Sequence[Client], method: Method, engine: Engine) -> list[Exam]:
+def _by_client(
+    exams: Sequence[Exam], clients: Sequence[Client], method: Method, engine: Engine, how: Evaluation
+) -> list[Exam]:
     """Exams on each client's own part of the test set; without parts, as they are."""
     parts = engine.data.test_parts
     if parts is None:
         return list(exams)
     return [
-        replace(exam, samples=parts[client.id], held=_hidden(method, client, engine))
+        replace(exam, samples=parts[client.id], held=_hidden(method, client, engine), absent=how.logit)
         for exam in exams
         for client in clients
     ]
@@ -383,18 +411,19 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
         yield clients[first : first + count]
 
 
-def own_exam(method: Method, server: Server, client: Client, engine: Engine, batch_size: int) -> Exam:
+def own_exam(method: Method, server: Server, client: Client, engine: Engine, how: Evaluation) -> Exam:
     """What a client holds now, tested on its own part of the test set, or on all of it where there are no parts."""
     world = engine.world
     nets = method.own(server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]
     states = {job.submodel: engine.start(server, job, method.learner(job, world), PERFECT).state for job in jobs}
     if method.local.norm == "post" and world.family.statistics:
-        found = engine.calibrate(list(states.items()), batch_size, engine.data.parts[client.id], method.attack)
+        found = engine.calibrate(list(states.items()), how.batch_size, engine.data.parts[client.id], method.attack)
         states = {net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)}
     samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
     weights = joined(nets, states)
-    return Exam(share_label(client.budget, world), nets, weights, samples, _hidden(method, client, engine))
+    held = _hidden(method, client, engine)
+    return Exam(share_label(client.budget, world), nets, weights, samples, held, how.logit)
 
 
 def _hidden(method: Method, client: Client, engine: Engine) -> Tensor | None:

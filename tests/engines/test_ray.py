@@ -97,6 +97,14 @@ def test_every_method_gives_the_numbers_of_the_sequential_engine_over_a_link(nam
         assert [r.link_seconds for r in truth.records] == [r.link_seconds for r in other.records]
 
 
+def test_steps_of_all_rounds_weight_clients_on_workers_too(residual, start):
+    """Three rounds: what a client counted in earlier ones travels to its worker, and back."""
+    method = FedRolex(weighting="updates")
+    truth, other = (start(method, residual, engine, sample=4).train(3) for engine in ("sequential", "ray"))
+    assert_same(truth, other)
+    assert len({memory.steps for memory in truth.server.memory.values()}) > 1
+
+
 def test_dropout_and_kept_momentum_give_the_numbers_of_the_sequential_engine(language, start):
     truth, other = (start(Keeping(), language, engine).train(3) for engine in ("sequential", "ray"))
     assert any(memory.slots for memory in other.server.memory.values())

@@ -11,7 +11,7 @@ import torch
 import fedquilt as fq
 from fedquilt.data import Parts
 from fedquilt.engines import Engine
-from fedquilt.errors import DataError
+from fedquilt.errors import ConfigError, DataError
 from fedquilt.family import Pass
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL
 from fedquilt.round.serve import Exam, Score, _asked, exam_pass, mean_by_label, mean_statistics, right, share_label
@@ -117,31 +117,54 @@ def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
         Exam("all", (submodel,), cut),
         Exam("few", (submodel,), cut, samples),
         Exam("masked", (submodel,), cut, samples, held),
+        Exam("released", (submodel,), cut, samples, held, absent=0.0),
+        Exam("released", (submodel,), cut, samples.flip(0), held, absent=0.0),
         Exam("none", (submodel,), cut, samples[:0]),
     ]
     scores = ours.evaluate(with_local(FedAvg(), norm="tracked"), exams, batch_size=10)
     logits = model(ours.data.test_inputs).detach()
     hits = logits.argmax(1) == data.test_targets
     seen = logits[samples].masked_fill(~held, -torch.inf).argmax(1) == data.test_targets[samples]
+    zero = (logits[samples] * held).argmax(1) == data.test_targets[samples]
     assert scores == [
         Score("all", int(hits.sum()), 24),
         Score("few", int(hits[samples].sum()), 5),
         Score("masked", int(seen.sum()), 5),
+        Score("released", int(zero.sum()), 5),
+        Score("released", int(zero.sum()), 5),
         Score("none", 0, 0),
     ]
 
 
-def test_local_accuracy_is_the_servers_model_on_each_clients_own_data(residual, play, make_data):
-    method = with_local(HeteroFL(), batch_size=4, norm="tracked")
-    data = make_data(residual, (5, 6, 7), labels=2)
-    run = play(method, residual, data, (1.0, 0.5), evaluation=fq.Evaluation(local=True))
-    model = run.deploy(fq.Budget(share=1.0))
-    own = []
-    for id, part in enumerate(data.test_parts):
-        logits = model(run.engine.data.test_inputs[part]).detach()
-        logits = logits.masked_fill(~run.engine.held(id), -torch.inf)
-        own.append(float((logits.argmax(1) == data.test_targets[part]).double().mean()))
-    assert run.records[-1].grades.metrics["local_accuracy"] == {"1.0": pytest.approx(sum(own) / 3, abs=1e-12)}
+@pytest.mark.parametrize("engine", LOCAL)
+def test_local_accuracy_is_the_servers_model_on_each_clients_own_data(engine, residual, play, make_data):
+    """Among the client's classes, or as the released codes have it, with a logit of 0 for the others."""
+    method = with_local(HeteroFL(), batch_size=4, norm="tracked", optimiser=fq.SGD(lr=1e-6))  # as good as untrained
+    data, found = make_data(residual, (5, 6, 7), labels=2, tests=96), {}
+    for absent, logit in (("hidden", -torch.inf), ("zero", 0.0)):
+        how = fq.Evaluation(local=True, absent=absent)
+        run = play(method, residual, data, (1.0, 0.5), engine, evaluation=how, seed=3)
+        model = run.deploy(fq.Budget(share=1.0))
+        own = []
+        for id, part in enumerate(data.test_parts):
+            logits = model(run.engine.data.test_inputs[part]).detach()
+            logits = logits.masked_fill(~run.engine.held(id), logit)
+            own.append(float((logits.argmax(1) == data.test_targets[part]).double().mean()))
+        found[absent] = run.records[-1].grades.metrics["local_accuracy"]
+        assert found[absent] == {"1.0": pytest.approx(sum(own) / 3, abs=1e-12)}
+    assert found["hidden"] != found["zero"]
+
+
+def test_a_class_that_a_client_lacks_wins_by_a_logit_of_zero():
+    logits = torch.tensor([[-1.0, -2.0, 5.0], [0.5, -2.0, 5.0], [-0.1, -0.2, -0.3]])
+    held, targets = torch.tensor([True, True, False]), torch.tensor([0, 0, 0])
+    assert right(logits, targets, held).tolist() == [3, 3]
+    assert right(logits, targets, held, absent=0.0).tolist() == [1, 3]
+
+
+def test_another_way_with_absent_classes_is_refused():
+    with pytest.raises(ConfigError, match="absent = 'inf' was asked for; it may be 'hidden', 'zero'"):
+        fq.Evaluation(absent="inf")
 
 
 def test_a_large_fleets_own_accuracy_is_a_fixed_draw_of_clients(residual, play, make_data):
