@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, cast
 
 from torch import Tensor, nn
 
@@ -100,7 +100,11 @@ class PreActBlock(nn.Module):
 
 
 class PreResNet(Staged):
-    """Pre-activation ResNet as in HeteroFL and FedRolex: 11,172,170 parameters with 18 layers and 10 classes."""
+    """Pre-activation ResNet as in HeteroFL and FedRolex: 11,172,170 parameters with 18 layers and 10 classes.
+
+    With `zero_output_bias` the output layer starts with a bias of 0, as in the codes of HeteroFL, FedRolex and
+    Split-Mix, and not with torch's random one.
+    """
 
     def __init__(
         self,
@@ -113,6 +117,7 @@ class PreResNet(Staged):
         norm: Norm = "batch",
         groups: int = 2,
         dropout: float = 0.0,
+        zero_output_bias: bool = False,
     ) -> None:
         stem_width = stem_width or widths[0]
         make_norm = norms(norm, groups=groups)
@@ -120,8 +125,10 @@ class PreResNet(Staged):
         first, *rest = residual_stages(make_block, blocks, widths, stem_width)
         stem = nn.Conv2d(in_channels, stem_width, 3, 1, 1, bias=False)
         close = OrderedDict[str, nn.Module](norm=make_norm(widths[-1]), act=nn.ReLU())
-        head = nn.Sequential(close | pooled(widths[-1], num_classes))
-        super().__init__([nn.Sequential(stem, *first), *rest], head)
+        classifier = pooled(widths[-1], num_classes)
+        if zero_output_bias:
+            nn.init.zeros_(cast(nn.Linear, classifier["linear"]).bias)
+        super().__init__([nn.Sequential(stem, *first), *rest], nn.Sequential(close | classifier))
 
 
 class WideResNet(PreResNet):

@@ -32,6 +32,13 @@ def beside_the_digits(tmp_path, monkeypatch):
     np.savez("digits5.npz", x_train=x, y_train=y, x_test=x, y_test=y, **domains)
 
 
+def test_a_preresnet_starts_with_an_output_bias_of_zero_as_the_authors_does():
+    named = [path for path in EXAMPLES.glob("*/*.toml") if "preresnet18" in path.read_text()]
+    assert len(named) == 7
+    for path in named:
+        assert read(f"{path.parent.name}/{path.stem}").model.options == {"zero_output_bias": True}
+
+
 def test_every_folder_is_looked_at():
     found = {path.parent.name + "/" + path.stem for path in EXAMPLES.glob("*/*.toml")}
     ours = {"fedrescue/cifar10-clusters", "fedrescue/cifar10-lossy", "fedrescue/digits"}

@@ -105,6 +105,19 @@ def test_wide_resnet_28_10(options: dict[str, object], parameters: int) -> None:
     assert count(models.WideResNet, **{"depth": 28, "widen": 10, "num_classes": 100, **options}) == parameters
 
 
+def test_a_preresnet_may_start_with_an_output_bias_of_zero() -> None:
+    """HeteroFL's, FedRolex's and Split-Mix's codes zero it; all else is drawn as before."""
+    states = []
+    for options in ({}, {"zero_output_bias": True}):
+        torch.manual_seed(0)
+        states.append(models.PreResNet((1, 1), 4, 1, widths=(4, 8), **options).state_dict())
+    drawn, zeroed = states
+    assert not zeroed["head.linear.bias"].any()
+    assert drawn["head.linear.bias"].all()
+    assert all(torch.equal(drawn[name], zeroed[name]) for name in drawn if name != "head.linear.bias")
+    assert not models.preresnet18(zero_output_bias=True).head.linear.bias.any()
+
+
 def test_densenet_bc_100_12() -> None:
     assert count(models.densenet100_12) == 769_162
 
