@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
 from tests.conftest import load_example, save_images
@@ -54,3 +56,25 @@ def test_it_compares_what_the_paper_does(example):
     widths = list(example.entrants("widths", 400, (0.5,)))
     assert (widths[0].method.base, widths[1].method.share) == (0.125, 0.125)
     assert [entrant.norms for entrant in widths] == ["dual", "single"]
+
+
+def test_norms_are_tracked_unless_asked(example):
+    for figure in ("full", "widths"):
+        assert {one.method.local.norm for one in example.entrants(figure, 400, (0, 0.5))} == {"tracked"}
+        assert {one.method.local.norm for one in example.entrants(figure, 400, (0, 0.5), "post")} == {"post"}
+
+
+def test_parts_are_chosen_by_name_with_or_without_their_weight(example, file, capsys, tmp_path):
+    common = f"{file} --rounds 1 --clients 4 --fraction 1 --tests 24 --model tiny_resnet".split()
+
+    def played(out, *asked):
+        example.main([*common, "--out", str(tmp_path / out), *asked])
+        return [json.loads(line)["method"] for line in (tmp_path / out).read_text().splitlines()]
+
+    weights = ("--weights", "0", "0.5")
+    one, two = "FedAvg + AT, λn 0", "FedAvg + AT, λn 0.5"
+    assert played("both.jsonl", *weights, "--methods", "FedAvg + AT") == [one, two]
+    assert played("one.jsonl", *weights, "--methods", two) == [two]
+    with pytest.raises(SystemExit):
+        played("none.jsonl", *weights, "--methods", "FedAvg+AT")
+    assert "full has ['Split-Mix + DAT', 'FedAvg + OAT'" in capsys.readouterr().err
