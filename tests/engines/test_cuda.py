@@ -120,6 +120,18 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(transform, norm, search,
     assert not run.engine.examiner.unswept
 
 
+@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
+@pytest.mark.parametrize("name", ["heterofl", "sheterofl", "fjord"])
+def test_recorded_steps_read_the_shares_of_whoever_trains(name, layout, perceptron, make_data, play):
+    """Three shares, one member, other clients every round: a graph must not hold on to the divisor it was made with."""
+    method, data = with_local(METHODS[name](), batch_size=4, scaler=True), make_data(perceptron, [8] * 6)
+    fleet, how = fq.Fleet.of((0.5, 0.55, 0.6), 6, 2), fq.Evaluation(every=0)
+    truth = play(method, perceptron, data, fleet=fleet, rounds=4)
+    run = fq.prepare(method, perceptron, data, fleet, "vectorised", 0, "cuda", "fp64", how)
+    run.engine.layout = layout
+    assert_same(truth, on_cpu(run.train(4)), atol=1e-8)
+
+
 def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, make_data):
     """Cohorts change from round to round; a unit that has been recorded is loaded with whoever comes next."""
     data, fleet = make_data(residual, [8] * 12), fq.Fleet.of(SHARES, 12, 6)
