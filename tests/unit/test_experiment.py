@@ -472,7 +472,7 @@ def test_what_a_codec_makes_of_weights_must_be_finite(perceptron, make_data):
     wide = {name: torch.full_like(value, 2e38) for name, value in run.server.weights.items()}
     wide["last.bias"][0] = -2e38
     with pytest.raises(TrainingError, match=r"client 0 .* sent weights that are not finite in round 1"):
-        run.engine.deliver(run.server, job, [Payload(job.submodel, wide)], run.server.weights)
+        run.engine.deliver(run.server, job, Payload(job.submodel, wide), run.server.weights)
 
 
 def test_a_budget_that_holds_no_base_net_is_refused_before_the_first_round(residual, make_data):
