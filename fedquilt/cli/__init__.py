@@ -363,7 +363,7 @@ def _output(for_json: bool) -> Iterator[tuple[Console, TextIO]]:
 
 # --- the script -------------------------------------------------------------------------------------------------
 
-COMMANDS: dict[str, type] = {
+COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunRequest,
     "compare": CompareRequest,
     "export": ExportRequest,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
@@ -66,7 +66,7 @@ FLAGS = {
 }
 
 
-def refuse_repeated(kind: type, args: Sequence[str]) -> None:
+def refuse_repeated(kind: Callable[..., Any], args: Sequence[str]) -> None:
     """Refuse a flag that takes one value and is given again, of which the parser would use the last value only.
 
     Args:
@@ -90,9 +90,9 @@ def refuse_repeated(kind: type, args: Sequence[str]) -> None:
         raise ConfigError("\n  ".join(wrong))
 
 
-def _single_valued(kind: type) -> dict[str, str]:
+def _single_valued(kind: Callable[..., Any]) -> dict[str, str]:
     """Return the flags of a command that take one value, each with the name that its aliases share."""
-    names = {}
+    names: dict[str, str] = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
         value_type, *marks = get_args(hint)
         if value_type is bool or tyro.conf.UseAppendAction in marks or tyro.conf.Positional in marks:
