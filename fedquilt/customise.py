@@ -11,11 +11,12 @@ from torch import Tensor, nn
 
 from fedquilt.axes import Index, Positions
 from fedquilt.data.parts import Array
-from fedquilt.deploy import Shelf, forget_statistics, norms_of
+from fedquilt.deploy import Shelf, check_nets, norms_of
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
+from fedquilt.family.faithful import forget_statistics
 from fedquilt.files import Blob, why, write
 from fedquilt.portable import Note, about, under
 from fedquilt.round.local import NormPolicy
@@ -283,6 +284,7 @@ def customisable(
     if not budgets:
         raise ConfigError("a customisable model was asked for without shares; give some, such as shares=(1, 0.5).")
     plan = Plan.of({share: shelf.nets(budget) for share, budget in budgets.items()})
+    check_nets(run, (placed.net for placed in plan.nets), policy)
     stored = policy in ("tracked", "local")  # with the weights: a narrower net's are a view of the wider one's
     weights = shelf.settled(plan.stocks, policy if stored else "batch", samples)
     statistics: list[Weights] = [{} for _ in plan.nets]

@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import TYPE_CHECKING, get_args
 
 import torch
 from torch import Tensor, nn
-from torch.nn.modules.batchnorm import _NormBase
 
 from fedquilt.checks import whole
 from fedquilt.data.parts import Array
@@ -19,10 +18,11 @@ from fedquilt.family import Family
 from fedquilt.family.cost import Cost
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
+from fedquilt.family.faithful import forget_statistics
 from fedquilt.family.net import Pass
 from fedquilt.round.link import PERFECT
 from fedquilt.round.local import NormPolicy, batched
-from fedquilt.round.serve import both_statistics, given, mean_statistics
+from fedquilt.round.serve import both_statistics, compared_passes, given, mean_statistics
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -169,7 +169,14 @@ def deployed(
     """What a device of a budget gets: of the server's, or what a client ended with."""
     shelf, policy = Shelf(run, client), norms_of(run, norms, client)
     nets = shelf.nets(budget)
+    check_nets(run, nets, policy)
     return Deployed(run.engine.world.family, nets, tuple(shelf.settled(nets, policy, samples)), policy)
+
+
+def check_nets(run: Run, nets: Iterable[Submodel], norms: NormPolicy) -> None:
+    """Refuse nets that are other networks as modules than clients trained, in training and as they are handed out."""
+    for net in nets:
+        run.engine.world.family.check_net(net.arch, compared_passes(run.method.local, norms))
 
 
 def check_client(run: Run, client: int) -> None:
@@ -260,11 +267,3 @@ def check_within(run: Run, nets: Mix, budget: Budget) -> None:
             budget.share,
             share,
         )
-
-
-def forget_statistics(module: nn.Module) -> None:
-    """Make norms normalise by the batch in evaluation too: theirs are the classes of torch, told to track nothing."""
-    for layer in module.modules():
-        if isinstance(layer, _NormBase):
-            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
-            layer.track_running_stats = False

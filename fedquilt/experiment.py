@@ -31,6 +31,7 @@ from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, 
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.local import NormPolicy
+from fedquilt.round.serve import compared_passes
 from fedquilt.terms import Budget, Client, Server, World
 from fedquilt.tracking import Tracking, tracked
 
@@ -259,6 +260,7 @@ def prepare(
         engine = known(ENGINES, engine, "engine")(world, data, precision=precision)
     server = method.init(engine.world)
     _check_budgets(method, server, fleet, engine)
+    _check_nets(method, server, fleet, engine)
     memory = Memories(memory_limit, engine.world.device)
     memory.update(server.memory)
     engine.link = link
@@ -284,6 +286,16 @@ def _check_budgets(method: Method, server: Server, fleet: Fleet, engine: Engine)
             method.plan(server, client, world)
         except BudgetError as error:
             raise BudgetError(f"client {client.id}: {error}") from error
+
+
+def _check_nets(method: Method, server: Server, fleet: Fleet, engine: Engine) -> None:
+    """Refuse a model of which clients would train another network than the user wrote, at any planned size."""
+    modes = compared_passes(method.local, method.local.norm)
+    for budget in fleet.kinds[:_FEW]:
+        first = fleet.first(budget)
+        client = Client(first, budget, engine.data.size(first))
+        for planned in method.plan(server, client, engine.world):
+            engine.world.family.check_net(planned.arch, modes)
 
 
 def _whole(what: str, given: int) -> int:

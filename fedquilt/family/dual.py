@@ -48,26 +48,26 @@ class Adjustable(nn.Module):
 
 
 class DualNorm(Adjustable):
-    """DBN (equation 2): (1 − λ)·clean(x) + λ·noised(x); at 0 and 1 only the one norm runs."""
+    """DBN (equation 2): (1 − λ)·clean(input) + λ·noised(input); at 0 and 1 only the one norm runs."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
         self.clean, self.noised = norm, copy.deepcopy(norm)
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         share = self.robustness
         if isinstance(share, Tensor):
-            share = share.reshape(-1, *[1] * (x.dim() - 1))
+            share = share.reshape(-1, *[1] * (input.dim() - 1))
         elif share == 0:
-            return self.clean(x)  # type: ignore[no-any-return]
+            return self.clean(input)  # type: ignore[no-any-return]
         elif share == 1:
-            return self.noised(x)  # type: ignore[no-any-return]
-        mixed: Tensor = (1 - share) * self.clean(x) + share * self.noised(x)
+            return self.noised(input)  # type: ignore[no-any-return]
+        mixed: Tensor = (1 - share) * self.clean(input) + share * self.noised(input)
         return mixed
 
 
 class ConditionedNorm(Adjustable):
-    """FiLM after a norm: (1 + scale(λ))·norm(x) + shift(λ), both by a net of two layers that starts at zero.
+    """FiLM after a norm: (1 + scale(λ))·norm(input) + shift(λ), both by a net of two layers that starts at zero.
 
     λ is read as cos(π·k·λ) for the first `codes` whole numbers k, the discrete cosine code.
     """
@@ -84,17 +84,19 @@ class ConditionedNorm(Adjustable):
         self.last = isinstance(norm, (nn.LayerNorm, nn.RMSNorm))  # where the channels are
         self.scale, self.shift = (_perceptron(codes, len(weight)) for _ in range(2))
 
-    def forward(self, x: Tensor) -> Tensor:
+    def forward(self, input: Tensor) -> Tensor:
         chosen = self.robustness
-        one_each = chosen if isinstance(chosen, Tensor) else torch.full((1,), chosen, dtype=x.dtype, device=x.device)
-        harmonics = torch.arange(self.codes, dtype=x.dtype, device=x.device)
+        one_each = (
+            chosen if isinstance(chosen, Tensor) else torch.full((1,), chosen, dtype=input.dtype, device=input.device)
+        )
+        harmonics = torch.arange(self.codes, dtype=input.dtype, device=input.device)
         code = torch.cos(math.pi * one_each.unsqueeze(1) * harmonics)  # (sample or 1, code)
-        between = (1,) * (x.dim() - 2)
+        between = (1,) * (input.dim() - 2)
         scale, shift = (
             found.reshape(len(code), *between, -1) if self.last else found.reshape(len(code), -1, *between)
             for found in (self.scale(code), self.shift(code))
         )
-        made: Tensor = (1 + scale) * self.norm(x) + shift
+        made: Tensor = (1 + scale) * self.norm(input) + shift
         return made
 
 

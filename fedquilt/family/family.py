@@ -5,25 +5,23 @@ from __future__ import annotations
 import copy
 import logging
 import math
-import random
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
-from fedquilt import noise
 from fedquilt.axes import Axis, Index, axes_in, write
 from fedquilt.devices import untransformed
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, measure
 from fedquilt.family.dual import ConditionedNorm, DualNorm, is_adjustable
+from fedquilt.family.faithful import answer, check_net, plain, unlike
 from fedquilt.family.laid import LaidNet, agrees
 from fedquilt.family.layout import Layout
 from fedquilt.family.net import Net, Pass
@@ -121,15 +119,15 @@ class Family:
     def _mingles(self) -> bool:
         """Whether its forward mixes the batch in ways no layer shows: a sample's answer changes with another sample."""
         try:
-            state = {name: _plain(value) for name, value in _state(self._module, tuple(self.layout.dims)).items()}
-            rows, mode = _plain(self.example_inputs[0].detach()), Pass(statistics="stored")
+            state = {name: plain(value) for name, value in _state(self._module, tuple(self.layout.dims)).items()}
+            rows, mode = plain(self.example_inputs[0].detach()), Pass(statistics="stored")
             sample, others = rows[:1], [row for row in rows[1:].unsqueeze(1) if not torch.equal(row, rows[:1])]
             with torch.no_grad():  # rather beside other real ones, which the net is sure to take
-                alike, *unlike = (
+                alone, *mixed = (
                     self.net(self.whole)(state, torch.cat([sample, beside]), mode)[0][:1]
-                    for beside in (sample, *(others or _unlike(sample)))
+                    for beside in (sample, *(others or unlike(sample)))
                 )
-            return not all(agrees(answer, alike) for answer in unlike)
+            return not all(agrees(logits, alone) for logits in mixed)
         except Exception:  # a forward may be anybody's; batches as they were asked for are right for every net
             return True
 
@@ -154,16 +152,35 @@ class Family:
     def _remembers(self) -> tuple[list[str], bool]:
         """The buffers that a forward in training writes into, and whether a second one answers otherwise."""
         try:
-            inputs = tuple(_plain(torch.cat([x, x])) if isinstance(x, Tensor) else x for x in self.example_inputs)
+            inputs = tuple(plain(torch.cat([x, x])) if isinstance(x, Tensor) else x for x in self.example_inputs)
             module = copy.deepcopy(self._module).float().cpu().train()
             own = {*self.constants, *self.carried}
             before = {name: value.clone() for name, value in module.named_buffers() if name in own}
-            first, second = (_answer(module, inputs) for _ in range(2))
+            first, second = (answer(module, inputs) for _ in range(2))
             after = dict(module.named_buffers())
             written = [name for name, value in before.items() if not _same(value, after[name])]
             return written, not _same(first, second, 0.0 if written else 1e-4)
         except Exception:  # a forward may be anybody's, and training tells what is wrong with it
             return [], False
+
+    def check_net(self, arch: Arch, modes: Sequence[Pass]) -> None:
+        """Refuse a member whose net, which clients train, is another network than its module.
+
+        Each member is compared once in each mode.
+        """
+        new = [mode for mode in modes if (arch, mode) not in self._faithful]
+        if new:
+            check_net(self, arch, new)
+            self._faithful.update((arch, mode) for mode in new)
+
+    @cached_property
+    def _faithful(self) -> set[tuple[Arch, Pass]]:
+        return set()
+
+    @property
+    def title(self) -> str:
+        """The name of the module's class."""
+        return type(self._module).__name__
 
     @cached_property
     def dual(self) -> bool:
@@ -385,6 +402,10 @@ class Family:
                 layer.num_batches_tracked = torch.zeros((), dtype=counter.dtype)
         return module
 
+    def brought(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Return weights and buffers as the traced module has them."""
+        return _state(self._module, names)
+
     @property
     def constants(self) -> dict[str, Tensor]:
         """What stays as it is in the module: buffers that are neither statistics nor cut."""
@@ -461,37 +482,9 @@ def _made(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
         return factory()
 
 
-def _plain(value: Tensor) -> Tensor:
-    """On the CPU and in float32, wherever and in whatever precision a module or samples came: runs cast both."""
-    return value.cpu().float() if value.is_floating_point() else value.cpu()
-
-
-def _unlike(sample: Tensor) -> list[Tensor]:
-    """Other samples of the same kind, to either side of it; of tokens 0 and 1 are some."""
-    if not sample.is_floating_point():
-        return [1 - sample.clamp(0, 1)]
-    away = noise.uniform(torch.tensor(0), sample.shape, sample.dtype)
-    return [sample + away, sample - away]
-
-
 def _same(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
     """Whether two tensors are equal, up to a part of them; sums on many threads may differ by rounding."""
     return torch.allclose(one.float(), other.float(), rounding, rounding / 100, equal_nan=True)
-
-
-def _answer(module: nn.Module, inputs: tuple[Any, ...]) -> Tensor:
-    """What a module makes of a batch, with the same random numbers whenever it is asked, whoever draws them."""
-    python, numpy = random.getstate(), np.random.get_state()
-    try:
-        random.seed(0)
-        np.random.seed(0)
-        with torch.no_grad(), torch.random.fork_rng(devices=[]):
-            torch.default_generator.manual_seed(0)
-            found: Tensor = module(*copy.deepcopy(inputs))
-        return found
-    finally:
-        random.setstate(python)
-        np.random.set_state(numpy)
 
 
 def _itself(module: nn.Module) -> nn.Module:

@@ -17,11 +17,12 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _BatchNorm
+from torch.nn.modules.conv import _ConvNd
 from torch.nn.modules.dropout import _DropoutNd
 
 from fedquilt.errors import FedquiltError
 from fedquilt.family.dual import ConditionedNorm, adjustables
-from fedquilt.family.net import Drawn
+from fedquilt.family.net import Drawn, is_stock
 from fedquilt.family.scaled import Scaled
 
 
@@ -87,6 +88,8 @@ class LaidNet:
 
 def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
     """A layer's forward over clients laid side by side; None where its own will do."""
+    if isinstance(layer, (_ConvNd, _BatchNorm, nn.GroupNorm, nn.Linear)) and not is_stock(layer):
+        raise LayoutError(f"a {type(layer).__name__} may compute more than the layer it is derived from")
     match layer:
         case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if layer.padding_mode == "zeros":
             return partial(_conv, layer, count)
@@ -102,7 +105,7 @@ def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
             return partial(_group_norm, layer, count)
         case nn.Linear():
             return partial(_linear, layer, count)
-        case nn.AdaptiveAvgPool2d() if layer.output_size in (1, (1, 1)):
+        case nn.AdaptiveAvgPool2d() if is_stock(layer) and layer.output_size in (1, (1, 1)):
             return _mean
         case _DropoutNd() if layer.p:
             raise LayoutError(f"it has a {type(layer).__name__}, whose noise is each client's own")

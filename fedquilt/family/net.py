@@ -3,15 +3,20 @@
 A module keeps two kinds of hidden state, and a `Net` takes both away. Norm statistics become values that go in and
 come out. Random numbers (dropout, attention dropout, `torch.rand` in a forward) come from `fedquilt.noise`, keyed by
 the caller and by the order of the draws, so that every engine draws the same.
+
+The forward of torch's own norm layers is replaced, because that is fast. A subclass keeps its forward, since it may
+add an activation or a conversion. There the functional call (`F.batch_norm`) is replaced, in which `super().forward`
+ends too.
 """
 
 from __future__ import annotations
 
 import math
-import types
-from collections.abc import Callable, Mapping
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
+from types import FunctionType
 from typing import Any, Literal
 
 import torch
@@ -48,6 +53,7 @@ class _Now:
 
     mode: Pass = field(default_factory=Pass)
     seen: dict[str, Tensor] = field(default_factory=dict)
+    calls: Counter[str] = field(default_factory=Counter)  # of each norm, in this pass
     share: float | Tensor = 1.0  # that the scaler divides by
 
     @property
@@ -68,12 +74,21 @@ class Net:
         self._adjustables = tuple(adjustables(module))
         self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
         self._reading: set[bool] = set()  # those in which it leaves its inputs as they are
+        self._norms: dict[str, _NormBase] = {}  # layers whose statistics are values
+        self._counters: list[str] = []  # batch counters of norms that keep their own forward
         for name, layer in module.named_modules():
+            if isinstance(layer, _NormBase):
+                self._norms[name] = layer
+            if isinstance(layer, _NormBase) and not is_stock(layer):
+                layer.forward = partial(_own_norm, layer.forward, layer, name, self._now)
+                if layer.num_batches_tracked is not None:
+                    self._counters.append(f"{_prefix(name)}num_batches_tracked")
+                continue
             if isinstance(layer, (_NormBase, nn.LayerNorm, nn.GroupNorm)):
-                layer.register_forward_pre_hook(_in_float32)
+                layer.register_forward_pre_hook(_in_float32, with_kwargs=True)
             if isinstance(layer, _NormBase):
                 layer.forward = partial(_norm, layer, name, self._now)
-            elif isinstance(layer, nn.AdaptiveAvgPool2d):
+            elif isinstance(layer, nn.AdaptiveAvgPool2d) and is_stock(layer):
                 layer.forward = partial(_pool, None, output_size=layer.output_size)  # type: ignore[method-assign]
             if name in scaled.layers:
                 layer.register_forward_hook(partial(_rescale, self._now))
@@ -96,7 +111,8 @@ class Net:
         for layer in self._adjustables:
             layer.robustness = mode.robustness if condition is None else condition
         self._now.mode, self._now.seen, self._now.share = mode, {}, share
-        values = {**self._constants_for(weights), **weights}
+        self._now.calls = Counter()
+        values = {**self._constants_for(weights), **weights, **self._fresh_counters()}
         if self._now.scales:
             values |= {name: _divided(values[name], share) for name in self._scaled.weights}
         # A first operation in place would change what others go on with, and torch.func refuses it; a copy may change.
@@ -105,7 +121,7 @@ class Net:
         if mode.train in self._plain:
             outputs = functional_call(self.module, values, (inputs,), strict=False)
         else:
-            with Drawn(key) as drawn:
+            with Drawn(key, self._functional_norm) as drawn:
                 outputs = functional_call(self.module, values, (inputs,), strict=False)
             if not drawn.replaced:  # watching every operation costs a millisecond: nets are traced, so once will do
                 self._plain.add(mode.train)
@@ -117,6 +133,18 @@ class Net:
             for layer in self._adjustables:
                 layer.robustness = mode.robustness
         return outputs, seen
+
+    def _fresh_counters(self) -> dict[str, Tensor]:
+        """Return new batch counters, since torch.func refuses to change those of before in-place."""
+        return {name: torch.zeros((), dtype=torch.long) for name in self._counters}
+
+    def _functional_norm(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+        """Run a functional norm by the pass's policy if it was given a layer's statistics; None: it was not."""
+        given = _arguments(function, args, kwargs)
+        for name, layer in self._norms.items():
+            if given["running_mean"] is not None and given["running_mean"] is layer.running_mean:
+                return _functional(given, layer, name, self._now)
+        return None
 
     def _constants_for(self, weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """What is not trained, where the training happens and as precise as it is."""
@@ -134,54 +162,172 @@ class Net:
         return moved
 
 
-def _in_float32(layer: nn.Module, inputs: tuple[Tensor]) -> Tensor:
+_ADDITIONS = ("__init__", "__repr__", "extra_repr", "reset_parameters")  # methods that change no output
+
+
+def is_stock(layer: nn.Module) -> bool:
+    """Return True if a layer computes what torch's class does: its own class adds at most a constructor."""
+    if "forward" in vars(layer):
+        return False
+    for kind in type(layer).__mro__:
+        if kind.__module__.startswith("torch.nn."):
+            return True
+        for name, value in vars(kind).items():
+            if isinstance(value, (FunctionType, property, classmethod, staticmethod)) and name not in _ADDITIONS:
+                return False
+    return False
+
+
+def _in_float32(
+    layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]
+) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    return tuple(map(_widened, args)), {name: _widened(value) for name, value in kwargs.items()}
+
+
+def _widened(value: Any) -> Any:
     """Autocast leaves batch norms, and on a CPU all of them, bf16 inputs, which stacks cannot have beside float32."""
-    (value,) = inputs
-    return value.float() if value.dtype == torch.bfloat16 and (value.is_cpu or _is_stacked(value)) else value
+    narrow = isinstance(value, Tensor) and value.dtype == torch.bfloat16
+    return value.float() if narrow and (value.is_cpu or _is_stacked(value)) else value
 
 
-def _norm(layer: _NormBase, name: str, now: _Now, inputs: Tensor) -> Tensor:
-    """A norm layer whose statistics are values: given, or measured and handed back."""
-    alone = isinstance(layer, _InstanceNorm)  # each sample is normalised by itself
-    mean, var, affine = layer.running_mean, layer.running_var, (layer.weight, layer.bias)
-    if now.mode.statistics == "stored" and mean is not None:
-        return torch.native_batch_norm(inputs, *affine, mean, var, False, 0.0, layer.eps)[0]
-    if now.mode.statistics in ("track", "measure") and mean is not None:
-        outputs, mean, var = _measured(inputs, layer, alone)
-        prefix = f"{name}." if name else ""
-        for kind, old, new in (("mean", layer.running_mean, mean), ("var", layer.running_var, var)):
-            if now.mode.statistics == "track":
-                if old is None or layer.momentum is None:
-                    raise TrainingError(
-                        f"norm layer {name!r} averages its statistics cumulatively (momentum=None), which clients "
-                        "cannot go on with from round to round. Give it a momentum, or use the norm policy 'post'."
-                    )
-                new = (1 - layer.momentum) * old + layer.momentum * new
-            now.seen[f"{prefix}running_{kind}"] = new
-        return outputs
-    return _each_by_itself(inputs, layer) if alone else _by_batch(inputs, *affine, layer.eps)
+@dataclass(frozen=True)
+class _Norm:
+    """One call of a norm: its layer's name, and what it was given besides its inputs."""
+
+    name: str
+    mean: Tensor | None
+    var: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+    momentum: float | None
+    eps: float
+    alone: bool  # each sample is normalised by itself
+    live: bool  # the layer is in training, and asks for the batch's statistics
 
 
-def _measured(inputs: Tensor, layer: _NormBase, alone: bool) -> tuple[Tensor, Tensor, Tensor]:
-    """A layer's outputs, and the mean and the unbiased variance of its inputs."""
-    if alone:
+def _norm(layer: _NormBase, name: str, now: _Now, input: Tensor) -> Tensor:
+    """Run a norm layer of torch's own."""
+    statistics, affine = (layer.running_mean, layer.running_var), (layer.weight, layer.bias)
+    alone = isinstance(layer, _InstanceNorm)
+    norm = _Norm(name, *statistics, *affine, layer.momentum, layer.eps, alone, layer.training)
+    return _normalised(input, norm, now)
+
+
+def _own_norm(forward: Callable[..., Any], layer: _NormBase, name: str, now: _Now, *args: Any, **kwargs: Any) -> Any:
+    """Run the forward of a norm layer's own class, in which functional norms follow the pass's policy."""
+    with _Within(layer, name, now) as within:
+        outputs = forward(*args, **kwargs)
+    if not within.called and layer.running_mean is not None and now.mode.statistics != "stored":
+        raise TrainingError(
+            f"norm layer {name!r} is a {type(layer).__name__}, whose forward normalises by hand, so that nobody else "
+            "can say by which statistics. Let it call super().forward, F.batch_norm or F.instance_norm, or give it "
+            "track_running_stats=False."
+        )
+    return outputs
+
+
+class _Within(TorchFunctionMode):
+    """Within this context all functional norms are one layer's, whatever was done to its statistics before."""
+
+    def __init__(self, layer: _NormBase, name: str, now: _Now) -> None:
+        super().__init__()
+        self.called = False
+        self._layer, self._name, self._now = layer, name, now
+
+    def __torch_function__(
+        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        if func not in _FUNCTIONAL:
+            return func(*args, **(kwargs or {}))
+        self.called = True
+        return _functional(_arguments(func, args, kwargs or {}), self._layer, self._name, self._now)
+
+
+_PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
+_PARAMETERS_OF_ATEN = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+_FUNCTIONAL: dict[Any, tuple[str, ...]] = {
+    F.batch_norm: _PARAMETERS,
+    F.instance_norm: _PARAMETERS,
+    torch.batch_norm: _PARAMETERS_OF_ATEN,
+    torch.instance_norm: _PARAMETERS_OF_ATEN,
+}
+
+
+def _arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the arguments of a functional norm by name, and whether it is an instance norm, as `alone`."""
+    alone = function in (F.instance_norm, torch.instance_norm)
+    affine = {"weight": None, "bias": None}
+    defaults = {"running_mean": None, "running_var": None, **affine, "training": alone, "momentum": 0.1, "eps": 1e-5}
+    given = {**defaults, **dict(zip(_FUNCTIONAL[function], args, strict=False)), **kwargs, "alone": alone}
+    return {**given, "training": given.get("use_input_stats", given["training"])}
+
+
+def _functional(given: Mapping[str, Any], layer: _NormBase, name: str, now: _Now) -> Tensor:
+    """Run a functional norm on a layer's statistics by the pass's policy."""
+    statistics, affine = (given["running_mean"], given["running_var"]), (given["weight"], given["bias"])
+    momentum = None if layer.momentum is None else given["momentum"]
+    norm = _Norm(name, *statistics, *affine, momentum, given["eps"], given["alone"], given["training"])
+    return _normalised(_widened(given["input"]), norm, now)
+
+
+def _normalised(inputs: Tensor, norm: _Norm, now: _Now) -> Tensor:
+    """Run a norm whose statistics are values: given, or measured and handed back."""
+    if norm.mean is not None:
+        frozen = now.mode.train and not norm.live
+        if frozen and norm.mean.is_meta:
+            raise TrainingError(
+                f"norm layer {norm.name!r} is frozen: it normalises by stored statistics in training too, and the norm "
+                "policy stores none. Use 'tracked' or 'local' (local.norm), or let it train."
+            )
+        if frozen or now.mode.statistics == "stored":
+            given = (norm.weight, norm.bias, norm.mean, norm.var)
+            return torch.native_batch_norm(inputs, *given, False, 0.0, norm.eps)[0]
+        if now.mode.statistics in ("track", "measure"):
+            outputs, mean, var = _measured(inputs, norm)
+            _hand_back(mean, var, norm, now)
+            return outputs
+    return _each_by_itself(inputs, norm) if norm.alone else _by_batch(inputs, norm.weight, norm.bias, norm.eps)
+
+
+def _hand_back(mean: Tensor, var: Tensor, norm: _Norm, now: _Now) -> None:
+    """Hand back new running values, or the mean over the pass's calls of what a norm measured."""
+    now.calls[norm.name] += 1
+    tracks = now.mode.statistics == "track"
+    if tracks and norm.momentum is None:
+        raise TrainingError(
+            f"norm layer {norm.name!r} averages its statistics cumulatively (momentum=None), which clients "
+            "cannot go on with from round to round. Give it a momentum, or use the norm policy 'post'."
+        )
+    pace = norm.momentum if tracks else 1 / now.calls[norm.name]
+    assert pace is not None
+    for kind, given, new in (("mean", norm.mean, mean), ("var", norm.var, var)):
+        key = f"{_prefix(norm.name)}running_{kind}"
+        old = now.seen.get(key, given if tracks else None)  # a layer that is called twice goes on from the first call
+        now.seen[key] = new if old is None else (1 - pace) * old + pace * new
+
+
+def _prefix(name: str) -> str:
+    return f"{name}." if name else ""
+
+
+def _measured(inputs: Tensor, norm: _Norm) -> tuple[Tensor, Tensor, Tensor]:
+    """A norm's outputs, and the mean and the unbiased variance of its inputs."""
+    if norm.alone:
         var, mean = torch.var_mean(inputs.detach(), list(range(2, inputs.dim())), correction=1)
-        return _each_by_itself(inputs, layer), mean.mean(0), var.mean(0)
+        return _each_by_itself(inputs, norm), mean.mean(0), var.mean(0)
     count = inputs.numel() // inputs.shape[1]
     if count == 1:
         raise _too_few(inputs)
     # The kernel knows both anyway: a second pass over the inputs would take longer than the layer itself.
-    found = torch.native_batch_norm(inputs, layer.weight, layer.bias, None, None, True, 0.0, layer.eps)
+    found = torch.native_batch_norm(inputs, norm.weight, norm.bias, None, None, True, 0.0, norm.eps)
     mean, scale = found[1].detach(), found[2].detach()
-    return found[0], mean, (scale**-2 - layer.eps).clamp(min=0) * (count / (count - 1))
+    return found[0], mean, (scale**-2 - norm.eps).clamp(min=0) * (count / (count - 1))
 
 
-def _each_by_itself(inputs: Tensor, layer: _NormBase) -> Tensor:
+def _each_by_itself(inputs: Tensor, norm: _Norm) -> Tensor:
     """Instance norm: a batch norm of one sample that has all channels of all samples."""
-    apart = _by_batch(inputs.flatten(0, 1).unsqueeze(0), None, None, layer.eps).reshape(inputs.shape)
-    weight, bias = (
-        None if v is None else v.reshape([-1] + [1] * (inputs.dim() - 2)) for v in (layer.weight, layer.bias)
-    )
+    apart = _by_batch(inputs.flatten(0, 1).unsqueeze(0), None, None, norm.eps).reshape(inputs.shape)
+    weight, bias = (None if v is None else v.reshape([-1] + [1] * (inputs.dim() - 2)) for v in (norm.weight, norm.bias))
     return apart if weight is None or bias is None else apart * weight + bias
 
 
@@ -225,17 +371,26 @@ def _divided(value: Tensor, share: float | Tensor) -> Tensor:
 
 
 class Drawn(TorchFunctionMode):
-    """Within this context every random number a module asks torch for is drawn from `key` instead."""
+    """Within this context every random number a module asks torch for is drawn from `key` instead.
 
-    def __init__(self, key: Tensor | None) -> None:
+    `norms` is asked for the outputs of every functional norm; where it has none, torch's are taken.
+    """
+
+    def __init__(self, key: Tensor | None, norms: Callable[..., Tensor | None] | None = None) -> None:
         super().__init__()
         self.replaced = False
         self._key = key
+        self._norms = norms
         self._site = 0
 
     def __torch_function__(
         self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
+        if self._norms is not None and func in _FUNCTIONAL:
+            normalised = self._norms(func, args, kwargs or {})
+            if normalised is not None:
+                self.replaced = True
+                return normalised
         replacement = _REPLACED.get(func)
         if replacement is None:
             return func(*args, **(kwargs or {}))
@@ -310,7 +465,7 @@ def _pool(drawn: Drawn | None, input: Tensor, output_size: Any) -> Tensor:
 
 # The same code as torch's, but transparent: it does not hand itself to the mode as one opaque call, so that the
 # attention and dropout inside it reach the replacements here.
-_transparent_mha = types.FunctionType(
+_transparent_mha = FunctionType(
     F.multi_head_attention_forward.__code__,
     {**vars(F), "has_torch_function": lambda *_: False},
     argdefs=F.multi_head_attention_forward.__defaults__,

@@ -18,7 +18,7 @@ from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD, by_sample
 from fedquilt.round.clients import Fleet
 from fedquilt.round.link import PERFECT
-from fedquilt.round.local import NormPolicy
+from fedquilt.round.local import Local, NormPolicy, train_pass
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights, World
 
 if TYPE_CHECKING:
@@ -104,6 +104,11 @@ class Score:
 def exam_pass(norm: NormPolicy) -> Pass:
     """How nets run when they are tested: on stored statistics where the policy stores any."""
     return Pass(train=False, statistics="batch" if norm == "batch" else "stored")
+
+
+def compared_passes(local: Local, norm: NormPolicy) -> tuple[Pass, Pass]:
+    """Return how nets run in training and once deployed, where they must equal their modules."""
+    return Pass(train=True, statistics=train_pass(local).statistics), exam_pass(norm)
 
 
 def right(

@@ -1,0 +1,299 @@
+"""A check that a member's net, which clients train, computes what the member's module does.
+
+A `Net` runs norms, pooling, attention and random functions by code of its own. All engines share
+it, so that comparing engines cannot show a mistake in it. Here a net is compared with the plain
+module that `deploy` hands out.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.nn.modules.batchnorm import _NormBase
+
+from fedquilt import noise
+from fedquilt.errors import FedquiltError, TraceError, first_line
+from fedquilt.family.dual import set_robustness
+from fedquilt.family.net import Drawn, Pass
+from fedquilt.round.cut import prefix
+from fedquilt.terms import Arch, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.family.family import Family
+
+# Precisions to compare in, and the largest difference that counts as rounding, as a part of the
+# largest value. float32 is fast, and where it agrees that is enough. Else float64 decides; its
+# bound is wide because some modules compute in float32 in between (softmax, mean squares). What
+# does not run in float64 is given what a deep net's float32 needs.
+ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-5), (torch.float32, 1e-3))
+BATCH_SIZE = 4  # of two samples a norm over the batch would keep little more than signs
+KEY = torch.tensor(noise.key(61))
+OUTPUTS = "its outputs"
+REMEDY = (
+    "Let a norm layer of your own call super().forward or F.batch_norm, leave norm layers in "
+    "training mode while the module trains, and draw random numbers by torch's functions."
+)
+_log = logging.getLogger(__name__)
+
+
+def check_net(family: Family, arch: Arch, modes: Sequence[Pass]) -> None:
+    """Refuse a member whose net computes something else than its module.
+
+    Both get the same weights, samples and random numbers. If the module itself fails, nothing can
+    be compared, and a warning says so.
+
+    Args:
+        family: The family of the member.
+        arch: The member.
+        modes: How the net runs: in training or not, on which norm statistics. The scaler is off.
+
+    Raises:
+        TraceError: They differ by more than rounding, or the net fails where the module does not.
+    """
+    names = (*family.trainable, *family.statistics, *family.carried)
+    weights = family.cutter.gather(family.brought(names), prefix(arch), names)
+    moved = {name: shaken(weights[name]) for name in (*family.trainable, *family.statistics)}
+    for mode in modes:
+        for robustness in (0.0, 1.0) if family.adjustable else (0.0,):
+            _check(family, arch, replace(mode, robustness=robustness), {**weights, **moved})
+
+
+def _check(family: Family, arch: Arch, mode: Pass, weights: Weights) -> None:
+    refusal: TraceError | None = None
+    failure: Exception | None = None
+    for dtype, tolerance in ATTEMPTS:
+        inputs = plain(samples(family.example_inputs[0]), dtype)
+        cast = {name: plain(value, dtype) for name, value in weights.items()}
+        pair = _Pair(family, arch, mode, cast, inputs)
+        try:
+            expected = pair.run_module()
+        except FedquiltError:
+            raise
+        except Exception as error:  # a forward may be anybody's
+            failure = error
+            continue
+        refusal = _compare(pair, expected, tolerance)
+        if refusal is None:
+            return
+        if dtype == torch.float64:
+            break
+    if refusal is not None:
+        raise refusal
+    assert failure is not None
+    told = "%s was not compared with what clients train in its place, since it fails: %s"
+    _log.warning(told, pair.title, first_line(failure))
+
+
+def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> TraceError | None:
+    """Return what is wrong with a net, if anything is."""
+    if not expected[OUTPUTS].isfinite().any():
+        told = "%s was not compared with what clients train in its place: no output is finite"
+        _log.warning(told, pair.title)
+        return None
+    try:
+        found = pair.run_net()
+    except FedquiltError:
+        raise
+    except Exception as error:
+        refusal = TraceError(
+            f"{pair.title} runs, but the net that clients would train in its place does not: "
+            f"{first_line(error)}. {REMEDY}"
+        )
+        refusal.__cause__ = error
+        return refusal
+    for name, value in expected.items():
+        difference = _difference(found[name], value)
+        scale = float(value.abs().max())
+        if not difference <= tolerance * max(scale, 1e-6):
+            return TraceError(
+                f"{pair.title} is another network than clients would train in its place: {name} "
+                f"differ by {difference:.2g}, where they are up to {scale:.2g} and a difference of "
+                f"{tolerance * scale:.1g} would be rounding{pair.first_difference(tolerance)}. "
+                f"{REMEDY}"
+            )
+    return None
+
+
+def _difference(one: Tensor, other: Tensor) -> float:
+    """Return the largest difference; infinity for other shapes, or where one alone is finite."""
+    if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
+        return float("inf")
+    finite = one.isfinite()
+    return float((one - other)[finite].abs().max()) if finite.any() else 0.0
+
+
+@dataclass(frozen=True)
+class _Pair:
+    """A member as a module and as a net, on the same weights and samples."""
+
+    family: Family
+    arch: Arch
+    mode: Pass
+    weights: Weights
+    inputs: Tensor
+
+    @property
+    def title(self) -> str:
+        """The member and how it runs, as the subject of a sentence."""
+        family, mode = self.family, self.mode
+        count, whole = (family.count(arch) for arch in (self.arch, family.whole))
+        member = "whole" if self.arch == family.whole else f"with {count:,} of {whole:,} parameters"
+        how = "training" if mode.train else "evaluation"
+        norms = f", norm statistics: {mode.statistics}" if family.statistics else ""
+        robustness = f", robustness {mode.robustness:g}" if family.adjustable else ""
+        return f"{family.title}, {member}, in {how}{norms}{robustness},"
+
+    def run_module(self, watch: _Watch | None = None) -> dict[str, Tensor]:
+        """Run the module on random numbers that are drawn as the net's are."""
+        mode, family = self.mode, self.family
+        # A forward writes into buffers at most; weights are many, and both sides may have the same.
+        own = {name: self.weights[name].clone() for name in (*family.statistics, *family.carried)}
+        weights = {**self.weights, **own}
+        module = family.assemble(prefix(self.arch), weights, shared=True).train(mode.train)
+        if not mode.train and mode.statistics == "batch":
+            forget_statistics(module)
+        if family.adjustable:
+            set_robustness(module, mode.robustness)
+        if watch is not None:
+            watch.attach(module)
+        if not mode.train:
+            return {OUTPUTS: answer(module, (self.inputs,))}
+        with _TorchsOwn(KEY):
+            outputs = answer(module, (self.inputs,))
+        after = dict(module.named_buffers()) if mode.statistics == "track" else {}
+        return {OUTPUTS: outputs, **{name: after[name] for name in family.statistics if after}}
+
+    def run_net(self, watch: _Watch | None = None) -> dict[str, Tensor]:
+        mode, net = self.mode, self.family.net(self.arch)
+        key = KEY if mode.train else None
+        tracked = {name: self.weights[name] for name in self.family.statistics}
+
+        def run(inputs: Tensor) -> Tensor:
+            outputs, seen = net(self.weights, inputs, mode, key)
+            tracked.update(seen)
+            return outputs
+
+        handles = watch.attach(net.module) if watch is not None else []
+        try:
+            return {OUTPUTS: answer(run, (self.inputs,)), **tracked}
+        finally:
+            for handle in handles:
+                handle.remove()
+
+    def first_difference(self, tolerance: float) -> str:
+        """Name the first layer whose outputs differ, the innermost one."""
+        ours, theirs = _Watch(), _Watch()
+        self.run_module(theirs)
+        self.run_net(ours)
+        for layer, value in theirs.outputs.items():
+            other = ours.outputs.get(layer)
+            scale = max(float(value.abs().max()), 1e-6) if value.numel() else 1.0
+            if other is not None and not _difference(other, value) <= tolerance * scale:
+                return f" (the first layer that differs is {layer})"
+        return ""
+
+
+class _Watch:
+    """The outputs of a module's layers, in the order in which the layers ended."""
+
+    def __init__(self) -> None:
+        self.outputs: dict[str, Tensor] = {}
+
+    def attach(self, module: nn.Module) -> list[Any]:
+        return [
+            layer.register_forward_hook(partial(self._keep, f"{name!r}, a {type(layer).__name__}"))
+            for name, layer in module.named_modules()
+            if name
+        ]
+
+    def _keep(self, title: str, layer: nn.Module, inputs: Any, outputs: Any) -> None:
+        if isinstance(outputs, Tensor) and outputs.is_floating_point():
+            self.outputs.setdefault(title, outputs.clone())
+
+
+class _TorchsOwn(Drawn):
+    """Within this context random numbers are drawn as a net's are, and all else is torch's own."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        kwargs = kwargs or {}
+        attention = func is F.scaled_dot_product_attention
+        still = attention and not (args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+        if still or func is F.adaptive_avg_pool2d:
+            return func(*args, **kwargs)
+        return super().__torch_function__(func, types, args, kwargs)
+
+
+def forget_statistics(module: nn.Module) -> None:
+    """Make a module's norms normalise by the batch in evaluation too, as torch's that track nothing."""
+    for layer in module.modules():
+        if isinstance(layer, _NormBase):
+            layer.running_mean = layer.running_var = layer.num_batches_tracked = None
+            layer.track_running_stats = False
+
+
+# --- weights, samples and random numbers --------------------------------------------------------
+
+
+def plain(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
+    """Return a tensor on the CPU, and in a type if it holds real numbers."""
+    return value.cpu().to(dtype) if value.is_floating_point() else value.cpu()
+
+
+def shaken(value: Tensor) -> Tensor:
+    """Return a weight whose entries are moved by up to a half of themselves, and zeros by up to 0.1.
+
+    Layers that start as zero or one would hide what comes before them, or what they do themselves.
+    """
+    if not value.is_floating_point():
+        return value
+    drawn = torch.rand(min(value.numel(), 9973), generator=torch.Generator().manual_seed(0)) - 0.5
+    repeats = -(-value.numel() // max(1, len(drawn)))  # a draw for each of many weights takes long
+    drawn = drawn.repeat(repeats)[: value.numel()].reshape(value.shape).to(value)
+    return value + torch.where(value == 0, 0.2, value) * drawn
+
+
+def samples(example: Tensor) -> Tensor:
+    """Return a few samples like the example's, of which no two are alike."""
+    rows = example.detach()[torch.arange(BATCH_SIZE) % len(example)]
+    if example.is_floating_point():
+        generator = torch.Generator().manual_seed(0)
+        return rows + torch.rand(rows.shape, generator=generator).to(rows)
+    return torch.cat([rows[:-2], unlike(rows[:1])[0], rows[-1:].flip(-1)])
+
+
+def unlike(sample: Tensor) -> list[Tensor]:
+    """Return other samples of the same kind, to either side of one. Of tokens 0 and 1 are some."""
+    if not sample.is_floating_point():
+        return [1 - sample.clamp(0, 1)]
+    away = noise.uniform(torch.tensor(0), sample.shape, sample.dtype)
+    return [sample + away, sample - away]
+
+
+def answer(module: Callable[..., Tensor], inputs: tuple[Any, ...]) -> Tensor:
+    """Run a module on copies of inputs, with all random generators at the same seeds every time."""
+    python, numpy = random.getstate(), np.random.get_state()
+    try:
+        random.seed(0)
+        np.random.seed(0)
+        with torch.no_grad(), torch.random.fork_rng(devices=[]):
+            torch.default_generator.manual_seed(0)
+            return module(*copy.deepcopy(inputs))
+    finally:
+        random.setstate(python)
+        np.random.set_state(numpy)
