@@ -113,7 +113,7 @@ def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> T
         return refusal
     for name, value in expected.items():
         difference = _difference(found[name], value)
-        scale = float(value.abs().max())
+        scale = _largest(value)
         if not difference <= tolerance * max(scale, 1e-6):
             return TraceError(
                 f"{pair.title} is another network than clients would train in its place: {name} "
@@ -128,8 +128,13 @@ def _difference(one: Tensor, other: Tensor) -> float:
     """Return the largest difference; infinity for other shapes, or where one alone is finite."""
     if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
         return float("inf")
-    finite = one.isfinite()
-    return float((one - other)[finite].abs().max()) if finite.any() else 0.0
+    return _largest(one - other)
+
+
+def _largest(value: Tensor) -> float:
+    """Return the largest absolute value among the finite ones."""
+    finite = value[value.isfinite()]
+    return float(finite.abs().max()) if len(finite) else 0.0
 
 
 @dataclass(frozen=True)
@@ -174,12 +179,15 @@ class _Pair:
         return {OUTPUTS: outputs, **{name: after[name] for name in family.statistics if after}}
 
     def run_net(self, watch: _Watch | None = None) -> dict[str, Tensor]:
+        """Run the net as engines do, without statistics where the norm policy stores none."""
         mode, net = self.mode, self.family.net(self.arch)
         key = KEY if mode.train else None
         tracked = {name: self.weights[name] for name in self.family.statistics}
+        stored = tracked if mode.statistics in ("stored", "track") else {}
+        weights = {name: value for name, value in self.weights.items() if name not in tracked}
 
         def run(inputs: Tensor) -> Tensor:
-            outputs, seen = net(self.weights, inputs, mode, key)
+            outputs, seen = net({**weights, **stored}, inputs, mode, key)
             tracked.update(seen)
             return outputs
 
@@ -197,8 +205,8 @@ class _Pair:
         self.run_net(ours)
         for layer, value in theirs.outputs.items():
             other = ours.outputs.get(layer)
-            scale = max(float(value.abs().max()), 1e-6) if value.numel() else 1.0
-            if other is not None and not _difference(other, value) <= tolerance * scale:
+            allowed = tolerance * max(_largest(value), 1e-6)
+            if other is not None and not _difference(other, value) <= allowed:
                 return f" (the first layer that differs is {layer})"
         return ""
 
@@ -272,6 +280,7 @@ def samples(example: Tensor) -> Tensor:
     """Return a few samples like the example's, of which no two are alike."""
     rows = example.detach()[torch.arange(BATCH_SIZE) % len(example)]
     if example.is_floating_point():
+        rows = rows.nan_to_num()
         generator = torch.Generator().manual_seed(0)
         return rows + torch.rand(rows.shape, generator=generator).to(rows)
     return torch.cat([rows[:-2], unlike(rows[:1])[0], rows[-1:].flip(-1)])

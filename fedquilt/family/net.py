@@ -89,7 +89,7 @@ class Net:
             if isinstance(layer, _NormBase):
                 layer.forward = partial(_norm, layer, name, self._now)
             elif isinstance(layer, nn.AdaptiveAvgPool2d) and is_stock(layer):
-                layer.forward = partial(_pool, None, output_size=layer.output_size)  # type: ignore[method-assign]
+                layer.forward = partial(_pool_layer, layer)  # type: ignore[method-assign]
             if name in scaled.layers:
                 layer.register_forward_hook(partial(_rescale, self._now))
 
@@ -454,6 +454,10 @@ def _attention(
         scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
     attended = scores.softmax(-1)
     return _dropped(drawn, attended, dropout_p, dropout_p > 0, attended.shape) @ value
+
+
+def _pool_layer(layer: nn.AdaptiveAvgPool2d, input: Tensor) -> Tensor:
+    return _pool(None, input, layer.output_size)
 
 
 def _pool(drawn: Drawn | None, input: Tensor, output_size: Any) -> Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import re
 import warnings
 from functools import partial
@@ -16,7 +17,7 @@ import fedquilt as fq
 from fedquilt import noise
 from fedquilt.errors import TrainingError
 from fedquilt.family import Net, Pass
-from fedquilt.family.net import Drawn
+from fedquilt.family.net import Drawn, is_stock
 from fedquilt.family.scaled import Scaled
 
 KEY = torch.tensor(noise.key(1))
@@ -133,6 +134,203 @@ def test_statistics_carry_no_gradient():
 
     _, seen = grad(loss, has_aux=True)(state["0.weight"])
     assert not any(value.requires_grad for value in seen.values())
+
+
+# --- norms of the user's own ------------------------------------------------------------------------------------
+
+
+class NormReLU(nn.BatchNorm2d):
+    """A norm and an activation in one layer, by the forward of its base class."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(super().forward(x))
+
+
+class CopiedNormReLU(nn.BatchNorm2d):
+    """The same, with the code of torch's forward written out, as timm's BatchNormAct2d has it."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            self.num_batches_tracked.add_(1)
+        statistics = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
+        x = F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+        return F.relu(x)
+
+
+class InstanceNormReLU(nn.InstanceNorm2d):
+    def forward(self, input: Tensor) -> Tensor:
+        return torch.relu(super().forward(input=input))
+
+
+class BorrowedNorm(nn.Module):
+    """A module that calls the functional norm with the statistics of a layer it holds."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        bn, statistics = self.bn, (self.bn.running_mean, self.bn.running_var)
+        x = F.batch_norm(x, *statistics, bn.weight, bn.bias, self.training, bn.momentum, bn.eps)
+        return torch.relu(x)
+
+
+class NamedNorm(nn.Module):
+    """A norm that is called by keyword."""
+
+    def __init__(self, channels: int) -> None:
+        super().__init__()
+        self.bn = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.relu(self.bn(input=x))
+
+
+OWN_NORMS = {
+    "super": NormReLU,
+    "copied": CopiedNormReLU,
+    "instance": lambda channels: InstanceNormReLU(channels, affine=True, track_running_stats=True),
+    "borrowed": BorrowedNorm,
+    "keyword": NamedNorm,
+}
+
+
+def own_norm(name: str) -> tuple[nn.Module, Net, dict[str, Tensor]]:
+    """A module with a norm of its own, its net, and weights and statistics that differ from those at the start."""
+    module = OWN_NORMS[name](3).double()
+    with torch.no_grad():
+        for place, value in enumerate((*module.parameters(), *module.buffers())):
+            if value.is_floating_point():
+                value.copy_(torch.tensor([0.5, 1.0, 1.5]) + place / 10)
+    net, state = pure(copy.deepcopy(module))
+    return module, net, state
+
+
+@pytest.mark.parametrize("name", OWN_NORMS)
+def test_a_norm_of_ones_own_is_itself_in_training(name):
+    module, net, state = own_norm(name)
+    before = {key: value.clone() for key, value in state.items()}
+    expected = module.train()(images())
+    for statistics in ("batch", "track"):
+        found, seen = net(state, images(), Pass(train=True, statistics=statistics))
+        torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+    assert len(seen) == 2
+    for key, value in seen.items():  # those that torch has after one batch
+        torch.testing.assert_close(value, module.get_buffer(key), rtol=0, atol=1e-12)
+    assert all(torch.equal(value, before[key]) for key, value in state.items())
+
+
+@pytest.mark.parametrize("name", OWN_NORMS)
+def test_a_norm_of_ones_own_is_itself_in_evaluation(name):
+    module, net, state = own_norm(name)
+    by_batch = copy.deepcopy(module).train()(images())
+    found, seen = net(state, images(), Pass(statistics="stored"))
+    torch.testing.assert_close(found, module.eval()(images()), rtol=0, atol=1e-12)
+    assert not seen
+    torch.testing.assert_close(net(state, images(), Pass(statistics="batch"))[0], by_batch, rtol=0, atol=1e-12)
+    found, seen = net(state, images(), Pass(statistics="measure"))
+    torch.testing.assert_close(found, by_batch, rtol=0, atol=1e-12)
+    over = (2, 3) if name == "instance" else (0, 2, 3)
+    mean, var = (each.reshape(-1, 3).mean(0) for each in (images().mean(over), images().var(over)))
+    torch.testing.assert_close(list(seen.values()), [mean, var], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("statistics", ["batch", "track"])
+@pytest.mark.parametrize("name", OWN_NORMS)
+def test_a_stack_of_norms_of_ones_own_is_each_by_itself(name, statistics):
+    _, net, state = own_norm(name)
+    weights = {key: value for key, value in state.items() if value.is_floating_point()}
+    if statistics == "batch":  # a policy that stores none sends none
+        weights = {key: value for key, value in weights.items() if "running" not in key}
+        net.module.to("meta")
+    mode = Pass(train=True, statistics=statistics)
+
+    def slope(weights: dict[str, Tensor], x: Tensor) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        def loss(moving: dict[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+            outputs, seen = net(moving, x, mode, KEY)
+            return (outputs**2).sum(), seen
+
+        return grad(loss, has_aux=True)(weights)
+
+    batches = torch.stack([images(seed=1), images(seed=2)])
+    several = {key: torch.stack([value, 2 * value]) for key, value in weights.items()}
+    stacked = vmap(slope)(several, batches)
+    for place in range(2):
+        alone = slope({key: value[place] for key, value in several.items()}, batches[place])
+        for one, other in zip(alone, stacked, strict=True):
+            torch.testing.assert_close(one, {k: v[place] for k, v in other.items()}, rtol=0, atol=1e-10)
+
+
+def test_a_norm_that_is_called_twice_tracks_both_calls():
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.bn = nn.BatchNorm2d(3)
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.bn(3 * self.bn(x) + 1)
+
+    module = Twice().double()
+    net, state = pure(copy.deepcopy(module))
+    module.train()(images())
+    seen = net(state, images(), Pass(train=True, statistics="track"))[1]
+    torch.testing.assert_close(seen["bn.running_mean"], module.bn.running_mean, rtol=0, atol=1e-12)
+    measured = net(state, images(), Pass(statistics="measure"))[1]
+    torch.testing.assert_close(measured["bn.running_mean"], (images().mean((0, 2, 3)) + 1) / 2, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["layer", "module"])
+def test_a_frozen_norm_needs_statistics_and_keeps_them(kind):
+    class Frozen(nn.BatchNorm2d):
+        def train(self, mode: bool = True) -> Frozen:
+            return super().train(False)
+
+    class Around(nn.Sequential):
+        def train(self, mode: bool = True) -> Around:
+            super().train(mode)
+            self[0].eval()
+            return self
+
+    module = nn.Sequential(Frozen(3)) if kind == "layer" else Around(nn.BatchNorm2d(3))
+    net, state = pure(module)
+    found, seen = net(state, images(), Pass(train=True, statistics="track"))
+    torch.testing.assert_close(found, images() / (1 + 1e-5) ** 0.5, rtol=0, atol=1e-12)
+    assert not seen
+    net.module.to("meta")
+    weights = {name: state[name] for name in ("0.weight", "0.bias")}
+    with pytest.raises(TrainingError, match=r"'0' is frozen.*Use 'tracked' or 'local'"):
+        net(weights, images(), TRAIN)
+
+
+def test_a_norm_that_normalises_by_hand_is_refused():
+    class ByHand(nn.BatchNorm2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return (x - x.mean((0, 2, 3), keepdim=True)) / x.std((0, 2, 3), keepdim=True)
+
+    net, state = pure(nn.Sequential(ByHand(3)))
+    with pytest.raises(TrainingError, match=r"'0' is a ByHand.*Let it call super\(\).forward"):
+        net(state, images(), TRAIN)
+
+
+def test_pooling_of_ones_own_keeps_its_forward():
+    class Both(nn.AdaptiveAvgPool2d):
+        def forward(self, x: Tensor) -> Tensor:
+            return torch.cat([super().forward(x), F.adaptive_max_pool2d(x, self.output_size)], 1)
+
+    net, state = pure(Both(1))
+    expected = torch.cat([images().mean((2, 3)), images().amax((2, 3))], 1)
+    torch.testing.assert_close(net(state, images())[0].flatten(1), expected, rtol=0, atol=1e-14)
+
+
+def test_a_class_that_adds_a_constructor_alone_is_torchs():
+    class Wide(nn.BatchNorm2d):
+        def __init__(self) -> None:
+            super().__init__(3, eps=0.1)
+
+    patched = nn.BatchNorm2d(3)
+    patched.forward = lambda x: x
+    layers = (nn.BatchNorm2d(3), Wide(), NormReLU(3), patched, nn.Linear(1, 1))
+    assert [is_stock(layer) for layer in layers] == [True, True, False, False, True]
 
 
 # --- the scaler -------------------------------------------------------------------------------------------------
