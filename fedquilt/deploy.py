@@ -174,7 +174,7 @@ def deployed(
 
 
 def check_nets(run: Run, nets: Iterable[Submodel], norms: NormPolicy) -> None:
-    """Refuse nets that are other networks as modules than clients trained, in training and as they are handed out."""
+    """Refuse nets whose modules compute something else than clients trained (`Family.check_net`)."""
     for net in nets:
         run.engine.world.family.check_net(net.arch, compared_passes(run.method.local, norms))
 

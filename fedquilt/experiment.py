@@ -289,7 +289,7 @@ def _check_budgets(method: Method, server: Server, fleet: Fleet, engine: Engine)
 
 
 def _check_nets(method: Method, server: Server, fleet: Fleet, engine: Engine) -> None:
-    """Refuse a model of which clients would train another network than the user wrote, at any planned size."""
+    """Refuse a model of which clients would train another network than the user wrote."""
     modes = compared_passes(method.local, method.local.norm)
     for budget in fleet.kinds[:_FEW]:
         first = fleet.first(budget)

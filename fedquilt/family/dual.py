@@ -48,7 +48,7 @@ class Adjustable(nn.Module):
 
 
 class DualNorm(Adjustable):
-    """DBN (equation 2): (1 − λ)·clean(input) + λ·noised(input); at 0 and 1 only the one norm runs."""
+    """DBN (equation 2): (1 − λ)·clean(x) + λ·noised(x); at 0 and 1 only the one norm runs."""
 
     def __init__(self, norm: nn.Module) -> None:
         super().__init__()
@@ -67,7 +67,7 @@ class DualNorm(Adjustable):
 
 
 class ConditionedNorm(Adjustable):
-    """FiLM after a norm: (1 + scale(λ))·norm(input) + shift(λ), both by a net of two layers that starts at zero.
+    """FiLM after a norm: (1 + scale(λ))·norm(x) + shift(λ), both by a net of two layers that starts at zero.
 
     λ is read as cos(π·k·λ) for the first `codes` whole numbers k, the discrete cosine code.
     """

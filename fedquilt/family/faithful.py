@@ -248,7 +248,7 @@ class _TorchsOwn(Drawn):
 
 
 def forget_statistics(module: nn.Module) -> None:
-    """Make a module's norms normalise by the batch in evaluation too, as torch's that track nothing."""
+    """Make norms normalise by the batch in evaluation too, as those of torch that track nothing."""
     for layer in module.modules():
         if isinstance(layer, _NormBase):
             layer.running_mean = layer.running_var = layer.num_batches_tracked = None
@@ -264,7 +264,7 @@ def plain(value: Tensor, dtype: torch.dtype = torch.float32) -> Tensor:
 
 
 def shaken(value: Tensor) -> Tensor:
-    """Return a weight whose entries are moved by up to a half of themselves, and zeros by up to 0.1.
+    """Return a weight with its entries moved by up to a half of themselves, and zeros by up to 0.1.
 
     Layers that start as zero or one would hide what comes before them, or what they do themselves.
     """

@@ -4,9 +4,9 @@ A module keeps two kinds of hidden state, and a `Net` takes both away. Norm stat
 come out. Random numbers (dropout, attention dropout, `torch.rand` in a forward) come from `fedquilt.noise`, keyed by
 the caller and by the order of the draws, so that every engine draws the same.
 
-The forward of torch's own norm layers is replaced, because that is fast. A subclass keeps its forward, since it may
-add an activation or a conversion. There the functional call (`F.batch_norm`) is replaced, in which `super().forward`
-ends too.
+The forward of torch's own norm layers is replaced, because that is fast. A subclass keeps its
+forward, since it may add an activation or a conversion. There the functional call (`F.batch_norm`)
+is replaced, in which `super().forward` ends too.
 """
 
 from __future__ import annotations
@@ -135,11 +135,14 @@ class Net:
         return outputs, seen
 
     def _fresh_counters(self) -> dict[str, Tensor]:
-        """Return new batch counters, since torch.func refuses to change those of before in-place."""
+        """Return new batch counters, since torch.func refuses to change the module's in place."""
         return {name: torch.zeros((), dtype=torch.long) for name in self._counters}
 
     def _functional_norm(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
-        """Run a functional norm by the pass's policy if it was given a layer's statistics; None: it was not."""
+        """Run a functional norm by the pass's policy, if it was given a layer's statistics.
+
+        Returns None if it was not.
+        """
         given = _arguments(function, args, kwargs)
         for name, layer in self._norms.items():
             if given["running_mean"] is not None and given["running_mean"] is layer.running_mean:
@@ -162,18 +165,23 @@ class Net:
         return moved
 
 
-_ADDITIONS = ("__init__", "__repr__", "extra_repr", "reset_parameters")  # methods that change no output
+# Methods that a class of the user's own may have without changing what torch's class computes.
+_HARMLESS_METHODS = ("__init__", "__repr__", "extra_repr", "reset_parameters")
 
 
 def is_stock(layer: nn.Module) -> bool:
-    """Return True if a layer computes what torch's class does: its own class adds at most a constructor."""
+    """Return True if a layer computes what torch's class does.
+
+    It is of that class, or of one that adds no more than a constructor.
+    """
     if "forward" in vars(layer):
         return False
     for kind in type(layer).__mro__:
         if kind.__module__.startswith("torch.nn."):
             return True
         for name, value in vars(kind).items():
-            if isinstance(value, (FunctionType, property, classmethod, staticmethod)) and name not in _ADDITIONS:
+            is_method = isinstance(value, (FunctionType, property, classmethod, staticmethod))
+            if is_method and name not in _HARMLESS_METHODS:
                 return False
     return False
 
@@ -214,20 +222,20 @@ def _norm(layer: _NormBase, name: str, now: _Now, input: Tensor) -> Tensor:
 
 
 def _own_norm(forward: Callable[..., Any], layer: _NormBase, name: str, now: _Now, *args: Any, **kwargs: Any) -> Any:
-    """Run the forward of a norm layer's own class, in which functional norms follow the pass's policy."""
+    """Run the forward of a norm layer's own class. Functional norms in it follow the policy."""
     with _Within(layer, name, now) as within:
         outputs = forward(*args, **kwargs)
     if not within.called and layer.running_mean is not None and now.mode.statistics != "stored":
         raise TrainingError(
-            f"norm layer {name!r} is a {type(layer).__name__}, whose forward normalises by hand, so that nobody else "
-            "can say by which statistics. Let it call super().forward, F.batch_norm or F.instance_norm, or give it "
-            "track_running_stats=False."
+            f"norm layer {name!r} is a {type(layer).__name__}, whose forward normalises by hand, so that "
+            "no norm policy can choose its statistics. Let it call super().forward, F.batch_norm or "
+            "F.instance_norm, or give it track_running_stats=False."
         )
     return outputs
 
 
 class _Within(TorchFunctionMode):
-    """Within this context all functional norms are one layer's, whatever was done to its statistics before."""
+    """Within this context functional norms are one layer's, also if its statistics were converted."""
 
     def __init__(self, layer: _NormBase, name: str, now: _Now) -> None:
         super().__init__()
@@ -254,7 +262,7 @@ _FUNCTIONAL: dict[Any, tuple[str, ...]] = {
 
 
 def _arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments of a functional norm by name, and whether it is an instance norm, as `alone`."""
+    """Return the arguments of a functional norm by name; `alone` says if it is an instance norm."""
     alone = function in (F.instance_norm, torch.instance_norm)
     affine = {"weight": None, "bias": None}
     defaults = {"running_mean": None, "running_var": None, **affine, "training": alone, "momentum": 0.1, "eps": 1e-5}
@@ -276,8 +284,9 @@ def _normalised(inputs: Tensor, norm: _Norm, now: _Now) -> Tensor:
         frozen = now.mode.train and not norm.live
         if frozen and norm.mean.is_meta:
             raise TrainingError(
-                f"norm layer {norm.name!r} is frozen: it normalises by stored statistics in training too, and the norm "
-                "policy stores none. Use 'tracked' or 'local' (local.norm), or let it train."
+                f"norm layer {norm.name!r} is frozen: it normalises by stored statistics in training "
+                "too, and the norm policy stores none. Use 'tracked' or 'local' (local.norm), or let it "
+                "train."
             )
         if frozen or now.mode.statistics == "stored":
             given = (norm.weight, norm.bias, norm.mean, norm.var)
@@ -302,7 +311,8 @@ def _hand_back(mean: Tensor, var: Tensor, norm: _Norm, now: _Now) -> None:
     assert pace is not None
     for kind, given, new in (("mean", norm.mean, mean), ("var", norm.var, var)):
         key = f"{_prefix(norm.name)}running_{kind}"
-        old = now.seen.get(key, given if tracks else None)  # a layer that is called twice goes on from the first call
+        # A layer that is called twice continues from its first call.
+        old = now.seen.get(key, given if tracks else None)
         now.seen[key] = new if old is None else (1 - pace) * old + pace * new
 
 
