@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import random
 import sys
 import traceback
+import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import AbstractContextManager, ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
@@ -24,12 +26,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils import _pytree as pytree
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from fedquilt.errors import TraceError
 from fedquilt.family.atoms import Dim, plain
 from fedquilt.family.build import blueprint
 from fedquilt.family.dual import adjustables
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
+_LRU = type(cache(len))
 SMALL = 2**20  # elements of a constant worth knowing
 
 
@@ -170,7 +174,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         for tensor in tensors:
             if not isinstance(tensor, FakeTensor) and not tensor.is_meta and id(tensor) not in self._values:
                 self.value(tensor).constant = True  # kept in a plain attribute or a cache
-                with unset_fake_temporarily():
+                with _real_tensors():
                     self.constants[id(tensor)] = tensor.detach().clone()
         if torch.Tag.nondeterministic_seeded in op.tags and not (self.train and _draws_one(args)):
             return False
@@ -180,7 +184,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         def real(leaf: Any) -> Any:
             return self.constants[id(leaf)] if isinstance(leaf, Tensor) else leaf
 
-        with unset_fake_temporarily():
+        with _real_tensors():
             return op(*pytree.tree_map(real, args), **pytree.tree_map(real, kwargs))
 
     def _forget(self, written: Sequence[Tensor]) -> None:
@@ -190,6 +194,41 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 lost = self.constants[id(tensor)].untyped_storage()._cdata
                 kept = self.constants.items()
                 self.constants = {key: t for key, t in kept if t.untyped_storage()._cdata != lost}
+
+    def close(self, mode: FakeTensorMode) -> list[Call]:
+        """Leave no tensor without data where a later call of the user's code could find it.
+
+        Forward may keep what it computes in a cache that outlives the run: `functools.lru_cache`, a dictionary of its
+        file. Constants such as tables of positions get their values there, in place. Other tensors are removed.
+
+        Returns:
+            The calls whose results are still held, by something that is no cache.
+        """
+        mode.fake_tensor_converter.tensor_memo.clear()  # weak references, with which tensors cannot be swapped
+        made = [
+            (weakref.ref(tensor), self._values[id(tensor)], self.constants.get(id(tensor)))
+            for tensor in self._alive
+            if isinstance(tensor, FakeTensor)
+        ]
+        self._alive.clear()
+        held = [(ref(), value, constant) for ref, value, constant in made if ref() is not None]
+        made.clear()
+        results: list[tuple[weakref.ref[Tensor], Value]] = []
+        while held:
+            tensor, value, constant = held.pop()
+            assert tensor is not None
+            if constant is not None:
+                with suppress(RuntimeError):  # a view or a graph still refers to it
+                    torch.utils.swap_tensors(tensor, constant.detach())  # type: ignore[no-untyped-call]
+            if isinstance(tensor, FakeTensor):
+                results.append((weakref.ref(tensor), value))
+            del tensor
+        if results:
+            gc.collect()  # a module may be held by nothing but itself
+        for ref, _ in results:
+            _remove_from_caches(ref())
+        values = {value for ref, value in results if ref() is not None}
+        return [call for call in self.calls if not values.isdisjoint(call.outs)]
 
     def _taken(self, leaf: Any) -> Any:
         if not isinstance(leaf, Tensor):
@@ -201,6 +240,35 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def taken(self, tree: Any) -> Any:
         """What an operation or the caller takes: values in place of tensors."""
         return pytree.tree_map(self._taken, tree)
+
+
+@contextmanager
+def _real_tensors() -> Iterator[None]:
+    """Compute with data, and make tensors that autograd accepts after the run."""
+    with unset_fake_temporarily(), torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _remove_from_caches(item: Any) -> None:
+    """Remove an object from the dictionaries, lists and `lru_cache`s that hold it, itself or in a tuple."""
+    if item is None:
+        return
+    for holder in gc.get_referrers(item):
+        if isinstance(holder, _LRU):
+            holder.cache_clear()
+        elif isinstance(holder, list):
+            holder[:] = [held for held in holder if held is not item]
+        elif isinstance(holder, tuple):
+            _remove_from_caches(holder)
+        elif isinstance(holder, dict) and not _is_namespace(holder):
+            for key in [key for key, held in holder.items() if held is item]:
+                del holder[key]
+
+
+def _is_namespace(holder: dict[Any, Any]) -> bool:
+    """Return True if a dictionary holds the names of a file or the attributes of a class or an object."""
+    owners = gc.get_referrers(holder)
+    return any(isinstance(owner, type) or getattr(owner, "__dict__", None) is holder for owner in owners)
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -221,7 +289,7 @@ def _where() -> str:
     """The innermost line of the user's own code, else of torch's."""
     frame: FrameType | None = sys._getframe(2)
     inner = ""
-    while frame is not None and frame.f_code is not record.__code__:
+    while frame is not None and frame.f_code is not _run.__code__:
         file = frame.f_code.co_filename
         if file.startswith(TORCH):
             if not inner and "/nn/" in file:
@@ -274,6 +342,26 @@ def _same_dice() -> Iterator[None]:
             np.random.set_state(lots_of_numpy)
 
 
+def rehearse(module: nn.Module, inputs: tuple[Any, ...]) -> None:
+    """Run a copy of a module on the example itself, so that tables that forward caches are real before it is traced.
+
+    The copy shares the parameters. Modules without data, and those that do not run, are left to tracing, which says
+    what is wrong with them.
+    """
+    tensors = [*module.parameters(), *module.buffers(), *_tensors(inputs)]
+    if any(tensor.is_meta for tensor in tensors):
+        return
+
+    def real(_: str, weight: Tensor) -> Tensor:
+        if isinstance(weight, nn.Parameter):
+            return nn.Parameter(weight.detach().cpu(), weight.requires_grad)
+        return weight.detach().cpu().clone()
+
+    given = pytree.tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, inputs)
+    with _same_dice(), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
+        blueprint(module, real).eval()(*given)
+
+
 def record(
     module: nn.Module,
     weights: Mapping[str, tuple[Dim, ...]],
@@ -289,10 +377,40 @@ def record(
     `constants` are buffers whose values Python may read, since members have the same. With `grad`, autograd saves what
     a backward pass would need. A single random number is not known then, so that no layer is skipped by a draw.
     """
-    constants = constants or {}
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(known, train and not grad)
+    try:
+        run = _run(recorder, mode, module, weights, inputs, follower, constants or {}, train, grad)
+    except RunError as failure:
+        _clear_frames(failure)  # their variables hold tensors
+        recorder.close(mode)
+        raise
+    held = recorder.close(mode)
+    if held:
+        raise TraceError(
+            f"{type(module).__name__} keeps what it computes where it outlives the module: the result of {held[0]}. "
+            "A later call would find a tensor without data there. Keep it in an attribute of the module, or return it."
+        )
+    return run
 
+
+def _clear_frames(error: BaseException | None) -> None:
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _run(
+    recorder: Recorder,
+    mode: FakeTensorMode,
+    module: nn.Module,
+    weights: Mapping[str, tuple[Dim, ...]],
+    inputs: tuple[Any, ...],
+    follower: Follower | None,
+    constants: Mapping[str, Tensor],
+    train: bool,
+    grad: bool,
+) -> Run:
     def fake(tensor: Tensor) -> Tensor:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
         return FakeTensor(mode, meta, torch.device("cpu"))

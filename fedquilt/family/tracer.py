@@ -44,7 +44,7 @@ from fedquilt.family.atoms import (
 from fedquilt.family.build import build
 from fedquilt.family.dual import NORMS
 from fedquilt.family.layout import Layout
-from fedquilt.family.record import SMALL, Call, Run, RunError, Value, layer_name, record
+from fedquilt.family.record import SMALL, Call, Run, RunError, Value, layer_name, record, rehearse
 from fedquilt.family.sizes import Trail, solve_sizes
 
 Heads = Literal["inside", "whole"]
@@ -108,6 +108,7 @@ class Traced:
 
 def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: int | None) -> Traced:
     _refuse(module)
+    rehearse(module, inputs)
     ties = _ties(module)
     counters = _counters(module)
     weights = {
@@ -573,7 +574,7 @@ def _mismatch(
         for name, buffer in _constants(module).items()
         if all(isinstance(dim, int) for dim in layout.dims[name])
     }
-    widths = layout.sizes | chosen
+    widths = {**layout.sizes, **chosen}
     member = build(module, layout, widths)
     for run in traced.runs:
         try:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import copy
+import functools
+import gc
 import math
 import random
 import warnings
@@ -13,6 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensor
 
 from fedquilt.axes import parse, write
 from fedquilt.errors import TraceError
@@ -406,6 +409,69 @@ def test_tracing_needs_no_data() -> None:
 
 def test_tracing_twice_gives_the_same() -> None:
     assert trace_layout(Tokens(), TOKENS).to_json() == trace_layout(Tokens(), TOKENS).to_json()
+
+
+@functools.lru_cache
+def positions(length: int, width: int) -> Tensor:
+    return torch.arange(length)[:, None] / torch.arange(1, width + 1)
+
+
+class Tables:
+    """A user's object that is no module, so that copies of the module share it."""
+
+    cached: dict[int, tuple[Tensor, ...]] = {}  # noqa: RUF012
+    latest: Tensor | None = None
+    seen: list[Tensor] = []  # noqa: RUF012
+
+
+class Cached(nn.Module):
+    """Keeps tables in a cache of functions, in a dictionary and in an attribute, and what it computed in a list."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.inner, self.head = nn.Embedding(7, 8), nn.Linear(8, 6), nn.Linear(6, 7)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.embed(x) + positions(*self.embed(x).shape[1:])
+        y = self.inner(y)
+        width = y.shape[2]
+        if width not in Tables.cached:
+            Tables.cached[width] = (torch.linspace(0.5, 1.5, width), torch.ones(width))
+        if Tables.latest is None or len(Tables.latest) != width:
+            Tables.latest = torch.full((width,), 0.1)
+        Tables.seen.append(y)
+        return self.head(y * Tables.cached[width][1] + Tables.latest)
+
+
+def test_what_forward_caches_is_real_after_tracing() -> None:
+    """A cache that outlives the module must hold no tensor without data, and none that autograd refuses."""
+    layout = trace_layout(Cached(), TOKENS)
+    assert dims_of(layout)["inner.weight"] == "6 8"  # tables in a cache are constants, and as wide as they are
+    net = Cached()
+    net(TOKENS[0]).sum().backward()
+    assert net.inner.weight.grad is not None
+    table = positions(6, 8)
+    assert torch.equal(table[3], torch.tensor([3 / n for n in range(1, 9)]))
+    assert Tables.latest is not None
+    kept = [table, Tables.latest, *Tables.cached[6], *Tables.seen]
+    assert not any(isinstance(tensor, FakeTensor) or tensor.is_inference() for tensor in kept)
+    assert not [held for held in gc.get_objects() if type(held) is FakeTensor]
+
+
+class Remembered(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.fc = nn.Linear(6, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        Tables.latest = self.fc(x)
+        return Tables.latest
+
+
+def test_results_that_outlive_the_module_are_refused() -> None:
+    with pytest.raises(TraceError, match=r"keeps what it computes .*linear in layer 'fc' .*test_trace.py:\d+"):
+        trace_layout(Remembered(), (torch.zeros(2, 6),))
+    Tables.latest = None
 
 
 # --- against Torch-Pruning -----------------------------------------------------------------------------------------
