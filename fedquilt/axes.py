@@ -149,6 +149,7 @@ class Axis:
     fixed: bool = False  # inputs, classes and what the user pinned: never cut by a budget
     coupled: bool = False  # reduced by a layer or group norm, softmax or mean: a cut is not the same as zeroing
     inner: tuple[str, ...] = ()  # for an axis of groups: the axes inside it
+    least: int = 1  # channels that every member has; 2 where the module fails with one
 
 
 @dataclass(frozen=True)

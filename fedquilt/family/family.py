@@ -230,7 +230,7 @@ class Family:
         return self._arch(1.0, "floor")
 
     def fit(self, budget: Budget, rounding: Rounding = "floor") -> Arch:
-        """The largest member within a budget: one share for all axes, at least one channel of each."""
+        """The largest member within a budget: one share for all axes, at least `Axis.least` channels of each."""
         return self._arch(self.share(budget, rounding), rounding)
 
     def share(self, budget: Budget, rounding: Rounding = "floor") -> float:
@@ -305,7 +305,7 @@ class Family:
             widths[groups.name] = kept
             for name, size in inside.items():
                 widths[name] = most[name] if kept > 1 else min(most[name], target(groups.size * size))
-        return Arch(tuple(widths.items()))
+        return Arch(tuple((name, max(width, self.layout.axes[name].least)) for name, width in widths.items()))
 
     def nested(self, arch: Arch, share: float) -> Submodel:
         """Within a member, the sub-model of `share` of the *whole* model: the first channels of its order."""

@@ -133,6 +133,17 @@ def told(call: Call, mark: object) -> int | None:
     return None
 
 
+def is_undefined(call: Call) -> bool:
+    """Return True if a call takes the variance of so few values that it is no number."""
+    if call.op.overloadpacket not in (aten.var, aten.std, aten.var_mean, aten.std_mean):
+        return False
+    x = call.inputs[0]
+    correction = _argument(call, "correction")
+    if correction is None:
+        correction = int(_argument(call, "unbiased", True))
+    return bool(prod(x.shape[dim] for dim in _dims(call, "dim", len(x.shape))) <= correction)
+
+
 # --- element-wise ------------------------------------------------------------------------------------------------
 
 

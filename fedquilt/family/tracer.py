@@ -69,9 +69,7 @@ def trace_layout(
     traced = _trace(module, example_inputs, heads, class_dim)
     layout = _fix(traced.layout, fixed, module)
     layout = replace(layout, parts=_parts(module, layout, parts or {}))
-    if check:
-        _check(module, example_inputs, traced, layout, fixed)
-    return layout
+    return _checked(module, example_inputs, traced, layout, fixed) if check else layout
 
 
 @dataclass(frozen=True)
@@ -472,6 +470,7 @@ class _Mismatch:
     branch: bool = False  # whether it computes something else, and not only in other sizes
     layer: tuple[Call, ...] = ()  # all of the layer's calls, where it is not clear which one is to blame
     axes: tuple[str, ...] = ()  # the axes to blame, where they are known
+    widths: Mapping[str, int] = field(default_factory=dict)  # of the member
 
     def suspects(self, traced: Traced) -> list[str]:
         """The axes of what the call touches, else of all its layer does."""
@@ -483,11 +482,20 @@ class _Mismatch:
         return list(dict.fromkeys(traced.names[one] for one in atoms if one in traced.names))
 
 
-def _check(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout, fixed: Sequence[str]) -> None:
-    """Running is no check: compare every shape and offset a member computes with what the axes predict."""
+def _checked(
+    module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout, fixed: Sequence[str]
+) -> Layout:
+    """Running is no check: compare every shape and offset a member computes with what the axes predict.
+
+    Returns:
+        The layout, with a least width for axes of which one channel is too few.
+    """
     problem = current = _first_mismatch(module, inputs, traced, layout)
     if problem is None:
-        return
+        return layout
+    widened = _widened(module, inputs, traced, layout, problem)
+    if widened is not None:
+        return widened
     pinned: list[str] = []
     trial = layout
     # What to pin is found by pinning: the advice has been tried before it is given.
@@ -519,10 +527,36 @@ def _check(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: L
     raise TraceError(f"{found}: {problem.call}: {problem.found}. To mend it, {remedy}.")
 
 
+def _widened(
+    module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout, problem: _Mismatch
+) -> Layout | None:
+    """Return the layout with a least width of two, if members fail only where an axis has a single channel.
+
+    Standardized convolutions need two inputs, and `x.squeeze()` drops a dimension of one.
+    """
+    notes = list(layout.notes)
+    current: _Mismatch | None = problem
+    while current is not None:
+        # Other layers that run the same line are likely to need the same.
+        where = current.call.where
+        alike = tuple(call for run in traced.runs for call in run.calls if call.where == where)
+        suspects = replace(current, layer=alike).suspects(traced)
+        narrow = [name for name in suspects if current.widths[name] < min(2, layout.axes[name].size)]
+        if not narrow:
+            return None
+        notes.append(
+            f"members have at least 2 channels of {', '.join(narrow)}: with one, {current.call}: {current.found}"
+        )
+        least = {name: replace(layout.axes[name], least=2) for name in narrow}
+        layout = replace(layout, axes={**layout.axes, **least}, notes=tuple(notes))
+        current = _first_mismatch(module, inputs, traced, layout)
+    return layout
+
+
 def _first_mismatch(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout) -> _Mismatch | None:
     free = [axis for axis in layout.axes.values() if not axis.fixed]
     numbers = _Numbers()
-    for widths in (_uneven(free), {axis.name: 1 for axis in free}) if free else ():
+    for widths in (_uneven(free), *_narrowest(free)) if free else ():
         mismatch = _mismatch(module, inputs, traced, layout, widths, numbers)
         if mismatch is not None:
             return mismatch
@@ -583,10 +617,11 @@ def _mismatch(
             fails = f"the member fails here ({_first_line(failure.__cause__)})"
             # What went wrong may have gone unnoticed for a while: -1 in a view takes any number of channels.
             mismatch = _compare(run.calls, failure.calls, traced, widths, numbers, fails)
-            return mismatch or _Mismatch(_visible(run.calls)[-1], fails)
-        mismatch = _compare(run.calls, done, traced, widths, numbers)
+            mismatch = mismatch or _Mismatch(_visible(run.calls)[-1], fails)
+        else:
+            mismatch = _compare(run.calls, done, traced, widths, numbers)
         if mismatch is not None:
-            return mismatch
+            return replace(mismatch, widths=widths)
     return None
 
 
@@ -594,9 +629,16 @@ def _uneven(free: Sequence[Axis]) -> dict[str, int]:
     """About half of each axis, but of each another share: equal shares would hide a mix-up of two axes."""
     shares = (0.38 + 0.24 * (at * 0.618 % 1) for at in range(len(free)))
     return {
-        axis.name: min(axis.size - 1, max(1, round(axis.size * share)))
+        axis.name: max(axis.least, min(axis.size - 1, round(axis.size * share)))
         for axis, share in zip(free, shares, strict=True)
     }
+
+
+def _narrowest(free: Sequence[Axis]) -> list[dict[str, int]]:
+    """Return the least width of every axis. Where that is two, also three, since two may suit by being even."""
+    least = {axis.name: axis.least for axis in free}
+    odd = {axis.name: min(3, axis.size) for axis in free if axis.least > 1}
+    return [least, least | odd] if odd else [least]
 
 
 def _meetings(traced: Traced, layout: Layout) -> list[dict[str, int]]:
@@ -606,7 +648,7 @@ def _meetings(traced: Traced, layout: Layout) -> list[dict[str, int]]:
         dims = [dim for terms in pair for _, powers in terms for dim, _ in powers]
         for one in {one: None for dim in dims for one in atoms_in(dim) if one in traced.names}:
             axis = layout.axes[traced.names[one]]
-            for width in range(1, 1 if axis.fixed else axis.size):
+            for width in range(axis.least, axis.least if axis.fixed else axis.size):
                 first, second = (traced.evaluate(terms, layout.sizes | {axis.name: width}) for terms in pair)
                 if first == second:
                     found[axis.name, width] = None
@@ -635,6 +677,8 @@ def _compare(
             return _Mismatch(call, f"the member computes it from {different}", branch=True)
         if (different := numbers.difference(call, other)) is not None:
             return _Mismatch(call, f"the member computes it with {different}", branch=True)
+        if rules.is_undefined(other) and not rules.is_undefined(call):
+            return _Mismatch(call, "the member takes the variance of too few values")
         for value, got in zip(call.outs, other.outs, strict=False):
             predicted = tuple(traced.predict(dim, widths) for dim in value.dims)
             if value.known and predicted != got.shape:

@@ -50,6 +50,24 @@ class _Wide(nn.Module):
         return self.last(torch.relu(self.first(x)))
 
 
+class _Squeezing(_Wide):
+    """Fails with one hidden channel, whose dimension it drops."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.relu(self.first(x)).squeeze())
+
+
+def test_no_member_is_narrower_than_the_least_width():
+    family = fq.trace(lambda: _Squeezing(8), torch.zeros(2, 2))
+    assert [family.fit(fq.Budget(share=share)).sizes["first"] for share in (1, 0.5, 0.25, 0.1)] == [8, 4, 2, 2]
+    least = family.fit(fq.Budget(share=0.1))
+    assert family.module(least)(torch.zeros(3, 2)).shape == (3, 2)
+    assert family.nested(family.whole, 0.1).arch == least
+    assert family.fit(fq.Budget(params=family.count(least))) == least
+    with pytest.raises(BudgetError, match=f"the smallest has {family.count(least)} parameters"):
+        family.fit(fq.Budget(params=family.count(least) - 1))
+
+
 def test_ceil_keeps_more(perceptron):
     assert perceptron.fit(fq.Budget(share=0.4), "ceil").sizes["first"] == 3
 

@@ -696,6 +696,68 @@ def test_another_branch_with_equal_shapes_is_refused(what: str) -> None:
     assert not trace_layout(net, inputs).axes["body"].fixed
 
 
+# --- axes of which one channel is too few ----------------------------------------------------------------------------
+
+
+class Standardized(nn.Conv2d):
+    """A convolution whose weights have mean 0 and variance 1, as in BiT: a 1×1 kernel needs two inputs for that."""
+
+    def __init__(self, *sizes: int, by_hand: bool) -> None:
+        super().__init__(*sizes)
+        self.by_hand = by_hand
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.by_hand:
+            centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
+            return F.conv2d(x, centred / self.weight.std((1, 2, 3), keepdim=True), self.bias)
+        rows = self.weight.reshape(1, self.out_channels, -1)
+        return F.conv2d(x, F.batch_norm(rows, None, None, training=True).reshape_as(self.weight), self.bias)
+
+
+class Squeezed(nn.Module):
+    """Drops the dimensions of one position, and with them a single channel."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.squeeze()
+
+
+def narrow_nets() -> dict[str, nn.Module]:
+    pool = nn.AdaptiveAvgPool2d(1)
+    return {
+        "batch_norm": nn.Sequential(nn.Conv2d(3, 8, 1), Standardized(8, 5, 1, by_hand=False), pool, nn.Flatten()),
+        "std": nn.Sequential(nn.Conv2d(3, 8, 1), Standardized(8, 5, 1, by_hand=True), pool, nn.Flatten()),
+        "squeeze": nn.Sequential(nn.Conv2d(3, 8, 1), pool, Squeezed(), nn.Linear(8, 5)),
+    }
+
+
+@pytest.mark.parametrize("call", ["batch_norm", "std", "squeeze"])
+def test_an_axis_of_which_one_channel_is_too_few_keeps_two(call: str) -> None:
+    layout = trace_layout(narrow_nets()[call], images())
+    assert (layout.axes["layer.0"].fixed, layout.axes["layer.0"].least) == (False, 2)
+    (note,) = layout.notes
+    assert note.startswith(f"members have at least 2 channels of layer.0: with one, {call} in layer ")
+    assert "test_trace.py:" in note
+    assert Layout.from_json(layout.to_json()) == layout
+    assert trace_layout(Small(), images()).axes["conv1"].least == 1
+
+
+class Halved(nn.Module):
+    """Needs an even number of channels, so that two are enough and three are not."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.body(x)
+        return self.head(x.view(2, -1) if x.shape[1] % 2 else x)
+
+
+def test_two_channels_that_suit_by_being_even_are_no_least_width() -> None:
+    with pytest.raises(TraceError, match=r"fixed=\['body'\]"):
+        trace_layout(Halved(), (torch.zeros(2, 6),))
+
+
 # --- modules that are no plain networks ------------------------------------------------------------------------------
 
 
