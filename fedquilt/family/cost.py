@@ -90,15 +90,15 @@ class _Counter(ExitStack):
 
     def __enter__(self) -> _Counter:
         self.enter_context(self._flops)
-        self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda tensor: tensor))
+        self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved))
         return self
 
-    def _keep(self, tensor: Tensor) -> Tensor:
+    def _keep(self, tensor: Tensor) -> None:
+        # No backward pass follows. Returning the tensor would make an operation's output hold itself.
         storage = tensor.untyped_storage()
         if storage._cdata not in self._weights:  # a weight's view, such as its transpose, is no activation
             self._saved[storage._cdata] = storage.nbytes()
             self._alive.append(storage)
-        return tensor
 
 
 def _resized(value: Any, batch_size: int) -> Any:
