@@ -216,7 +216,6 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         results: list[tuple[weakref.ref[Tensor], Value]] = []
         while held:
             tensor, value, constant = held.pop()
-            assert tensor is not None
             if constant is not None:
                 with suppress(RuntimeError):  # a view or a graph still refers to it
                     torch.utils.swap_tensors(tensor, constant.detach())  # type: ignore[no-untyped-call]
@@ -225,8 +224,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
             del tensor
         if results:
             gc.collect()  # a module may be held by nothing but itself
-        for ref, _ in results:
-            _remove_from_caches(ref())
+            left = [ref() for ref, _ in results]
+            _remove_from_caches([tensor for tensor in left if tensor is not None])
+            left.clear()
         values = {value for ref, value in results if ref() is not None}
         return [call for call in self.calls if not values.isdisjoint(call.outs)]
 
@@ -249,20 +249,23 @@ def _real_tensors() -> Iterator[None]:
         yield
 
 
-def _remove_from_caches(item: Any) -> None:
-    """Remove an object from the dictionaries, lists and `lru_cache`s that hold it, itself or in a tuple."""
-    if item is None:
+def _remove_from_caches(items: list[Any]) -> None:
+    """Remove objects from the dictionaries, lists and `lru_cache`s that hold them, themselves or in tuples."""
+    if not items:
         return
-    for holder in gc.get_referrers(item):
+    wanted = {id(item) for item in items}
+    tuples = []
+    for holder in gc.get_referrers(*items):
         if isinstance(holder, _LRU):
             holder.cache_clear()
-        elif isinstance(holder, list):
-            holder[:] = [held for held in holder if held is not item]
         elif isinstance(holder, tuple):
-            _remove_from_caches(holder)
+            tuples.append(holder)
+        elif isinstance(holder, list) and holder is not items:
+            holder[:] = [held for held in holder if id(held) not in wanted]
         elif isinstance(holder, dict) and not _is_namespace(holder):
-            for key in [key for key, held in holder.items() if held is item]:
+            for key in [key for key, held in holder.items() if id(held) in wanted]:
                 del holder[key]
+    _remove_from_caches(tuples)
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:
@@ -382,7 +385,7 @@ def record(
     try:
         run = _run(recorder, mode, module, weights, inputs, follower, constants or {}, train, grad)
     except RunError as failure:
-        _clear_frames(failure)  # their variables hold tensors
+        _forget_frames(failure)
         recorder.close(mode)
         raise
     held = recorder.close(mode)
@@ -394,9 +397,10 @@ def record(
     return run
 
 
-def _clear_frames(error: BaseException | None) -> None:
+def _forget_frames(error: BaseException | None) -> None:
+    """Drop the frames of an exception and of its causes, whose variables hold tensors of the run."""
     while error is not None:
-        traceback.clear_frames(error.__traceback__)
+        error.__traceback__ = None
         error = error.__cause__ or error.__context__
 
 
