@@ -116,8 +116,8 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: 
     }
     trail, facts = Trail(), Facts()
     runs = _runs(module, weights, inputs, trail, facts)
-    for call in (call for run in runs for call in run.calls):
-        rules.apply(call, facts)
+    outputs = _layer_outputs(module, weights)
+    causes = _apply_rules(runs, outputs, facts)
     _pin_projected(module, weights, ties)
     sizes = solve_sizes(module, weights, trail, facts)
     class_dim = _settle_output(runs, inputs, class_dim, facts)
@@ -125,6 +125,7 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: 
     for dim in (dim for name, dims in weights.items() if name not in used for dim in dims):
         pin(dim)
     _settle(facts, heads)
+    _pin_unproduced(module, weights, used, facts)
     facts.notes += [f"Python reads a constant in {where}: every member takes that branch" for where in runs[0].reads]
     unused = ", ".join(name for name, _ in module.named_parameters() if name not in used)
     facts.notes += [f"nothing is computed from {unused}: never cut"] if unused else []
@@ -133,7 +134,11 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: 
         name: Axis(name, one.size, one.fixed, one.coupled, _inner(one, facts, names)) for one, name in names.items()
     }
     free = {name for name, axis in axes.items() if not axis.fixed}
-    whole = ", ".join(_whole_layers(module, weights, used))
+    whole = ", ".join(
+        f"{layer} (because of {causes[name]})" if name in causes else layer
+        for name, (layer, made) in outputs.items()
+        if name in used and is_plain(made)
+    )
     facts.notes += [f"no axis reaches the outputs of {whole}: every member has all of them"] if whole else []
     held = {path: _expression(dim, names) for path, dim in sizes.items()}
     layout = Layout(
@@ -253,6 +258,40 @@ def _known(op: Any) -> bool:
 # --- what may be cut -----------------------------------------------------------------------------------------------
 
 
+def _apply_rules(runs: Sequence[Run], outputs: Mapping[str, tuple[str, Dim]], facts: Facts) -> dict[str, Call]:
+    """Learn from every call, and return the one that pinned a layer's outputs, by the layer's weight."""
+    causes: dict[str, Call] = {}
+    free = {name: made for name, (_, made) in outputs.items()}
+    for call in (call for run in runs for call in run.calls):
+        rules.apply(call, facts)
+        for name in [name for name, made in free.items() if is_plain(made)]:
+            causes[name] = call
+            del free[name]
+    return causes
+
+
+def _pin_unproduced(
+    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], used: Sequence[str], facts: Facts
+) -> None:
+    """Keep inputs whole that no layer produces, such as the coordinates in a table that a layer reads.
+
+    A number of channels that training never made is part of the problem, as the three colours of an image are.
+    """
+    parameters = {name for name, _ in module.named_parameters()}
+    produced: set[Atom] = set()
+    for name in parameters & weights.keys():
+        dims = weights[name]
+        layer = module.get_submodule(name.rpartition(".")[0])
+        if dims and isinstance(layer, (nn.Linear, _ConvNd)):
+            dims = (dims[_output_dim(module, name)],)
+        produced.update(one for dim in dims for one in atoms_in(dim))
+    for name in used:
+        for dim in weights.get(name, ()):
+            if any(one not in produced and not one.fixed for one in atoms_in(dim)):
+                pin(dim)
+                facts.notes.append(f"no layer produces the {size(dim)} channels that {name} carries: never cut")
+
+
 def _pin_projected(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], ties: Mapping[str, str]) -> None:
     """torch tells an LSTM's projection by its being smaller than the hidden state, which must therefore stay."""
     for path, layer in module.named_modules():
@@ -359,15 +398,17 @@ def _name_axes(
     return names
 
 
-def _whole_layers(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], used: Sequence[str]) -> Iterator[str]:
-    """The layers that a budget would be expected to narrow, and cannot."""
+def _layer_outputs(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]) -> dict[str, tuple[str, Dim]]:
+    """Return the layers that a budget would be expected to narrow: by weight, the layer's name and its outputs."""
+    outputs: dict[str, tuple[str, Dim]] = {}
     for path, layer in module.named_modules():
         name = f"{path}.weight" if path else "weight"
         grouped = isinstance(layer, _ConvTransposeNd) and layer.groups > 1  # its groups are among its weight's inputs
-        if isinstance(layer, (nn.Linear, _ConvNd)) and name in used and not grouped:
+        if isinstance(layer, (nn.Linear, _ConvNd)) and name in weights and not grouped:
             made = weights[name][_output_dim(module, name)]
-            if is_plain(made) and size(made) > 1:
-                yield path or type(layer).__name__
+            if size(made) > 1:
+                outputs[name] = (path or type(layer).__name__, made)
+    return outputs
 
 
 def _output_dim(module: nn.Module, weight: str) -> int:

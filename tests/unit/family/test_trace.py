@@ -7,6 +7,7 @@ import functools
 import gc
 import math
 import random
+import re
 import warnings
 from typing import Any
 
@@ -275,7 +276,7 @@ def test_an_unknown_operation_pins_what_it_touches_and_is_noted() -> None:
     note, whole = layout.notes
     assert "_fft_r2c in the module itself" in note
     assert "test_trace.py:" in note
-    assert "the outputs of a: " in whole
+    assert "the outputs of a (because of _fft_r2c in the module itself (" in whole
 
 
 class Patches(nn.Module):
@@ -811,4 +812,27 @@ def test_what_depends_on_the_order_of_channels_stays_whole_and_is_noted() -> Non
     """A rolling window that wraps keeps channels in another order."""
     layout = trace_layout(Accumulated(), (torch.zeros(2, 6),))
     assert dims_of(layout)["fc1.weight"] == "8 6"
-    assert layout.notes == ("no axis reaches the outputs of fc1: every member has all of them",)
+    (note,) = layout.notes
+    assert note.startswith("no axis reaches the outputs of fc1 (because of cumsum in the module itself (")
+    assert re.search(r"test_trace.py:\d+\)\): every member has all of them", note)
+
+
+class Coordinates(nn.Module):
+    """As Swin's second version: a layer turns the (y, x) coordinates in a table into a bias for each head."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.rand(9, 2))
+        self.bias = nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 4))
+        self.body, self.head = nn.Linear(6, 4), nn.Linear(4, 5)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.head(self.body(x) + self.bias(self.table).mean(0))
+
+
+def test_inputs_that_no_layer_produces_stay_whole_and_are_noted() -> None:
+    layout = trace_layout(Coordinates(), (torch.zeros(2, 6),))
+    assert dims_of(layout)["table"] == "9 2"
+    assert dims_of(layout)["bias.0.weight"] == "bias.0 2"
+    assert dims_of(layout)["bias.2.weight"] == "body bias.0"
+    assert "no layer produces the 2 channels that table carries: never cut" in layout.notes
