@@ -116,8 +116,8 @@ def compare(
 ) -> tuple[float, float]:
     """Milliseconds of a cohort's local epoch: one client after another, and ours."""
     data = cohort(len(shares), images)
-    world = World(family, 0, torch.device(device), DTYPES[precision])
-    engine = Vectorised(world, data, precision=precision)
+    world = World(family, 0, torch.device(device), DTYPES[precision], precision=precision)
+    engine = Vectorised(world, data)
     server = method.init(world)
     clients = [Client(id, fq.Budget(share=share), images) for id, share in enumerate(shares)]
     jobs = [Job(client, method.plan(server, client, world)[0], 0) for client in clients]

@@ -159,7 +159,7 @@ def _put_back(own: list[nn.Parameter], free: list[Tensor], before: Sequence[Tens
 
 def ours(case: Case, precision: Precision) -> tuple[float, float]:
     """Milliseconds of one recorded step of the whole cohort, and of a step's part of a whole round's training."""
-    engine = Vectorised(World(case.family, 0, DEVICE), case.data, precision=precision, memory=MEMORY)
+    engine = Vectorised(World(case.family, 0, DEVICE, precision=precision), case.data, memory=MEMORY)
     server = case.method.init(engine.world)
     clients = [Client(id, fq.Budget(share=share), IMAGES) for id, share in enumerate(case.shares)]
     jobs = [Job(client, case.method.plan(server, client, engine.world)[0], 0) for client in clients]

@@ -27,8 +27,8 @@ IMAGES = 500
 def compare(family: fq.Family, batch_size: int, precision: Precision, device: str, times: int) -> None:
     local = fq.Local(optimiser=fq.SGD(lr=0.01, momentum=0.9, decay=5e-4), batch_size=batch_size, last_batch="drop")
     method, data = SplitMix(local=local), cohort(len(SHARES), IMAGES)
-    world = World(family, 0, torch.device(device), DTYPES[precision])
-    engine, server = Vectorised(world, data, precision=precision), method.init(world)
+    world = World(family, 0, torch.device(device), DTYPES[precision], precision=precision)
+    engine, server = Vectorised(world, data), method.init(world)
     clients = [Client(id, fq.Budget(share=share), IMAGES, id) for id, share in enumerate(SHARES)]
     jobs = [Job(client, net, 0) for client in clients for net in method.plan(server, client, world)]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"

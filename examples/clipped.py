@@ -34,7 +34,7 @@ class Clipped(Method):
         within(self, clip="(0, inf)")
 
     def plan(self, server: fq.Server, client: fq.Client, world: fq.World) -> list[fq.Submodel]:
-        return [prefix(world.family.fit(client.budget))]
+        return [prefix(self.fit(client.budget, world))]
 
     def fold(self, server: fq.Server, world: fq.World) -> Fold:
         mean = Mean(world.family.cutter, self.weighting, self.server).begin(server)

@@ -57,9 +57,10 @@ class Columns(Method):
     local: fq.Local = LOCAL
     progressive: bool = True  # only what the narrower net does not have moves
     inner: float = HALF  # the share of the narrower net
+    skips_clients = True  # one client trains in a round
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        return [prefix(world.family.fit(client.budget))] if client.id == server.round else []
+        return [prefix(self.fit(client.budget, world))] if client.id == server.round else []
 
     def learner(self, job: Job, world: World) -> Learner:
         grows = self.progressive and job.round > 0

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedquilt.devices import keep_pages
     from fedquilt.experiment import Run, prepare, run
     from fedquilt.export import load_model
+    from fedquilt.family.cost import TrainingStep
     from fedquilt.family.dual import ConditionedNorm, DualNorm, conditioned, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.records import load
@@ -35,6 +36,7 @@ _HOMES = {
     "fedquilt.devices": ("keep_pages",),
     "fedquilt.experiment": ("Run", "prepare", "run"),
     "fedquilt.export": ("load_model",),
+    "fedquilt.family.cost": ("TrainingStep",),
     "fedquilt.family.dual": ("ConditionedNorm", "DualNorm", "conditioned", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.records": ("load",),
@@ -92,6 +94,7 @@ __all__ = [
     "Server",
     "Steps",
     "Submodel",
+    "TrainingStep",
     "Update",
     "Wireless",
     "World",

@@ -16,7 +16,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.names import known
 from fedquilt.round.cut import inside
 from fedquilt.round.link import Trip
-from fedquilt.round.serve import Exam, Score, given, joined, own_exam, ready, share_label
+from fedquilt.round.serve import Exam, Score, given, joined, own_exam, ready, share_label, trained_within
 from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
@@ -97,7 +97,8 @@ def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
         upload = learner.upload(world.family, submodel, run.engine.held(client.id))
         params += _entries(world.family, upload, learner.sent(world.family))
     params *= method.copies
-    return Device(client.id, share_label(client.budget, world), domain_of(run, client.id), macs, params, *accuracies)
+    label = share_label(method, client.budget, world)
+    return Device(client.id, label, domain_of(run, client.id), macs, params, *accuracies)
 
 
 def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
@@ -117,7 +118,8 @@ def _accuracies(run: Run, clients: list[Client]) -> list[_Accuracies]:
         own = [own_exam(method, server, client, engine, run.evaluation) for client in clients]
         return [(_accuracy(score), None) for score in engine.evaluate(method, own, size)]
     whole = given(method, server, Budget(share=1.0), engine.world)
-    sized = [given(method, server, client.budget, engine.world) for client in clients]
+    budgets = [trained_within(method, client.budget, engine.world) for client in clients]
+    sized = [given(method, server, budget, engine.world) for budget in budgets]
     weights = ready(method, server, list(dict.fromkeys(net for nets in (*sized, whole) for net in nets)), engine, size)
     # Each once: a client that can hold the whole model has one accuracy.
     pairs = dict.fromkeys((kind, c.id) for c, nets in zip(clients, sized, strict=True) for kind in (nets, whole))

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import TYPE_CHECKING, get_args
 
 import torch
@@ -22,7 +23,7 @@ from fedquilt.family.faithful import forget_statistics
 from fedquilt.family.net import Pass
 from fedquilt.round.link import PERFECT
 from fedquilt.round.local import NormPolicy, batched
-from fedquilt.round.serve import both_statistics, compared_passes, given, mean_statistics
+from fedquilt.round.serve import both_statistics, compared_passes, given, mean_statistics, trained_within
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -91,7 +92,9 @@ class Shelf:
             nets = given(run.method, self.server, budget, world)
         else:
             own = self._own_budget
-            nets = run.method.own(run.server, self._asked(budget.both(own)), world)
+            asked = budget.without_memory(world.family.share(budget)) if budget.memory else budget
+            held = trained_within(run.method, own, world)
+            nets = run.method.own(run.server, self._asked(asked.both(held)), world)
             less = budget.share is not None and total_share(world.family, nets) < budget.share - _ROUNDING
             if less and own.share is not None and own.share < (budget.share or 0):
                 told = "a %s was asked for; client %d holds a %s, and has no more to give."
@@ -225,16 +228,13 @@ def measured(family: Family, net: Submodel, state: Weights, samples: Array, batc
 
 
 def total_cost(family: Family, nets: Mix) -> Cost:
-    """What nets cost together, as a device that holds and trains all of them."""
-    costs = [family.cost(net) for net in nets]
-    parts = ([getattr(cost, part) for cost in costs] for part in ("macs", "params", "bytes", "memory"))
-    return Cost(*map(sum, parts))
+    """Return what nets cost together on a device that holds all of them."""
+    return reduce(add, (family.cost(net) for net in nets))
 
 
 def total_share(family: Family, nets: Mix) -> float:
-    """The part of its channels that the widest axis keeps, of all nets together."""
-    sizes = family.layout.sizes
-    return sum(max((width / sizes[axis] for axis, width in net.arch.widths), default=1.0) for net in nets)
+    """Return the share of its channels that the widest dimension keeps, of all nets together."""
+    return sum(family.width(net.arch) for net in nets)
 
 
 def check_within(run: Run, nets: Mix, budget: Budget) -> None:
@@ -242,23 +242,13 @@ def check_within(run: Run, nets: Mix, budget: Budget) -> None:
 
     A share has no net of its own where it is less than a channel, or where a method rounds up; then a warning says so.
     """
-    family, over = run.engine.world.family, []
-    count = sum(family.count(net.arch) for net in nets)
-    if budget.share is not None:
-        # Several nets divide a share of the channels among them. Rounded up, since some methods round so.
-        most = len(nets) * family.count(family.fit(Budget(share=budget.share / len(nets)), "ceil"))
-        if count > most:
-            over.append(f"a share of {budget.share:g} has {most:,}")
-    for bound in ("params", "macs", "memory"):
-        if most := getattr(budget, bound):
-            found = count if bound == "params" else getattr(total_cost(family, nets), bound)
-            if found > most:
-                over.append(f"{bound} are {found:,}")
-    if over:
+    family = run.engine.world.family
+    if over := family.excess([net.arch for net in nets], budget):
+        count = sum(family.count(net.arch) for net in nets)
         kind = f"{len(nets)} nets" if len(nets) > 1 else "one common net" if run.method.personal else "a net"
         raise BudgetError(
             f"{type(run.method).__name__} trains {kind}, of {count:,} parameters; the budget {budget} allows less: "
-            f"{', '.join(over)}."
+            f"{'; '.join(over)}."
         )
     if budget.share is not None and (share := total_share(family, nets)) > budget.share + _ROUNDING:
         _log.warning(

@@ -2,8 +2,8 @@
 
 FedquiltError
 ├── TraceError        a module whose axes cannot be found or cut
-├── SubmodelError     a plan or payload whose positions do not fit the family
-├── BudgetError       a budget no member fits
+├── SubmodelError     a plan that is no list of sub-models, or positions that do not fit the family
+├── BudgetError       a budget no member fits, or a plan or net that exceeds one
 ├── DataError         data of the wrong shape, or a client without any
 ├── TrainingError     local training failed: names client, round and stage
 ├── RecordError       what a run leaves on disk could not be written, or not be read back
@@ -29,11 +29,11 @@ class TraceError(FedquiltError):
 
 
 class SubmodelError(FedquiltError):
-    """A plan or payload whose positions do not fit the family."""
+    """A plan that is no list of sub-models, or a plan or payload whose positions do not fit the family."""
 
 
 class BudgetError(FedquiltError):
-    """A budget no member of the family fits."""
+    """A budget that no member of the family fits, or that a plan or a deployed net exceeds."""
 
 
 class DataError(FedquiltError):

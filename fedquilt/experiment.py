@@ -29,10 +29,11 @@ from fedquilt.names import known
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
+from fedquilt.round.budgets import check_budgets, planned, too_small
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.local import NormPolicy
 from fedquilt.round.serve import compared_passes
-from fedquilt.terms import Budget, Client, Server, World
+from fedquilt.terms import Budget, Client, Job, Server, World
 from fedquilt.tracking import Tracking, tracked
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class Run:
 
     def __post_init__(self) -> None:
         self._data, self._seed = self.engine.data, self.engine.world.seed
+        count = too_small(self.method, self.server, self.fleet, self.engine)
+        told = f"{count} of {self.fleet.num_clients} devices cannot hold the net that they train"
+        self._too_small = told if count else ""
 
     def _take_over(self) -> None:
         """Runs may share an engine, one after another: from here on it is this one's."""
@@ -81,6 +85,11 @@ class Run:
         """How the run stands, in one object, as `summary.json` has it."""
         return summarise(self)
 
+    @property
+    def note(self) -> str:
+        """Return what readers of the results must know: the method's note, and how many devices are too small."""
+        return "; ".join(part for part in (self.method.note, self._too_small) if part)
+
     def reached(self, target: float, share: float = 1.0, metric: str = "accuracy") -> Milestone | None:
         """When a share first had so good a metric, and what that took; None: never so far."""
         return reached(self.records, target, share, metric)
@@ -92,6 +101,8 @@ class Run:
         rounds = _whole("rounds", rounds)
         self.fleet.check(rounds)
         self._take_over()
+        if self._too_small and self.server.round < rounds:
+            _log.warning("%s ignores budgets: %s.", type(self.method).__name__, self._too_small)
         while self.server.round < rounds:
             played = play(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
             with undisturbed():
@@ -256,8 +267,8 @@ def prepare(
             raise ConfigError("the engine of another run was given; it trains another family than this run's.")
         engine.deal(data, seed)
     else:
-        world = World(family, seed, device_of(device), known(DTYPES, precision, "precision"), data.public)
-        engine = known(ENGINES, engine, "engine")(world, data, precision=precision)
+        world = World(family, seed, device_of(device), known(DTYPES, precision, "precision"), data.public, precision)
+        engine = known(ENGINES, engine, "engine")(world, data)
     server = method.init(engine.world)
     _check_budgets(method, server, fleet, engine)
     _check_nets(method, server, fleet, engine)
@@ -282,10 +293,11 @@ def _check_budgets(method: Method, server: Server, fleet: Fleet, engine: Engine)
         first = fleet.first(budget)
         client = Client(first, budget, engine.data.size(first))
         try:
-            world.family.fit(budget)
-            method.plan(server, client, world)
+            method.fit(budget, world)
+            plan = planned(method, server, client, world)
         except BudgetError as error:
             raise BudgetError(f"client {client.id}: {error}") from error
+        check_budgets(method, [Job(client, submodel, server.round) for submodel in plan], world)
 
 
 def _check_nets(method: Method, server: Server, fleet: Fleet, engine: Engine) -> None:
@@ -294,8 +306,8 @@ def _check_nets(method: Method, server: Server, fleet: Fleet, engine: Engine) ->
     for budget in fleet.kinds[:_FEW]:
         first = fleet.first(budget)
         client = Client(first, budget, engine.data.size(first))
-        for planned in method.plan(server, client, engine.world):
-            engine.world.family.check_net(planned.arch, modes)
+        for submodel in planned(method, server, client, engine.world):
+            engine.world.family.check_net(submodel.arch, modes)
 
 
 def _whole(what: str, given: int) -> int:

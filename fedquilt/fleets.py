@@ -255,8 +255,10 @@ class FlopLimited(Budgets):
 
 @dataclass(frozen=True)
 class FromCsv(Budgets):
-    """Real devices, one kind a row: `count` (1 if there is no such column) and one or more of the bounds
-    `share`, `macs`, `params`, `memory`; `name` is for the reader. Other columns are refused.
+    """Real devices from a CSV file, one kind per row. A bound on memory is on the training step.
+
+    A row has `count` (1 if there is no such column) and one or more of the bounds `share`, `macs`, `params`, `memory`;
+    `name` is for the reader. Other columns are refused.
 
     For as many clients as the file counts devices, each row has exactly its count; for others, the same proportions.
     """

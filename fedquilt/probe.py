@@ -18,6 +18,7 @@ from fedquilt import noise
 from fedquilt.checks import within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
+from fedquilt.family.cost import TrainingStep
 from fedquilt.family.net import Pass
 from fedquilt.fleets import FIVE_SHARES
 from fedquilt.methods import Method
@@ -47,7 +48,7 @@ class Member:
     share: float
     params: int
     macs: int  # a sample, forward
-    memory: int  # bytes of a training step in float32, as budgets count them
+    memory: int  # bytes of a training step in the precision of the probe
 
 
 @dataclass(frozen=True)
@@ -80,14 +81,15 @@ def probe(
 ) -> Probe:
     """Train members of a family for about so many seconds, and propose what this machine should be asked for."""
     free = free_memory(device)
-    allowed = free * target.memory * 4 / DTYPES[precision].itemsize  # budgets count in float32
+    allowed = free * target.memory
+    step = TrainingStep(target.batch_size, precision=precision)  # with momentum, as it is measured
     with computing(precision, torch.device(device)):
-        measured, rate = _throughput(family, device, allowed, target, seconds, DTYPES[precision])
+        measured, rate = _throughput(family, device, allowed, target, seconds, step)
     macs = max(1, measured.macs)  # a family of look-ups alone has none
     # A target is a bound on multiply-adds: what the machine does in an epoch's time, shared by the samples.
     budget = Budget(macs=macs * rate * target.epoch_seconds / target.samples, memory=allowed)
     try:
-        member = described(family, family.fit(budget), target.batch_size)
+        member = described(family, family.fit(budget, step=step), step)
     except BudgetError as error:
         raise BudgetError(
             f"{target.samples} samples in {target.epoch_seconds:g} s were asked of this machine ({device}); it trains "
@@ -158,36 +160,37 @@ def _container_memory(root: Path) -> int | None:
 
 
 def _throughput(
-    family: Family, device: str, memory: float, target: Target, seconds: float, dtype: torch.dtype
+    family: Family, device: str, memory: float, target: Target, seconds: float, step: TrainingStep
 ) -> tuple[Member, float]:
     """A member and how many samples a second it trains on: the largest of five shares that time and target allow.
 
     A machine does more multiply-adds a second in a larger member. What is measured here is no larger than what will be
     proposed, so the proposal errs on the safe side.
     """
-    ladder = dict.fromkeys(family.fit(Budget(share=share, memory=memory)) for share in sorted(FIVE_SHARES))
+    budgets = [Budget(share=share, memory=memory) for share in sorted(FIVE_SHARES)]
+    ladder = dict.fromkeys(family.fit(budget, step=step) for budget in budgets)
     until, batches = time.perf_counter() + seconds, math.ceil(target.samples / target.batch_size)
     took, growth, measured = 0.0, 0.0, None
     for arch in ladder:
         if measured and time.perf_counter() + 2 * (took + 4 * growth) > until:
             break  # four times the work of the one before, if every layer is twice as wide
-        step = _training_step(family, arch, torch.device(device), dtype, target.batch_size)
-        step()  # warm
+        train = _training_step(family, arch, torch.device(device), DTYPES[step.precision], target.batch_size)
+        train()  # warm
         began = time.perf_counter()
-        step()
+        train()
         before, took = took, time.perf_counter() - began
         growth = max(0.0, took - before) if measured else 0.0
         if measured and took * batches > target.epoch_seconds:
             break
-        measured = (arch, step)
+        measured = (arch, train)
     assert measured
-    arch, step = measured
+    arch, train = measured
     steps, began = 0, time.perf_counter()
     while not steps or time.perf_counter() < until:
-        step()
+        train()
         steps += 1
     rate = steps * target.batch_size / (time.perf_counter() - began)
-    return described(family, arch, target.batch_size), rate
+    return described(family, arch, step), rate
 
 
 def _training_step(
@@ -230,9 +233,9 @@ def _targets(family: Family, arch: Arch, state: dict[str, Tensor], inputs: Tenso
     return drawn.long().to(inputs.device)
 
 
-def described(family: Family, arch: Arch, batch_size: int = 32) -> Member:
+def described(family: Family, arch: Arch, step: TrainingStep = TrainingStep()) -> Member:
     """A member by its share and what it costs."""
-    cost = family.cost(arch, batch_size)
+    cost = family.cost(arch, step)
     return Member(_share(family, arch), cost.params, cost.macs, cost.memory)
 
 

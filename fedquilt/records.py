@@ -505,7 +505,7 @@ def summarise(run: Run) -> dict[str, Any]:
             share: {"params": sum(cost.params for cost in some), "macs": sum(cost.macs for cost in some)}
             for share, some in costs.items()
         },
-        "note": run.method.note,
+        "note": run.note,
         "fedquilt": __version__,
     }
 

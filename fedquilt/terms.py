@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, MutableMapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from numbers import Real
 from typing import TYPE_CHECKING, Any
 
@@ -12,6 +12,7 @@ from torch import Tensor
 
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import BudgetError
+from fedquilt.precision import Precision
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
@@ -73,12 +74,25 @@ Mix = tuple[Submodel, ...]  # nets whose logits are averaged; most methods give 
 
 @dataclass(frozen=True)
 class Budget:
-    """What a device can hold: a share of every axis, or a bound on multiply-adds, parameters or training memory."""
+    """The network that a device can hold: a share of every axis, or bounds on what the network costs.
+
+    Several bounds hold together. `memory` means the memory of what the device is asked to do.
+    A client of a fleet trains, so its bound is on the training step of the method that runs:
+    weights, gradients, optimizer slots and saved activations of a batch, in the precision of the
+    run. In `deploy` and `export` the bound is on inference: float32 weights and the largest
+    activations of one sample.
+
+    Args:
+        share: Part of the channels of every axis, in (0, 1]. At least one channel is always kept.
+        macs: Multiply-adds of one sample's forward pass.
+        params: Number of parameters.
+        memory: Bytes, in training or at inference.
+    """
 
     share: float | None = None
     macs: float | None = None
     params: float | None = None
-    memory: float | None = None  # bytes: parameters, gradients, optimiser slots and saved activations
+    memory: float | None = None
 
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
@@ -92,6 +106,10 @@ class Budget:
 
     def __str__(self) -> str:
         return " ".join(f"{name} {value:g}" for name, value in vars(self).items() if value is not None)
+
+    def without_memory(self, share: float) -> Budget:
+        """Return the budget with a share in the place of its bound on memory."""
+        return replace(self, memory=None, share=share)
 
     def both(self, other: Budget) -> Budget:
         """What keeps within either: of each bound the tighter one."""
@@ -177,3 +195,4 @@ class World:
     device: torch.device = torch.device("cpu")
     dtype: torch.dtype = torch.float32
     public: Tensor | None = None
+    precision: Precision = "fp32"  # of products; weights and sums are in `dtype`

@@ -279,7 +279,7 @@ class ExportRequest:
     share: Shares = ()  # of every layer's channels, in (0, 1]; may be given again
     params: Params = None  # parameters, at most
     macs: Macs = None  # multiply-adds a sample, at most
-    memory: Real = None  # bytes to train it, at most
+    memory: Real = None  # bytes to run it on one sample, at most: float32 weights and activations
     client: Whole = None  # whose, where each has its own (fedbn, local)
     norms: Norms = None  # what norms normalise by: post measures over the training data; if not given, what the run has
     robustness: Real = None  # of dual norms: 0 is the clean net, 1 the noised one

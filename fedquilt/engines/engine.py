@@ -17,6 +17,7 @@ from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
 from fedquilt.family.net import Pass
 from fedquilt.precision import Precision, computing, unfit
 from fedquilt.round.attack import PGD
+from fedquilt.round.budgets import check_budgets
 from fedquilt.round.link import Link, Trip
 from fedquilt.round.local import Learner, OptimiserState, State, batched, itinerary
 from fedquilt.round.merge import Fold
@@ -122,11 +123,15 @@ class Engine(ABC):
     world: World
     data: FederatedData
     link: Link = Link()
-    precision: Precision = "fp32"  # of products; weights and sums are the world's dtype
 
     @classmethod  # noqa: B027 (most need nothing)
     def check(cls) -> None:
         """Whether what it needs is installed; asked before anything heavy."""
+
+    @property
+    def precision(self) -> Precision:
+        """Return the precision of products; weights and sums are in the world's dtype."""
+        return self.world.precision
 
     def computing(self) -> AbstractContextManager[None]:
         """What all training and testing happens in."""
@@ -161,6 +166,7 @@ class Engine(ABC):
         self.follow(method)
         for submodel, job in {job.submodel: job for job in jobs}.items():
             self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
+        check_budgets(method, jobs, self.world)
         try:
             with self.computing():
                 self._train(method, server, jobs, _Exact(fold, self.world.device), outcome)

@@ -15,6 +15,7 @@ from fedquilt.devices import channels_last
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, fails_alone, stacked
 from fedquilt.errors import first_line
+from fedquilt.family.cost import TrainingStep
 from fedquilt.round.local import State, batched
 from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
 from fedquilt.terms import Arch, Mix, Weights, World
@@ -246,5 +247,5 @@ class Examiner:
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
         """The bytes of what a training step keeps for its way back."""
-        cost = self.world.family.cost(arch, batch_size, 0)
+        cost = self.world.family.cost(arch, TrainingStep(batch_size, 0))
         return max(1, (cost.memory - 2 * cost.bytes) * self.world.dtype.itemsize // 4)

@@ -36,6 +36,7 @@ from fedquilt.engines.units import (
     stacked,
 )
 from fedquilt.errors import FedquiltError, first_line
+from fedquilt.family.cost import TrainingStep
 from fedquilt.family.laid import LayoutError
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import (
@@ -235,7 +236,7 @@ class Vectorised(Engine):
 
     def need(self, arch: Arch, batch_size: int, slots: int) -> int:
         """The bytes one client of a member takes in training."""
-        cost = self.world.family.cost(arch, batch_size, slots)
+        cost = self.world.family.cost(arch, TrainingStep(batch_size, slots))
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
         return max(1, (cost.memory + cost.bytes * (2 + slots)) * self.world.dtype.itemsize // 4)
 
@@ -247,7 +248,7 @@ class Vectorised(Engine):
 
     @cached_property
     def _one_by_one(self) -> Sequential:
-        return Sequential(self.world, self.data, self.link, self.precision)
+        return Sequential(self.world, self.data, self.link)
 
     def set_apart(self, arch: Arch, why: str) -> None:
         self.single.add(arch)
@@ -317,7 +318,7 @@ class Vectorised(Engine):
         """The bytes that idle units of a shape hold: their weights, and on a GPU what their recording works in."""
         local = shape.learner.local
         if self.world.device.type != "cuda":
-            weights = self.world.family.cost(shape.arch, local.batch_size, 0).bytes * self.world.dtype.itemsize // 4
+            weights = self.world.family.cost(shape.arch).bytes * self.world.dtype.itemsize // 4
             return len(self._idle[shape]) * shape.count * weights * (2 + len(local.optimiser.slots))
         return (
             len(self._idle[shape]) * shape.count * self.need(shape.arch, local.batch_size, len(local.optimiser.slots))

@@ -2,46 +2,114 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 from torch.utils.flop_counter import FlopCounterMode
 
 from fedquilt.family.dual import adjustables
 from fedquilt.family.record import SMALL, RunError, record
+from fedquilt.precision import DTYPES, Precision
 
 
 @dataclass(frozen=True)
 class Cost:
-    """Multiply-adds a sample, parameters, their bytes, and the peak memory of a training step in bytes."""
+    """The cost of one member, or of several that a device holds together."""
+
+    macs: int  # multiply-adds of one sample's forward pass
+    params: int  # number of parameters
+    bytes: int  # bytes of the parameters in float32
+    memory: int  # bytes of a training step
+    activations: int  # bytes that one sample's forward pass needs besides them, in float32
+
+    @property
+    def inference(self) -> int:
+        """Return the bytes that a device needs to run the member on one sample."""
+        return self.bytes + self.activations
+
+    def __add__(self, other: Cost) -> Cost:
+        """Add another net's cost. Both are trained at once, but run one after the other."""
+        return Cost(
+            self.macs + other.macs,
+            self.params + other.params,
+            self.bytes + other.bytes,
+            self.memory + other.memory,
+            max(self.activations, other.activations),
+        )
+
+
+@dataclass(frozen=True)
+class TrainingStep:
+    """The properties of a client's local step that decide how much memory it needs.
+
+    The memory is that of a device which updates its weights in place: weights, gradients, optimizer
+    slots, and the activations that the backward pass reads. Workspaces of single operations are not
+    counted.
+
+    Args:
+        batch_size: Samples per step.
+        slots: Tensors per weight besides its gradient: 0 for SGD, 1 for SGD with momentum, 2 for
+            Adam. A proximal term needs one more, the weights that were received.
+        precision: Precision of the run. With `bf16` activations take half, and a bf16 copy of the
+            weights is kept too.
+        passes: Forward passes of the member that one backward pass goes through: 2 with attacked
+            samples beside clean ones.
+        nested: Shares of nested nets whose activations are kept besides. A share that runs twice is
+            listed twice. Nets that are no narrower than the member are left out.
+        most: How many of `nested` one step runs; the widest count. None: all.
+    """
+
+    batch_size: int = 32
+    slots: int = 1
+    precision: Precision = "fp32"
+    passes: int = 1
+    nested: tuple[float, ...] = ()
+    most: int | None = None
+
+    def memory(self, weights: int, activations: Sequence[int]) -> int:
+        """Return the bytes of the step.
+
+        Args:
+            weights: Bytes of the parameters in float32.
+            activations: Bytes that each forward pass of a batch saves, in float32.
+        """
+        saved = sum(activations)
+        if self.precision == "bf16":  # autocast saves bf16 copies of the weights with the activations
+            saved = (saved + weights) // 2
+        return (weights * (2 + self.slots) + saved) * DTYPES[self.precision].itemsize // 4
+
+
+@dataclass(frozen=True)
+class Count:
+    """What was counted of one member and one batch size, in float32."""
 
     macs: int
     params: int
     bytes: int
-    memory: int
+    saved: int  # bytes of the activations that the backward pass of a batch reads
 
 
 def measure(
     module: nn.Module,
     example_inputs: tuple[Any, ...],
     batch_size: int,
-    slots: int,
     constants: Mapping[str, Tensor],
-) -> Cost:
-    """Count one member. Memory = weights + gradients + optimiser slots + activations saved for the backward pass.
+) -> Count:
+    """Count one member's operations, parameters, and what a training step on a batch saves.
 
     Args:
         module: The member; its weights may be on the meta device.
         example_inputs: What its forward takes, a batch of any size.
         batch_size: Samples of a training step.
-        slots: Tensors that the optimiser keeps for each weight.
         constants: Buffers that every member has alike, by name. Its forward may read the small ones in Python.
     """
-    readable = {name: value for name, value in constants.items() if value.numel() <= SMALL and not value.is_meta}
     count = max(2, batch_size)  # norms over the batch refuse to train on one sample alone
     inputs = tuple(_resized(value, count) for value in example_inputs)
     weights = {id(p): p for p in module.parameters()}.values()
@@ -50,19 +118,43 @@ def measure(
 
     def counted(train: bool) -> _Counter:
         counter = _Counter()
-        record(module, {}, inputs, lambda _: True, counter, readable, train, grad=True)
+        record(module, {}, inputs, lambda _: True, counter, _readable(constants), train, grad=True)
         return counter
 
     try:
         counter = counted(train=True)
     except RunError:  # in training it reads data, and there is none here: evaluation has to do, as in tracing
         counter = counted(train=False)
-    return Cost(
+    return Count(
         macs=counter.operations // 2 // count,
         params=params,
         bytes=size,
-        memory=size * (2 + slots) + counter.activations * batch_size // count,
+        saved=counter.activations * batch_size // count,
     )
+
+
+def inference_activations(module: nn.Module, example_inputs: tuple[Any, ...], constants: Mapping[str, Tensor]) -> int:
+    """Return the bytes that one sample's forward pass needs at once, besides the parameters.
+
+    A tensor counts from the operation that makes it to the last that reads it. Buffers count
+    throughout. The arguments are those of `measure`.
+    """
+
+    def peak(train: bool, count: int) -> int:
+        spans = _Spans()
+        inputs = tuple(_resized(value, count) for value in example_inputs)
+        record(module, {}, inputs, lambda _: True, spans, _readable(constants), train)
+        return spans.peak
+
+    buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
+    try:
+        return buffers + peak(train=False, count=1)
+    except RunError:  # it refuses one sample alone, or reads data in evaluation: this is an upper bound
+        return buffers + peak(train=True, count=2)
+
+
+def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: value for name, value in constants.items() if value.numel() <= SMALL and not value.is_meta}
 
 
 class _Counter(ExitStack):
@@ -99,6 +191,42 @@ class _Counter(ExitStack):
         if storage._cdata not in self._weights:  # a weight's view, such as its transpose, is no activation
             self._saved[storage._cdata] = storage.nbytes()
             self._alive.append(storage)
+
+
+class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """A follower of a run that notes by which operations each tensor is made, and read last."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._own: set[int] = set()
+        self._spans: dict[int, tuple[int, int, int]] = {}  # storage → bytes, first operation, last operation
+        self._alive: list[Any] = []  # a freed storage's address could be met again
+        self._now = 0
+
+    def attach(self, module: nn.Module, value: Callable[[Tensor], Any]) -> None:
+        self._own = {one.untyped_storage()._cdata for one in (*module.parameters(), *module.buffers())}
+        for layer in adjustables(module):
+            layer.robustness = 0.0  # one of two norms, as in use
+
+    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        result = op(*args, **(kwargs or {}))
+        self._now += 1
+        for leaf in tree_leaves((args, kwargs, result)):
+            if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._own:
+                storage = leaf.untyped_storage()
+                size, first, _ = self._spans.get(storage._cdata, (storage.nbytes(), self._now, self._now))
+                self._spans[storage._cdata] = size, first, self._now
+                self._alive.append(storage)
+        return result
+
+    @property
+    def peak(self) -> int:
+        """Return the bytes of the tensors that are needed at once, at most."""
+        change = [0] * (self._now + 2)
+        for size, first, last in self._spans.values():
+            change[first] += size
+            change[last + 1] -= size
+        return max(accumulate(change))
 
 
 def _resized(value: Any, batch_size: int) -> Any:

@@ -7,7 +7,8 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial
+from functools import cached_property, partial, reduce
+from operator import add
 from pathlib import Path
 from typing import Any, Literal
 
@@ -19,7 +20,7 @@ from fedquilt.axes import Axis, Index, axes_in, write
 from fedquilt.devices import untransformed
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
-from fedquilt.family.cost import Cost, measure
+from fedquilt.family.cost import Cost, Count, TrainingStep, inference_activations, measure
 from fedquilt.family.dual import ConditionedNorm, DualNorm, is_adjustable
 from fedquilt.family.faithful import answer, check_net, plain, unlike
 from fedquilt.family.laid import LaidNet, agrees
@@ -229,50 +230,128 @@ class Family:
         """The full-width member."""
         return self._arch(1.0, "floor")
 
-    def fit(self, budget: Budget, rounding: Rounding = "floor") -> Arch:
-        """The largest member within a budget: one share for all axes, at least `Axis.least` channels of each."""
-        return self._arch(self.share(budget, rounding), rounding)
+    def fit(self, budget: Budget, rounding: Rounding = "floor", step: TrainingStep | None = None) -> Arch:
+        """Return the largest member within a budget: one share for all axes, at least `Axis.least` channels of each.
 
-    def share(self, budget: Budget, rounding: Rounding = "floor") -> float:
-        """The share of every axis that a budget allows."""
+        Args:
+            budget: Bounds that hold together.
+            rounding: Of a share of an axis, to whole channels.
+            step: The training step that a bound on memory is on. None: it is on inference.
+
+        Raises:
+            BudgetError: Not even one channel of every axis is within macs, params or memory.
+        """
+        return self._arch(self.share(budget, rounding, step), rounding)
+
+    def share(self, budget: Budget, rounding: Rounding = "floor", step: TrainingStep | None = None) -> float:
+        """Return the share of every axis that a budget allows; the arguments are those of `fit`."""
         if budget.macs is budget.params is budget.memory is None:
             assert budget.share is not None
             return budget.share
-        known = self._fitted.get((budget, rounding))
+        key = budget, rounding, step if budget.memory else None
+        known = self._fitted.get(key)
         if known is None:
-            known = self._fitted[budget, rounding] = self._search(budget, rounding)
+            known = self._fitted[key] = self._search(*key)
         return known
 
     @cached_property
-    def _fitted(self) -> dict[tuple[Budget, Rounding], float]:
+    def _fitted(self) -> dict[tuple[Budget, Rounding, TrainingStep | None], float]:
         return {}
 
-    def _search(self, budget: Budget, rounding: Rounding) -> float:
+    def _search(self, budget: Budget, rounding: Rounding, step: TrainingStep | None) -> float:
         """Bisect the shares at which some axis gains a channel: costs only grow with the share."""
         limit = budget.share or 1.0
         sizes = {axis.size for axis in self._free}
         shares = sorted({k / size for size in sizes for k in range(1, size + 1) if k / size <= limit} or {limit})
 
         def fits(share: float) -> bool:
-            member = self._arch(share, rounding)
-            if budget.params is not None and self.count(member) > budget.params:
-                return False
-            if budget.macs is None and budget.memory is None:
-                return True
-            cost = self.cost(member)
-            return cost.macs <= (budget.macs or math.inf) and cost.memory <= (budget.memory or math.inf)
+            return not self._costs_over((self._arch(share, rounding),), budget, step)
 
         low, high = -1, len(shares)
         while high - low > 1:
             middle = (low + high) // 2
             low, high = (middle, high) if fits(shares[middle]) else (low, middle)
         if low < 0:
-            least = self.cost(self._arch(shares[0], rounding))
+            cost = self.cost(self._arch(shares[0], rounding), step or TrainingStep())
+            needs = f"trains in {cost.memory:,} bytes" if step else f"runs in {cost.inference:,} bytes"
             raise BudgetError(
-                f"no member fits the budget {budget}: the smallest has {least.params:,} parameters, {least.macs:,} "
-                f"multiply-adds a sample and trains in {least.memory:,} bytes."
+                f"no member fits the budget {budget}: the smallest has {cost.params:,} parameters, {cost.macs:,} "
+                f"multiply-adds a sample and {needs}{_batches(step)}."
             )
         return shares[low]
+
+    def excess(self, nets: Sequence[Arch], budget: Budget, step: TrainingStep | None = None) -> tuple[str, ...]:
+        """Return the bounds of a budget that a device's nets exceed together, and by how much.
+
+        A share allows as many channels of every dimension as `fit` rounds up to, and always one
+        channel for each net.
+
+        Args:
+            nets: Members that are held at once; with a step, trained at once.
+            budget: The device's bounds.
+            step: The training step that a bound on memory is on. None: it is on inference.
+
+        Returns:
+            A phrase for each bound: "params: 100 allowed, 612 needed". Empty if all are kept.
+        """
+        key = tuple(nets), budget, step if budget.memory else None
+        known = self._excess.get(key)
+        if known is None:
+            known = self._excess[key] = (*self._widths_over(*key[:2]), *self._costs_over(*key))
+        return known
+
+    @cached_property
+    def _excess(self) -> dict[tuple[tuple[Arch, ...], Budget, TrainingStep | None], tuple[str, ...]]:
+        return {}
+
+    def _widths_over(self, nets: tuple[Arch, ...], budget: Budget) -> list[str]:
+        if budget.share is None:
+            return []
+        allowed = self._channels(self._arch(budget.share, "ceil"))
+        found = [self._channels(net) for net in nets]
+        for dim, most in allowed.items():
+            kept = sum(widths[dim] for widths in found)
+            if kept > max(most, len(nets)):
+                axis = " × ".join(map(repr, dim))
+                return [f"share {budget.share:g}: {most} channels of axis {axis} allowed, {kept} needed"]
+        return []
+
+    def _costs_over(self, nets: tuple[Arch, ...], budget: Budget, step: TrainingStep | None) -> list[str]:
+        over, bounds = [], {name: getattr(budget, name) for name in ("params", "macs", "memory")}
+        for name, most in bounds.items():
+            if most is None:
+                continue
+            if name == "params":
+                needed = sum(self.count(net) for net in nets)
+            else:
+                cost = reduce(add, (self.cost(net, step or TrainingStep()) for net in nets))
+                needed = cost.macs if name == "macs" else cost.memory if step else cost.inference
+            if needed > most:
+                kind = "" if name != "memory" else f" of training{_batches(step)}" if step else " of inference"
+                over.append(f"{name}{kind}: {most:,.10g} allowed, {needed:,} needed")
+        return over
+
+    def width(self, member: Arch) -> float:
+        """Return the share of its channels that the widest dimension of a member keeps."""
+        whole, kept = self._channels(self.whole), self._channels(member)
+        return max((kept[dim] / whole[dim] for dim in whole), default=1.0)
+
+    def _channels(self, member: Arch) -> dict[tuple[str, ...], int]:
+        """Return the channels that a member keeps of every dimension that can be cut.
+
+        A dimension is one axis, or the product of two: groups, and the channels inside each. Of
+        these one may stay whole while the other is cut, so that neither says how much is left.
+        """
+        sizes = self._sizes(member)
+        return {dim: math.prod(sizes[axis] for axis in dim) for dim in self._dimensions}
+
+    @cached_property
+    def _dimensions(self) -> tuple[tuple[str, ...], ...]:
+        axes = self.layout.axes
+        grouped = [(name, inner) for name, axis in axes.items() for inner in axis.inner]
+        inside = {axis for dim in grouped for axis in dim}
+        dims = [*grouped, *((name,) for name in axes if name not in inside)]
+        return tuple(dim for dim in dims if not all(axes[name].fixed for name in dim))
 
     @cached_property
     def _free(self) -> list[Axis]:
@@ -335,18 +414,54 @@ class Family:
     def _parameters(self) -> tuple[str, ...]:
         return tuple(name for name, _ in self._module.named_parameters() if name in self.layout.dims)
 
-    def cost(self, member: Arch | Submodel, batch_size: int = 32, slots: int = 1) -> Cost:
-        """Multiply-adds a sample, parameters, bytes, and the memory of a training step with an optimiser's slots."""
+    def cost(self, member: Arch | Submodel, step: TrainingStep = TrainingStep()) -> Cost:
+        """Return a member's multiply-adds, parameters, bytes, and memory to train and to run it.
+
+        Args:
+            member: A member, or a sub-model of its shape.
+            step: The step whose memory is meant. The default is a batch of 32 with momentum.
+        """
         arch = member.arch if isinstance(member, Submodel) else member
-        known = self._costs.get((arch, batch_size, slots))
+        known = self._costs.get((arch, step))
         if known is None:
-            module = build(self._module, self.layout, self._sizes(arch))
-            known = measure(module, self.example_inputs, batch_size, slots, self.constants)
-            self._costs[arch, batch_size, slots] = known
+            own = self._counted(arch, step.batch_size)
+            saved = [own.saved] * step.passes + self._nested_activations(arch, step)
+            memory = step.memory(own.bytes, saved)
+            known = Cost(own.macs, own.params, own.bytes, memory, self._inference_activations(arch))
+            self._costs[arch, step] = known
         return known
 
     @cached_property
-    def _costs(self) -> dict[tuple[Arch, int, int], Cost]:
+    def _costs(self) -> dict[tuple[Arch, TrainingStep], Cost]:
+        return {}
+
+    def _nested_activations(self, arch: Arch, step: TrainingStep) -> list[int]:
+        """Return what nested nets of a step save; those as wide as the member are not run."""
+        nets = [self.nested(arch, share).arch for share in sorted(step.nested, reverse=True)]
+        narrower = [net for net in nets if net != arch][: step.most]
+        return [self._counted(net, step.batch_size).saved for net in narrower]
+
+    def _counted(self, arch: Arch, batch_size: int) -> Count:
+        known = self._counts.get((arch, batch_size))
+        if known is None:
+            module = build(self._module, self.layout, self._sizes(arch))
+            known = measure(module, self.example_inputs, batch_size, self.constants)
+            self._counts[arch, batch_size] = known
+        return known
+
+    @cached_property
+    def _counts(self) -> dict[tuple[Arch, int], Count]:
+        return {}
+
+    def _inference_activations(self, arch: Arch) -> int:
+        known = self._activations.get(arch)
+        if known is None:
+            module = build(self._module, self.layout, self._sizes(arch))
+            known = self._activations[arch] = inference_activations(module, self.example_inputs, self.constants)
+        return known
+
+    @cached_property
+    def _activations(self) -> dict[Arch, int]:
         return {}
 
     def _sizes(self, arch: Arch) -> dict[str, int]:
@@ -468,6 +583,10 @@ class Family:
         factory = _maker(module)
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         return Family(_made(factory), Layout.from_json(Path(path).read_text()), inputs, factory)
+
+
+def _batches(step: TrainingStep | None) -> str:
+    return f" with batches of {step.batch_size}" if step else ""
 
 
 def _maker(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Module]:

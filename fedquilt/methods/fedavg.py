@@ -23,6 +23,7 @@ class FedAvg(Method):
 
     share: float = 1.0  # of every axis, for all clients
     paper = "McMahan et al. 2017"
+    ignores_budgets = True
     presets: ClassVar[Presets] = {**TABLE_9, **compared_presets(scaler=False), **WITHOUT_RATIOS}
 
     def __post_init__(self) -> None:

@@ -37,11 +37,11 @@ class FedDropout(Method):
     }
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        member = world.family.fit(client.budget, self.rounding)
+        member = self.fit(client.budget, world, self.rounding)
         return [scattered(member, world.family.layout.sizes, noise.key(31, world.seed, client.id, server.round))]
 
     def divisor(self, job: Job, world: World) -> float:
-        return world.family.share(job.client.budget, self.rounding)
+        return self.trainable_share(job.client.budget, world, self.rounding)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         return (prefix(world.family.fit(budget, self.rounding)),)

@@ -15,7 +15,7 @@ from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_1
 from fedquilt.round.cut import windows
 from fedquilt.round.local import Local
 from fedquilt.round.merge import Weighting
-from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
+from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
 
 
 @dataclass(frozen=True)
@@ -54,12 +54,12 @@ class FedRolex(Method):
             within(self, overlap="[0, 1]")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        return [self._window(client.budget, server.round, world)]
+        member = self.fit(client.budget, world, self.rounding)
+        return [self._window(member, client.budget, server.round, world)]
 
-    def _window(self, budget: Budget, round: int, world: World) -> Submodel:
+    def _window(self, member: Arch, budget: Budget, round: int, world: World) -> Submodel:
         """Equation 4: on an axis of K channels the window starts at (offset + round · step) mod K and wraps."""
         axes, sizes, starts = world.family.layout.axes, world.family.layout.sizes, {}
-        member = world.family.fit(budget, self.rounding)
         for axis, width in member.widths:
             at = self.offset + round * self._step(self._share(budget) or width / sizes[axis], sizes[axis])
             # Groups move on when the channels inside them have come round, or some pairs would never meet.
@@ -78,11 +78,12 @@ class FedRolex(Method):
         return 1 + math.floor(round(share * (1 - self.overlap) * size, 9))  # 0.29 * 100 is 28.999…
 
     def divisor(self, job: Job, world: World) -> float:
-        return world.family.share(job.client.budget, self.rounding)
+        return self.trainable_share(job.client.budget, world, self.rounding)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """The window that was trained last."""
-        return (self._window(budget, max(0, server.round - 1), world),)
+        member = world.family.fit(budget, self.rounding)
+        return (self._window(member, budget, max(0, server.round - 1), world),)
 
 
 # --- coverage: appendix A.1 -------------------------------------------------------------------------------------

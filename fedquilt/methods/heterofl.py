@@ -52,10 +52,10 @@ class HeteroFL(Method):
     }
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        return [prefix(world.family.fit(client.budget, self.rounding))]
+        return [prefix(self.fit(client.budget, world, self.rounding))]
 
     def divisor(self, job: Job, world: World) -> float:
-        return world.family.share(job.client.budget, self.rounding)
+        return self.trainable_share(job.client.budget, world, self.rounding)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         return (prefix(world.family.fit(budget, self.rounding)),)

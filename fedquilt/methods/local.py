@@ -28,7 +28,7 @@ class LocalOnly(Method):
         return "every client trains what fits its budget, alone; accuracy is the mean over clients, each with its net"
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        return [prefix(world.family.fit(client.budget))]
+        return [prefix(self.fit(client.budget, world))]
 
     def learner(self, job: Job, world: World) -> Learner:
         return replace(super().learner(job, world), send=Nothing(), keep=All())

@@ -1,4 +1,4 @@
-"""What a method is: five verbs, in the round's order. The defaults are FedAvg."""
+"""What a method is: five verbs, in the round's order. The defaults are FedAvg of the first channels that fit."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from torch import Tensor
 
 from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
+from fedquilt.family.cost import TrainingStep
 from fedquilt.family.dual import HOW_TO_CONDITION
+from fedquilt.family.family import Rounding
 from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import Learner, Local, Phase
@@ -27,7 +29,11 @@ _log = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Method:
-    """How a federation learns. Fields are the paper's hyper-parameters; a method overrides the verbs it changes."""
+    """How a federation learns. Fields are the paper's hyper-parameters; a method overrides the verbs it changes.
+
+    What `plan` gives a client is compared with the client's budget before it is trained, and refused
+    if it costs more.
+    """
 
     local: Local = Local()
     weighting: Weighting = "data"  # What a client counts by in the mean; updates: its optimizer steps in all rounds
@@ -36,6 +42,14 @@ class Method:
     paper: ClassVar[str] = ""
     presets: ClassVar[Presets] = {}  # settings that depart from the defaults, by name
     copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
+    ignores_budgets: ClassVar[bool] = False  # True: plans may exceed budgets; runs say for how many
+    skips_clients: ClassVar[bool] = False  # True: an empty plan leaves a client out of a round
+
+    def __init_subclass__(cls, **options: Any) -> None:
+        """Check the budgets of a subclass with its own `plan`, unless it opts out itself."""
+        super().__init_subclass__(**options)
+        if "plan" in vars(cls) and "ignores_budgets" not in vars(cls):
+            cls.ignores_budgets = False
 
     def __post_init__(self) -> None:
         one_of(self, weighting=Weighting)
@@ -61,7 +75,7 @@ class Method:
     @property
     def note(self) -> str:
         """What readers of its results must know: who trains what, if that is not what fits a budget; "": nothing."""
-        return whatever_the_budget(1.0) if type(self).plan is Method.plan else ""
+        return ""
 
     def with_local(self, **changes: Any) -> Self:
         """The method with other local settings; those not named stay its own, which `local=Local(…)` would replace."""
@@ -92,8 +106,34 @@ class Method:
         return Server(0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names})
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        """What a client trains this round."""
-        return [prefix(world.family.whole)]
+        """Return what a client trains this round; several nets are trained at the same time."""
+        return [prefix(self.fit(client.budget, world))]
+
+    def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
+        """Return the largest member that a client can train with this method's local step.
+
+        Args:
+            budget: Bounds of the client. A bound on memory is on the training step.
+            world: The family, and the precision of the run.
+            rounding: Of a share of an axis, to whole channels.
+        """
+        return world.family.fit(budget, rounding, self._step_within(budget, world))
+
+    def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
+        """Return the share of every axis that a client can train; arguments as for `fit`."""
+        return world.family.share(budget, rounding, self._step_within(budget, world))
+
+    def _step_within(self, budget: Budget, world: World) -> TrainingStep | None:
+        return None if budget.memory is None else self.training_step(world)
+
+    def training_step(self, world: World) -> TrainingStep:
+        """Describe the local step of a client with the whole model as far as memory depends on it.
+
+        Nested nets wider than a client's own are left out for it. Override this where narrower clients
+        run nets that the learner of the whole model does not name.
+        """
+        job = Job(Client(0, Budget(share=1.0)), prefix(world.family.whole), 0)
+        return self.learner(job, world).training_step(world.precision)
 
     def own(self, server: Server, client: Client, world: World) -> Mix:
         """The nets that are a client's, where results live on clients: what it trained last."""
@@ -115,7 +155,7 @@ class Method:
         """
         if job.submodel.arch == world.family.whole:
             return 1.0
-        return world.family.share(job.client.budget)
+        return self.trainable_share(job.client.budget, world)
 
     def lr(self, round: int) -> float:
         return self.local.optimiser.lr * self.local.schedule(round)

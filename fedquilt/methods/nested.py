@@ -9,7 +9,9 @@ from typing import Any, ClassVar, Self
 
 from fedquilt import noise
 from fedquilt.checks import within
+from fedquilt.family.cost import TrainingStep
 from fedquilt.methods.method import Method, Presets
+from fedquilt.precision import Precision
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import SGD, Distilled, Learner, Local, Phase, Summed
 from fedquilt.round.merge import Weighting
@@ -55,6 +57,12 @@ class Drawn(Learner):
     @abstractmethod
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]: ...
 
+    def training_step(self, precision: Precision) -> TrainingStep:
+        """Describe a step of any draw: all ratios, of which a batch runs as many as it draws."""
+        every = replace(self, phases=self.phases_of(self.ratios))
+        step = Learner.training_step(every, precision)
+        return replace(step, most=max(0, self.count) * len(step.nested) // max(1, len(self.ratios)))
+
     @property
     def timeless(self) -> Self:
         return replace(self, lr=0.0, key=0, phases=_phases(replace(self, phases=(), lr=0.0, key=0), 0))
@@ -88,11 +96,11 @@ class Nested(Method):
         return (*(ratio for ratio in inside if ratio < 1), 1.0)
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        return [prefix(world.family.fit(client.budget))]
+        return [prefix(self.fit(client.budget, world))]
 
     def drawing(self, kind: type[Drawn], count: int, distils: bool, job: Job, world: World, **own: Any) -> Learner:
         """A learner that draws so many of the ratios below the client's share."""
-        share = world.family.share(job.client.budget)
+        share = self.trainable_share(job.client.budget, world)
         below = tuple(ratio for ratio in self.ratios if ratio < share)
         key, taught = noise.key(41, world.seed, job.round), distils and count > 0 and bool(below)
         return Drawn.of(

@@ -56,7 +56,7 @@ class SHeteroFL(Method):
         within(self, widths="(0, 1]")
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
-        return [prefix(world.family.fit(client.budget))]
+        return [prefix(self.fit(client.budget, world))]
 
     def learner(self, job: Job, world: World) -> Learner:
         smaller = self._affordable(job.submodel.arch, world)

@@ -13,6 +13,7 @@ from fedquilt import noise
 from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.family.cost import TrainingStep
 from fedquilt.family.dual import HOW_TO
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
@@ -138,7 +139,7 @@ class SplitMix(Method):
         first = int(noise.order(noise.key(43, world.seed, cycle), self.count)[place])
         others = [base for base in range(self.count) if base != first]
         key = noise.key(44, world.seed, client.id, server.round)
-        drawn = noise.choose(key, self.affordable(client.budget, world) - 1, len(others))
+        drawn = noise.choose(key, self._trained(client, world) - 1, len(others))
         return [self._base(place, world) for place in sorted([first, *(others[place] for place in drawn)])]
 
     def learner(self, job: Job, world: World) -> Learner:
@@ -180,19 +181,35 @@ class SplitMix(Method):
         return tuple(self._base(place, world) for place in range(self.affordable(budget, world)))
 
     def own(self, server: Server, client: Client, world: World) -> Mix:
-        return self.deploy(server, client.budget, world)
+        return tuple(self._base(place, world) for place in range(self._trained(client, world)))
 
-    def affordable(self, budget: Budget, world: World) -> int:
-        """How many base nets a budget holds: floor(R/r) of a share, as many as fit a bound on their sum."""
-        one = world.family.cost(self._member(world))
-        bounds = {"macs": one.macs, "params": one.params, "memory": one.memory}
-        most = [_whole(getattr(budget, name) / cost) for name, cost in bounds.items() if getattr(budget, name)]
-        count = min([self.count, *most, *([] if budget.share is None else [_whole(budget.share / self.base)])])
+    def _trained(self, client: Client, world: World) -> int:
+        """Return how many base nets a client trains at the same time."""
+        return self.affordable(client.budget, world, self._step_within(client.budget, world))
+
+    def affordable(self, budget: Budget, world: World, step: TrainingStep | None = None) -> int:
+        """Return how many base nets a budget holds: floor(R/r) of a share, or what fits a bound.
+
+        Args:
+            budget: Bounds of a device.
+            world: The family.
+            step: The step with which all are trained at once. None: they run one after another.
+        """
+        one = world.family.cost(self._member(world), step or TrainingStep())
+        room = budget.memory and (budget.memory if step else budget.memory - one.activations)
+        bounds = [
+            (budget.macs, one.macs),
+            (budget.params, one.params),
+            (room, one.memory if step else one.bytes),
+            (budget.share, self.base),
+        ]
+        count = min(self.count, *(_whole(bound / each) for bound, each in bounds if bound is not None))
         if count < 1:
-            fits = world.family.share(budget)
+            fits = world.family.share(budget, step=step)
+            needs = f"train in {one.memory:,}" if step else f"run in {one.inference:,}"
             raise BudgetError(
                 f"the budget {budget} was given; Split-Mix's base nets have a share of {self.base:g}, {one.params:,} "
-                f"parameters and {one.macs:,} multiply-adds, and train in {one.memory:,} bytes. A smaller base fits: "
+                f"parameters and {one.macs:,} multiply-adds, and {needs} bytes. A smaller base fits: "
                 f"method.base = {fits} in a file, SplitMix(base={fits}) in Python; or larger budgets, which clients "
                 "have from the fleet (fleet.budgets)."
             )

@@ -9,6 +9,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.files import settled
+from fedquilt.round.budgets import planned
 from fedquilt.round.clients import Fleet
 from fedquilt.round.serve import Evaluation, Grades, grade
 from fedquilt.terms import Job, Memory, Server
@@ -65,7 +66,7 @@ def play(method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: i
         fleet.client(id, server.round, world.seed, engine.data.size(id), place)
         for place, id in enumerate(fleet.cohort(server.round, world.seed))
     ]
-    jobs = [Job(c, submodel, server.round) for c in cohort for submodel in method.plan(server, c, world)]
+    jobs = [Job(c, submodel, server.round) for c in cohort for submodel in planned(method, server, c, world)]
     fold = method.fold(server, world)
     outcome = engine.train(method, server, jobs, fold)
     weights, slots = fold.finish(server)

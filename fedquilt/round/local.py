@@ -22,7 +22,9 @@ from fedquilt import noise
 from fedquilt.axes import Index, Positions
 from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError
+from fedquilt.family.cost import TrainingStep
 from fedquilt.family.net import Pass
+from fedquilt.precision import Precision
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.cut import inside, prefix
 from fedquilt.terms import Arch, Submodel, Weights
@@ -480,9 +482,14 @@ class Adversarial:
         return replace(mode, train=False, statistics="stored" if tracked else "batch")
 
     @property
+    def kinds(self) -> int:
+        """Return how many kinds of samples, clean and attacked, a backward pass goes through."""
+        return self._clean + self._noised
+
+    @property
     def passes(self) -> int:
         """What it takes, in passes through the net; a step of the attack goes back to the samples alone."""
-        return 3 * (self._clean + self._noised) + 2 * self.how.attack.steps * self._noised
+        return 3 * self.kinds + 2 * self.how.attack.steps * self._noised
 
 
 @dataclass(frozen=True)
@@ -536,6 +543,20 @@ def passes(objective: Objective) -> list[tuple[float | None, int]]:
     plain = dict.fromkeys(share for part in parts if not isinstance(part, Adversarial) for share in part.shares)
     attacked = [(share, part.passes) for part in parts if isinstance(part, Adversarial) for share in part.shares]
     return [*((share, 3) for share in plain), *attacked]
+
+
+def needs_received(objective: Objective) -> bool:
+    """Return True if an objective reads the weights that the round started from."""
+    parts = objective.objectives if isinstance(objective, Summed) else (objective,)
+    return any(isinstance(part, Proximal) and part.mu > 0 for part in parts)
+
+
+def saving(objective: Objective) -> list[float | None]:
+    """Return the shares of the nets whose activations a backward pass needs, one for each run."""
+    parts = _parts(objective)
+    plain = dict.fromkeys(share for part in parts if not isinstance(part, Adversarial) for share in part.shares)
+    attacked = [share for part in parts if isinstance(part, Adversarial) for share in part.shares * part.kinds]
+    return [*plain, *attacked]
 
 
 def apart(objective: Objective) -> tuple[Objective, ...]:
@@ -662,6 +683,26 @@ class Learner:
     def kinds(self) -> int:
         """How many kinds of a sample are on their way through a net at once: clean ones, and attacked ones."""
         return 2 if any(attacks(phase.objective) for phase in self.phases) else 1
+
+    def training_step(self, precision: Precision) -> TrainingStep:
+        """Describe the largest step as far as memory depends on it.
+
+        Phases run one after another, so that the one that needs most counts. Nested nets of a phase
+        without the client's own are counted as if they had its size. Logits of a teacher are small,
+        and not counted.
+        """
+        found = []
+        for phase in self.phases:
+            nets = saving(phase.objective)
+            nested = tuple(share for share in nets if share is not None) if None in nets else ()
+            found.append((len(nets) - len(nested), nested))
+        passes, nested = max(found, key=lambda one: one[0] + len(one[1]))
+        local = self.local
+        anchored = any(needs_received(phase.objective) for phase in self.phases)
+        slots = len(local.optimiser.slots) + anchored
+        # A last batch that is not full may be joined to the one before it.
+        batch_size = 2 * local.batch_size - 1 if local.last_batch == "merge" else local.batch_size
+        return TrainingStep(batch_size, slots, precision, passes, nested)
 
     @property
     def timeless(self) -> Self:

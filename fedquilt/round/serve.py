@@ -359,6 +359,15 @@ def given(method: Method, server: Server, budget: Budget, world: World) -> Mix:
     return nets
 
 
+def trained_within(method: Method, budget: Budget, world: World) -> Budget:
+    """Return a fleet's budget with the share that a client can train in place of its memory.
+
+    `Method.deploy` takes a bound on memory for one on inference. A client is tested with nothing wider
+    than what it trains, because nobody may have trained the rest.
+    """
+    return budget.without_memory(method.trainable_share(budget, world)) if budget.memory else budget
+
+
 def members_by_share(
     method: Method, server: Server, fleet: Fleet, world: World, shares: Sequence[float] = ()
 ) -> dict[str, Mix]:
@@ -368,10 +377,11 @@ def members_by_share(
     """
     found: dict[str, Mix] = {}
     asked = () if method.personal else (Budget(share=share) for share in (1.0, *shares))
-    for budget in (*fleet.kinds, *asked):
+    for kind in (*fleet.kinds, *asked):
+        budget = trained_within(method, kind, world)
         own = Client(0, budget)
         nets = method.own(server, own, world) if method.personal else given(method, server, budget, world)
-        found.setdefault(share_label(budget, world), nets)
+        found.setdefault(share_label(method, kind, world), nets)
     return dict(sorted(found.items(), key=lambda item: -float(item[0])))
 
 
@@ -390,9 +400,9 @@ def ready(
     return cuts
 
 
-def share_label(budget: Budget, world: World) -> str:
-    """The key of a budget in records: the share of every axis it allows."""
-    share = world.family.share(budget)
+def share_label(method: Method, budget: Budget, world: World) -> str:
+    """The key of a client's budget in records: the share of every axis that it can train."""
+    share = method.trainable_share(budget, world)
     return str(float(share if share == budget.share else round(share, 4)))
 
 
@@ -428,7 +438,7 @@ def own_exam(method: Method, server: Server, client: Client, engine: Engine, how
     samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
     weights = joined(nets, states)
     held = _hidden(method, client, engine)
-    return Exam(share_label(client.budget, world), nets, weights, samples, held, how.logit)
+    return Exam(share_label(method, client.budget, world), nets, weights, samples, held, how.logit)
 
 
 def _hidden(method: Method, client: Client, engine: Engine) -> Tensor | None:

@@ -627,7 +627,8 @@ def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]
     assert first.startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
     assert head.split() == ["method", "1", "0.5", "0.25", "to", "clients", "back", "seconds"]
     assert (one.split()[0], other.split()[0]) == ("fedavg", "local")
-    assert common == "fedavg: every client trains share 1, whatever its budget"
+    small = "4 of 6 devices cannot hold the net that they train"
+    assert common == f"fedavg: every client trains share 1, whatever its budget; {small}"
     assert alone.startswith("local: every client trains what fits its budget, alone")
     assert (space, below.split()) == ("", ["share", "parameters", "MACs", "a", "sample"])
     assert [row.split()[0] for row in (whole, half, quarter)] == ["1", "0.5", "0.25"]
@@ -638,7 +639,8 @@ def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFix
     quick = ["--clients", "4", "--cohort", "1", "--rounds", "1"]
     assert main(["run", "--method", "fedprox", "--set", "method.share=0.5", *quick]) == 0
     *_, note, _ = capsys.readouterr().out.splitlines()
-    assert note == "fedprox: every client trains share 0.5, whatever its budget"
+    small = "1 of 4 devices cannot hold the net that they train"
+    assert note == f"fedprox: every client trains share 0.5, whatever its budget; {small}"
     assert main(["run", "--method", "heterofl", *quick]) == 0
     assert "whatever its budget" not in capsys.readouterr().out
     listed = told(capsys, "list", "methods")

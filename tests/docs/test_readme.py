@@ -128,8 +128,11 @@ def test_the_extras_are_those_of_the_package() -> None:
     assert {name for name in re.findall(r"`(\w+)`", start) if name in extras} == set(users[1].split(","))
 
 
-def test_the_example_with_ones_own_model_runs(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_example_with_ones_own_model_runs(
+    capsys: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture
+) -> None:
     runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
+    assert not caplog.text  # no share is exceeded
     accuracies = [float(line.split()[-1].rstrip("%")) for line in capsys.readouterr().out.splitlines()[1:]]
     assert len(accuracies) == 3
     assert min(accuracies) > 80

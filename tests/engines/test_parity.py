@@ -146,7 +146,7 @@ def test_a_memory_bound_splits_stacks_and_keeps_the_numbers(residual, make_data)
     method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, RAGGED)
     fleet, how = fq.Fleet.of((1.0,), 6, 6), fq.Evaluation(batch_size=8)
     runs = []
-    cost = residual.cost(residual.whole, 4, 1)
+    cost = residual.cost(residual.whole, fq.TrainingStep(4, 1))
     one = 2 * (cost.memory + 3 * cost.bytes)  # float64; old and new weights and momentum, and what was received
     for memory in (1 << 30, 2 * one, 1):
         run = fq.prepare(method, residual, data, fleet, "vectorised", precision="fp64", evaluation=how)

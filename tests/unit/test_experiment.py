@@ -526,6 +526,8 @@ def test_local_settings_that_are_not_named_stay_the_methods_own():
 
 def test_plans_are_tried_with_clients_as_they_are(perceptron, make_data):
     class Scarce(FedAvg):
+        ignores_budgets = True
+
         def plan(self, server, client, world):
             assert client.size == 6
             return super().plan(server, client, world)

@@ -54,8 +54,8 @@ def test_a_probe_as_plain_values(perceptron):
 def test_a_probe_trains_in_the_precision_asked_for(residual, precision):
     found = probe(residual, seconds=BRIEF, precision=precision)
     assert found.precision == precision
-    bytes_a_number = 8 if precision == "fp64" else 4  # budgets count numbers of four
-    assert found.budget.memory == found.memory * found.target.memory * 4 / bytes_a_number
+    assert found.budget.memory == found.memory * found.target.memory  # of training in that precision
+    assert found.member.memory == residual.cost(residual.whole, fq.TrainingStep(32, 1, precision)).memory
 
 
 def test_a_probe_leaves_the_global_random_state_and_the_model_alone(perceptron):

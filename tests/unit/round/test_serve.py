@@ -13,7 +13,7 @@ from fedquilt.data import Parts
 from fedquilt.engines import Engine
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.family import Pass
-from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL
+from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, Method
 from fedquilt.round.serve import Exam, Score, _asked, exam_pass, mean_by_label, mean_statistics, right, share_label
 from fedquilt.terms import World
 from tests.conftest import LOCAL, with_local
@@ -73,11 +73,11 @@ def test_shares_are_tested_beside_those_of_the_fleet(perceptron, make_data, play
 
 def test_labels_are_the_share_of_every_axis_a_budget_allows(perceptron):
     world = World(perceptron)
-    assert share_label(fq.Budget(share=0.5), world) == "0.5"
-    assert share_label(fq.Budget(share=1), world) == "1.0"
+    assert share_label(Method(), fq.Budget(share=0.5), world) == "0.5"
+    assert share_label(Method(), fq.Budget(share=1), world) == "1.0"
     # 51 parameters at six hidden units, 27 at three
-    assert share_label(fq.Budget(params=30), world) == "0.5"
-    assert share_label(fq.Budget(share=0.2, params=30), world) == "0.1667"  # one of six
+    assert share_label(Method(), fq.Budget(params=30), world) == "0.5"
+    assert share_label(Method(), fq.Budget(share=0.2, params=30), world) == "0.1667"  # one of six
 
 
 @pytest.mark.parametrize("engine", LOCAL)

@@ -1,0 +1,77 @@
+"""Budgets are a promise: no client trains more than its budget allows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
+
+from fedquilt.errors import BudgetError, SubmodelError
+from fedquilt.round.clients import Fleet
+from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, World
+
+if TYPE_CHECKING:
+    from fedquilt.engines import Engine
+    from fedquilt.family.cost import TrainingStep
+    from fedquilt.methods import Method
+
+
+def planned(method: Method, server: Server, client: Client, world: World) -> list[Submodel]:
+    """Return a method's plan for a client, refused if it is not a list of sub-models.
+
+    Raises:
+        SubmodelError: It is something else, or empty though the method does not skip clients.
+    """
+    name, plan = type(method).__name__, method.plan(server, client, world)
+    who = f"for client {client.id} (budget {client.budget}) in round {server.round + 1}"
+    if not isinstance(plan, Sequence) or not all(isinstance(one, Submodel) for one in plan):
+        kinds = {type(one).__name__: None for one in plan} if isinstance(plan, Sequence) else {}
+        found = f"{type(plan).__name__}{' of ' + ', '.join(kinds) if kinds else ''}"
+        raise SubmodelError(f"{name}.plan returned a {found} {who}; it must return a list of sub-models: [submodel].")
+    if not plan and not method.skips_clients:
+        raise SubmodelError(
+            f"{name}.plan returned nothing to train {who}. A method that leaves out clients on purpose sets "
+            "skips_clients = True in its class."
+        )
+    return list(plan)
+
+
+def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:
+    """Refuse jobs that cost more than their clients' budgets allow.
+
+    The jobs of a client count together. Every distinct combination of members and budget is compared
+    once for a family, so that a round costs with its cohort and not with the population.
+
+    Raises:
+        BudgetError: Names the method, the client, the bound, what it allows and what the jobs need.
+    """
+    if method.ignores_budgets:
+        return
+    step = _step(method, [job.client.budget for job in jobs], world)
+    nets: dict[Client, list[Arch]] = {}
+    for job in jobs:
+        nets.setdefault(job.client, []).append(job.submodel.arch)
+    for client, archs in nets.items():
+        if over := world.family.excess(archs, client.budget, step):
+            raise BudgetError(
+                f"{type(method).__name__} planned more for client {client.id} in round {jobs[0].round + 1} than its "
+                f"budget ({client.budget}) allows: {'; '.join(over)}. self.fit(client.budget, world) gives the largest "
+                "member that it can train; a method that ignores budgets on purpose sets ignores_budgets = True in "
+                "its class."
+            )
+
+
+def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine) -> int:
+    """Count the devices that cannot hold what a method that ignores budgets plans for them."""
+    if not method.ignores_budgets:
+        return 0
+    world, size = engine.world, engine.data.size(0)
+    step, total = _step(method, fleet.kinds, world), 0
+    for budget, count in fleet.counts.items():
+        nets = method.plan(server, Client(0, budget, size), world)
+        total += count if world.family.excess([net.arch for net in nets], budget, step) else 0
+    return total
+
+
+def _step(method: Method, budgets: Sequence[Budget], world: World) -> TrainingStep | None:
+    """Return the method's step where some budget bounds memory; it takes a learner to find."""
+    return method.training_step(world) if any(budget.memory for budget in budgets) else None
