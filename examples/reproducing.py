@@ -21,7 +21,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from results import rounds_of, store, summary_of
 
 import fedquilt as fq
 import fedquilt.config  # registers the names that settings are written with
@@ -32,6 +31,7 @@ from fedquilt.precision import Precision
 from fedquilt.round.link import PERFECT
 from fedquilt.round.serve import Grades, grade
 from fedquilt.settings import write
+from results import rounds_of, store, summary_of
 
 DIGITS = 7438  # training images of a domain in Digits-Five as the papers have it, from FedBN
 

@@ -283,8 +283,8 @@ class Family:
     def excess(self, nets: Sequence[Arch], budget: Budget, step: TrainingStep | None = None) -> tuple[str, ...]:
         """Return the bounds of a budget that a device's nets exceed together, and by how much.
 
-        A share allows as many channels of every dimension as `fit` rounds up to, and always one
-        channel for each net.
+        A share allows as many channels of every dimension as `fit` rounds up to, and always those of
+        the smallest member for each net.
 
         Args:
             nets: Members that are held at once; with a step, trained at once.
@@ -308,10 +308,11 @@ class Family:
         if budget.share is None:
             return []
         allowed = self._channels(self._arch(budget.share, "ceil"))
+        smallest = self._channels(self._arch(0.0, "floor"))
         found = [self._channels(net) for net in nets]
         for dim, most in allowed.items():
             kept = sum(widths[dim] for widths in found)
-            if kept > max(most, len(nets)):
+            if kept > max(most, len(nets) * smallest[dim]):
                 axis = " × ".join(map(repr, dim))
                 return [f"share {budget.share:g}: {most} channels of axis {axis} allowed, {kept} needed"]
         return []

@@ -186,6 +186,18 @@ def test_groups_are_compared_by_the_product_with_what_is_inside():
     )
 
 
+def test_every_net_is_allowed_the_least_width_of_an_axis():
+    class Squeezed(nn.Module):
+        def forward(self, x):
+            return x.squeeze()
+
+    net = nn.Sequential(nn.Conv2d(1, 8, 1), nn.AdaptiveAvgPool2d(1), Squeezed(), nn.Linear(8, 3))
+    family = fq.trace(net, torch.zeros(2, 1, 4, 4))
+    smallest = family.fit(fq.Budget(share=1 / 8))
+    assert smallest.sizes == {"layer.0": 2}  # of one channel, squeeze would drop the dimension
+    assert family.excess([smallest] * 4, fq.Budget(share=0.5)) == ()
+
+
 def test_a_plan_is_compared_once_for_each_budget(perceptron, make_data, monkeypatch):
     compared = []
     original = fq.Family._widths_over
