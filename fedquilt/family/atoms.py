@@ -304,7 +304,7 @@ def _cat_parts(terms: Sequence[Dim], counts: Sequence[int]) -> list[Dim]:
     return [_resolve_cat(found) for found in ranges]
 
 
-Terms = tuple[tuple[Fraction, tuple[tuple[Dim, int], ...]], ...]  # a sum: (factor, ((dimension, power), …)), …
+Terms = tuple[tuple[Fraction, tuple[tuple[Dim, int], ...]], ...]  # a sum of factor · dimension^power · …
 
 
 @dataclass
@@ -314,6 +314,6 @@ class Facts:
     views: list[list[Dim]] = field(default_factory=list)  # pieces of one dimension that a view took apart
     slices: list[list[Dim]] = field(default_factory=list)  # ranges of one dimension
     groups: list[tuple[Dim, Dim]] = field(default_factory=list)  # (groups, channels inside each)
-    unlike: list[tuple[Terms, Terms]] = field(default_factory=list)  # sizes that Python compared and found different
+    unlike: list[tuple[Terms, Terms]] = field(default_factory=list)  # sizes compared and found different
     contracted: list[tuple[str, Dim]] = field(default_factory=list)  # (layer, dimension summed in a batched product)
     notes: list[str] = field(default_factory=list)

@@ -65,7 +65,7 @@ class Call:
     outs: tuple[Value, ...]
     layer: str  # the innermost module at work
     where: str  # the user's line
-    constant: bool = False  # whether what it returns depends on no input, no weight and no random number
+    constant: bool = False  # whether no input, no weight and no random number goes into it
 
     @property
     def inputs(self) -> list[Value]:
@@ -198,13 +198,15 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def close(self, mode: FakeTensorMode) -> list[Call]:
         """Leave no tensor without data where a later call of the user's code could find it.
 
-        Forward may keep what it computes in a cache that outlives the run: `functools.lru_cache`, a dictionary of its
-        file. Constants such as tables of positions get their values there, in place. Other tensors are removed.
+        Forward may keep what it computes in a cache that outlives the run: `functools.lru_cache`, a
+        dictionary of its file. Constants such as tables of positions get their values there, in place.
+        Other tensors are removed.
 
         Returns:
             The calls whose results are still held, by something that is no cache.
         """
-        mode.fake_tensor_converter.tensor_memo.clear()  # weak references, with which tensors cannot be swapped
+        # Tensors with weak references cannot be swapped.
+        mode.fake_tensor_converter.tensor_memo.clear()
         made = [
             (weakref.ref(tensor), self._values[id(tensor)], self.constants.get(id(tensor)))
             for tensor in self._alive
@@ -250,7 +252,7 @@ def _real_tensors() -> Iterator[None]:
 
 
 def _remove_from_caches(items: list[Any]) -> None:
-    """Remove objects from the dictionaries, lists and `lru_cache`s that hold them, themselves or in tuples."""
+    """Remove objects from the dictionaries, lists and `lru_cache`s that hold them, also in tuples."""
     if not items:
         return
     wanted = {id(item) for item in items}
@@ -269,7 +271,7 @@ def _remove_from_caches(items: list[Any]) -> None:
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:
-    """Return True if a dictionary holds the names of a file or the attributes of a class or an object."""
+    """Return True if a dictionary holds the names of a file or an object's attributes."""
     owners = gc.get_referrers(holder)
     return any(isinstance(owner, type) or getattr(owner, "__dict__", None) is holder for owner in owners)
 
@@ -346,10 +348,10 @@ def _same_dice() -> Iterator[None]:
 
 
 def rehearse(module: nn.Module, inputs: tuple[Any, ...]) -> None:
-    """Run a copy of a module on the example itself, so that tables that forward caches are real before it is traced.
+    """Run a copy of a module on the example itself, so that tables that forward caches are real.
 
-    The copy shares the parameters. Modules without data, and those that do not run, are left to tracing, which says
-    what is wrong with them.
+    The copy shares the parameters. Modules without data, and those that do not run, are left to
+    tracing, which says what is wrong with them.
     """
     tensors = [*module.parameters(), *module.buffers(), *_tensors(inputs)]
     if any(tensor.is_meta for tensor in tensors):
@@ -392,13 +394,14 @@ def record(
     if held:
         raise TraceError(
             f"{type(module).__name__} keeps what it computes where it outlives the module: the result of {held[0]}. "
-            "A later call would find a tensor without data there. Keep it in an attribute of the module, or return it."
+            "A later call would find a tensor without data there. Keep it in an attribute of the "
+            "module, or return it."
         )
     return run
 
 
 def _forget_frames(error: BaseException | None) -> None:
-    """Drop the frames of an exception and of its causes, whose variables hold tensors of the run."""
+    """Drop the frames of an exception and its causes, whose variables hold tensors of the run."""
     while error is not None:
         error.__traceback__ = None
         error = error.__cause__ or error.__context__

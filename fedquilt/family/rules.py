@@ -749,7 +749,7 @@ def _view_as_real(call: Call, facts: Facts) -> Dims:
 def _unfold(call: Call, facts: Facts) -> Dims:
     x, dim = call.args[:2]
     dims = list(x.dims)
-    dim %= len(dims)  # the result has one dimension more, so that counting from its end would be off by one
+    dim %= len(dims)  # the result has one dimension more, so its end is no place to count from
     pin(dims[dim])
     dims[dim] = plain(call.outs[0].shape[dim])
     return (*dims, plain(call.outs[0].shape[-1]))

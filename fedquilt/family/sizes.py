@@ -467,8 +467,8 @@ class _Solver:
     def terms(self, poly: Poly) -> Terms:
         """Return a size as a sum of products of dimensions.
 
-        Members keep the number in an attribute that follows no axis, so it counts as a constant. Without that, the
-        width at which another attribute equals it would never be tried.
+        Members keep the number in an attribute that follows no axis, so it counts as a constant.
+        Without that, the width at which another attribute equals it would never be tried.
         """
         return tuple(
             (factor, tuple((self._dim_or_constant(leaf), power) for leaf, power in powers))

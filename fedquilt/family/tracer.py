@@ -259,7 +259,7 @@ def _known(op: Any) -> bool:
 
 
 def _apply_rules(runs: Sequence[Run], outputs: Mapping[str, tuple[str, Dim]], facts: Facts) -> dict[str, Call]:
-    """Learn from every call, and return the one that pinned a layer's outputs, by the layer's weight."""
+    """Learn from every call, and return the one that pinned a layer's outputs, by its weight."""
     causes: dict[str, Call] = {}
     free = {name: made for name, (_, made) in outputs.items()}
     for call in (call for run in runs for call in run.calls):
@@ -273,9 +273,9 @@ def _apply_rules(runs: Sequence[Run], outputs: Mapping[str, tuple[str, Dim]], fa
 def _pin_unproduced(
     module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], used: Sequence[str], facts: Facts
 ) -> None:
-    """Keep inputs whole that no layer produces, such as the coordinates in a table that a layer reads.
+    """Keep inputs whole that no layer produces, such as the coordinates in a layer's input table.
 
-    A number of channels that training never made is part of the problem, as the three colours of an image are.
+    Channels that training never made are part of the problem, as the colours of an image are.
     """
     parameters = {name for name, _ in module.named_parameters()}
     produced: set[Atom] = set()
@@ -399,7 +399,7 @@ def _name_axes(
 
 
 def _layer_outputs(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]) -> dict[str, tuple[str, Dim]]:
-    """Return the layers that a budget would be expected to narrow: by weight, the layer's name and its outputs."""
+    """Return name and outputs, by weight, of the layers that a budget is expected to narrow."""
     outputs: dict[str, tuple[str, Dim]] = {}
     for path, layer in module.named_modules():
         name = f"{path}.weight" if path else "weight"
@@ -526,7 +526,7 @@ class _Mismatch:
 def _checked(
     module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout, fixed: Sequence[str]
 ) -> Layout:
-    """Running is no check: compare every shape and offset a member computes with what the axes predict.
+    """Compare every shape and offset that members compute with what the axes predict.
 
     Returns:
         The layout, with a least width for axes of which one channel is too few.
@@ -571,7 +571,7 @@ def _checked(
 def _widened(
     module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout, problem: _Mismatch
 ) -> Layout | None:
-    """Return the layout with a least width of two, if members fail only where an axis has a single channel.
+    """Return the layout with a least width of two, if members fail with a single channel only.
 
     Standardized convolutions need two inputs, and `x.squeeze()` drops a dimension of one.
     """
@@ -613,15 +613,15 @@ def _first_mismatch(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, 
 class _Numbers:
     """The numbers among the arguments of the module's calls that depend on a member's widths.
 
-    The others are the same in every member. One that differs at the width where a comparison comes out equal shows that
-    the member took another branch, as in `x * (2 if self.a != self.b else 3)`.
+    The others are the same in every member. One that differs at the width where a comparison comes
+    out equal shows that the member took another branch: `x * (2 if self.a != self.b else 3)`.
     """
 
     varying: set[tuple[Call, int]] = field(default_factory=set)  # (call, place among its numbers)
     complete: bool = False  # True once members of all kinds of widths have been seen
 
     def difference(self, call: Call, other: Call) -> str | None:
-        """Return in words which number of a member's call is not the module's, or learn that it varies."""
+        """Return in words which number of a member's call differs, or learn that it varies."""
         pairs = zip(self._of(call), self._of(other), strict=False)
         different = [(at, mine, own) for at, (mine, own) in enumerate(pairs) if mine != own]
         if not self.complete:
@@ -676,7 +676,7 @@ def _uneven(free: Sequence[Axis]) -> dict[str, int]:
 
 
 def _narrowest(free: Sequence[Axis]) -> list[dict[str, int]]:
-    """Return the least width of every axis. Where that is two, also three, since two may suit by being even."""
+    """Return the least width of every axis, and for two also three: two may suit by being even."""
     least = {axis.name: axis.least for axis in free}
     odd = {axis.name: min(3, axis.size) for axis in free if axis.least > 1}
     return [least, least | odd] if odd else [least]
@@ -704,7 +704,7 @@ def _compare(
     numbers: _Numbers,
     fails: str = "",
 ) -> _Mismatch | None:
-    """Return the first call that differs; `fails` says why the member's run stopped early, if it did."""
+    """Return the first call that differs. `fails` says why the member's run stopped, if it did."""
     sources = _Sources(expected, found)
     for call, other in _aligned(expected, found, sources):
         if other is None:
@@ -736,7 +736,7 @@ def _aligned(
 ) -> Iterator[tuple[Call | None, Call | None]]:
     """Pair the calls of the module with those of a member, up to the first that has no partner.
 
-    A constant table that forward keeps in a cache is computed in one run and found ready in another.
+    A constant table that forward caches is computed in one run and found ready in another.
     """
     calls, others = deque(_visible(expected)), deque(_visible(found))
     while calls or others:
@@ -754,14 +754,15 @@ def _aligned(
 
 
 def _line(call: Call) -> str:
-    """Return the line of a call that makes a constant, of which there may be more or fewer in a member."""
+    """Return the line of a call that makes a constant. A member may have more or fewer of them."""
     return call.where if call.constant else ""
 
 
 class _Sources:
-    """Which tensor of a member corresponds to which one of the module, while their calls are compared.
+    """The tensors of a member and those of the module that they correspond to.
 
-    Shapes alone do not show that a member took another branch: `self.a(x)` and `self.b(x)` may have equal ones.
+    Shapes alone do not show that a member took another branch: `self.a(x)` and `self.b(x)` may have
+    equal ones.
     """
 
     def __init__(self, expected: Sequence[Call], found: Sequence[Call]) -> None:
@@ -780,7 +781,7 @@ class _Sources:
         return self._originals.get(value, value)
 
     def difference(self, call: Call, other: Call) -> str | None:
-        """Return in words what the member's call is computed from, if that is not what the module's call is."""
+        """Return in words what the member's call is computed from, if the module's is not."""
         if len(call.inputs) != len(other.inputs):
             return f"{len(other.inputs)} tensors, not {len(call.inputs)}"
         for value, got in zip(call.inputs, other.inputs, strict=True):

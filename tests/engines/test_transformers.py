@@ -1,4 +1,4 @@
-"""Models of Hugging Face's transformers, tiny and with random weights: both engines give the same numbers."""
+"""Tiny models of transformers with random weights: both engines give the same numbers."""
 
 from __future__ import annotations
 

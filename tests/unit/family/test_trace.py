@@ -426,7 +426,7 @@ class Tables:
 
 
 class Cached(nn.Module):
-    """Keeps tables in a cache of functions, in a dictionary and in an attribute, and what it computed in a list."""
+    """Keeps tables in three kinds of caches, and its results in a list and a dictionary."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -446,9 +446,9 @@ class Cached(nn.Module):
 
 
 def test_what_forward_caches_is_real_after_tracing() -> None:
-    """A cache that outlives the module must hold no tensor without data, and none that autograd refuses."""
+    """A cache that outlives the module holds no tensor without data, and none that autograd refuses."""
     layout = trace_layout(Cached(), TOKENS)
-    assert dims_of(layout)["inner.weight"] == "6 8"  # tables in a cache are constants, and as wide as they are
+    assert dims_of(layout)["inner.weight"] == "6 8"  # tables in a cache are constants
     net = Cached()
     net(TOKENS[0]).sum().backward()
     assert net.inner.weight.grad is not None
@@ -642,7 +642,7 @@ def test_sizes_of_layers_are_compared_as_those_of_tensors() -> None:
 
 
 class Pooling(nn.Module):
-    """As Hiera's blocks: two widths in attributes, of which forward uses one as a size and the other to compare."""
+    """As Hiera's blocks: two widths in attributes, one of which is only compared."""
 
     def __init__(self, width: int, wider: int) -> None:
         super().__init__()
@@ -675,7 +675,7 @@ class Switching(nn.Module):
 
     def __init__(self, what: str) -> None:
         super().__init__()
-        self.what, self.width, self.limit = what, 8, 6  # of 8 channels 6 are kept at a share of 3/4 only
+        self.what, self.width, self.limit = what, 8, 6  # 6 of 8 at a share of 3/4
         self.body, self.other, self.head = nn.Linear(6, 8), nn.Linear(6, 8), nn.Linear(8, 5)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -698,11 +698,11 @@ def test_another_branch_with_equal_shapes_is_refused(what: str) -> None:
     assert not trace_layout(net, inputs).axes["body"].fixed
 
 
-# --- axes of which one channel is too few ----------------------------------------------------------------------------
+# --- axes of which one channel is too few -------------------------------------------------------
 
 
 class Standardized(nn.Conv2d):
-    """A convolution whose weights have mean 0 and variance 1, as in BiT: a 1×1 kernel needs two inputs for that."""
+    """A convolution with weights of mean 0 and variance 1, as in BiT, which needs two inputs."""
 
     def __init__(self, *sizes: int, by_hand: bool) -> None:
         super().__init__(*sizes)
@@ -818,7 +818,7 @@ def test_what_depends_on_the_order_of_channels_stays_whole_and_is_noted() -> Non
 
 
 class Coordinates(nn.Module):
-    """As Swin's second version: a layer turns the (y, x) coordinates in a table into a bias for each head."""
+    """As Swin's second version: a layer turns (y, x) coordinates in a table into a bias."""
 
     def __init__(self) -> None:
         super().__init__()
