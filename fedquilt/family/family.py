@@ -239,7 +239,7 @@ class Family:
             step: The training step that a bound on memory is on. None: it is on inference.
 
         Raises:
-            BudgetError: Not even one channel of every axis is within macs, params or memory.
+            BudgetError: Not even `Axis.least` channels of every axis are within macs, params or memory.
         """
         return self._arch(self.share(budget, rounding, step), rounding)
 

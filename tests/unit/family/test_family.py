@@ -64,6 +64,8 @@ def test_no_member_is_narrower_than_the_least_width():
     least = family.fit(fq.Budget(share=0.1))
     assert family.module(least)(torch.zeros(3, 2)).shape == (3, 2)
     assert family.nested(family.whole, 0.1).arch == least
+    assert not family.excess([least] * 3, fq.Budget(share=0.25))  # as narrow as nets can be
+    assert family.excess([family.fit(fq.Budget(share=0.5))], fq.Budget(share=0.25))
     assert family.fit(fq.Budget(params=family.count(least))) == least
     with pytest.raises(BudgetError, match=f"the smallest has {family.count(least)} parameters"):
         family.fit(fq.Budget(params=family.count(least) - 1))
