@@ -14,6 +14,7 @@ from fedquilt.terms import Memory
 from tests.conftest import LOCAL, assert_same, with_local
 from tests.engines.test_links import LINKS
 from tests.engines.test_parity import RAGGED, SHARES
+from tests.unit.family.test_faithful import small_net
 
 pytestmark = [
     pytest.mark.gpu,
@@ -54,6 +55,20 @@ def test_every_method_gives_the_same_numbers_over_links_on_cuda(name, link, engi
     data, fleet = make_data(residual, (7, 4, 9, 5, 8, 4), labels=2), fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
     truth = play(method, residual, data, engine="sequential", fleet=fleet, link=LINKS[link])
     other = play(method, residual, data, engine=engine, fleet=fleet, link=LINKS[link], device="cuda")
+    assert_same(truth, on_cpu(other), atol=1e-8)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize("norm", ["batch", "tracked", "post"])
+def test_norms_of_ones_own_give_the_same_numbers_on_cuda(norm, engine, play, make_data):
+    """Subclasses run their own forward, also where a step is captured as a CUDA graph."""
+    family = fq.trace(small_net, torch.zeros(2, 1, 4, 4))
+    method = with_local(METHODS["heterofl"](), batch_size=4, norm=norm)
+    data = make_data(family, (8, 8, 8, 8))
+    truth, other = (
+        play(method, family, data, (1.0, 0.5), name, device=device)
+        for name, device in (("sequential", "cpu"), (engine, "cuda"))
+    )
     assert_same(truth, on_cpu(other), atol=1e-8)
 
 
