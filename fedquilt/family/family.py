@@ -122,11 +122,15 @@ class Family:
         try:
             state = {name: plain(value) for name, value in _state(self._module, tuple(self.layout.dims)).items()}
             rows, mode = plain(self.example_inputs[0].detach()), Pass(statistics="stored")
-            sample, others = rows[:1], [row for row in rows[1:].unsqueeze(1) if not torch.equal(row, rows[:1])]
-            with torch.no_grad():  # rather beside other real ones, which the net is sure to take
+            sample = rows[:1]
+            others = [row for row in rows[1:].unsqueeze(1) if not torch.equal(row, sample)]
+            # Samples on either side are needed too, because a ReLU may hide one. Made-up tokens may be refused.
+            if sample.is_floating_point() or not others:
+                others += unlike(sample)
+            with torch.no_grad():
                 alone, *mixed = (
                     self.net(self.whole)(state, torch.cat([sample, beside]), mode)[0][:1]
-                    for beside in (sample, *(others or unlike(sample)))
+                    for beside in (sample, *others)
                 )
             return not all(agrees(logits, alone) for logits in mixed)
         except Exception:  # a forward may be anybody's; batches as they were asked for are right for every net

@@ -335,6 +335,13 @@ def test_a_forward_that_mixes_the_batch_by_hand_is_found_out_and_tested_in_the_s
     assert all(run.records[-1].grades == runs[0].records[-1].grades for run in runs)
 
 
+def test_mixing_is_found_out_whatever_the_example():
+    """The one other sample of an example may change nothing, where ReLU cuts off all that it changes."""
+    for seed in range(20):
+        example = torch.rand(2, 4, generator=torch.Generator().manual_seed(seed))
+        assert fq.trace(Centred, example).mixes(Pass(statistics="stored")), seed
+
+
 def test_the_same_clients_are_asked_over_every_link(residual, make_data):
     """Only where results live on clients are those asked who have one."""
     data, fleet, how = make_data(residual, (4,) * 12), fq.Fleet.of((1.0,), 12, 6), fq.Evaluation(every=1, clients=3)
