@@ -205,6 +205,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         Returns:
             The calls whose results are still held, by something that is no cache.
         """
+        torch.clear_autocast_cache()  # it holds weights that were cast to another precision
         # Tensors with weak references cannot be swapped.
         mode.fake_tensor_converter.tensor_memo.clear()
         made = [

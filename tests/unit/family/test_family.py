@@ -71,6 +71,14 @@ def test_no_member_is_narrower_than_the_least_width():
         family.fit(fq.Budget(params=family.count(least) - 1))
 
 
+def test_costs_are_counted_under_autocast_too(perceptron):
+    """Engines that train in bf16 ask for them there; autocast keeps the weights it has cast."""
+    half = perceptron.fit(fq.Budget(share=0.5))
+    family = fq.Family(perceptron._module, perceptron.layout, perceptron.example_inputs, perceptron._factory)
+    with torch.autocast("cpu", torch.bfloat16):
+        assert family.cost(half).params == perceptron.count(half)
+
+
 def test_ceil_keeps_more(perceptron):
     assert perceptron.fit(fq.Budget(share=0.4), "ceil").sizes["first"] == 3
 
