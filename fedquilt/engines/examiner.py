@@ -247,5 +247,6 @@ class Examiner:
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
         """The bytes of what a training step keeps for its way back."""
-        cost = self.world.family.cost(arch, TrainingStep(batch_size, 0))
-        return max(1, (cost.memory - 2 * cost.bytes) * self.world.dtype.itemsize // 4)
+        family = self.world.family
+        step = family.training_memory(arch, TrainingStep(batch_size, 0))
+        return max(1, (step - 2 * family.weight_bytes(arch)) * self.world.dtype.itemsize // 4)

@@ -236,9 +236,10 @@ class Vectorised(Engine):
 
     def need(self, arch: Arch, batch_size: int, slots: int) -> int:
         """The bytes one client of a member takes in training."""
-        cost = self.world.family.cost(arch, TrainingStep(batch_size, slots))
+        family = self.world.family
+        step = family.training_memory(arch, TrainingStep(batch_size, slots))
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
-        return max(1, (cost.memory + cost.bytes * (2 + slots)) * self.world.dtype.itemsize // 4)
+        return max(1, (step + family.weight_bytes(arch) * (2 + slots)) * self.world.dtype.itemsize // 4)
 
     @property
     def _truth(self) -> Sequential:
@@ -318,7 +319,7 @@ class Vectorised(Engine):
         """The bytes that idle units of a shape hold: their weights, and on a GPU what their recording works in."""
         local = shape.learner.local
         if self.world.device.type != "cuda":
-            weights = self.world.family.cost(shape.arch).bytes * self.world.dtype.itemsize // 4
+            weights = self.world.family.weight_bytes(shape.arch) * self.world.dtype.itemsize // 4
             return len(self._idle[shape]) * shape.count * weights * (2 + len(local.optimiser.slots))
         return (
             len(self._idle[shape]) * shape.count * self.need(shape.arch, local.batch_size, len(local.optimiser.slots))

@@ -91,8 +91,6 @@ class Count:
     """What was counted of one member and one batch size, in float32."""
 
     macs: int
-    params: int
-    bytes: int
     saved: int  # bytes of the activations that the backward pass of a batch reads
 
 
@@ -102,7 +100,7 @@ def measure(
     batch_size: int,
     constants: Mapping[str, Tensor],
 ) -> Count:
-    """Count one member's operations, parameters, and what a training step on a batch saves.
+    """Count one member's operations, and what a training step on a batch saves.
 
     Args:
         module: The member; its weights may be on the meta device.
@@ -112,9 +110,6 @@ def measure(
     """
     count = max(2, batch_size)  # norms over the batch refuse to train on one sample alone
     inputs = tuple(_resized(value, count) for value in example_inputs)
-    weights = {id(p): p for p in module.parameters()}.values()
-    params = sum(p.numel() for p in weights)
-    size = sum(p.numel() * p.element_size() for p in weights)
 
     def counted(train: bool) -> _Counter:
         counter = _Counter()
@@ -127,8 +122,6 @@ def measure(
         counter = counted(train=False)
     return Count(
         macs=counter.operations // 2 // count,
-        params=params,
-        bytes=size,
         saved=counter.activations * batch_size // count,
     )
 

@@ -7,8 +7,7 @@ import logging
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
-from functools import cached_property, partial, reduce
-from operator import add
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any, Literal
 
@@ -326,15 +325,21 @@ class Family:
         for name, most in bounds.items():
             if most is None:
                 continue
-            if name == "params":
-                needed = sum(self.count(net) for net in nets)
-            else:
-                cost = reduce(add, (self.cost(net, step or TrainingStep()) for net in nets))
-                needed = cost.macs if name == "macs" else cost.memory if step else cost.inference
+            needed = self._needed(name, nets, step)
             if needed > most:
                 kind = "" if name != "memory" else f" of training{_batches(step)}" if step else " of inference"
                 over.append(f"{name}{kind}: {most:,.10g} allowed, {needed:,} needed")
         return over
+
+    def _needed(self, bound: str, nets: tuple[Arch, ...], step: TrainingStep | None) -> int:
+        """Return what nets need of one bound; the others, which take a run each, are not counted."""
+        if bound == "params":
+            return sum(self.count(net) for net in nets)
+        if bound == "macs":
+            return sum(self.macs(net) for net in nets)
+        if step:
+            return sum(self.training_memory(net, step) for net in nets)
+        return sum(self.weight_bytes(net) for net in nets) + max(self._inference_activations(net) for net in nets)
 
     def width(self, member: Arch) -> float:
         """Return the share of its channels that the widest dimension of a member keeps."""
@@ -429,12 +434,29 @@ class Family:
         arch = member.arch if isinstance(member, Submodel) else member
         known = self._costs.get((arch, step))
         if known is None:
-            own = self._counted(arch, step.batch_size)
-            saved = [own.saved] * step.passes + self._nested_activations(arch, step)
-            memory = step.memory(own.bytes, saved)
-            known = Cost(own.macs, own.params, own.bytes, memory, self._inference_activations(arch))
-            self._costs[arch, step] = known
+            known = self._costs[arch, step] = Cost(
+                macs=self._counted(arch, step.batch_size).macs,
+                params=self.count(arch),
+                bytes=self.weight_bytes(arch),
+                memory=self.training_memory(arch, step),
+                activations=self._inference_activations(arch),
+            )
         return known
+
+    def macs(self, arch: Arch) -> int:
+        """Return the multiply-adds of one sample's forward pass, as `cost` has them by default."""
+        return self._counted(arch, TrainingStep().batch_size).macs
+
+    def weight_bytes(self, arch: Arch) -> int:
+        """Return the bytes of a member's parameters."""
+        sizes, weights = self._sizes(arch), dict(self._module.named_parameters())
+        shapes = {name: self.layout.shape(name, sizes) for name in self._parameters}
+        return sum(math.prod(shape) * weights[name].element_size() for name, shape in shapes.items())
+
+    def training_memory(self, arch: Arch, step: TrainingStep) -> int:
+        """Return the bytes of a training step."""
+        own = self._counted(arch, step.batch_size).saved
+        return step.memory(self.weight_bytes(arch), [own] * step.passes + self._nested_activations(arch, step))
 
     @cached_property
     def _costs(self) -> dict[tuple[Arch, TrainingStep], Cost]:

@@ -759,8 +759,8 @@ class Learner:
     def _macs(self, family: Family, arch: Arch, phases: tuple[Phase, ...]) -> int:
         runs = [run for phase in phases for run in passes(phase.objective)]
         nets = [(arch if share is None else family.nested(arch, share).arch, times) for share, times in runs]
-        teaching = family.cost(arch).macs if self.taught else 0
-        return teaching + sum(times * family.cost(net).macs for net, times in nets)
+        teaching = family.macs(arch) if self.taught else 0
+        return teaching + sum(times * family.macs(net) for net, times in nets)
 
     def start_slots(self, weights: State, family: Family) -> OptimiserState:
         """Empty optimiser slots."""
