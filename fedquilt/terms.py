@@ -83,7 +83,8 @@ class Budget:
     activations of one sample.
 
     Args:
-        share: Part of the channels of every axis, in (0, 1]. At least one channel is always kept.
+        share: Part of the channels of every axis, in (0, 1]. At least one channel is always kept, two where the
+            model fails with one.
         macs: Multiply-adds of one sample's forward pass.
         params: Number of parameters.
         memory: Bytes, in training or at inference.
