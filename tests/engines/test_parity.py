@@ -13,7 +13,7 @@ from fedquilt.engines import Vectorised
 from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly
 from fedquilt.models import TransformerLM
 from fedquilt.round.local import Between, CrossEntropy, Learner, MaskedCrossEntropy, Phase
-from fedquilt.terms import Job, World
+from fedquilt.terms import Job, Server, World
 from tests.conftest import LOCAL, assert_same, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
@@ -190,7 +190,7 @@ def test_evaluation_is_the_same_on_every_engine(norm, residual, play, make_data)
 def test_calibration_is_the_same_on_every_engine(residual, make_data):
     data, statistics = make_data(residual, RAGGED), []
     weights = {name: value.double() for name, value in residual.init(3).items()}
-    submodel = FedRolex()._window(fq.Budget(share=0.5), 5, World(residual))
+    (submodel,) = FedRolex().deploy(Server(6, {}), fq.Budget(share=0.5), World(residual))
     for kind in LOCAL.values():
         engine = kind(World(residual, dtype=torch.float64), data)
         cut = residual.cutter.gather(weights, submodel, residual.trainable)
