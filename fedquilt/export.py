@@ -47,6 +47,7 @@ class Exported:
     bytes: int
     params: int
     macs: int
+    memory: int  # bytes to run it on one sample: float32 weights and the largest activations
     share: float
     max_difference: float
     nets: int  # whose logits are averaged
@@ -116,6 +117,7 @@ def export(
         _written(path, data),
         cost.params,
         cost.macs,
+        cost.inference,
         note["share"],
         difference,
         len(found.nets),
@@ -165,7 +167,8 @@ def export_sizes(
     for share, difference in most.items():
         nets = model.plan.mix(share)
         cost = total_cost(family, nets)
-        about_size = (cost.params, cost.macs, round(total_share(family, nets), 4), difference, len(nets))
+        share_kept = round(total_share(family, nets), 4)
+        about_size = (cost.params, cost.macs, cost.inference, share_kept, difference, len(nets))
         found.append(Exported(kind, str(path), size, *about_size, model.norms, compared, robustness, by_default))
     return found
 

@@ -260,7 +260,14 @@ def show_probe(console: Console, found: Probe) -> None:
 
 def show_export(console: Console, found: Sequence[Exported]) -> None:
     """What was written, one share or several, and that it answers as it should."""
-    rows = {f"{one.share:g}": {"parameters": one.params, "MACs a sample": one.macs} for one in found}
+    rows = {
+        f"{one.share:g}": {
+            "parameters": one.params,
+            "MACs a sample": one.macs,
+            "memory to run": size(one.memory),
+        }
+        for one in found
+    }
     show_table(console, "share", rows)
     first, most, nets = found[0], max(one.max_difference for one in found), max(one.nets for one in found)
     upto = "up to " if len(found) > 1 else ""

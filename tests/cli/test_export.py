@@ -56,12 +56,14 @@ def test_a_run_becomes_a_file(format, here, capsys):
     assert main(["export", "splitmix", "--format", format, "--out", "model", "--force"]) == 0
     printed = capsys.readouterr().out
     assert "splitmix after round 1: a model of share 1 as" in printed
+    assert "memory to run" in printed
     assert "8 nets whose logits are averaged; norms: post; read back, its answers to test samples differ" in printed
 
 
 def test_budgets_and_clients(here, capsys):
     half = told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")
-    for bound, flags in (("params", ("--params", "--max-params")), ("macs", ("--macs", "--max-macs"))):
+    bounds = {"params": ("--params", "--max-params"), "macs": ("--macs", "--max-macs"), "memory": ("--memory",)}
+    for bound, flags in bounds.items():
         for flag in flags:
             most = str(half[bound])
             found = told(capsys, "export", "heterofl", flag, most, "--out", f"{flag[2:]}.safetensors")
