@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.func import functional_call
 from torch.nn.modules.batchnorm import _NormBase
 from torch.nn.modules.instancenorm import _InstanceNorm
+from torch.nn.utils import parametrize
 from torch.overrides import TorchFunctionMode
 
 from fedquilt import noise
@@ -177,6 +178,8 @@ def is_stock(layer: nn.Module) -> bool:
     if "forward" in vars(layer):
         return False
     for kind in type(layer).__mro__:
+        if kind.__module__ == parametrize.__name__:  # the class that holds a parametrization
+            continue
         if kind.__module__.startswith("torch.nn."):
             return True
         for name, value in vars(kind).items():

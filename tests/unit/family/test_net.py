@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import functional_call, grad, vmap
+from torch.nn.utils.parametrizations import weight_norm
 
 import fedquilt as fq
 from fedquilt import noise
@@ -331,6 +332,11 @@ def test_a_class_that_adds_a_constructor_alone_is_torchs():
     patched.forward = lambda x: x
     layers = (nn.BatchNorm2d(3), Wide(), NormReLU(3), patched, nn.Linear(1, 1))
     assert [is_stock(layer) for layer in layers] == [True, True, False, False, True]
+
+
+def test_a_parametrization_leaves_a_class_what_it_is():
+    layers = [weight_norm(layer) for layer in (nn.Linear(2, 3), NormReLU(3, affine=True))]
+    assert [is_stock(layer) for layer in layers] == [True, False]
 
 
 # --- the scaler -------------------------------------------------------------------------------------------------
