@@ -283,7 +283,8 @@ def samples(example: Tensor) -> Tensor:
         rows = rows.nan_to_num()
         generator = torch.Generator().manual_seed(0)
         return rows + torch.rand(rows.shape, generator=generator).to(rows)
-    return torch.cat([rows[:-2], unlike(rows[:1])[0], rows[-1:].flip(-1)])
+    # Half a number is in the range of its column, which a number of another column may exceed.
+    return torch.cat([rows[:-2], unlike(rows[:1])[0], rows[-1:] // 2])
 
 
 def unlike(sample: Tensor) -> list[Tensor]:

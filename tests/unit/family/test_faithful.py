@@ -234,6 +234,23 @@ def test_modules_that_are_hard_to_compare_are_compared(between, caplog):
     assert not caplog.records
 
 
+class Pairs(nn.Module):
+    """A table for each column, of users and of items."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.users, self.items, self.last = nn.Embedding(3, 4), nn.Embedding(90, 4), nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.last(torch.cat([self.users(x[:, 0]), self.items(x[:, 1])], 1))
+
+
+def test_columns_keep_their_ranges_in_the_samples_to_compare_on(caplog):
+    family = fq.trace(Pairs(), torch.tensor([[2, 89], [1, 30]]))
+    family.check_net(family.fit(fq.Budget(share=0.5)), BOTH)
+    assert not caplog.records
+
+
 def test_what_cannot_be_compared_is_told(caplog):
     family = fq.trace(Odd(FailsInTraining()), torch.zeros(2, 4))
     with caplog.at_level(logging.WARNING):
