@@ -9,6 +9,7 @@ import math
 import random
 import re
 import warnings
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -129,6 +130,13 @@ def test_names_can_be_read_back() -> None:
 def test_axes_do_not_depend_on_the_batch(kind: type[nn.Module], batch: int) -> None:
     one, two = ((images(n) if kind is Small else (TOKENS[0][:1].expand(n, -1),)) for n in (2, batch))
     assert trace_layout(kind(), one).fingerprint == trace_layout(kind(), two).fingerprint
+
+
+def test_a_fingerprint_is_of_axes_not_of_lines_in_files() -> None:
+    layout = trace_layout(Small(), images())
+    noted = replace(layout, notes=("because of cumsum in the module itself (net.py:9)",))
+    wider = replace(layout, axes={name: replace(axis, least=2) for name, axis in layout.axes.items()})
+    assert noted.fingerprint == layout.fingerprint != wider.fingerprint
 
 
 def test_a_tied_embedding_has_the_classes_as_its_rows() -> None:
