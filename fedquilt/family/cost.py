@@ -103,7 +103,7 @@ def measure(
     """Count one member's operations, and what a training step on a batch saves.
 
     Args:
-        module: The member; its weights may be on the meta device.
+        module: The member in float32; its weights may be on the meta device.
         example_inputs: What its forward takes, a batch of any size.
         batch_size: Samples of a training step.
         constants: Buffers that every member has alike, by name. Its forward may read the small ones in Python.
@@ -147,7 +147,8 @@ def inference_activations(module: nn.Module, example_inputs: tuple[Any, ...], co
 
 
 def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    return {name: value for name, value in constants.items() if value.numel() <= SMALL and not value.is_meta}
+    small = {name: value for name, value in constants.items() if value.numel() <= SMALL and not value.is_meta}
+    return {name: value.to(_float32(value.dtype)) for name, value in small.items()}
 
 
 class _Counter(ExitStack):
@@ -225,4 +226,14 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
 def _resized(value: Any, batch_size: int) -> Any:
     if not isinstance(value, Tensor):
         return value
-    return torch.empty((batch_size, *value.shape[1:]), dtype=value.dtype, device="meta")
+    return torch.empty((batch_size, *value.shape[1:]), dtype=_float32(value.dtype), device="meta")
+
+
+def float32_size(value: Tensor) -> int:
+    """Return the bytes of one entry if a tensor's real numbers are in float32."""
+    return _float32(value.dtype).itemsize
+
+
+def _float32(dtype: torch.dtype) -> torch.dtype:
+    """Return float32 for a type of real numbers: a run casts them, whatever the module has."""
+    return torch.float32 if dtype.is_floating_point else dtype

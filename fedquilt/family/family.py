@@ -19,7 +19,7 @@ from fedquilt.axes import Axis, Index, axes_in, write
 from fedquilt.devices import untransformed
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
-from fedquilt.family.cost import Cost, Count, TrainingStep, inference_activations, measure
+from fedquilt.family.cost import Cost, Count, TrainingStep, float32_size, inference_activations, measure
 from fedquilt.family.dual import ConditionedNorm, DualNorm, is_adjustable
 from fedquilt.family.faithful import answer, check_net, plain, unlike
 from fedquilt.family.laid import LaidNet, agrees
@@ -448,10 +448,10 @@ class Family:
         return self._counted(arch, TrainingStep().batch_size).macs
 
     def weight_bytes(self, arch: Arch) -> int:
-        """Return the bytes of a member's parameters."""
+        """Return the bytes of a member's parameters in float32, in which a run keeps them."""
         sizes, weights = self._sizes(arch), dict(self._module.named_parameters())
         shapes = {name: self.layout.shape(name, sizes) for name in self._parameters}
-        return sum(math.prod(shape) * weights[name].element_size() for name, shape in shapes.items())
+        return sum(math.prod(shape) * float32_size(weights[name]) for name, shape in shapes.items())
 
     def training_memory(self, arch: Arch, step: TrainingStep) -> int:
         """Return the bytes of a training step."""
@@ -471,7 +471,7 @@ class Family:
     def _counted(self, arch: Arch, batch_size: int) -> Count:
         known = self._counts.get((arch, batch_size))
         if known is None:
-            module = build(self._module, self.layout, self._sizes(arch))
+            module = build(self._module, self.layout, self._sizes(arch)).float()
             known = measure(module, self.example_inputs, batch_size, self.constants)
             self._counts[arch, batch_size] = known
         return known
@@ -483,7 +483,7 @@ class Family:
     def _inference_activations(self, arch: Arch) -> int:
         known = self._activations.get(arch)
         if known is None:
-            module = build(self._module, self.layout, self._sizes(arch))
+            module = build(self._module, self.layout, self._sizes(arch)).float()
             known = self._activations[arch] = inference_activations(module, self.example_inputs, self.constants)
         return known
 

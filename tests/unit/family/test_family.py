@@ -152,6 +152,13 @@ def test_costs_by_hand(perceptron):
     assert perceptron.cost(perceptron.whole, fq.TrainingStep(8, slots=2)).memory - cost.memory == 4 * WHOLE
 
 
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
+def test_costs_are_in_float32_whatever_the_module_has(dtype, perceptron):
+    module = copy.deepcopy(perceptron._module).to(dtype)
+    family = fq.trace(module, perceptron.example_inputs[0].to(dtype))
+    assert family.cost(family.whole) == perceptron.cost(perceptron.whole)
+
+
 def test_inference_needs_weights_and_the_largest_activations_of_one_sample(perceptron):
     cost = perceptron.cost(perceptron.whole)
     assert cost.activations == 4 * (6 + 6)  # what the activation function reads and writes
