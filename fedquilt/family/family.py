@@ -264,8 +264,7 @@ class Family:
     def _search(self, budget: Budget, rounding: Rounding, step: TrainingStep | None) -> float:
         """Bisect the shares at which some axis gains a channel: costs only grow with the share."""
         limit = budget.share or 1.0
-        sizes = {axis.size for axis in self._free}
-        shares = sorted({k / size for size in sizes for k in range(1, size + 1) if k / size <= limit} or {limit})
+        shares = sorted({share for share in self._steps if share <= limit} or {limit})
 
         def fits(share: float) -> bool:
             return not self._costs_over((self._arch(share, rounding),), budget, step)
@@ -282,6 +281,20 @@ class Family:
                 f"multiply-adds a sample and {needs}{_batches(step)}."
             )
         return shares[low]
+
+    @cached_property
+    def _steps(self) -> set[float]:
+        """Shares at which some member gains a channel.
+
+        Where one channel of each group is too much, or one whole group, members still shrink by
+        single channels of the product.
+        """
+        shares = {k / axis.size for axis in self._free for k in range(1, axis.size + 1)}
+        for groups in self._free:
+            for inner in (axis for axis in self._free if axis.name in groups.inner):
+                few = range(1, min(groups.size, inner.size))
+                shares.update(k / (groups.size * inner.size) for k in few)
+        return shares
 
     def excess(self, nets: Sequence[Arch], budget: Budget, step: TrainingStep | None = None) -> tuple[str, ...]:
         """Return the bounds of a budget that a device's nets exceed together, and by how much.

@@ -124,6 +124,15 @@ def test_a_budget_no_member_fits_says_what_the_smallest_needs(perceptron):
             perceptron.fit(fq.Budget(memory=9), step=step)
 
 
+@pytest.mark.parametrize("groups", [4, 2])
+def test_a_search_reaches_one_channel_of_one_group(groups):
+    layers = nn.Conv2d(3, 8, 3), nn.GroupNorm(groups, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    family = fq.trace(nn.Sequential(*layers), torch.zeros(2, 3, 4, 4))
+    for channels in range(1, 5):
+        member = family.fit(fq.Budget(share=channels / 8))
+        assert family.fit(fq.Budget(params=family.count(member))) == member
+
+
 def test_a_search_counts_few_members(residual):
     family = fq.trace(copy.deepcopy(residual._module), residual.example_inputs)
     step = fq.TrainingStep(nested=tuple(k / 20 for k in range(1, 20)), most=2)
