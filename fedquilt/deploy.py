@@ -92,7 +92,7 @@ class Shelf:
             nets = given(run.method, self.server, budget, world)
         else:
             own = self._own_budget
-            asked = budget.without_memory(world.family.share(budget)) if budget.memory else budget
+            asked = budget.without_memory(run.method.runnable_share(budget, world)) if budget.memory else budget
             held = trained_within(run.method, own, world)
             nets = run.method.own(run.server, self._asked(asked.both(held)), world)
             less = budget.share is not None and total_share(world.family, nets) < budget.share - _ROUNDING

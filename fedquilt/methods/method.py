@@ -123,6 +123,10 @@ class Method:
         """Return the share of every axis that a client can train; arguments as for `fit`."""
         return world.family.share(budget, rounding, self._step_within(budget, world))
 
+    def runnable_share(self, budget: Budget, world: World) -> float:
+        """Return the share of every axis that a device can run, with a bound on inference memory."""
+        return world.family.share(budget)
+
     def _step_within(self, budget: Budget, world: World) -> TrainingStep | None:
         return None if budget.memory is None else self.training_step(world)
 

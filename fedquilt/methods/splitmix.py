@@ -27,6 +27,7 @@ from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, Wei
 if TYPE_CHECKING:
     from fedquilt.engines import Engine
     from fedquilt.family import Family
+    from fedquilt.family.family import Rounding
 
 _DIGITS = replace(DIGITS, scaler=True)
 _CIFAR10 = replace(CIFAR10, scaler=True)
@@ -182,6 +183,16 @@ class SplitMix(Method):
 
     def own(self, server: Server, client: Client, world: World) -> Mix:
         return tuple(self._base(place, world) for place in range(self._trained(client, world)))
+
+    def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
+        """Return the share that a client's base nets add up to, which fit where one net as wide may not."""
+        if budget.macs is budget.params is budget.memory is None:
+            return super().trainable_share(budget, world, rounding)
+        return self.base * self.affordable(budget, world, self._step_within(budget, world))
+
+    def runnable_share(self, budget: Budget, world: World) -> float:
+        """Return the share that the base nets of a deployed device add up to."""
+        return self.base * self.affordable(budget, world)
 
     def _trained(self, client: Client, world: World) -> int:
         """Return how many base nets a client trains at the same time."""

@@ -13,6 +13,7 @@ from fedquilt.errors import BudgetError, SubmodelError
 from fedquilt.methods import METHODS, FedAvg, FedBN, FedProx, FjORD, HeteroFL, LocalOnly, Method, SHeteroFL, SplitMix
 from fedquilt.round.budgets import check_budgets, planned
 from fedquilt.round.cut import prefix
+from fedquilt.round.serve import members_by_share
 from fedquilt.terms import Client, Job, Server, World
 from tests.conftest import LOCAL, with_local
 
@@ -107,6 +108,25 @@ def test_base_nets_that_are_trained_at_once_share_a_memory(residual):
         else:
             with pytest.raises(BudgetError, match=r"no member fits the budget .* trains in [\d,]+ bytes with batches"):
                 planned(method, SERVER, Client(0, budget), world)
+
+
+def test_a_client_is_tested_with_as_many_base_nets_as_it_trains(perceptron):
+    method, world = SplitMix(base=1 / 6), World(perceptron)
+    one = perceptron.cost(perceptron.fit(fq.Budget(share=1 / 6)), method.training_step(world))
+    budget = fq.Budget(memory=3 * one.memory)
+    assert len(planned(method, SERVER, Client(0, budget), world)) == 3
+    members = members_by_share(method, SERVER, fq.Fleet.of([budget], 1, 1), world)
+    assert {share: len(nets) for share, nets in members.items()} == {"1.0": 6, "0.5": 3}
+
+
+def test_a_clients_base_nets_are_deployed_as_many_as_its_memory_runs(play, make_data):
+    family = fq.trace(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)), torch.zeros(2, 2))
+    run = play(SplitMix(base=0.25), family, make_data(family, (6,)), rounds=1)
+    one = family.cost(family.fit(fq.Budget(share=0.25)))
+    for count in (1, 3, 4):  # one net as wide as three would not fit
+        budget = fq.Budget(memory=count * one.bytes + one.activations)
+        module = run.deploy(budget, client=0)
+        assert sum(weight.numel() for weight in module.parameters()) == count * one.params
 
 
 # --- plans that exceed a budget ---------------------------------------------------------------------------------
