@@ -403,7 +403,9 @@ def record(
 
 def _forget_frames(error: BaseException | None) -> None:
     """Drop the frames of an exception and its causes, whose variables hold tensors of the run."""
-    while error is not None:
+    seen: list[BaseException] = []  # `raise error from error` is its own cause
+    while error is not None and error not in seen:
+        seen.append(error)
         error.__traceback__ = None
         error = error.__cause__ or error.__context__
 

@@ -484,6 +484,16 @@ def test_results_that_outlive_the_module_are_refused() -> None:
     Tables.latest = None
 
 
+def test_an_error_may_be_its_own_cause() -> None:
+    class Raises(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            error = ValueError("never")
+            raise error from error
+
+    with pytest.raises(TraceError, match="never"):
+        trace_layout(Raises(6, 5), (torch.zeros(2, 6),))
+
+
 # --- against Torch-Pruning -----------------------------------------------------------------------------------------
 
 
