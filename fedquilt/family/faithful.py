@@ -90,6 +90,12 @@ def _check(family: Family, arch: Arch, mode: Pass, weights: Weights) -> None:
     if refusal is not None:
         raise refusal
     assert failure is not None
+    try:
+        pair.run_net()
+    except FedquiltError:  # which says what to do, before a run and not in its midst
+        raise
+    except Exception:
+        pass
     told = "%s was not compared with what clients train in its place, since it fails: %s"
     _log.warning(told, pair.title, first_line(failure))
 

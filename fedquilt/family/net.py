@@ -226,15 +226,27 @@ def _norm(layer: _NormBase, name: str, now: _Now, input: Tensor) -> Tensor:
 
 def _own_norm(forward: Callable[..., Any], layer: _NormBase, name: str, now: _Now, *args: Any, **kwargs: Any) -> Any:
     """Run the forward of a norm layer's own class. Functional norms in it follow the policy."""
+    mean = layer.running_mean
+    chosen = mean is not None and now.mode.statistics != "stored"
     with _Within(layer, name, now) as within:
-        outputs = forward(*args, **kwargs)
-    if not within.called and layer.running_mean is not None and now.mode.statistics != "stored":
-        raise TrainingError(
-            f"norm layer {name!r} is a {type(layer).__name__}, whose forward normalises by hand, so that "
-            "no norm policy can choose its statistics. Let it call super().forward, F.batch_norm or "
-            "F.instance_norm, or give it track_running_stats=False."
-        )
+        try:
+            outputs = forward(*args, **kwargs)
+        except RuntimeError as error:
+            # The policy stores no statistics, and those without data do not compute.
+            if chosen and not within.called and mean is not None and mean.is_meta:
+                raise _by_hand(layer, name) from error
+            raise
+    if chosen and not within.called:
+        raise _by_hand(layer, name)
     return outputs
+
+
+def _by_hand(layer: _NormBase, name: str) -> TrainingError:
+    return TrainingError(
+        f"norm layer {name!r} is a {type(layer).__name__}, whose forward normalises by hand, so that "
+        "no norm policy can choose its statistics. Let it call super().forward, F.batch_norm or "
+        "F.instance_norm, or give it track_running_stats=False."
+    )
 
 
 class _Within(TorchFunctionMode):

@@ -234,6 +234,25 @@ def test_modules_that_are_hard_to_compare_are_compared(between, caplog):
     assert not caplog.records
 
 
+class HandMade(nn.BatchNorm1d):
+    """A norm that applies stored statistics by hand in evaluation."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.training:
+            return super().forward(x)
+        return (x - self.running_mean) / (self.running_var + self.eps).sqrt() * self.weight + self.bias
+
+
+def test_a_norm_that_evaluates_by_hand_needs_stored_statistics(play, make_data):
+    family = fq.trace(Odd(HandMade(6)), torch.zeros(2, 4))
+    data = make_data(family, (6, 6))
+    with pytest.raises(TrainingError, match="norm layer 'between' is a HandMade, whose forward normalises by hand"):
+        fq.prepare(with_local(FedAvg(), norm="batch"), family, data, fq.Fleet.of((1.0,), 2, 2))
+    with pytest.raises(TrainingError, match="'between' is a HandMade, whose forward normalises by hand"):
+        play(with_local(FedAvg(), norm="post"), family, data)
+    play(with_local(FedAvg(), norm="tracked"), family, data)
+
+
 class Pairs(nn.Module):
     """A table for each column, of users and of items."""
 
