@@ -159,7 +159,7 @@ class _Counter(ExitStack):
         self._flops = FlopCounterMode(display=False)
         self._weights: set[int] = set()
         self._saved: dict[int, int] = {}
-        self._alive: list[Any] = []  # a freed storage's address could be met again
+        self._alive: list[Any] = []  # storages, because the address of a freed one may be used again
 
     @property
     def operations(self) -> int:
@@ -194,7 +194,7 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self._own: set[int] = set()
         self._spans: dict[int, tuple[int, int, int]] = {}  # storage → bytes, first operation, last operation
-        self._alive: list[Any] = []  # a freed storage's address could be met again
+        self._alive: list[Any] = []  # storages, because the address of a freed one may be used again
         self._now = 0
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Any]) -> None:

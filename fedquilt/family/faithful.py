@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from fedquilt.family.family import Family
 
 # Precisions to compare in, and the largest difference that counts as rounding, as a part of the
-# largest value. float32 is fast, and where it agrees that is enough. Else float64 decides; its
-# bound is wide because some modules compute in float32 in between (softmax, mean squares). What
-# does not run in float64 is given what a deep net's float32 needs.
+# largest value. float32 is fast, and where it agrees that is enough. Else float64 decides. Its
+# bound is wide because some modules compute in float32 in between (softmax, mean squares). A module
+# that does not run in float64 is compared in float32 again, with the bound that deep nets need.
 ATTEMPTS = ((torch.float32, 1e-4), (torch.float64, 1e-5), (torch.float32, 1e-3))
-BATCH_SIZE = 4  # of two samples a norm over the batch would keep little more than signs
+BATCH_SIZE = 4  # samples; with two, a norm over the batch would leave little more than signs
 KEY = torch.tensor(noise.key(61))
 OUTPUTS = "its outputs"
 REMEDY = (
@@ -92,7 +92,7 @@ def _check(family: Family, arch: Arch, mode: Pass, weights: Weights) -> None:
     assert failure is not None
     try:
         pair.run_net()
-    except FedquiltError:  # which says what to do, before a run and not in its midst
+    except FedquiltError:  # it says what to do, better before a run than in its midst
         raise
     except Exception:
         pass
@@ -101,7 +101,7 @@ def _check(family: Family, arch: Arch, mode: Pass, weights: Weights) -> None:
 
 
 def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> TraceError | None:
-    """Return what is wrong with a net, if anything is."""
+    """Return a refusal if a net fails or differs from its module, else None."""
     if not expected[OUTPUTS].isfinite().any():
         told = "%s was not compared with what clients train in its place: no output is finite"
         _log.warning(told, pair.title)
@@ -131,7 +131,7 @@ def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> T
 
 
 def _difference(one: Tensor, other: Tensor) -> float:
-    """Return the largest difference; infinity for other shapes, or where one alone is finite."""
+    """Return the largest difference, or infinity if shapes or the places of finite values differ."""
     if one.shape != other.shape or not torch.equal(one.isfinite(), other.isfinite()):
         return float("inf")
     return _largest(one - other)
@@ -167,7 +167,7 @@ class _Pair:
     def run_module(self, watch: _Watch | None = None) -> dict[str, Tensor]:
         """Run the module on random numbers that are drawn as the net's are."""
         mode, family = self.mode, self.family
-        # A forward writes into buffers at most; weights are many, and both sides may have the same.
+        # Only buffers are copied, because a forward may write into them. Weights are shared.
         own = {name: self.weights[name].clone() for name in (*family.statistics, *family.carried)}
         weights = {**self.weights, **own}
         module = family.assemble(prefix(self.arch), weights, shared=True).train(mode.train)
@@ -236,7 +236,7 @@ class _Watch:
 
 
 class _TorchsOwn(Drawn):
-    """Within this context random numbers are drawn as a net's are, and all else is torch's own."""
+    """A context in which random numbers are drawn as a net's are, and all else is torch's own."""
 
     def __torch_function__(
         self,
@@ -294,7 +294,7 @@ def samples(example: Tensor) -> Tensor:
 
 
 def unlike(sample: Tensor) -> list[Tensor]:
-    """Return other samples of the same kind, to either side of one. Of tokens 0 and 1 are some."""
+    """Return samples on either side of one. Tokens become 0 and 1, which most vocabularies have."""
     if not sample.is_floating_point():
         return [1 - sample.clamp(0, 1)]
     away = noise.uniform(torch.tensor(0), sample.shape, sample.dtype)

@@ -250,7 +250,7 @@ def _by_hand(layer: _NormBase, name: str) -> TrainingError:
 
 
 class _Within(TorchFunctionMode):
-    """Within this context functional norms are one layer's, also if its statistics were converted."""
+    """A context in which functional norms are one layer's, even if it converted its statistics."""
 
     def __init__(self, layer: _NormBase, name: str, now: _Now) -> None:
         super().__init__()

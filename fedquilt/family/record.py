@@ -226,7 +226,7 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 results.append((weakref.ref(tensor), value))
             del tensor
         if results:
-            gc.collect()  # a module may be held by nothing but itself
+            gc.collect()  # a module in a reference cycle keeps its tensors until then
             left = [ref() for ref, _ in results]
             _remove_from_caches([tensor for tensor in left if tensor is not None])
             left.clear()
@@ -272,7 +272,7 @@ def _remove_from_caches(items: list[Any]) -> None:
 
 
 def _is_namespace(holder: dict[Any, Any]) -> bool:
-    """Return True if a dictionary holds the names of a file or an object's attributes."""
+    """Return True if a dictionary holds the globals of a file or the attributes of an object."""
     owners = gc.get_referrers(holder)
     return any(isinstance(owner, type) or getattr(owner, "__dict__", None) is holder for owner in owners)
 
