@@ -6,6 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -57,9 +58,7 @@ class Run:
 
     def __post_init__(self) -> None:
         self._data, self._seed = self.engine.data, self.engine.world.seed
-        count = too_small(self.method, self.server, self.fleet, self.engine)
-        told = f"{count} of {self.fleet.num_clients} devices cannot hold the net that they train"
-        self._too_small = told if count else ""
+        self._has_warned = False  # of devices that cannot hold the net
 
     def _take_over(self) -> None:
         """Runs may share an engine, one after another: from here on it is this one's."""
@@ -85,6 +84,16 @@ class Run:
         """How the run stands, in one object, as `summary.json` has it."""
         return summarise(self)
 
+    @cached_property
+    def _too_small(self) -> str:
+        """Say how many devices cannot hold the net.
+
+        Every distinct budget takes a plan, and a fleet may have one for each client, so that preparing, reopening and
+        exporting a run do not wait for it.
+        """
+        count = too_small(self.method, self.server, self.fleet, self.engine)
+        return f"{count} of {self.fleet.num_clients} devices cannot hold the net that they train" if count else ""
+
     @property
     def note(self) -> str:
         """Return what readers of the results must know: the method's note, and how many devices are too small."""
@@ -101,7 +110,8 @@ class Run:
         rounds = _whole("rounds", rounds)
         self.fleet.check(rounds)
         self._take_over()
-        if self._too_small and self.server.round < rounds:
+        if self.server.round < rounds and not self._has_warned and self._too_small:
+            self._has_warned = True
             _log.warning("%s ignores budgets: %s.", type(self.method).__name__, self._too_small)
         while self.server.round < rounds:
             played = play(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)

@@ -241,6 +241,26 @@ def test_a_method_that_ignores_budgets_says_on_how_many_devices(method, perceptr
     assert run.summary["note"].endswith(told)
 
 
+def test_devices_are_counted_and_reported_once_however_often_a_run_is_trained(perceptron, make_data, caplog):
+    counted = []
+
+    class Counted(FedAvg):
+        ignores_budgets = True
+
+        def plan(self, server, client, world):
+            counted.append(client.budget)
+            return super().plan(server, client, world)
+
+    fleet = fq.Fleet.of([1.0, *(0.2 + 0.001 * place for place in range(99))], 100, 1)
+    run = fq.prepare(Counted(), perceptron, make_data(perceptron, (2,) * 100), fleet)
+    assert len(set(counted)) == 64  # a run is ready without a look at every budget of the population
+    for rounds in (1, 2, 3):
+        run.train(rounds)
+    told = "99 of 100 devices cannot hold the net that they train"
+    assert [record.getMessage() for record in caplog.records] == [f"Counted ignores budgets: {told}."]
+    assert run.note.endswith(told)
+
+
 def test_nothing_is_said_where_every_device_holds_the_net(perceptron, play, make_data, caplog):
     run = play(FedAvg(), perceptron, make_data(perceptron, (6,) * 3), rounds=1)
     assert not caplog.text
