@@ -35,7 +35,8 @@ class HeteroFL(Method):
     With masked loss only the rows of classes a client holds count in the output layer.
 
     The preset `released` is the authors' code on CIFAR-10 with a few classes a client, `released-iid` on iid data. It
-    measures static norms over batches of 10: `Evaluation(batch_size=10)`.
+    measures static norms over batches of 10 (`Evaluation(batch_size=10)`). There they are of cropped and flipped
+    images, here of the images as they are.
     """
 
     local: Local = PARTIAL
