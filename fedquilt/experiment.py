@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from functools import cached_property
@@ -33,8 +33,8 @@ from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.budgets import check_budgets, planned, too_small
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.local import NormPolicy
-from fedquilt.round.serve import compared_passes
-from fedquilt.terms import Budget, Client, Job, Server, World
+from fedquilt.round.serve import compared_passes, members_by_share
+from fedquilt.terms import Arch, Budget, Client, Job, Server, World
 from fedquilt.tracking import Tracking, tracked
 
 if TYPE_CHECKING:
@@ -281,12 +281,13 @@ def prepare(
         engine = known(ENGINES, engine, "engine")(world, data)
     server = method.init(engine.world)
     _check_budgets(method, server, fleet, engine)
-    _check_nets(method, server, fleet, engine)
+    evaluation = evaluation or Evaluation()
+    _check_nets(method, server, fleet, engine, evaluation)
     memory = Memories(memory_limit, engine.world.device)
     memory.update(server.memory)
     engine.link = link
     engine.follow(method)
-    return Run(method, fleet, engine, evaluation or Evaluation(), replace(server, memory=memory), link=link)
+    return Run(method, fleet, engine, evaluation, replace(server, memory=memory), link=link)
 
 
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands
@@ -310,14 +311,28 @@ def _check_budgets(method: Method, server: Server, fleet: Fleet, engine: Engine)
         check_budgets(method, [Job(client, submodel, server.round) for submodel in plan], world)
 
 
-def _check_nets(method: Method, server: Server, fleet: Fleet, engine: Engine) -> None:
+def _check_nets(method: Method, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation) -> None:
     """Refuse a model of which clients would train another network than the user wrote."""
     modes = compared_passes(method.local, method.local.norm)
-    for budget in fleet.kinds[:_FEW]:
+    for arch in dict.fromkeys(_members_in_use(method, server, fleet, engine, evaluation)):
+        engine.world.family.check_net(arch, modes)
+
+
+def _members_in_use(
+    method: Method, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation
+) -> Iterator[Arch]:
+    """Yield the members that clients train, those nested in them that a step runs, and those that are tested."""
+    world, budgets = engine.world, fleet.kinds[:_FEW]
+    for budget in budgets:
         first = fleet.first(budget)
         client = Client(first, budget, engine.data.size(first))
-        for submodel in planned(method, server, client, engine.world):
-            engine.world.family.check_net(submodel.arch, modes)
+        for submodel in planned(method, server, client, world):
+            yield submodel.arch
+            learner = method.learner(Job(client, submodel, server.round), world)
+            for share in learner.nested_shares:
+                yield world.family.nested(submodel.arch, share).arch
+    for nets in members_by_share(method, server, budgets, world, evaluation.shares).values():
+        yield from (net.arch for net in nets)
 
 
 def _whole(what: str, given: int) -> int:

@@ -483,7 +483,7 @@ def summarise(run: Run) -> dict[str, Any]:
     from fedquilt.methods import METHODS
 
     family = run.engine.world.family
-    members = members_by_share(run.method, run.server, run.fleet, run.engine.world, run.evaluation.shares)
+    members = members_by_share(run.method, run.server, run.fleet.kinds, run.engine.world, run.evaluation.shares)
     costs = {share: [family.cost(net) for net in nets] for share, nets in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]

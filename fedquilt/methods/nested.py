@@ -13,7 +13,7 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.methods.method import Method, Presets
 from fedquilt.precision import Precision
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import SGD, Distilled, Learner, Local, Phase, Summed
+from fedquilt.round.local import SGD, Distilled, Learner, Local, Phase, Summed, shares_of
 from fedquilt.round.merge import Weighting
 from fedquilt.terms import Client, Job, Server, Submodel, World
 
@@ -53,6 +53,10 @@ class Drawn(Learner):
         """So many distinct ratios, the smallest first."""
         count = max(0, min(self.count, len(self.ratios)))
         return tuple(sorted(self.ratios[place] for place in noise.choose(key, count, len(self.ratios))))
+
+    @property
+    def nested_shares(self) -> tuple[float, ...]:
+        return shares_of(self.phases_of(self.ratios)) if self.drawn else ()
 
     @abstractmethod
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]: ...

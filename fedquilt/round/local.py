@@ -680,6 +680,11 @@ class Learner:
         return steps * len(self.phases)
 
     @property
+    def nested_shares(self) -> tuple[float, ...]:
+        """Return the shares of the nested nets that a batch of the round may run."""
+        return shares_of(self.phases)
+
+    @property
     def kinds(self) -> int:
         """How many kinds of a sample are on their way through a net at once: clean ones, and attacked ones."""
         return 2 if any(attacks(phase.objective) for phase in self.phases) else 1
@@ -768,6 +773,12 @@ class Learner:
             slot: {name: torch.zeros_like(weights[name]) for name in family.trainable}
             for slot in self.local.optimiser.slots
         }
+
+
+def shares_of(phases: Sequence[Phase]) -> tuple[float, ...]:
+    """Return the shares of the nested nets that phases run."""
+    runs = dict.fromkeys(share for phase in phases for share in phase.objective.shares)
+    return tuple(share for share in runs if share is not None)
 
 
 @dataclass(frozen=True)

@@ -216,7 +216,7 @@ def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Eva
         grades = tally.grades
         grades.metrics.update({metric: mean_by_label(scores) for metric, scores in under.items()})
         return grades
-    members = members_by_share(method, server, fleet, world, how.shares)
+    members = members_by_share(method, server, fleet.kinds, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
     weights = ready(method, server, submodels, engine, how.batch_size)
     exams = [Exam(label, nets, joined(nets, weights)) for label, nets in members.items()]
@@ -369,7 +369,7 @@ def trained_within(method: Method, budget: Budget, world: World) -> Budget:
 
 
 def members_by_share(
-    method: Method, server: Server, fleet: Fleet, world: World, shares: Sequence[float] = ()
+    method: Method, server: Server, budgets: Sequence[Budget], world: World, shares: Sequence[float] = ()
 ) -> dict[str, Mix]:
     """What a device of each budget gets, widest first; and of other shares that are asked for.
 
@@ -377,7 +377,7 @@ def members_by_share(
     """
     found: dict[str, Mix] = {}
     asked = () if method.personal else (Budget(share=share) for share in (1.0, *shares))
-    for kind in (*fleet.kinds, *asked):
+    for kind in (*budgets, *asked):
         budget = trained_within(method, kind, world)
         own = Client(0, budget)
         nets = method.own(server, own, world) if method.personal else given(method, server, budget, world)

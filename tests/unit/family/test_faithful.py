@@ -12,7 +12,7 @@ import fedquilt as fq
 from fedquilt.errors import TraceError, TrainingError
 from fedquilt.family import Pass
 from fedquilt.family.laid import LayoutError
-from fedquilt.methods import FedAvg, HeteroFL, SplitMix
+from fedquilt.methods import FedAvg, FjORD, HeteroFL, SHeteroFL, SplitMix
 from tests.conftest import assert_same, with_local
 
 BOTH = (Pass(train=True), Pass())
@@ -139,6 +139,21 @@ def test_a_net_that_differs_is_refused_before_a_run(detector, play, make_data):
     with pytest.raises(TraceError, match=REFUSED):
         play(HeteroFL(), detector, data, (1.0, 0.5))
     assert play(HeteroFL(), detector, data, (1.0,), rounds=1).records
+
+
+@pytest.mark.parametrize(
+    ("method", "how"),
+    [
+        (SHeteroFL(widths=(1.0, 0.5)), fq.Evaluation()),
+        (FjORD(smallest=0.5, granularity=0.5), fq.Evaluation()),
+        (HeteroFL(), fq.Evaluation(shares=(0.5,))),
+    ],
+    ids=["nested", "drawn", "evaluated"],
+)
+def test_nets_within_a_step_and_in_tests_are_compared_too(method, how, detector, make_data):
+    data = make_data(detector, (6, 6))
+    with pytest.raises(TraceError, match=REFUSED):
+        fq.prepare(method, detector, data, fq.Fleet.of((1.0,), 2, 2), evaluation=how)
 
 
 def test_a_net_that_differs_is_refused_where_it_would_be_handed_out(detector, play, make_data, tmp_path):

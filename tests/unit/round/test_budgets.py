@@ -115,7 +115,7 @@ def test_a_client_is_tested_with_as_many_base_nets_as_it_trains(perceptron):
     one = perceptron.cost(perceptron.fit(fq.Budget(share=1 / 6)), method.training_step(world))
     budget = fq.Budget(memory=3 * one.memory)
     assert len(planned(method, SERVER, Client(0, budget), world)) == 3
-    members = members_by_share(method, SERVER, fq.Fleet.of([budget], 1, 1), world)
+    members = members_by_share(method, SERVER, [budget], world)
     assert {share: len(nets) for share, nets in members.items()} == {"1.0": 6, "0.5": 3}
 
 

@@ -57,6 +57,7 @@ def touches(method, family, make_data, engine: str, num_clients: int, available:
     parts, tests = CountedParts(data.parts), CountedParts(data.test_parts)
     counted = replace(data, parts=parts, test_parts=tests)
     run = fq.prepare(method, family, counted, fleet, engine, precision="fp64", evaluation=looks)
+    assert isinstance(run.note, str)  # counts the devices that are too small, once for a run
     object.__setattr__(fleet, "which", which := Counted(fleet.which))
     for round in range(1, 4):
         for seen in (parts, tests, which):
