@@ -23,7 +23,7 @@ from fedquilt.family.faithful import forget_statistics
 from fedquilt.family.net import Pass
 from fedquilt.round.link import PERFECT
 from fedquilt.round.local import NormPolicy, batched
-from fedquilt.round.serve import both_statistics, compared_passes, given, mean_statistics, trained_within
+from fedquilt.round.serve import both_statistics, compared_passes, given, mean_statistics, owned, trained_within
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -94,7 +94,7 @@ class Shelf:
             own = self._own_budget
             asked = budget.without_memory(run.method.runnable_share(budget, world)) if budget.memory else budget
             held = trained_within(run.method, own, world)
-            nets = run.method.own(run.server, self._asked(asked.both(held)), world)
+            nets = owned(run.method, run.server, self._asked(asked.both(held)), world)
             less = budget.share is not None and total_share(world.family, nets) < budget.share - _ROUNDING
             if less and own.share is not None and own.share < (budget.share or 0):
                 told = "a %s was asked for; client %d holds a %s, and has no more to give."

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.axes import Index
 from fedquilt.checks import one_of, within
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, SubmodelError
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD, by_sample
 from fedquilt.round.clients import Fleet
@@ -359,6 +359,22 @@ def given(method: Method, server: Server, budget: Budget, world: World) -> Mix:
     return nets
 
 
+def owned(method: Method, server: Server, client: Client, world: World) -> Mix:
+    """Return the nets that are a client's, where results live on clients.
+
+    Raises:
+        SubmodelError: There are none, as the plan of a method that skips clients gives where it leaves out this one.
+    """
+    nets = method.own(server, client, world)
+    if not nets:
+        name = type(method).__name__
+        raise SubmodelError(
+            f"{name}.own returned no net for client {client.id} (budget {client.budget}), which is tested with its own "
+            f"nets. {name}.plan skips it; override `own` to return what the client has."
+        )
+    return nets
+
+
 def trained_within(method: Method, budget: Budget, world: World) -> Budget:
     """Return a fleet's budget with the share that a client can train in place of its memory.
 
@@ -380,7 +396,7 @@ def members_by_share(
     for kind in (*budgets, *asked):
         budget = trained_within(method, kind, world)
         own = Client(0, budget)
-        nets = method.own(server, own, world) if method.personal else given(method, server, budget, world)
+        nets = owned(method, server, own, world) if method.personal else given(method, server, budget, world)
         found.setdefault(share_label(method, kind, world), nets)
     return dict(sorted(found.items(), key=lambda item: -float(item[0])))
 
@@ -429,7 +445,7 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
 def own_exam(method: Method, server: Server, client: Client, engine: Engine, how: Evaluation) -> Exam:
     """What a client holds now, tested on its own part of the test set, or on all of it where there are no parts."""
     world = engine.world
-    nets = method.own(server, client, world)
+    nets = owned(method, server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]
     states = {job.submodel: engine.start(server, job, method.learner(job, world), PERFECT).state for job in jobs}
     if method.local.norm == "post" and world.family.statistics:

@@ -304,6 +304,18 @@ def test_an_empty_plan_is_refused_unless_the_method_skips_clients(perceptron, pl
     assert run.records[-1].loss > 0
 
 
+def test_a_skipped_client_has_no_net_of_its_own_to_be_tested(perceptron, play, make_data):
+    class Personal(LocalOnly):
+        skips_clients = True
+
+        def plan(self, server, client, world):
+            return [] if client.id else super().plan(server, client, world)
+
+    data = make_data(perceptron, (6, 6))
+    with pytest.raises(SubmodelError, match=r"Personal.own returned no net for client 1 .*override `own`"):
+        play(Personal(), perceptron, data, (1.0, 1.0))
+
+
 @pytest.mark.parametrize(
     ("bare", "found"),
     [
