@@ -56,7 +56,8 @@ class SplitMix(Method):
       CIFAR-10 it is a tenth. The checkpoint of the best validation accuracy is tested.
     - Adversarial runs split CIFAR-10 iid. On Digits they train one base net of share 1.
       Their option `lbn` also keeps all of a norm on its client, affine weights included. Here
-      norms are averaged, as without that option.
+      norms are averaged, as without that option. Tests attack with the steps of training:
+      `Evaluation(attack=PGD(size=10 / 255 / 7))`.
     - Norms that are measured afterwards (`norm="post"`) are measured on each client's own data.
       Here it is the data of all clients.
     """
