@@ -484,7 +484,7 @@ def summarise(run: Run) -> dict[str, Any]:
 
     family = run.engine.world.family
     members = members_by_share(run.method, run.server, run.fleet.kinds, run.engine.world, run.evaluation.shares)
-    costs = {share: [family.cost(net) for net in nets] for share, nets in members.items()}
+    archs = {share: [net.arch for net in nets] for share, nets in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
     return {
@@ -502,8 +502,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "accuracy": last.accuracy,
         "metrics": last.metrics,
         "members": {
-            share: {"params": sum(cost.params for cost in some), "macs": sum(cost.macs for cost in some)}
-            for share, some in costs.items()
+            share: {"params": sum(map(family.count, some)), "macs": sum(map(family.macs, some))}
+            for share, some in archs.items()
         },
         "note": run.note,
         "fedquilt": __version__,

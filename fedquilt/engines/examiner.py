@@ -15,7 +15,6 @@ from fedquilt.devices import channels_last
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, fails_alone, stacked
 from fedquilt.errors import first_line
-from fedquilt.family.cost import TrainingStep
 from fedquilt.round.local import State, batched
 from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
 from fedquilt.terms import Arch, Mix, Weights, World
@@ -247,6 +246,4 @@ class Examiner:
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
         """The bytes of what a training step keeps for its way back."""
-        family = self.world.family
-        step = family.training_memory(arch, TrainingStep(batch_size, 0))
-        return max(1, (step - 2 * family.weight_bytes(arch)) * self.world.dtype.itemsize // 4)
+        return max(1, self.world.family.activations(arch, batch_size) * self.world.dtype.itemsize // 4)

@@ -36,7 +36,6 @@ from fedquilt.engines.units import (
     stacked,
 )
 from fedquilt.errors import FedquiltError, first_line
-from fedquilt.family.cost import TrainingStep
 from fedquilt.family.laid import LayoutError
 from fedquilt.round.cut import prefix
 from fedquilt.round.local import (
@@ -237,9 +236,9 @@ class Vectorised(Engine):
     def need(self, arch: Arch, batch_size: int, slots: int) -> int:
         """The bytes one client of a member takes in training."""
         family = self.world.family
-        step = family.training_memory(arch, TrainingStep(batch_size, slots))
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
-        return max(1, (step + family.weight_bytes(arch) * (2 + slots)) * self.world.dtype.itemsize // 4)
+        held = 2 * family.weight_bytes(arch) * (2 + slots) + family.activations(arch, batch_size)
+        return max(1, held * self.world.dtype.itemsize // 4)
 
     @property
     def _truth(self) -> Sequential:

@@ -466,6 +466,14 @@ class Family:
         shapes = {name: self.layout.shape(name, sizes) for name in self._parameters}
         return sum(math.prod(shape) * float32_size(weights[name]) for name, shape in shapes.items())
 
+    def activations(self, arch: Arch, batch_size: int) -> int:
+        """Return about how many bytes a training step on a batch saves, in float32.
+
+        They are taken to grow with the batch, so that one count serves all batch sizes. Engines plan by it.
+        """
+        usual = TrainingStep().batch_size
+        return self._counted(arch, usual).saved * batch_size // usual
+
     def training_memory(self, arch: Arch, step: TrainingStep) -> int:
         """Return the bytes of a training step."""
         own = self._counted(arch, step.batch_size).saved
