@@ -37,7 +37,8 @@ class SHeteroFL(Method):
     """Slimmable local training: one step on the summed gradients of all prototype widths up to the client's own.
 
     In the merge a client counts once for each position. The code released with Split-Mix adds its widest net once for
-    every width it trains, so that there a client counts data × widths at all its positions (`count_widths`).
+    every width it trains, so that there a client counts data × widths at all its positions (`count_widths`). That code
+    also lets every client train on as many batches as clients have on average, which is not reproduced here.
     """
 
     local: Local = Local()
