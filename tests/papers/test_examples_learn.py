@@ -103,9 +103,7 @@ def losses_of(run: Run, rounds: int) -> list[float]:
     losses = [record.loss for record in run.records if record.loss is not None]
     assert len(losses) == rounds, f"only rounds with these losses were played: {losses}"
     assert all(math.isfinite(loss) for loss in losses), losses
-    # A cohort of devices that have not trained yet may be as bad as chance again, after the first ones have learnt.
-    chance = math.log(run.engine.world.family.num_classes)
-    assert max(losses) < 2 * max(losses[0], chance), losses
+    assert max(losses) < 2 * losses[0], losses
     return losses
 
 
@@ -129,7 +127,8 @@ FILES = {
     "fedrolex/table3-cifar100-high": Cut("cifar100.npz"),
     "fedrolex/table4-cifar10-high": Cut("cifar10.npz"),
     "fedrolex/table3-stackoverflow": Cut(clients=None, more=("data.vocabulary=10",)),
-    "fedrescue/cifar10-clusters": Cut("cifar10.npz"),
+    # A fifth of the drawn images would be 4 per client, which say nothing about those of another client.
+    "fedrescue/cifar10-clusters": Cut("cifar10.npz", more=("data.partition.fraction=1",)),
     "fedrescue/cifar10-lossy": Cut("cifar10.npz"),
     "fedrescue/digits": Cut(),
     "splitmix/digits": Cut(),
