@@ -24,7 +24,9 @@ from fedquilt.methods import FedResCuE, FjORD
 from fedquilt.methods.nested import Nested
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import Between, Distilled, Everywhere, Learner, Phase
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.objectives import Distilled
+from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.terms import Arch, Client, Job, World
 
 COHORTS = {"five whole nets": (1.0,) * 5, "five of four shares": (1.0, 0.75, 0.5, 0.5, 0.25)}

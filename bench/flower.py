@@ -35,7 +35,9 @@ import fedquilt as fq
 from fedquilt import noise
 from fedquilt.methods import FedAvg
 from fedquilt.models import PreResNet
-from fedquilt.round.local import SGD, Local, itinerary
+from fedquilt.round.training.batches import itinerary
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.optimizers import SGD
 
 LR = 0.02
 APART = 5e-3  # float32 drifts over rounds; clients that fail show as more

@@ -18,7 +18,8 @@ import fedquilt as fq
 from fedquilt.engines.units import Layout, Shape, Unit
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import HeteroFL
-from fedquilt.round.local import SGD, Local
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Client, Job, World
 
 LAYOUTS: tuple[Layout, ...] = ("alone", "laid", "stack")

@@ -27,7 +27,7 @@ from fedquilt.methods import HeteroFL
 from fedquilt.models import MODELS
 from fedquilt.precision import Precision, computing
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import Batch, clipped, gradient, move
+from fedquilt.round.training.step import Batch, clipped, gradient, move
 from fedquilt.terms import Arch, Client, Job, World
 
 DEVICE = torch.device("cuda")

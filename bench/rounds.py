@@ -28,9 +28,9 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.methods import HeteroFL
 from fedquilt.models import PreResNet
-from fedquilt.round.local import SGD
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, grade, ready
+from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Job, Server, World
 
 CLIENTS, COHORT, BATCH = 100, 10, 10

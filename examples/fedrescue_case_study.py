@@ -27,7 +27,8 @@ from fedquilt.config import Model
 from fedquilt.data import Domains, Pool, npz
 from fedquilt.methods import Method
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import Between, Everywhere, Learner, Phase
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.terms import Client, Job, Server, Submodel, World
 
 HALF = 0.5

@@ -26,7 +26,7 @@ from fedquilt.methods import FedAvg, FedBN, FedResCuE, FedRush, FedSeq, FedSlim,
 from fedquilt.methods.nested import TABLE_17
 from fedquilt.precision import DTYPES
 from fedquilt.round.link import PERFECT, Columns
-from fedquilt.round.local import Freeze
+from fedquilt.round.training.learner import Freeze
 
 SHARES = (1.0, 0.75, 0.5, 0.25)
 FIVE = (1.0, 0.75, 0.5, 0.35, 0.2)

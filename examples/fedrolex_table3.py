@@ -26,7 +26,8 @@ import fedquilt as fq
 from fedquilt.data import FederatedData, Labels, Parts, npz
 from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method
 from fedquilt.methods.partial import PARTIAL
-from fedquilt.round.local import SGD, Steps
+from fedquilt.round.training.optimizers import SGD
+from fedquilt.round.training.schedules import Steps
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 CLIENTS = 100

@@ -34,7 +34,7 @@ from fedquilt.data import Domains, Pool, npz
 from fedquilt.fleets import Quarters
 from fedquilt.methods import FedAvg, Method, SplitMix
 from fedquilt.precision import DTYPES
-from fedquilt.round.local import NormPolicy
+from fedquilt.round.training.local import NormPolicy
 
 Figure = Literal["full", "widths"]
 LAMBDAS = (0.0, 0.2, 0.5, 0.8, 1.0)  # of the mixed norms, when a net is used

@@ -27,7 +27,7 @@ from fedquilt.data import Domains, FederatedData, Iid, Labels, Partition, npz
 from fedquilt.fleets import Budgets, Groups, LogNormal, Quarters, Step
 from fedquilt.methods import FedAvg, Method, SHeteroFL, SplitMix
 from fedquilt.precision import DTYPES
-from fedquilt.round.local import Local
+from fedquilt.round.training.local import Local
 
 WIDTHS = (1.0, 0.5, 0.25, 0.125)
 DIGITS, CIFAR10 = SplitMix.preset("digits"), SplitMix.preset("cifar10")

@@ -24,7 +24,9 @@ if TYPE_CHECKING:
     from fedquilt.round import Evaluation, Fleet
     from fedquilt.round.attack import PGD, AdversarialTraining
     from fedquilt.round.link import Clock, Codec, Columns, Link, Wireless
-    from fedquilt.round.local import SGD, Adam, Constant, Cosine, Local, Steps
+    from fedquilt.round.training.local import Local
+    from fedquilt.round.training.optimizers import SGD, Adam
+    from fedquilt.round.training.schedules import Constant, Cosine, Steps
     from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update, World
 
 # Names are imported when they are asked for: `fedquilt --help` and a typo need not wait for torch.
@@ -43,7 +45,9 @@ _HOMES = {
     "fedquilt.round": ("Evaluation", "Fleet"),
     "fedquilt.round.attack": ("PGD", "AdversarialTraining"),
     "fedquilt.round.link": ("Clock", "Codec", "Columns", "Link", "Wireless"),
-    "fedquilt.round.local": ("SGD", "Adam", "Constant", "Cosine", "Local", "Steps"),
+    "fedquilt.round.training.local": ("Local",),
+    "fedquilt.round.training.optimizers": ("SGD", "Adam"),
+    "fedquilt.round.training.schedules": ("Constant", "Cosine", "Steps"),
     "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update", "World"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}

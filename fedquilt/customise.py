@@ -19,7 +19,7 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.faithful import forget_statistics
 from fedquilt.files import Blob, why, write
 from fedquilt.portable import Note, about, under
-from fedquilt.round.local import NormPolicy
+from fedquilt.round.training.local import NormPolicy
 from fedquilt.terms import Budget, Mix, Submodel, Weights
 
 if TYPE_CHECKING:

@@ -22,8 +22,9 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.faithful import forget_statistics
 from fedquilt.family.net import Pass
 from fedquilt.round.link import PERFECT
-from fedquilt.round.local import NormPolicy, batched
 from fedquilt.round.serve import both_statistics, compared_passes, given, mean_statistics, owned, trained_within
+from fedquilt.round.training.batches import batched
+from fedquilt.round.training.local import NormPolicy
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:

@@ -32,8 +32,8 @@ from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, 
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.budgets import check_budgets, planned, too_small
 from fedquilt.round.link import PERFECT, Link
-from fedquilt.round.local import NormPolicy
 from fedquilt.round.serve import compared_passes, members_by_share
+from fedquilt.round.training.local import NormPolicy
 from fedquilt.terms import Arch, Budget, Client, Job, Server, World
 from fedquilt.tracking import Tracking, tracked
 

@@ -27,7 +27,7 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.files import Blob, parse, why, write
 from fedquilt.names import known, said
 from fedquilt.portable import Note, about, family_of, read, under
-from fedquilt.round.local import NormPolicy
+from fedquilt.round.training.local import NormPolicy
 from fedquilt.terms import Budget, Submodel, Weights
 
 if TYPE_CHECKING:

@@ -24,7 +24,8 @@ from fedquilt.fleets import FIVE_SHARES
 from fedquilt.methods import Method
 from fedquilt.precision import DTYPES, Precision, computing
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import Batch, Local, gradient, move
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.step import Batch, gradient, move
 from fedquilt.terms import Arch, Budget, Client, Job, World
 
 

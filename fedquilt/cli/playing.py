@@ -43,7 +43,8 @@ class Playing:
     @property
     def values(self) -> str:
         """The settings that decide most, as the first line of a run shows them."""
-        from fedquilt.round.local import SGD, Constant
+        from fedquilt.round.training.optimizers import SGD
+        from fedquilt.round.training.schedules import Constant
         from fedquilt.settings import label
         from fedquilt.terms import Budget
 

@@ -19,9 +19,11 @@ from fedquilt.precision import Precision, computing, unfit
 from fedquilt.round.attack import PGD
 from fedquilt.round.budgets import check_budgets
 from fedquilt.round.link import Link, Trip
-from fedquilt.round.local import Learner, OptimiserState, State, batched, itinerary
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, Kind, Score, both_statistics
+from fedquilt.round.training.batches import batched, itinerary
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.terms import Job, Memory, Payload, Server, Slots, Submodel, Update, Weights, World
 
 if TYPE_CHECKING:

@@ -15,8 +15,9 @@ from fedquilt.devices import channels_last
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, fails_alone, stacked
 from fedquilt.errors import first_line
-from fedquilt.round.local import State, batched
 from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
+from fedquilt.round.training.batches import batched
+from fedquilt.round.training.optimizers import State
 from fedquilt.terms import Arch, Mix, Weights, World
 
 if TYPE_CHECKING:

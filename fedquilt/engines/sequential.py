@@ -11,9 +11,11 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.engines.engine import Engine, Outcome
-from fedquilt.round.local import Batch, Learner, augment, batched, clipped, gradient, move, teach
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
+from fedquilt.round.training.batches import augment, batched
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.step import Batch, clipped, gradient, move, teach
 from fedquilt.terms import Job, Payload, Server, Update, Weights
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedquilt.devices import channels_last
 from fedquilt.engines.units import recorded, rewrite
-from fedquilt.round.local import State
+from fedquilt.round.training.optimizers import State
 
 if TYPE_CHECKING:
     from contextlib import AbstractContextManager

@@ -27,17 +27,11 @@ from fedquilt.engines.lines import Inner, Lines
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError, Undrawn, agrees
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import (
-    Batch,
-    Everywhere,
-    Learner,
-    Objective,
-    Phase,
-    State,
-    apart,
-    laid_gradient,
-    train_pass,
-)
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.objectives import Objective, apart
+from fedquilt.round.training.optimizers import State
+from fedquilt.round.training.regions import Everywhere
+from fedquilt.round.training.step import Batch, laid_gradient, train_pass
 from fedquilt.terms import Arch, Weights
 
 if TYPE_CHECKING:

@@ -38,22 +38,15 @@ from fedquilt.engines.units import (
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import (
-    Batch,
-    Learner,
-    Local,
-    Objective,
-    OptimiserState,
-    Region,
-    State,
-    augment,
-    clipped,
-    gradient,
-    move,
-    teach,
-)
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, Kind, Score
+from fedquilt.round.training.batches import augment
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import Objective
+from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.regions import Region
+from fedquilt.round.training.step import Batch, clipped, gradient, move, teach
 from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:

@@ -7,7 +7,9 @@ from typing import ClassVar
 
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.method import Presets
-from fedquilt.round.local import Learner, Local, Parts
+from fedquilt.round.training.filters import Parts
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.local import Local
 from fedquilt.terms import Job, World
 
 _NORMS = Parts(("norm",))

@@ -6,7 +6,8 @@ from dataclasses import dataclass, replace
 
 from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
-from fedquilt.round.local import Learner, Phase, Proximal
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.objectives import Proximal
 from fedquilt.terms import Job, World
 
 

@@ -7,7 +7,7 @@ from typing import ClassVar
 
 from fedquilt.methods.method import Presets
 from fedquilt.methods.nested import GRIDS, Nested, Slimming
-from fedquilt.round.local import Learner
+from fedquilt.round.training.learner import Learner
 from fedquilt.terms import Job, World
 
 

@@ -16,8 +16,9 @@ from fedquilt.family.dual import HOW_TO_CONDITION
 from fedquilt.family.family import Rounding
 from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import Learner, Local, Phase
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.local import Local
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
 
 if TYPE_CHECKING:

@@ -13,8 +13,11 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.methods.method import Method, Presets
 from fedquilt.precision import Precision
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import SGD, Distilled, Learner, Local, Phase, Summed, shares_of
 from fedquilt.round.merge import Weighting
+from fedquilt.round.training.learner import Learner, Phase, shares_of
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import Distilled, Summed
+from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Client, Job, Server, Submodel, World
 
 # FedResCuE, Table 17; norms share their affine weights and track nothing (A.3.1).

@@ -6,7 +6,9 @@ from dataclasses import replace
 from typing import Any
 
 from fedquilt.methods.method import Presets
-from fedquilt.round.local import SGD, Adam, Local, Steps
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.round.training.schedules import Steps
 
 # Static norms and a scaler (FedRolex, section 4). The loss over the client's own classes is HeteroFL's. FedRolex's
 # paper does not mention it, but its released code has it.

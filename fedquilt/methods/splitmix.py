@@ -19,9 +19,12 @@ from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
 from fedquilt.round.attack import PGD, AdversarialTraining
 from fedquilt.round.cut import windows
-from fedquilt.round.local import Cosine, Learner, Local, Steps, batched
 from fedquilt.round.merge import Weighting
 from fedquilt.round.serve import exam_pass, mixed, ready, right
+from fedquilt.round.training.batches import batched
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.schedules import Cosine, Steps
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, Weights, World
 
 if TYPE_CHECKING:

@@ -5,7 +5,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fedquilt.methods.method import Presets
-from fedquilt.round.local import SGD, Cosine, Local, Steps
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.optimizers import SGD
+from fedquilt.round.training.schedules import Cosine, Steps
 
 SPLITMIX_SGD = SGD(lr=0.01, momentum=0.9, decay=5e-4)
 

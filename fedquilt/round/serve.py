@@ -18,7 +18,8 @@ from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD, by_sample
 from fedquilt.round.clients import Fleet
 from fedquilt.round.link import PERFECT
-from fedquilt.round.local import Local, NormPolicy, train_pass
+from fedquilt.round.training.local import Local, NormPolicy
+from fedquilt.round.training.step import train_pass
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights, World
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ from torch import nn
 import fedquilt as fq
 from bench import published
 from fedquilt.models import PreResNet
-from fedquilt.round.local import SGD
 from fedquilt.round.serve import ready
+from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Job
 
 SHARES = (1.0, 0.5, 0.25)

@@ -13,7 +13,7 @@ import torch
 
 from fedquilt.cli import main
 from fedquilt.export import BATCHES, FORMATS, TOLERANCE, Exported
-from fedquilt.round.local import NormPolicy
+from fedquilt.round.training.local import NormPolicy
 from tests.conftest import shortened
 from tests.unit.test_export import HAS_ONNX
 

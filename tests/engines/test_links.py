@@ -11,8 +11,8 @@ from fedquilt.engines import Vectorised
 from fedquilt.methods import METHODS, FedRolex, HeteroFL
 from fedquilt.round.cut import prefix
 from fedquilt.round.link import Trip
-from fedquilt.round.local import Between
 from fedquilt.round.merge import Mean
+from fedquilt.round.training.regions import Between
 from tests.conftest import LOCAL, assert_same, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})

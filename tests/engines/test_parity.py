@@ -12,7 +12,9 @@ import fedquilt as fq
 from fedquilt.engines import Vectorised
 from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly
 from fedquilt.models import TransformerLM
-from fedquilt.round.local import Between, CrossEntropy, Learner, MaskedCrossEntropy, Phase
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.objectives import CrossEntropy, MaskedCrossEntropy
+from fedquilt.round.training.regions import Between
 from fedquilt.terms import Job, Server, World
 from tests.conftest import LOCAL, assert_same, with_local
 

@@ -23,8 +23,8 @@ from fedquilt.engines.ray import Cluster, Crew, Ray, _knock, cut
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL
 from fedquilt.names import find
-from fedquilt.round.local import Learner
 from fedquilt.round.merge import Fold, Mean
+from fedquilt.round.training.learner import Learner
 from fedquilt.terms import Job, Server, World
 from tests.conftest import assert_same, with_local
 from tests.engines.test_links import LINKS

@@ -16,7 +16,7 @@ from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.models import PreResNet
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import Adam
+from fedquilt.round.training.optimizers import Adam
 from fedquilt.terms import Client, Job, World
 from tests.conftest import assert_same, with_local
 from tests.engines.test_parity import RAGGED, SHARES

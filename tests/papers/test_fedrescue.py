@@ -13,19 +13,10 @@ from torch import Tensor
 import fedquilt as fq
 from fedquilt.methods import FedResCuE, FedRush, FedSeq, FedSlim, FjORD
 from fedquilt.methods.nested import TABLE_17
-from fedquilt.round.local import (
-    Batch,
-    Between,
-    CrossEntropy,
-    Distilled,
-    Everywhere,
-    Learner,
-    Phase,
-    Summed,
-    gradient,
-    move,
-    teach,
-)
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.objectives import CrossEntropy, Distilled, Summed
+from fedquilt.round.training.regions import Between, Everywhere
+from fedquilt.round.training.step import Batch, gradient, move, teach
 from fedquilt.terms import Job, Server, World
 from tests.conftest import with_local
 

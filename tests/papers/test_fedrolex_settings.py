@@ -13,7 +13,9 @@ from fedquilt.data import Labels, Natural
 from fedquilt.errors import ConfigError
 from fedquilt.fleets import Income, TwoLevel, Uniform
 from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL
-from fedquilt.round.local import SGD, Local, Steps
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.optimizers import SGD
+from fedquilt.round.training.schedules import Steps
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "fedrolex"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("*.toml"))

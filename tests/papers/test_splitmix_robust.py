@@ -20,17 +20,11 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, FedProx, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import PreResNet
-from fedquilt.round.local import (
-    Adversarial,
-    Batch,
-    CrossEntropy,
-    Learner,
-    Local,
-    MaskedCrossEntropy,
-    Phase,
-    gradient,
-)
 from fedquilt.round.serve import Kind
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy
+from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import Budget, Client, Job, Submodel, World
 from tests.conftest import LOCAL, Perceptron, assert_same, with_local
 

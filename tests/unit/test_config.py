@@ -34,7 +34,7 @@ from fedquilt.methods import METHODS, FedAvg, FedBN, FedRolex, HeteroFL
 from fedquilt.models import MODELS
 from fedquilt.round import Evaluation
 from fedquilt.round.clients import Devices
-from fedquilt.round.local import SGD, Adam
+from fedquilt.round.training.optimizers import SGD, Adam
 from fedquilt.settings import read
 from tests.conftest import assert_same
 

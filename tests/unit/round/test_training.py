@@ -20,36 +20,15 @@ from fedquilt.errors import ConfigError
 from fedquilt.family import Pass
 from fedquilt.methods import FedAvg
 from fedquilt.round.cut import prefix
-from fedquilt.round.local import (
-    SGD,
-    Adam,
-    All,
-    Batch,
-    Between,
-    Constant,
-    Cosine,
-    CrossEntropy,
-    Everywhere,
-    Learner,
-    Local,
-    MaskedCrossEntropy,
-    Nothing,
-    Part,
-    Parts,
-    Phase,
-    Proximal,
-    State,
-    Steps,
-    Summed,
-    View,
-    augment,
-    batched,
-    clipped,
-    gradient,
-    itinerary,
-    move,
-    train_pass,
-)
+from fedquilt.round.training.batches import augment, batched, itinerary
+from fedquilt.round.training.filters import All, Nothing, Parts
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import CrossEntropy, MaskedCrossEntropy, Proximal, Summed, View
+from fedquilt.round.training.optimizers import SGD, Adam, State
+from fedquilt.round.training.regions import Between, Everywhere, Part
+from fedquilt.round.training.schedules import Constant, Cosine, Steps
+from fedquilt.round.training.step import Batch, clipped, gradient, move, train_pass
 from fedquilt.terms import Arch, Job, World
 from tests.conftest import with_local
 

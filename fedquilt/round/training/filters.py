@@ -1,0 +1,39 @@
+"""Filters: which weights of a member are sent or kept, by name."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
+
+
+class Filter(Protocol):
+    """Which of the weights are meant, by name."""
+
+    def names(self, family: Family) -> frozenset[str]: ...
+
+
+@dataclass(frozen=True)
+class All:
+    def names(self, family: Family) -> frozenset[str]:
+        return frozenset((*family.trainable, *family.statistics))
+
+
+@dataclass(frozen=True)
+class Nothing:
+    def names(self, family: Family) -> frozenset[str]:
+        return frozenset()
+
+
+@dataclass(frozen=True)
+class Parts:
+    """The weights of the named parts, or all others."""
+
+    parts: tuple[str, ...]
+    other: bool = False
+
+    def names(self, family: Family) -> frozenset[str]:
+        named = frozenset(name for part in self.parts for name in family.parts.get(part, ()))
+        return All().names(family) - named if self.other else named

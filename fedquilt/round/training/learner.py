@@ -1,0 +1,170 @@
+"""Learners: all that a client does in one round, as a value."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Literal, Self
+
+import torch
+from torch import Tensor
+
+from fedquilt.axes import Index, Positions
+from fedquilt.family.cost import TrainingStep
+from fedquilt.precision import Precision
+from fedquilt.round.training.filters import All, Filter, Nothing
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import CrossEntropy, Objective, attacks, needs_received, passes, saving
+from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.regions import Everywhere, Region, masks_of
+from fedquilt.terms import Arch, Submodel
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
+
+Freeze = Literal["update", "gradient"]
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One update of a batch: what is minimised, and which positions it may move."""
+
+    objective: Objective = CrossEntropy()
+    moves: Region = Everywhere()
+    # Elsewhere the update is withheld, or only the gradient: then momentum and decay move what should stay.
+    freeze: Freeze = "update"
+
+
+@dataclass(frozen=True)
+class Learner:
+    """All a client does in one round; rebuilt on the client from the job and the configuration alone."""
+
+    phases: tuple[Phase, ...]  # of a batch; where they are drawn, those of the first
+    local: Local
+    lr: float
+    send: Filter = All()
+    keep: Filter = Nothing()
+    keep_slots: bool = False
+    class_rows: bool = False  # of weights with a class axis, send only the rows of classes the client holds
+    times: int = 1  # that the client counts in the merge; 1 has no effect
+    counts_steps: bool = False  # the client remembers its optimizer steps over all rounds, which the merge weights by
+    paced: bool = False  # FedNova: report the effective step count
+    mu: float = 0.0  # the proximal weight, which changes that count
+    taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
+    # Share of the client's net, which the scaler divides by. Learners that differ in it alone are equal, so that
+    # clients of unequal shares and equal members still train as one stack, each with its own share.
+    share: float = field(default=1.0, compare=False)
+
+    @property
+    def drawn(self) -> bool:
+        """Whether phases differ from step to step."""
+        return type(self).phases_at is not Learner.phases_at
+
+    def phases_at(self, step: int) -> tuple[Phase, ...]:
+        """The phases of one batch; learners that draw them do so by round and step, so that clients stack."""
+        return self.phases
+
+    def moves(self, steps: int) -> int:
+        """The optimiser steps behind so many batches; every batch has the same number of phases."""
+        return steps * len(self.phases)
+
+    @property
+    def nested_shares(self) -> tuple[float, ...]:
+        """Return the shares of the nested nets that a batch of the round may run."""
+        return shares_of(self.phases)
+
+    @property
+    def kinds(self) -> int:
+        """How many kinds of a sample are on their way through a net at once: clean ones, and attacked ones."""
+        return 2 if any(attacks(phase.objective) for phase in self.phases) else 1
+
+    def training_step(self, precision: Precision) -> TrainingStep:
+        """Describe the largest step as far as memory depends on it.
+
+        Phases run one after another, so that the one that needs most counts. Nested nets of a phase
+        without the client's own are counted as if they had its size. Logits of a teacher are small,
+        and not counted.
+        """
+        found = []
+        for phase in self.phases:
+            nets = saving(phase.objective)
+            nested = tuple(share for share in nets if share is not None) if None in nets else ()
+            found.append((len(nets) - len(nested), nested))
+        passes, nested = max(found, key=lambda one: one[0] + len(one[1]))
+        local = self.local
+        anchored = any(needs_received(phase.objective) for phase in self.phases)
+        slots = len(local.optimiser.slots) + anchored
+        # A last batch that is not full may be joined to the one before it.
+        batch_size = 2 * local.batch_size - 1 if local.last_batch == "merge" else local.batch_size
+        return TrainingStep(batch_size, slots, precision, passes, nested)
+
+    @property
+    def timeless(self) -> Self:
+        """Without what changes from round to round: what has been recorded of one round serves the next."""
+        return replace(self, lr=0.0)
+
+    def moved(self, family: Family) -> tuple[str, ...]:
+        """The weights that training changes, and the statistics it tracks."""
+        return (*family.trainable, *(family.statistics if self.local.norm in ("tracked", "local") else ()))
+
+    def names(self, family: Family) -> tuple[str, ...]:
+        """The weights a client holds while it trains: what changes, and what is carried along."""
+        return (*self.moved(family), *family.carried)
+
+    def sent(self, family: Family) -> tuple[str, ...]:
+        """The weights that travel to the server."""
+        chosen = self.send.names(family)
+        if self.local.norm == "local":
+            chosen -= set(family.statistics)
+        return tuple(name for name in self.names(family) if name in chosen)
+
+    def received(self, family: Family) -> tuple[str, ...]:
+        """The weights that travel to the client: those it will send back, and constants that are cut with them."""
+        return (*self.sent(family), *family.carried)
+
+    def kept(self, family: Family) -> tuple[str, ...]:
+        """The weights that stay on the client for its next round."""
+        chosen = self.keep.names(family)
+        if self.local.norm == "local":
+            chosen |= set(family.statistics)
+        return tuple(name for name in self.names(family) if name in chosen)
+
+    def upload(self, family: Family, submodel: Submodel, held: Tensor) -> Submodel:
+        """Return the positions that are sent."""
+        rows = {}
+        if self.class_rows and family.class_rows:
+            rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
+        return replace(submodel, index=Index({**submodel.index, **rows}))
+
+    def masks(self, family: Family, arch: Arch, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
+        """Where a phase may move each weight of a member; worked out once."""
+        return masks_of(family, arch, phase.moves, device)
+
+    def pace(self, steps: int) -> float:
+        """FedNova's a_i, for methods that ask; 1 for the others."""
+        return self.local.optimiser.pace(steps, self.lr, self.mu) if self.paced else 1.0
+
+    def macs(self, family: Family, arch: Arch, sizes: Sequence[int]) -> int:
+        """Multiply-adds of training on batches of these sizes; a backward pass costs two forward ones."""
+        if not self.drawn:
+            return sum(sizes) * self._macs(family, arch, self.phases)
+        return sum(size * self._macs(family, arch, self.phases_at(step)) for step, size in enumerate(sizes))
+
+    def _macs(self, family: Family, arch: Arch, phases: tuple[Phase, ...]) -> int:
+        runs = [run for phase in phases for run in passes(phase.objective)]
+        nets = [(arch if share is None else family.nested(arch, share).arch, times) for share, times in runs]
+        teaching = family.macs(arch) if self.taught else 0
+        return teaching + sum(times * family.macs(net) for net, times in nets)
+
+    def start_slots(self, weights: State, family: Family) -> OptimiserState:
+        """Empty optimiser slots."""
+        return {
+            slot: {name: torch.zeros_like(weights[name]) for name in family.trainable}
+            for slot in self.local.optimiser.slots
+        }
+
+
+def shares_of(phases: Sequence[Phase]) -> tuple[float, ...]:
+    """Return the shares of the nested nets that phases run."""
+    runs = dict.fromkeys(share for phase in phases for share in phase.objective.shares)
+    return tuple(share for share in runs if share is not None)

@@ -1,0 +1,50 @@
+"""Settings of local training that all methods have."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from fedquilt.checks import one_of, within
+from fedquilt.round.attack import AdversarialTraining
+from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy, Objective
+from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.round.training.schedules import Constant, Cosine, Steps
+
+NormPolicy = Literal["batch", "tracked", "local", "post"]
+LastBatch = Literal["keep", "drop", "merge"]
+Masked = Literal["", "client", "batch"]
+
+
+@dataclass(frozen=True)
+class Local:
+    """How clients train, in every method alike."""
+
+    optimiser: SGD | Adam = SGD()  # of a client
+    schedule: Constant | Steps | Cosine = Constant()  # of its learning rate, over the rounds
+    epochs: int = 1  # over its data, a round
+    batch_size: int = 32  # samples a step
+    last_batch: LastBatch = "keep"  # one that is not full: trained on, left out, or joined to the one before
+    norm: NormPolicy = "batch"  # statistics: the batch's, tracked and sent, tracked and kept, or measured afterwards
+    scaler: bool = False  # Divide the outputs of all cut hidden layers by the client's share, in training only
+    masked: Masked = ""  # mask the logits of classes absent from the client or the batch
+    crop: int = 0  # random crops after padding by so many pixels
+    flip: bool = False  # random left-right flips
+    adversarial: AdversarialTraining | None = None  # training on attacked samples too; None: on clean ones alone
+
+    def __post_init__(self) -> None:
+        within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
+        one_of(self, norm=NormPolicy, last_batch=LastBatch, masked=Masked)
+
+    @property
+    def objective(self) -> Objective:
+        return self.objective_at(None)
+
+    def objective_at(self, share: float | None) -> Objective:
+        """The loss of the client's own net, or of the nested net of a share."""
+        plain = CrossEntropy(share)
+        objective = MaskedCrossEntropy(self.masked, share) if self.masked else plain
+        # With no weight on attacked samples nothing is to be attacked; of several, 0 is one that may be drawn.
+        if self.adversarial is None or not any(self.adversarial.all):
+            return objective
+        return Adversarial(objective, self.adversarial, plain)

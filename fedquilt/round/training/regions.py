@@ -1,0 +1,65 @@
+"""Regions: the positions of a member that a phase of training may change."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import Tensor
+
+from fedquilt.round.cut import inside, prefix
+from fedquilt.terms import Arch
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
+
+
+class Region(Protocol):
+    """Which positions of a member a phase may change. `mask` is True (all), False (none) or a boolean tensor."""
+
+    def __hash__(self) -> int: ...
+
+    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool: ...
+
+
+@dataclass(frozen=True)
+class Everywhere:
+    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Between:
+    """Positions inside the sub-model of share `outer` and outside that of share `inner`; 0 leaves nothing out."""
+
+    inner: float = 0.0
+    outer: float = 1.0
+
+    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
+        outer = _inside(family, arch, name, self.outer)
+        return outer & ~_inside(family, arch, name, self.inner) if self.inner else outer
+
+
+@dataclass(frozen=True)
+class Part:
+    """A named part of the model, such as `norm`, or everything but it."""
+
+    name: str
+    other: bool = False
+
+    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
+        return (name in family.parts[self.name]) != self.other
+
+
+def _inside(family: Family, arch: Arch, name: str, share: float) -> Tensor:
+    """Which elements of a member's weight the sub-model of a smaller share has."""
+    cut = family.cutter.rows(name, family.nested(arch, share).index, prefix(arch).index)
+    return inside(cut, family.layout.shape(name, family.layout.sizes | arch.sizes))
+
+
+@lru_cache(maxsize=64)  # drawn phases have many, of the size of the net
+def masks_of(family: Family, arch: Arch, moves: Region, device: torch.device) -> dict[str, Tensor | bool]:
+    masks = {name: moves.mask(family, arch, name) for name in family.trainable}
+    return {name: mask.to(device) if isinstance(mask, Tensor) else mask for name, mask in masks.items()}
