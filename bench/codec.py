@@ -11,6 +11,7 @@ import torch
 from measure import machine
 
 import fedquilt as fq
+from fedquilt.round.link import ChangeSpec
 
 COUNT, TENSORS = 1_000_000, 10
 CODECS = {name: fq.Link.preset(name).codec for name in ("lq8", "lq4", "lq2", "sp25", "sp10", "lq8+sp25")}
@@ -20,14 +21,15 @@ def main() -> None:
     torch.set_num_threads(1)
     print(machine())
     change = 0.01 * torch.randn(COUNT, generator=torch.Generator().manual_seed(0))
-    lengths = [COUNT // TENSORS] * TENSORS
+    shapes = {f"weight {place}": torch.Size([COUNT // TENSORS]) for place in range(TENSORS)}
+    spec = ChangeSpec(shapes, change.dtype, change.device)
     for name, codec in CODECS.items():
         assert codec is not None
         taken, sent = [], 0
         for turn in range(4):
             began = time.process_time()
-            message = codec.encode(change, lengths, turn, turn + 1, None)
-            codec.decode(message, lengths, change.dtype, None)
+            message = codec.encode(change, spec, (turn, turn + 1))
+            codec.decode(message, spec)
             taken.append(time.process_time() - began)
             sent = message.nbytes
         print(f"{name}: {min(taken[1:]):.3f} s, {sent:,} bytes of {change.nbytes:,}")

@@ -40,7 +40,7 @@ from fedquilt.precision import DTYPES, Precision, unfit
 from fedquilt.records import load, newest, reopen
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
-from fedquilt.round.link import LOSSES, Link, Loss
+from fedquilt.round.link import CODECS, LOSSES, USUAL_CODEC, BaseCodec, Link, Loss
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
 from fedquilt.tracking import TRACKERS, Tracking
 
@@ -57,6 +57,7 @@ TABLES |= {
     Budgets: Table("fleet", FLEETS),
     Partition: Table("partition", PARTITIONS),
     Loss: Table("loss", LOSSES),
+    BaseCodec: Table("codec", CODECS, USUAL_CODEC),
     Tracking: Table("tracker", TRACKERS),
 }
 

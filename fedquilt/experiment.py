@@ -279,6 +279,7 @@ def prepare(
     else:
         world = World(family, seed, device_of(device), known(DTYPES, precision, "precision"), data.public, precision)
         engine = known(ENGINES, engine, "engine")(world, data)
+    link.check_codec(engine.world)
     server = method.init(engine.world)
     _check_budgets(method, server, fleet, engine)
     evaluation = evaluation or Evaluation()

@@ -36,6 +36,7 @@ class Table(NamedTuple):
 
     what: str
     kinds: Mapping[str, Any]
+    usual: str = ""  # Variant that a table without a name stands for. Empty if a name is needed.
 
 
 TABLES: dict[type, Table] = {}  # filled by config.py
@@ -205,6 +206,8 @@ def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem],
     what = TABLES[kinds[0]].what if len(kinds) == 1 else path.rpartition(".")[2]
     if name is UNSET and base is not UNSET and isinstance(base, tuple(kinds)):
         return type(base)
+    if name is UNSET:
+        name = _usual(kinds) or UNSET
     if not isinstance(name, str):
         found = "no name was found" if name is UNSET else f"{_shown(name)} was found"
         problems.append(Problem(_join(path, "name"), f"{found}; the name of {_a(what)} is needed.{nearest('', named)}"))
@@ -219,6 +222,11 @@ def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem],
         problems.append(Problem(_join(path, "name"), told))
         return UNSET
     return chosen
+
+
+def _usual(kinds: Sequence[Any]) -> str:
+    """Return the name that a table without one has where any of these kinds may stand, or an empty string."""
+    return next((TABLES[kind].usual for kind in kinds if kind in TABLES), "")
 
 
 def _read_as_meant(
@@ -457,12 +465,15 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
             if path[0] in _fields_of(one):
                 return variants(_hints(one)[path[0]], path[1:], default(_fields_of(one)[path[0]]))
         return None
-    taken = [frozenset(_fields_of(one)) - {"name", "options"} for one in named]
+    # A class in a file may stand here too: of it only the fields of the base class are known.
+    open_bases = [one for one in kinds if one in TABLES]
+    taken = [frozenset(_fields_of(one)) - {"name", "options"} for one in (*named, *open_bases)]
     if not several and any(hasattr(one, "presets") for one in kinds):
         return Variants(frozenset(), "")  # another preset is all there is
     if not several and not any(issubclass(one, Choice) for one in kinds):
         return None
-    return Variants(frozenset.intersection(*taken), label(type(usual)) if is_dataclass(usual) else "")
+    name = label(type(usual)) if is_dataclass(usual) else _usual(kinds)
+    return Variants(frozenset.intersection(*taken), name)
 
 
 def label(kind: type) -> str:
@@ -594,7 +605,8 @@ def _fitting(kind: Any) -> str:
     if origin in (dict, Mapping):
         return f"a table, each value {_fitting(args[1])}"
     if kind in TABLES:
-        return f"{_a(TABLES[kind].what)} by its name, or a table with one"
+        table = "a table" if TABLES[kind].usual else "a table with one"
+        return f"{_a(TABLES[kind].what)} by its name, or {table}"
     if _is_table(kind):
         return f"a table with {', '.join(_fields_of(kind)) or 'nothing in it'}"
     return f"{shown_hint(kind)} (which no file can hold)"

@@ -10,6 +10,7 @@ import torch
 import fedquilt as fq
 from fedquilt.methods import METHODS
 from fedquilt.models import PreResNet
+from fedquilt.round.link import ChangeSpec
 from fedquilt.terms import Memory
 from tests.conftest import LOCAL, assert_same, with_local
 from tests.engines.test_links import LINKS
@@ -73,11 +74,13 @@ def test_norms_of_ones_own_give_the_same_numbers_on_cuda(norm, engine, play, mak
 
 
 def test_codecs_give_the_same_bytes_on_cuda():
-    change, lengths = torch.randn(100_000, generator=torch.Generator().manual_seed(1)), [60_000, 1, 39_999]
+    change = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
+    shapes = {"one": torch.Size([300, 200]), "two": torch.Size([]), "three": torch.Size([39_999])}
+    specs = [ChangeSpec(shapes, change.dtype, torch.device(name)) for name in ("cpu", "cuda:0")]
     for codec in (fq.Codec(8), fq.Codec(2), fq.Codec(keep=0.1), fq.Codec(4, 0.25)):
-        here, there = codec.encode(change, lengths, 3, 5), codec.encode(change.cuda(), lengths, 3, 5)
+        here, there = (codec.encode(change.to(spec.device), spec, (3, 5)) for spec in specs)
         assert torch.equal(there.cpu(), here)
-        assert torch.equal(codec.decode(there, lengths, change.dtype).cpu(), codec.decode(here, lengths, change.dtype))
+        assert torch.equal(codec.decode(there, specs[1]).cpu(), codec.decode(here, specs[0]))
 
 
 def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):

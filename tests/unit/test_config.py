@@ -374,7 +374,7 @@ def test_all_that_is_wrong_with_a_link_is_told(own: Path) -> None:
     assert "link.name: 'lossy-mid' was found; link has no preset of that name. Did you mean 'lossy-mild'?" in told
     assert "there is no loss named 'colums'. Did you mean 'columns'?" in told
     assert "link.codec.bits: 3 was found; one of 2, 4, 8, 32 would fit." in told
-    assert "link.codec.kept: codec has no such key. Did you mean 'keep'?" in told
+    assert "link.codec.kept: linear has no such key. Did you mean 'keep'?" in told
     assert "link.clok: link has no such key. Did you mean 'clock'?" in told
 
 

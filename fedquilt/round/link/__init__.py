@@ -1,14 +1,13 @@
 """What survives the way between server and client, how many bytes it took, and how long.
 
 A link is made of three parts, each of which may be left out: what gets lost (`columns.py`, `wireless.py`), how what is
-sent is coded (`codec.py`), and a clock (`clock.py`). Any method runs over any of them, on every engine.
+sent is coded (`codec.py`, `coding.py`), and a clock (`clock.py`). Any method runs over any of them, on every engine.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import ClassVar
 
 import torch
@@ -19,14 +18,12 @@ from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.round.flat import Flat
 from fedquilt.round.link.clock import Clock
-from fedquilt.round.link.codec import Codec
+from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Codec, Keys
+from fedquilt.round.link.coding import NOTHING, check_codec, code
 from fedquilt.round.link.columns import Columns, Loss
 from fedquilt.round.link.trip import Arrival, Trip
 from fedquilt.round.link.wireless import Wireless
-from fedquilt.terms import Payload, Submodel, Weights
-
-_MASK, _LUCK = 2, 3  # what a codec draws
-_NOTHING: Weights = MappingProxyType({})
+from fedquilt.terms import Payload, Submodel, Weights, World
 
 
 @dataclass(frozen=True)
@@ -34,7 +31,7 @@ class Link:
     """A way in both directions; as it is, everything arrives as it was sent."""
 
     loss: Loss | None = None  # none: nothing is lost
-    codec: Codec | None = None  # of the change from what was received; none: weights are sent as they are
+    codec: BaseCodec | None = None  # of the change from what was received; none: weights are sent as they are
     clock: Clock | None = None  # none: time is not counted
 
     presets: ClassVar[Mapping[str, Link]]  # links by name
@@ -42,7 +39,7 @@ class Link:
     def __post_init__(self) -> None:
         parts: dict[str, tuple[type, str]] = {
             "loss": (Loss, "fq.Columns(0.1) or fq.Wireless()"),
-            "codec": (Codec, "fq.Codec(bits=8)"),
+            "codec": (BaseCodec, "fq.Codec(bits=8)"),
             "clock": (Clock, "fq.Clock(down=20e6, up=10e6)"),
         }
         wrong = {
@@ -71,7 +68,7 @@ class Link:
         return self.loss is not None and self.loss.loses
 
     @property
-    def coder(self) -> Codec | None:
+    def coder(self) -> BaseCodec | None:
         """The codec, if it does anything."""
         return None if self.codec is None or self.codec.neutral else self.codec
 
@@ -91,43 +88,41 @@ class Link:
             if part is not None:
                 part.check(num_clients)
 
+    def check_codec(self, world: World) -> None:
+        """Try the codec on the dtype and device of a run, and refuse one that does not decode what it encoded."""
+        if self.codec is not None:
+            check_codec(self.codec, world, self.lossy)
+
     def reach(self, submodel: Submodel, trip: Trip) -> Submodel | None:
         """What arrives of what is sent, known without sending it; None: nothing."""
         return self.loss.reach(submodel, trip) if self.loss is not None and self.lossy else submodel
 
-    def down(self, payload: Payload, trip: Trip, known: Weights = _NOTHING) -> Arrival:
+    def down(self, payload: Payload, trip: Trip, known: Weights = NOTHING) -> Arrival:
         """What arrives at the client; `known` is what both sides know that it received before."""
         codec = self.coder if self.coder and self.coder.down else None
-        return self._carry(payload, trip, codec, known, _NOTHING)
+        return self._carry(payload, trip, codec, known, NOTHING)
 
-    def up(self, payload: Payload, trip: Trip, known: Weights = _NOTHING, residual: Weights = _NOTHING) -> Arrival:
+    def up(self, payload: Payload, trip: Trip, known: Weights = NOTHING, residual: Weights = NOTHING) -> Arrival:
         """What arrives at the server; `known` is what the client received, `residual` what coding lost before."""
         return self._carry(payload, trip, self.coder, known, residual)
 
-    def _carry(self, payload: Payload, trip: Trip, codec: Codec | None, known: Weights, residual: Weights) -> Arrival:
+    def _carry(
+        self, payload: Payload, trip: Trip, codec: BaseCodec | None, known: Weights, residual: Weights
+    ) -> Arrival:
         reach = self.reach(payload.submodel, trip) if payload.weights else payload.submodel
         if reach is None:
             return Arrival(None, 0)
-        coded = {name: value for name, value in payload.weights.items() if name in known} if codec else {}
-        if codec is None or not coded:
+        changes = {name: value for name, value in payload.weights.items() if name in known} if codec else {}
+        if codec is None or not changes:
             arrived = payload if reach is payload.submodel else Payload(reach, _part(payload, reach, trip))
             return Arrival(arrived, arrived.bytes)
-        before = Flat.of({name: known[name] for name in coded})
-        change = Flat.of(coded).vector - before.vector
-        if residual:
-            change += Flat.of({name: residual[name] for name in coded}).vector
-        lengths = [shape.numel() for shape in before.shapes.values()]
-        arrives = None if reach is payload.submodel else _places(payload, before, reach, trip)
-        message = codec.encode(change, lengths, trip.key(_MASK), trip.key(_LUCK), arrives)
-        decoded = codec.decode(message, lengths, change.dtype, arrives)
-        weights = {**payload.weights, **before.same(before.vector + decoded).parts}
+        arrives = None if reach is payload.submodel else _arriving(payload, changes, reach, trip)
+        coded = code(codec, changes, trip.codec_keys(), known, residual, arrives)
+        weights = {**payload.weights, **coded.tensors}
         arrived = Payload(reach, _part(Payload(payload.submodel, weights), reach, trip))
-        plain = sum(value.nbytes for name, value in arrived.weights.items() if name not in coded)
-        error = None
-        if codec.feedback:
-            lost = Payload(payload.submodel, before.same(change - decoded).parts)
-            error = _part(lost, reach, trip)
-        return Arrival(arrived, message.nbytes + plain, error)
+        plain = sum(value.nbytes for name, value in arrived.weights.items() if name not in changes)
+        error = None if coded.error is None else _part(Payload(payload.submodel, coded.error), reach, trip)
+        return Arrival(arrived, coded.bytes + plain, error)
 
 
 def _part(payload: Payload, reach: Submodel, trip: Trip) -> Weights:
@@ -137,15 +132,18 @@ def _part(payload: Payload, reach: Submodel, trip: Trip) -> Weights:
     return trip.world.family.cutter.narrow(payload.weights, payload.submodel.held, reach.held)
 
 
-def _places(payload: Payload, like: Flat, reach: Submodel, trip: Trip) -> Tensor:
-    """Which values of a flat payload arrived."""
-    count, device = like.vector.numel(), like.vector.device
-    numbered = like.same(torch.arange(count, device=device)).parts
-    there = Flat.of(_part(Payload(payload.submodel, numbered), reach, trip)).vector
-    return torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, there, True)
+def _arriving(payload: Payload, weights: Weights, reach: Submodel, trip: Trip) -> dict[str, Tensor]:
+    """Return for each of a payload's weights a boolean tensor that is True at the values that arrive."""
+    device = next(iter(weights.values())).device
+    count = sum(value.numel() for value in weights.values())
+    numbered = Flat(torch.arange(count, device=device), {name: value.shape for name, value in weights.items()})
+    there = Flat.of(_part(Payload(payload.submodel, numbered.parts), reach, trip)).vector
+    return numbered.same(torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, there, True)).parts
 
 
 LOSSES: dict[str, type[Loss]] = {"columns": Columns, "wireless": Wireless}
+CODECS: dict[str, type[BaseCodec]] = {"linear": Codec}
+USUAL_CODEC = "linear"  # of a table without a name
 
 LINKS: dict[str, Link] = {
     "perfect": Link(),
@@ -166,13 +164,18 @@ Link.presets = LINKS
 PERFECT = Link()
 
 __all__ = [
+    "CODECS",
     "LINKS",
     "LOSSES",
     "PERFECT",
+    "USUAL_CODEC",
     "Arrival",
+    "BaseCodec",
+    "ChangeSpec",
     "Clock",
     "Codec",
     "Columns",
+    "Keys",
     "Link",
     "Loss",
     "Trip",

@@ -1,7 +1,7 @@
-"""Fewer bytes for a change of weights: quantised, sparsified, or both; really packed, and decoded from the bytes.
+"""How a change of weights becomes bytes: the contract of a codec, and the codec that is built in.
 
-Linear quantisation and random sparsification of Konečný et al. (2016), ProgFed's LQ-X and SP-X. All weights are one
-flat vector. A message is a tensor of bytes:
+The built-in `Codec` quantises linearly and sparsifies at random (Konečný et al. 2016), ProgFed's LQ-X and SP-X. Its
+message is a tensor of bytes:
 
     8 bytes                the mask's seed, which is sent instead of the mask (keep < 1)
     4 + 4 bytes a weight   the least and the largest change in it, float32 (bits < 32)
@@ -10,7 +10,8 @@ flat vector. A message is a tensor of bytes:
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
@@ -22,12 +23,92 @@ from fedquilt.checks import one_of, within
 from fedquilt.devices import onto
 
 Bits = Literal[2, 4, 8, 32]
+Keys = tuple[int, int]  # for random numbers; no other message has the same
 _SEED = 8  # bytes
 
 
+@dataclass(frozen=True, eq=False)
+class ChangeSpec:
+    """Description of a change that sender and receiver both have, so that it costs no bytes.
+
+    A change is a vector: the values of all its tensors, one tensor after the other.
+
+    Args:
+        shapes: Shape of every tensor by its name, in the order of the vector.
+        dtype: Floating-point type of the change.
+        device: Device that the change, its message and the decoded change are on.
+        arrives: (value,) True at the values that arrive over a link with a loss. None if all do.
+    """
+
+    shapes: Mapping[str, torch.Size]
+    dtype: torch.dtype
+    device: torch.device
+    arrives: Tensor | None = None
+
+    @property
+    def lengths(self) -> list[int]:
+        """Return the number of values of every tensor."""
+        return [shape.numel() for shape in self.shapes.values()]
+
+    @property
+    def count(self) -> int:
+        """Return the number of values of the change."""
+        return sum(self.lengths)
+
+
 @dataclass(frozen=True)
-class Codec:
-    """How a change from what both sides know is coded. Unbiased, but with error feedback."""
+class BaseCodec(ABC):
+    """Contract of a codec: how a change from what both sides know becomes bytes, and bytes become a change.
+
+    A codec is a frozen dataclass, and its fields are its settings. It has no state: what it draws is a function of
+    `keys`, so that every engine and a resumed run send the same bytes. A codec that can be asked for error feedback or
+    for coded downloads has a field `feedback: bool = False` or `down: bool = False`.
+    """
+
+    @property
+    def neutral(self) -> bool:
+        """Return True if these settings send everything unchanged. The link then leaves the codec out."""
+        return False
+
+    @property
+    def feedback(self) -> bool:
+        """Return True if clients add what coding lost to their next change (Seide et al. 2014)."""
+        return False
+
+    @property
+    def down(self) -> bool:
+        """Return True if downloads are coded too."""
+        return False
+
+    @abstractmethod
+    def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
+        """Return a change as bytes.
+
+        Args:
+            change: (value,) The change. It must not be modified, because error feedback needs it.
+            spec: Description of the change. Where some values do not arrive, only the others are to be encoded.
+            keys: Two keys for the functions of `fedquilt.noise`. No other random numbers may be used.
+
+        Returns:
+            (byte,) A tensor of uint8 on the device of the change. Its length is what the link charges.
+        """
+
+    @abstractmethod
+    def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
+        """Return the change that a message describes.
+
+        Args:
+            message: (byte,) Result of `encode`. It must not be modified.
+            spec: The description that `encode` was given.
+
+        Returns:
+            (value,) Finite values of the dtype and on the device of `spec`, zero where nothing arrives.
+        """
+
+
+@dataclass(frozen=True)
+class Codec(BaseCodec):
+    """Linear quantisation, random sparsification, or both. Unbiased, but with error feedback."""
 
     bits: Bits = 32  # a value, rounded at random to one of 2^bits levels; 32: as it is
     keep: float = 1.0  # part of the values that are sent, drawn at random; 1: all
@@ -51,47 +132,43 @@ class Codec:
         """How many of so many values are sent."""
         return min(count, max(1, round(self.keep * count)))
 
-    def encode(
-        self, change: Tensor, lengths: Sequence[int], seed: int, luck: int, arrives: Tensor | None = None
-    ) -> Tensor:
-        """The bytes of a change, of which weights have these lengths; those of the part that `arrives`, if not all.
-
-        Scales and mask are of the whole change. `seed` draws the mask, `luck` the rounding.
-        """
+    def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
+        """Return a change as bytes. Scales and mask are of the whole change, also where only a part of it arrives."""
+        mask_key, rounding_key = keys
+        lengths = spec.lengths
         pieces = []
         if self.keep < 1:
-            pieces.append(onto(change.device, torch.tensor([seed])).view(torch.uint8))
-        where = self._where(seed, len(change), arrives, change.device)
+            pieces.append(onto(change.device, torch.tensor([mask_key])).view(torch.uint8))
+        where = self._where(mask_key, len(change), spec.arrives, change.device)
         if self.bits == 32:
             values = change if where is None else change[where]
             return torch.cat([*pieces, values.contiguous().view(torch.uint8)])
         ranges = _ranges(change, lengths)
         low, step = _spread(self._scale(ranges, change.dtype), lengths, len(change), where)
-        dither = noise.uniform(_key(luck, change.device), change.shape, change.dtype)
+        dither = noise.uniform(_key(rounding_key, change.device), change.shape, change.dtype)
         if where is not None:
             change, dither = change[where], dither[where]
         exact = torch.where(step > 0, (change - low) / step, 0.0)  # a weight may have changed alike everywhere
         codes = (exact + dither).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return torch.cat([*pieces, ranges.reshape(-1).view(torch.uint8), pack(codes, self.bits)])
 
-    def decode(
-        self, message: Tensor, lengths: Sequence[int], dtype: torch.dtype, arrives: Tensor | None = None
-    ) -> Tensor:
-        """The change that a message tells of; zero where it has no value."""
+    def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
+        """Return the change that a message describes. It is zero where the message has no value."""
+        lengths = spec.lengths
         count, scale, seed = sum(lengths), 1.0, None
         if self.keep < 1:
             seed, message = message[:_SEED].clone().view(torch.int64)[0], message[_SEED:]
             # With feedback what is not sent now is sent later: scaled up, it would be fed back larger every time.
             scale = 1.0 if self.feedback else count / self.kept(count)
-        where = self._where(seed, count, arrives, message.device)
+        where = self._where(seed, count, spec.arrives, message.device)
         total = count if where is None else len(where)
         if self.bits == 32:
-            values = message.clone().view(dtype)
+            values = message.clone().view(spec.dtype)
         else:
             head = 2 * 4 * len(lengths)
             ranges = message[:head].clone().view(torch.float32).view(2, -1)
-            low, step = _spread(self._scale(ranges, dtype), lengths, count, where)
-            values = low + step * unpack(message[head:], self.bits, total).to(dtype)
+            low, step = _spread(self._scale(ranges, spec.dtype), lengths, count, where)
+            values = low + step * unpack(message[head:], self.bits, total).to(spec.dtype)
         values = values * scale if scale != 1 else values
         return values if where is None else values.new_zeros(count).index_copy_(0, where, values)
 

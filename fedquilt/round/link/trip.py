@@ -9,6 +9,7 @@ from fedquilt import noise
 from fedquilt.terms import Job, Payload, Weights, World
 
 _SITE = 41  # keeps what links draw apart from all other draws
+_FIRST_CODEC_KEY = 2  # a loss has 1
 
 
 @dataclass(frozen=True)
@@ -23,6 +24,11 @@ class Trip:
         job = self.job
         scope = zlib.crc32(job.submodel.scope.encode())
         return noise.key(_SITE, self.world.seed, job.client.id, job.round, int(self.up), scope, what)
+
+    def codec_keys(self, message: int = 0) -> tuple[int, int]:
+        """Return the random keys of a coded message: the first of a transmission is that of the weights."""
+        first = _FIRST_CODEC_KEY + 2 * message
+        return self.key(first), self.key(first + 1)
 
 
 @dataclass(frozen=True)

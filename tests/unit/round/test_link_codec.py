@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.round.link import PERFECT, Trip
-from fedquilt.round.link.codec import Codec, pack, unpack
+from fedquilt.round.link.codec import ChangeSpec, Codec, pack, unpack
 from fedquilt.terms import World
 
 LENGTHS = (40, 7, 1, 16)
@@ -23,10 +23,16 @@ def change(seed: int = 0, dtype: torch.dtype = torch.float64) -> torch.Tensor:
     return torch.randn(COUNT, generator=torch.Generator().manual_seed(seed), dtype=dtype) * 0.1
 
 
+def spec_of(values: torch.Tensor, lengths=LENGTHS, arrives=None) -> ChangeSpec:
+    shapes = {f"weight {place}": torch.Size([length]) for place, length in enumerate(lengths)}
+    return ChangeSpec(shapes, values.dtype, values.device, arrives)
+
+
 def coded(codec: Codec, values: torch.Tensor, seed: int = 3, luck: int = 5, arrives=None) -> torch.Tensor:
-    message = codec.encode(values, LENGTHS, seed, luck, arrives)
+    spec = spec_of(values, arrives=arrives)
+    message = codec.encode(values, spec, (seed, luck))
     assert message.dtype == torch.uint8
-    return codec.decode(message, LENGTHS, values.dtype, arrives)
+    return codec.decode(message, spec)
 
 
 # --- bytes ---------------------------------------------------------------------------------------------------------
@@ -52,7 +58,8 @@ def test_the_first_code_is_in_the_lowest_bits():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_sizes_are_exact(bits, keep, dtype):
     codec = Codec(bits, keep)
-    message = codec.encode(change(dtype=dtype), LENGTHS, 3, 5)
+    values = change(dtype=dtype)
+    message = codec.encode(values, spec_of(values), (3, 5))
     seed = 8 if keep < 1 else 0
     header = 2 * 4 * len(LENGTHS) if bits < 32 else 0
     each = dtype.itemsize * 8 if bits == 32 else bits
@@ -66,7 +73,8 @@ TABLE_10 = {"lq8": 1 / 4, "lq4": 1 / 8, "lq2": 1 / 16, "sp25": 1 / 4, "sp10": 1 
 def test_table_10s_ratios_come_from_parameter_counts(name):
     """ProgFed's 77.10 % becomes 19.28 (LQ-8, SP-25), 9.64, 4.82, 7.71 (SP-10) and 1.93 (both); headers come on top."""
     codec, count, weights = fq.Link.preset(name).codec, 1_000_000, 10
-    message = codec.encode(torch.zeros(count), [count // weights] * weights, 1, 2)
+    values = torch.zeros(count)
+    message = codec.encode(values, spec_of(values, [count // weights] * weights), (1, 2))
     header = (8 * weights if codec.bits < 32 else 0) + (8 if codec.keep < 1 else 0)
     assert len(message) == pytest.approx(TABLE_10[name] * 4 * count + header, abs=1)
     table = {"lq8": 19.28, "lq4": 9.64, "lq2": 4.82, "sp25": 19.28, "sp10": 7.71, "lq8+sp10": 1.93}
@@ -108,9 +116,9 @@ def test_of_a_sparse_change_exactly_so_many_values_arrive_scaled_up(keep):
 def test_codecs_are_unbiased(bits, keep):
     """The mean over many draws lies within the standard errors of the change: the same weights side by side."""
     codec, values, draws = Codec(bits, keep), change(), 4000
-    lengths = LENGTHS * draws
-    message = codec.encode(values.repeat(draws), lengths, 3, 5)
-    found = codec.decode(message, lengths, values.dtype).view(draws, COUNT)
+    spec = spec_of(values, LENGTHS * draws)
+    message = codec.encode(values.repeat(draws), spec, (3, 5))
+    found = codec.decode(message, spec).view(draws, COUNT)
     score = (found.mean(0) - values) / (found.std(0) / draws**0.5).clamp(min=1e-7)
     assert score.abs().max() < 4.5
     assert score.square().mean() < 1.6  # of 64 standard normal numbers
@@ -126,7 +134,9 @@ def test_of_what_arrived_the_values_are_those_of_the_whole(seed, bits, keep):
     travels = (coded(Codec(keep=keep), torch.ones_like(values)) != 0) & arrives
     each = 64 if bits == 32 else bits  # float64
     header = (8 if keep < 1 else 0) + (8 * len(LENGTHS) if bits < 32 else 0)
-    assert len(codec.encode(values, LENGTHS, 3, 5, arrives)) == header + -(-each * int(travels.sum()) // 8)
+    assert len(codec.encode(values, spec_of(values, arrives=arrives), (3, 5))) == header + -(
+        -each * int(travels.sum()) // 8
+    )
 
 
 # --- over a link ---------------------------------------------------------------------------------------------------
