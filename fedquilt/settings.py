@@ -225,7 +225,7 @@ def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem],
 
 
 def _usual(kinds: Sequence[Any]) -> str:
-    """Return the name that a table without one has where any of these kinds may stand, or an empty string."""
+    """Return the name that a table without one of these kinds has, or an empty string."""
     return next((TABLES[kind].usual for kind in kinds if kind in TABLES), "")
 
 

@@ -1,7 +1,8 @@
 """What survives the way between server and client, how many bytes it took, and how long.
 
-A link is made of three parts, each of which may be left out: what gets lost (`columns.py`, `wireless.py`), how what is
-sent is coded (`codec.py`, `coding.py`), and a clock (`clock.py`). Any method runs over any of them, on every engine.
+A link is made of three parts, each of which may be left out: what gets lost (`columns.py`,
+`wireless.py`), how what is sent is coded (`codec.py`, `coding.py`), and a clock (`clock.py`). Any
+method runs over any of them, on every engine.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ class Link:
     """A way in both directions; as it is, everything arrives as it was sent."""
 
     loss: Loss | None = None  # none: nothing is lost
-    codec: BaseCodec | None = None  # of the change from what was received; none: weights are sent as they are
+    codec: BaseCodec | None = None  # how the change from what was received is coded; none: it is not
     clock: Clock | None = None  # none: time is not counted
 
     presets: ClassVar[Mapping[str, Link]]  # links by name
@@ -89,7 +90,7 @@ class Link:
                 part.check(num_clients)
 
     def check_codec(self, world: World) -> None:
-        """Try the codec on the dtype and device of a run, and refuse one that does not decode what it encoded."""
+        """Refuse a codec that does not decode what it encoded, on the dtype and device of a run."""
         if self.codec is not None:
             check_codec(self.codec, world, self.lossy)
 
@@ -107,12 +108,17 @@ class Link:
         return self._carry(payload, trip, self.coder, known, residual)
 
     def _carry(
-        self, payload: Payload, trip: Trip, codec: BaseCodec | None, known: Weights, residual: Weights
+        self,
+        payload: Payload,
+        trip: Trip,
+        codec: BaseCodec | None,
+        known: Weights,
+        residual: Weights,
     ) -> Arrival:
         reach = self.reach(payload.submodel, trip) if payload.weights else payload.submodel
         if reach is None:
             return Arrival(None, 0)
-        changes = {name: value for name, value in payload.weights.items() if name in known} if codec else {}
+        changes = {name: value for name, value in payload.weights.items() if name in known}
         if codec is None or not changes:
             arrived = payload if reach is payload.submodel else Payload(reach, _part(payload, reach, trip))
             return Arrival(arrived, arrived.bytes)
@@ -121,7 +127,9 @@ class Link:
         weights = {**payload.weights, **coded.tensors}
         arrived = Payload(reach, _part(Payload(payload.submodel, weights), reach, trip))
         plain = sum(value.nbytes for name, value in arrived.weights.items() if name not in changes)
-        error = None if coded.error is None else _part(Payload(payload.submodel, coded.error), reach, trip)
+        error = None
+        if coded.error is not None:
+            error = _part(Payload(payload.submodel, coded.error), reach, trip)
         return Arrival(arrived, coded.bytes + plain, error)
 
 
@@ -133,12 +141,14 @@ def _part(payload: Payload, reach: Submodel, trip: Trip) -> Weights:
 
 
 def _arriving(payload: Payload, weights: Weights, reach: Submodel, trip: Trip) -> dict[str, Tensor]:
-    """Return for each of a payload's weights a boolean tensor that is True at the values that arrive."""
+    """Return boolean tensors that are True at the values of a payload's weights that arrive."""
     device = next(iter(weights.values())).device
     count = sum(value.numel() for value in weights.values())
-    numbered = Flat(torch.arange(count, device=device), {name: value.shape for name, value in weights.items()})
+    shapes = {name: value.shape for name, value in weights.items()}
+    numbered = Flat(torch.arange(count, device=device), shapes)
     there = Flat.of(_part(Payload(payload.submodel, numbered.parts), reach, trip)).vector
-    return numbered.same(torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, there, True)).parts
+    mask = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, there, True)
+    return numbered.same(mask).parts
 
 
 LOSSES: dict[str, type[Loss]] = {"columns": Columns, "wireless": Wireless}

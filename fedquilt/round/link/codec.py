@@ -1,7 +1,7 @@
 """How a change of weights becomes bytes: the contract of a codec, and the codec that is built in.
 
-The built-in `Codec` quantises linearly and sparsifies at random (Konečný et al. 2016), ProgFed's LQ-X and SP-X. Its
-message is a tensor of bytes:
+The built-in `Codec` quantises linearly and sparsifies at random (Konečný et al. 2016), ProgFed's
+LQ-X and SP-X. Its message is a tensor of bytes:
 
     8 bytes                the mask's seed, which is sent instead of the mask (keep < 1)
     4 + 4 bytes a weight   the least and the largest change in it, float32 (bits < 32)
@@ -58,16 +58,17 @@ class ChangeSpec:
 
 @dataclass(frozen=True)
 class BaseCodec(ABC):
-    """Contract of a codec: how a change from what both sides know becomes bytes, and bytes become a change.
+    """Contract of a codec: how a change becomes bytes, and bytes become a change.
 
-    A codec is a frozen dataclass, and its fields are its settings. It has no state: what it draws is a function of
-    `keys`, so that every engine and a resumed run send the same bytes. A codec that can be asked for error feedback or
-    for coded downloads has a field `feedback: bool = False` or `down: bool = False`.
+    A codec is a frozen dataclass, and its fields are its settings. It has no state. Its random
+    numbers are functions of `keys`, so that every engine and a resumed run send the same bytes. A
+    codec that can be asked for error feedback or for coded downloads has a field
+    `feedback: bool = False` or `down: bool = False`. A lossy codec is allowed.
     """
 
     @property
     def neutral(self) -> bool:
-        """Return True if these settings send everything unchanged. The link then leaves the codec out."""
+        """Return True if the codec changes nothing with these settings, so that a link omits it."""
         return False
 
     @property
@@ -86,11 +87,11 @@ class BaseCodec(ABC):
 
         Args:
             change: (value,) The change. It must not be modified, because error feedback needs it.
-            spec: Description of the change. Where some values do not arrive, only the others are to be encoded.
-            keys: Two keys for the functions of `fedquilt.noise`. No other random numbers may be used.
+            spec: Description of the change. Only values that arrive are to be encoded.
+            keys: Keys for the functions of `fedquilt.noise`, the only source of random numbers.
 
         Returns:
-            (byte,) A tensor of uint8 on the device of the change. Its length is what the link charges.
+            (byte,) A uint8 tensor on the device of the change. The link charges its length.
         """
 
     @abstractmethod
@@ -102,7 +103,7 @@ class BaseCodec(ABC):
             spec: The description that `encode` was given.
 
         Returns:
-            (value,) Finite values of the dtype and on the device of `spec`, zero where nothing arrives.
+            (value,) Finite values of the spec's dtype and on its device, zero where none arrives.
         """
 
 
@@ -133,7 +134,7 @@ class Codec(BaseCodec):
         return min(count, max(1, round(self.keep * count)))
 
     def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
-        """Return a change as bytes. Scales and mask are of the whole change, also where only a part of it arrives."""
+        """Return a change as bytes. Scales and mask are of the whole change, whatever arrives."""
         mask_key, rounding_key = keys
         lengths = spec.lengths
         pieces = []

@@ -1,4 +1,4 @@
-"""How a link uses a codec: tensors are coded against what both sides know, and a codec is tried before a run."""
+"""How a link uses a codec: it codes tensors against known ones, and tries a codec before a run."""
 
 from __future__ import annotations
 
@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -24,16 +25,19 @@ _SITE = 46  # keeps the random numbers of a trial apart from all others
 
 
 class CodecError(ValueError):
-    """Something a codec returned that its contract does not allow. Whoever called it adds who asked."""
+    """A result that the contract of a codec does not allow.
+
+    The caller turns it into a ConfigError or TrainingError, which name who asked.
+    """
 
 
 @dataclass(frozen=True)
 class Coded:
     """Result of coding and decoding named tensors."""
 
-    tensors: dict[str, Tensor]  # as the receiver has them; where a value did not arrive, what it knew
+    tensors: dict[str, Tensor]  # as received; where a value did not arrive, the known one
     bytes: int  # length of the message
-    error: dict[str, Tensor] | None  # what coding lost of tensors and residual; None without error feedback
+    error: dict[str, Tensor] | None  # what coding lost; None without error feedback
 
 
 def code(
@@ -49,24 +53,25 @@ def code(
     Args:
         codec: Codec of the link.
         tensors: Tensors to send, all of one floating-point dtype and on one device.
-        keys: Random keys of this message. `Trip.codec_keys` has them.
-        known: Tensors that both sides have, by the same names. What is coded is the change from them. A tensor that is
-            absent is coded against zero.
-        residual: What coding lost before, added to the change. A tensor that is absent adds nothing.
-        arrives: Boolean tensors of the same names and shapes, True at the values that arrive. None if all do.
+        keys: Random keys of this message, from `Trip.codec_keys`.
+        known: Tensors that both sides have, by the same names. The change from them is coded.
+            A tensor that is absent is coded against zero.
+        residual: What coding lost before, which is added to the change. A tensor that is absent
+            adds nothing.
+        arrives: Boolean tensors of the same names and shapes, True at the values that arrive.
+            None if all do.
 
     Returns:
-        The tensors as the receiver has them, the bytes of the message, and what coding lost if it is fed back.
+        The received tensors, the length of the message, and what is to be fed back.
 
     Raises:
         CodecError: The codec returned something that its contract does not allow.
     """
     sent = Flat.of(tensors)
-    before = Flat.of({name: known[name] if name in known else torch.zeros_like(tensors[name]) for name in tensors})
+    before = Flat.of(_or_zero(tensors, known))
     change = sent.vector - before.vector
     if residual:
-        owed = {name: residual[name] if name in residual else torch.zeros_like(tensors[name]) for name in tensors}
-        change += Flat.of(owed).vector
+        change += Flat.of(_or_zero(tensors, residual)).vector
 
     mask = None
     if arrives is not None:
@@ -79,42 +84,69 @@ def code(
     return Coded(sent.same(before.vector + received).parts, message.nbytes, error)
 
 
+def _or_zero(tensors: Weights, values: Weights) -> dict[str, Tensor]:
+    """Return the value of every tensor's name, or zeros of its shape if there is none."""
+    filled = dict(values)
+    for name in tensors.keys() - values.keys():
+        filled[name] = torch.zeros_like(tensors[name])
+    return {name: filled[name] for name in tensors}
+
+
 def encoded(codec: BaseCodec, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
-    """Return the codec's message, or raise CodecError if it is not a vector of bytes on the right device."""
+    """Return the codec's message, or raise CodecError if it is not a vector of bytes."""
     message = codec.encode(change, spec, keys)
+    source = f"{type(codec).__name__}.encode"
     wanted = f"a one-dimensional tensor of uint8 on {spec.device} would work"
-    _check_tensor(f"{type(codec).__name__}.encode", message, torch.uint8, spec.device, wanted)
+    _check_tensor(source, message, torch.uint8, spec.device, wanted)
     if message.dim() != 1:
-        raise CodecError(f"{type(codec).__name__}.encode returned the shape {tuple(message.shape)}; {wanted}.")
+        raise CodecError(f"{source} returned the shape {tuple(message.shape)}; {wanted}.")
     return message
 
 
 def decoded(codec: BaseCodec, message: Tensor, spec: ChangeSpec) -> Tensor:
-    """Return the change in a message, or raise CodecError if its shape, dtype or device is wrong."""
+    """Return the change in a message, or raise CodecError if it is not as `spec` describes it."""
     change = codec.decode(message, spec)
+    source = f"{type(codec).__name__}.decode"
     wanted = f"a tensor of {spec.dtype} with the shape ({spec.count},) on {spec.device} would work"
-    _check_tensor(f"{type(codec).__name__}.decode", change, spec.dtype, spec.device, wanted)
+    _check_tensor(source, change, spec.dtype, spec.device, wanted)
     if change.shape != (spec.count,):
-        raise CodecError(f"{type(codec).__name__}.decode returned the shape {tuple(change.shape)}; {wanted}.")
+        raise CodecError(f"{source} returned the shape {tuple(change.shape)}; {wanted}.")
     return change
 
 
-def _check_tensor(source: str, value: object, dtype: torch.dtype, device: torch.device, wanted: str) -> None:
-    """Raise CodecError if a codec returned something other than a tensor of this dtype on this device."""
+def _check_tensor(
+    source: str,
+    value: object,
+    dtype: torch.dtype,
+    device: torch.device,
+    wanted: str,
+) -> None:
+    """Raise CodecError if a value is not a tensor of this dtype on this device."""
     if not isinstance(value, Tensor):
-        raise CodecError(f"{source} returned an object of class {type(value).__name__}; {wanted}.")
+        kind = type(value).__name__
+        raise CodecError(f"{source} returned an object of class {kind}; {wanted}.")
     if value.dtype != dtype or value.device != device:
-        raise CodecError(f"{source} returned a tensor of {value.dtype} on {value.device}; {wanted}.")
+        found = f"{value.dtype} on {value.device}"
+        raise CodecError(f"{source} returned a tensor of {found}; {wanted}.")
 
 
-# --- before a run -------------------------------------------------------------------------------------------------
+# --- before a run ---------------------------------------------------------------------------
+
+
+class _Trial(NamedTuple):
+    """A change that a codec is tried on."""
+
+    name: str
+    change: Tensor
+    spec: ChangeSpec
+    keys: Keys
 
 
 def check_codec(codec: BaseCodec, world: World, lossy: bool) -> None:
     """Try a codec on known changes, and refuse one that does not decode what it encoded.
 
-    The changes have names and shapes of the model's weights. One is random, one is zero as of a client that learnt
-    nothing, and over a link with a loss only a half of one arrives.
+    The changes have names and shapes of the model's weights. One is random. One is zero, as that
+    of a client whose training moved nothing. Over a link with a loss, half of a third one arrives.
 
     Args:
         codec: Codec of a link.
@@ -122,63 +154,69 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool) -> None:
         lossy: True if the link may lose values.
 
     Raises:
-        ConfigError: The codec fails, returns something that its contract does not allow, or has state.
+        ConfigError: The codec fails, breaks its contract, or has state.
     """
     for name in ("neutral", "feedback", "down"):
         value = getattr(codec, name)
         if not isinstance(value, bool):
             raise ConfigError(
-                f"Link: codec = {codec} was asked for; its {name} is {value!r}, and must be True or False."
+                f"Link: codec = {codec} was asked for; its {name} is {value!r}. "
+                f"True or False would work, as in a field {name}: bool = False."
             )
     if codec.neutral:
         return
 
     trials = _trials(world, lossy)
-    messages = {}
-    changes = {}
-    for what, (change, spec, keys) in trials.items():
-        with _blaming(codec, what, spec):
-            messages[what] = _encoded_on_trial(codec, change, spec, keys)
-            changes[what] = _decoded_on_trial(codec, messages[what], spec)
+    messages = []
+    changes = []
+    for trial in trials:
+        with _blaming(codec, trial):
+            messages.append(_encoded_on_trial(codec, trial))
+            changes.append(_decoded_on_trial(codec, messages[-1], trial.spec))
 
-    # The other way round, so that a codec that remembers its last change is found out.
-    for what, (change, spec, keys) in reversed(trials.items()):
-        with _blaming(codec, what, spec):
-            if not torch.equal(encoded(codec, change, spec, keys), messages[what]):
+    # All changes are encoded again before one is decoded. A codec that keeps its last change in
+    # memory, instead of in the message, then decodes another one.
+    for trial, message in zip(trials, messages, strict=True):
+        with _blaming(codec, trial):
+            if not torch.equal(encoded(codec, *trial[1:]), message):
                 raise CodecError(
-                    "encode returned other bytes for the same change and keys; a message that depends on its "
-                    "arguments alone would work, with random numbers from fedquilt.noise and the keys."
+                    "encode returned other bytes for the same change and keys; bytes that depend "
+                    "on its arguments alone would work, with random numbers from fedquilt.noise."
                 )
-            if not torch.equal(decoded(codec, messages[what], spec), changes[what]):
+    for trial, message, change in zip(trials, messages, changes, strict=True):
+        with _blaming(codec, trial):
+            if not torch.equal(decoded(codec, message, trial.spec), change):
                 raise CodecError(
-                    "decode returned other values for the same message; values that depend on its arguments alone "
-                    "would work."
+                    "decode returned other values for the same message; values that depend on "
+                    "its arguments alone would work."
                 )
 
 
-def _trials(world: World, lossy: bool) -> dict[str, tuple[Tensor, ChangeSpec, Keys]]:
-    """Return changes to try a codec on, by what they are."""
+def _trials(world: World, lossy: bool) -> list[_Trial]:
+    """Return changes to try a codec on."""
     shapes = _trial_shapes(world)
     count = sum(shape.numel() for shape in shapes.values())
-    key = onto(world.device, torch.tensor(noise.key(_SITE, 1)))
+    key = onto(world.device, torch.tensor(noise.key(_SITE, 0)))
     change = 0.01 * noise.normal(key, (count,), world.dtype)
-    whole = ChangeSpec(shapes, change.dtype, change.device)  # a tensor's device has its number, the world's may not
-    trials = {
-        "a random change": (change, whole, (noise.key(_SITE, 2), noise.key(_SITE, 3))),
-        "a change of zero": (torch.zeros_like(change), whole, (noise.key(_SITE, 4), noise.key(_SITE, 5))),
-    }
+    # The device of a tensor has a number (cuda:0), that of the world may have none.
+    spec = ChangeSpec(shapes, change.dtype, change.device)
+    keys = [(noise.key(_SITE, place, 0), noise.key(_SITE, place, 1)) for place in (1, 2, 3)]
+
+    trials = [
+        _Trial("a random change", change, spec, keys[0]),
+        _Trial("a change of zero", torch.zeros_like(change), spec, keys[1]),
+    ]
     if lossy:
-        half = torch.arange(count, device=change.device) % 2 == 0
-        part = replace(whole, arrives=half)
-        trials["a random change of which a half arrives"] = change, part, (noise.key(_SITE, 6), noise.key(_SITE, 7))
+        half = replace(spec, arrives=torch.arange(count, device=change.device) % 2 == 0)
+        trials.append(_Trial("a random change of which half arrives", change, half, keys[2]))
     return trials
 
 
 def _trial_shapes(world: World) -> Mapping[str, torch.Size]:
     """Return names and shapes of the model's smallest trainable weights, at least of one."""
-    family = world.family
-    sizes = family.layout.sizes
-    shapes = {name: torch.Size(family.layout.shape(name, sizes)) for name in family.trainable}
+    layout = world.family.layout
+    names = world.family.trainable
+    shapes = {name: torch.Size(layout.shape(name, layout.sizes)) for name in names}
     chosen: set[str] = set()
     count = 0
     for name in sorted(shapes, key=lambda name: shapes[name].numel()):
@@ -189,41 +227,42 @@ def _trial_shapes(world: World) -> Mapping[str, torch.Size]:
     return {name: shape for name, shape in shapes.items() if name in chosen}
 
 
-def _encoded_on_trial(codec: BaseCodec, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
-    """Return the message, or raise CodecError if the change was modified."""
-    before = change.clone()
-    message = encoded(codec, change, spec, keys)
-    if not torch.equal(change, before):
-        raise CodecError("encode modified the change in place; a copy of it (change.clone()) would work.")
+def _encoded_on_trial(codec: BaseCodec, trial: _Trial) -> Tensor:
+    """Return a copy of the message, or raise CodecError if the change was modified."""
+    before = trial.change.clone()
+    message = encoded(codec, trial.change, trial.spec, trial.keys)
+    if not torch.equal(trial.change, before):
+        raise CodecError("encode modified the change in place; change.clone() would work.")
     return message.clone()
 
 
 def _decoded_on_trial(codec: BaseCodec, message: Tensor, spec: ChangeSpec) -> Tensor:
-    """Return the decoded change, or raise CodecError if its values break the contract or the message was modified."""
+    """Return a copy of the decoded change, or raise CodecError if its values are not allowed."""
     before = message.clone()
     change = decoded(codec, message, spec)
     if not torch.equal(message, before):
-        raise CodecError("decode modified the message in place; a copy of it (message.clone()) would work.")
-    if not bool(change.isfinite().all()):
-        wrong = int((~change.isfinite()).sum())
-        raise CodecError(f"decode returned {wrong} values that are not finite; finite values would work.")
-    if spec.arrives is not None and bool(change[~spec.arrives].any()):
-        wrong = int(change[~spec.arrives].count_nonzero())
+        raise CodecError("decode modified the message in place; message.clone() would work.")
+    infinite = int((~change.isfinite()).sum())
+    if infinite:
+        found = f"{infinite} values that are not finite"
+        raise CodecError(f"decode returned {found}; finite values would work.")
+    lost = 0 if spec.arrives is None else int(change[~spec.arrives].count_nonzero())
+    if lost:
         raise CodecError(
-            f"decode returned {wrong} values at positions that did not arrive; zero would work there, because the "
-            "link charges for what arrives only. The positions that arrive are in spec.arrives."
+            f"decode returned {lost} values at positions that did not arrive; zero would work "
+            "there. spec.arrives is True at the positions that arrive."
         )
     return change.clone()
 
 
 @contextmanager
-def _blaming(codec: BaseCodec, what: str, spec: ChangeSpec) -> Iterator[None]:
+def _blaming(codec: BaseCodec, trial: _Trial) -> Iterator[None]:
     """Turn any error of a trial into one that names the codec and the change."""
     try:
         yield
     except Exception as error:
         told = str(error) if isinstance(error, CodecError) else said(error)
         raise ConfigError(
-            f"Link: codec = {codec} was asked for; it was tried on {what} of {spec.count} values of {spec.dtype} "
-            f"and refused: {told}"
+            f"Link: codec = {codec} was asked for; it was tried on {trial.name} "
+            f"({trial.spec.count} values of {trial.spec.dtype}) and refused: {told}"
         ) from error

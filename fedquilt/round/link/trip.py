@@ -26,7 +26,7 @@ class Trip:
         return noise.key(_SITE, self.world.seed, job.client.id, job.round, int(self.up), scope, what)
 
     def codec_keys(self, message: int = 0) -> tuple[int, int]:
-        """Return the random keys of a coded message: the first of a transmission is that of the weights."""
+        """Return the random keys of a coded message. Message 0 of a transmission has the weights."""
         first = _FIRST_CODEC_KEY + 2 * message
         return self.key(first), self.key(first + 1)
 
