@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 import shlex
 import tomllib
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,7 +15,8 @@ import fedquilt as fq
 import fedquilt.config  # it knows the tables of names
 from fedquilt.cli import main
 from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method, SplitMix
-from fedquilt.round.link import LINKS
+from fedquilt.round.link import LINKS, ChangeSpec
+from fedquilt.round.link.coding import check_codec
 from fedquilt.settings import Problem, read
 from tests.conftest import shortened
 
@@ -25,6 +27,15 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
+@pytest.fixture
+def mine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Go to a folder outside the package that holds the page's file of one's own."""
+    (source,) = (block for block in blocks("python") if block.startswith("# mine.py"))
+    (tmp_path / "mine.py").write_text(source)
+    monkeypatch.chdir(tmp_path)
+
+
+@pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("block", blocks("toml"))
 def test_settings_make_a_link(block: str) -> None:
     problems: list[Problem] = []
@@ -34,6 +45,7 @@ def test_settings_make_a_link(block: str) -> None:
     assert link != fq.Link()
 
 
+@pytest.mark.usefixtures("mine")
 @pytest.mark.parametrize("line", [line for block in blocks("sh") for line in block.splitlines()])
 def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line, comments=True)[1:]
@@ -91,3 +103,19 @@ def test_an_upload_reveals_labels_where_the_page_says_so(perceptron: fq.Family) 
         assert rows(kind()) == [0, 2]
         assert rows(kind().with_local(masked="")) == "all"
     assert rows(SplitMix().with_local(masked="client")) == "all"
+
+
+@pytest.mark.usefixtures("mine")
+def test_the_codec_on_the_page_sends_what_it_says(perceptron: fq.Family) -> None:
+    """Of ten values the two largest arrive where they were, and over a loss those that arrive."""
+    codec = read(fq.Link, {"codec": {"name": "mine.py:TopK", "keep": 0.2}}, "link", []).codec
+    change = torch.tensor([0.0, 3.0, -5.0, 1.0, 2.0, 0.0, 0.0, 0.0, 0.0, 0.0])
+    spec = ChangeSpec({"weight": torch.Size([2, 5])}, change.dtype, change.device)
+    message = codec.encode(change, spec, (0, 0))
+    assert len(message) == 2 * (4 + 4)
+    assert codec.decode(message, spec).tolist() == [0.0, 3.0, -5.0, *[0.0] * 7]
+    half = replace(spec, arrives=torch.arange(10) < 2)
+    message = codec.encode(change, half, (0, 0))
+    assert len(message) == 4 + 4
+    assert codec.decode(message, half).tolist() == [0.0, 3.0, *[0.0] * 8]
+    check_codec(codec, fq.World(perceptron), lossy=True)
