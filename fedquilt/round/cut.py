@@ -8,6 +8,7 @@ of all weights become places in one vector instead.
 from __future__ import annotations
 
 from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
 
@@ -136,6 +137,37 @@ def put_at(whole: Tensor, cut: Rows, part: Tensor) -> None:
         whole[there] = part[here]
 
 
+@dataclass(frozen=True)
+class Tally:
+    """The sum of the weights of those clients that held a position, for every position."""
+
+    values: Tensor | float  # A vector, or one number if it is the same for every position.
+    complete: bool  # True if every position is known to be held by some client.
+
+
+def count(shape: Sequence[int], cuts: Sequence[tuple[Rows, float]], base: float, like: Tensor) -> Tensor:
+    """Return how much every position of one weight was held.
+
+    A dimension that no cut narrows (the two of a 3×3 kernel, say) has length 1 while the cuts are added, because the
+    counts are the same along all of it.
+
+    Args:
+        shape: Shape of the weight.
+        cuts: What clients held of the weight, with how much they count.
+        base: How much the clients count that held all of it.
+        like: A tensor of the dtype and on the device of the result.
+
+    Returns:
+        A tensor that broadcasts to `shape`.
+    """
+    narrowed = [any(cut[dim] is not None for cut, _ in cuts) for dim in range(len(shape))]
+    lengths = [length if is_narrowed else 1 for length, is_narrowed in zip(shape, narrowed, strict=True)]
+    counts = like.new_full(lengths, base)
+    for cut, value in cuts:
+        add_at(counts, cut, value)
+    return counts
+
+
 class Cutter:
     """Gathers and scatters sub-models of one layout; remembers the cuts it saw last."""
 
@@ -179,6 +211,10 @@ class Cutter:
         """Whether a cut keeps all of a weight, in its own order."""
         return not any(axis in index for axis in self._axes[name]) or is_whole(self.rows(name, index, within))
 
+    def is_flat(self, like: Tensor) -> bool:
+        """Return True if weights such as this one are cut and merged at once, as parts of one vector."""
+        return like.is_cuda if self.flat is None else self.flat
+
     # --- many weights at once ----------------------------------------------------------------------------------
 
     def gather(self, weights: Weights, submodel: Submodel, names: Sequence[str]) -> dict[str, Tensor]:
@@ -212,10 +248,13 @@ class Cutter:
         if there:
             torch._foreach_add_(there, here, alpha=scale)
 
-    def tally(self, like: Flat, held: Sequence[tuple[Submodel, Index, Sequence[str], float]]) -> Tensor | float:
-        """How much every position was held, by clients that count so much; one number if all of them held all.
+    def tally(self, like: Flat, held: Sequence[tuple[Submodel, Index, Sequence[str], float]]) -> Tally:
+        """Add up how much the clients count that held each position.
 
-        Positions count in the whole state, or within what a scope holds.
+        Args:
+            like: The weights whose positions are counted.
+            held: Sub-models, the positions that their scope holds, the names of the weights that arrived, and how much
+                their clients count.
         """
         everywhere: dict[str, float] = dict.fromkeys(like.shapes, 0.0)
         parts: dict[str, list[tuple[Rows, float]]] = {}
@@ -230,19 +269,23 @@ class Cutter:
                 else:
                     parts.setdefault(name, []).append((self.rows(name, submodel.index, within), value))
         values = set(everywhere.values())
-        if not parts and not at_once and len(values) == 1:
-            return values.pop()
-        lengths = torch.tensor([shape.numel() for shape in like.shapes.values()])
-        told = torch.tensor(list(everywhere.values()), dtype=like.vector.dtype)
-        device = like.vector.device
-        counts = like.same(told.to(device).repeat_interleave(lengths.to(device), output_size=like.vector.numel()))
+        complete = min(values) > 0
+        if complete and not parts and not at_once and len(values) == 1:
+            return Tally(values.pop(), complete)
+
+        if len(parts) == len(like.shapes):  # all of them are written below
+            counts = like.same(torch.empty_like(like.vector))
+        else:
+            device = like.vector.device
+            lengths = torch.tensor([shape.numel() for shape in like.shapes.values()]).to(device)
+            bases = torch.tensor(list(everywhere.values()), dtype=like.vector.dtype).to(device)
+            counts = like.same(bases.repeat_interleave(lengths, output_size=like.vector.numel()))
+        for name, cuts in parts.items():
+            counts.parts[name].copy_(count(like.shapes[name], cuts, everywhere[name], like.vector))
         for submodel, cut, value in at_once:
             places = self._where(submodel, cut, like)
             counts.vector.index_add_(0, places, counts.vector.new_tensor(value).expand(len(places)))
-        for name, own in parts.items():
-            for kept, value in own:
-                add_at(counts.parts[name], kept, value)
-        return counts.vector
+        return Tally(counts.vector, complete)
 
     def _split(self, submodel: Submodel, names: Iterable[str], like: Weights) -> tuple[list[str], list[str]]:
         """(cut at once, one by one): the second are those kept whole, and the few cut along other axes than widths.
@@ -251,7 +294,7 @@ class Cutter:
         """
         names = list(names)
         first = like[names[0]] if names else None
-        if first is None or not (first.is_cuda if self.flat is None else self.flat):
+        if first is None or not self.is_flat(first):
             return [], names
         if submodel.scope:  # a scope may hold a member, whose weights have other places in a vector
             return [], names

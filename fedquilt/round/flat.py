@@ -28,9 +28,17 @@ class Flat:
 
     @staticmethod
     def of(weights: Weights) -> Flat:
-        """A copy of some weights."""
+        """Copy some weights."""
         vector = torch.cat([value.reshape(-1) for value in weights.values()])
         return Flat(vector, {name: value.shape for name, value in weights.items()})
+
+    def read(self, weights: Weights, scope: str = "") -> Tensor:
+        """Return other values for the same names as one vector, which must not be written to.
+
+        A single weight is not copied.
+        """
+        values = [weights[scope + name].reshape(-1) for name in self.shapes]
+        return values[0] if len(values) == 1 else torch.cat(values)
 
     def same(self, vector: Tensor) -> Flat:
         """Other values for the same names."""

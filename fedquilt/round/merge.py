@@ -6,9 +6,9 @@ A fold is a stream: `add` takes one update (or a stack of them) and forgets it, 
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol, Self
+from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -16,7 +16,7 @@ from torch import Tensor
 from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.devices import onto
-from fedquilt.round.cut import Cutter
+from fedquilt.round.cut import Cutter, Tally
 from fedquilt.round.flat import Flat
 from fedquilt.terms import Server, Slots, Submodel, Update, Weights
 
@@ -126,6 +126,20 @@ class Fold(Protocol):
         """The new weights and the server optimiser's slots."""
 
 
+class Piece(NamedTuple):
+    """Weights whose sums are one tensor, and which are merged at once.
+
+    On a GPU they are all weights of a scope, because every operation there is a launch, however small its tensors. On a
+    CPU every weight is a piece of its own: what a merge allocates then stays below the 32 MB up to which glibc reuses
+    memory (`keep_pages`), and its temporary tensors are as small as one weight. In one vector of 44 MB, as a
+    PreResNet-18 needs, the system has to provide and clear every page anew in every merge.
+    """
+
+    scope: str
+    is_measured: bool  # Norm statistics are averaged apart from the weights that were learnt.
+    name: str  # Empty if the piece has all weights of the scope.
+
+
 @dataclass
 class Mean:
     """Per position, the weighted mean over the clients that held it; untouched positions keep their value.
@@ -139,10 +153,10 @@ class Mean:
     optimiser: ServerOptimiser = Plain()
     paced: bool = False
     plain: frozenset[str] = frozenset()  # norm statistics: measured, not stepped, so neither pace nor optimiser applies
-    # Σ (p/a)·w where somebody held it, by scope; what was learnt and what was measured lie apart.
-    _sums: dict[tuple[str, bool], Flat] = field(default_factory=dict)
-    # Who held what is kept as positions and three sums (p/a, p, p·a), not as tensors.
-    _held: dict[tuple[Submodel, Index, tuple[str, ...]], list[float]] = field(default_factory=dict)
+    # Σ (p/a)·w over the clients that held a position; Σ p·w of what was measured.
+    _sums: dict[Piece, Flat] = field(default_factory=dict)
+    # Who held what is kept as positions, names and three sums (p/a, p, p·a), not as tensors.
+    _held: dict[tuple[Submodel, Index, frozenset[str]], list[float]] = field(default_factory=dict)
     _old: Weights = field(default_factory=dict)
 
     def begin(self, server: Server) -> Self:
@@ -154,8 +168,9 @@ class Mean:
         weight, pace = client_weight(update, self.weighting, self.cutter), update.pace if self.paced else 1.0
         home = update.job.submodel.home
         for payload in update.sent:
-            for measured, parts in self._apart(payload.weights):
-                self._add(payload.submodel, home, parts, measured, weight if measured else weight / pace)
+            for piece, parts in self._pieces(payload.submodel.scope, payload.weights).items():
+                scale = weight if piece.is_measured else weight / pace
+                self._add(piece, payload.submodel, home, parts, scale)
             self._count(payload.submodel, home, payload.weights, weight, pace)
 
     def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
@@ -164,51 +179,52 @@ class Mean:
         ratios = [weight / pace for weight, pace in zip(weights, paces, strict=True)]
         for place, state in enumerate(stacked):
             submodel, home = updates[0].sent[place].submodel, updates[0].job.submodel.home
-            for measured, parts in self._apart(state):
-                scales = weights if measured else ratios
+            for piece, parts in self._pieces(submodel.scope, state).items():
+                scales = weights if piece.is_measured else ratios
                 if len(updates) == 1:  # nothing to sum
-                    self._add(submodel, home, {name: value[0] for name, value in parts.items()}, measured, scales[0])
+                    self._add(piece, submodel, home, {name: value[0] for name, value in parts.items()}, scales[0])
                     continue
                 like = next(iter(parts.values()))
                 row = onto(like.device, torch.tensor(scales, dtype=like.dtype))
                 summed = {name: torch.tensordot(row, value, 1) for name, value in parts.items()}
-                self._add(submodel, home, summed, measured, 1.0)
+                self._add(piece, submodel, home, summed, 1.0)
             for weight, pace in zip(weights, paces, strict=True):
                 self._count(submodel, home, state, weight, pace)
 
-    def _apart(self, weights: Weights) -> Iterator[tuple[bool, Weights]]:
-        """What was learnt, and what was measured, if there is any."""
-        for measured in (False, True):
-            some = {name: value for name, value in weights.items() if (name in self.plain) is measured}
-            if some:
-                yield measured, some
+    def _pieces(self, scope: str, weights: Weights) -> dict[Piece, dict[str, Tensor]]:
+        """Group the weights of a scope by the piece that each of them belongs to."""
+        pieces: dict[Piece, dict[str, Tensor]] = {}
+        for name, value in weights.items():
+            piece = Piece(scope, name in self.plain, "" if self.cutter.is_flat(value) else name)
+            pieces.setdefault(piece, {})[name] = value
+        return pieces
 
-    def _add(self, submodel: Submodel, home: Index, parts: Weights, measured: bool, scale: float) -> None:
-        key = submodel.scope, measured
-        if key not in self._sums and all(self.cutter.keeps(name, submodel.index, home) for name in parts):
+    def _add(self, piece: Piece, submodel: Submodel, home: Index, parts: Weights, scale: float) -> None:
+        if piece not in self._sums and all(self.cutter.keeps(name, submodel.index, home) for name in parts):
             first = Flat.of(parts)  # the first of many need not be added to zeros
-            self._sums[key] = first if scale == 1.0 else first.same(first.vector.mul_(scale))
+            self._sums[piece] = first if scale == 1.0 else first.same(first.vector.mul_(scale))
             return
-        self.cutter.add(self._room(key, parts), submodel, parts, scale, home)
+        self.cutter.add(self._room(piece, parts), submodel, parts, scale, home)
 
-    def _room(self, key: tuple[str, bool], names: Iterable[str]) -> Flat:
-        """The sums, with zeros for weights that nobody has sent before."""
-        sums = self._sums.get(key)
+    def _room(self, piece: Piece, names: Iterable[str]) -> Flat:
+        """Return the sums of a piece, with zeros for weights that nobody has sent before."""
+        sums = self._sums.get(piece)
         known = sums.parts if sums is not None else {}
-        if sums is None or any(name not in known for name in names):
-            new = {name: torch.zeros_like(self._old[key[0] + name]) for name in names if name not in known}
-            sums = self._sums[key] = Flat.of(known | new)
+        new = {name: torch.zeros_like(self._old[piece.scope + name]) for name in names if name not in known}
+        if sums is None or new:
+            sums = self._sums[piece] = Flat.of(known | new)
         return sums
 
     def _count(self, submodel: Submodel, home: Index, weights: Weights, weight: float, pace: float) -> None:
-        held = self._held.setdefault((submodel, home, tuple(weights)), [0.0, 0.0, 0.0])
+        held = self._held.setdefault((submodel, home, frozenset(weights)), [0.0, 0.0, 0.0])
         for place, value in enumerate((weight / pace, weight, weight * pace)):
             held[place] += value
 
     def join(self, other: Self) -> None:
         for key, theirs in other._sums.items():
-            mine = self._room(key, theirs.shapes)
-            torch._foreach_add_([mine.parts[name] for name in theirs.shapes], list(theirs.parts.values()))
+            for piece, parts in self._pieces(key.scope, theirs.parts).items():
+                mine = self._room(piece, parts)
+                torch._foreach_add_([mine.parts[name] for name in parts], list(parts.values()))
         for cut, sums in other._held.items():
             held = self._held.setdefault(cut, [0.0, 0.0, 0.0])
             for place, value in enumerate(sums):
@@ -217,16 +233,21 @@ class Mean:
     def finish(self, server: Server) -> tuple[Weights, Slots]:
         weights = dict(server.weights)
         slots = {slot: dict(values) for slot, values in server.slots.items()}
-        for (scope, measured), sums in self._sums.items():
-            old = Flat.of({name: server.weights[scope + name] for name in sums.shapes}).vector
-            counts = self._counts(scope, sums, _WEIGHT)
-            if self.paced and not measured:  # w + (Σp·a / Σp) · Σ(p/a)(w_i − w) / Σp
-                change = sums.vector - self._counts(scope, sums, _RATIO) * old
-                mean = old + self._counts(scope, sums, _PACED) / counts * change / counts
+        for piece, sums in self._sums.items():
+            scope = piece.scope
+            old = sums.read(server.weights, scope)
+            tally = self._tally(scope, sums, _WEIGHT)
+            counts = tally.values
+            if self.paced and not piece.is_measured:  # w + (Σp·a / Σp) · Σ(p/a)(w_i − w) / Σp
+                change = sums.vector - self._tally(scope, sums, _RATIO).values * old
+                mean = old + self._tally(scope, sums, _PACED).values / counts * change / counts
             else:
                 mean = sums.vector / counts
-            touched = counts > 0 if isinstance(counts, Tensor) else None
-            if self.optimiser.slots and not measured:
+
+            touched = None
+            if not tally.complete and isinstance(counts, Tensor):
+                touched = counts > 0
+            if self.optimiser.slots and not piece.is_measured:
                 mean = self._step(scope, sums, old, mean, touched, slots)
             merged = mean if touched is None else torch.where(touched, mean, old)
             weights |= {scope + name: part for name, part in sums.same(merged).parts.items()}
@@ -253,10 +274,10 @@ class Mean:
             slots[slot] |= {scope + name: part for name, part in kept.parts.items()}
         return old + step
 
-    def _counts(self, scope: str, sums: Flat, place: int) -> Tensor | float:
-        """How much every position was held: one number if all held all of it."""
+    def _tally(self, scope: str, sums: Flat, place: int) -> Tally:
+        """Add up how much the clients count that held each position of a piece."""
         held = [
-            (submodel, home, [name for name in names if name in sums.shapes], values[place])
+            (submodel, home, [name for name in sums.shapes if name in names], values[place])
             for (submodel, home, names), values in self._held.items()
             if submodel.scope == scope
         ]
