@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedquilt.axes import Index, Positions
-from fedquilt.round.cut import add_at, is_blocky, prefix, put_at, rows, scattered, take, windows
+from fedquilt.round.cut import WHOLE, add_at, count, is_blocky, prefix, put_at, rows, scattered, take, windows
 from fedquilt.round.flat import Flat
 from fedquilt.terms import Arch
 from tests.unit.round import cuts
@@ -194,6 +194,38 @@ def test_scalars_are_never_cut():
 def test_a_full_window_is_the_whole_axis_in_order_so_that_equal_members_stack(size):
     arch = Arch((("a", size),))
     assert windows(arch, {"a": 3}, {"a": size}).index == prefix(arch).index
+
+
+# --- who held what ------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("few_runs", [1, 8])
+def test_counts_have_length_one_where_no_cut_narrows(monkeypatch, few_runs):
+    monkeypatch.setattr("fedquilt.round.cut._FEW_RUNS", few_runs)  # by index, and by slices
+    shape = (4, 5, 3)
+    first, second = (Positions.prefix(2), None, None), (Positions.chosen([0, 3]), None, None)
+    counts = count(shape, [(first, 1.0), (second, 2.0)], 0.5, torch.zeros(0, dtype=torch.float64))
+    assert counts.shape == (4, 1, 1)
+    assert counts.dtype == torch.float64
+    assert counts.flatten().tolist() == [3.5, 1.5, 0.5, 2.5]
+
+
+@few
+@given(st.lists(cuts.submodels(), min_size=1, max_size=4), st.booleans())
+def test_a_tally_counts_every_position_and_says_if_all_were_held(submodels, flat):
+    whole = cuts.state(1)
+    for names in (NAMES, ("square",)):
+        like = Flat.of({name: whole[name] for name in names})
+        held = [(one, WHOLE, names, 1.0 + place) for place, one in enumerate(submodels)]
+        tally = cuts.cutter(flat).tally(like, held)
+        expected = {
+            name: sum(value * cuts.mask(name, one.index).double() for one, _, _, value in held) for name in names
+        }
+        vector = Flat.of(expected).vector
+        assert torch.equal(torch.as_tensor(tally.values, dtype=torch.float64).expand_as(vector), vector)
+        assert not tally.complete or bool((vector > 0).all())
+        if any(all(cuts.mask(name, one.index).all() for name in names) for one in submodels):
+            assert tally.complete
 
 
 # --- all weights at once, as on a GPU -----------------------------------------------------------------------------

@@ -233,6 +233,46 @@ def test_finishing_does_not_write_to_the_server_or_the_updates():
     assert all(torch.equal(one.sent[0].weights[name], sent[name]) for name in sent)
 
 
+@few
+@given(cohorts(), st.integers(0, 4), st.booleans())
+def test_folds_that_sum_in_one_vector_and_weight_by_weight_join(updates, where, flat):
+    """A worker on a GPU sums in one vector, a driver on a CPU weight by weight."""
+    old = server("", "base1/")
+    mine, theirs = (Mean(cuts.cutter(own)).begin(old) for own in (flat, not flat))
+    for one in updates[:where]:
+        mine.add(one)
+    for one in updates[where:]:
+        theirs.add(one)
+    mine.join(theirs)
+    torch.testing.assert_close(dict(mine.finish(old)[0]), mean(updates, old), rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_only_weights_that_are_merged_at_once_share_memory(flat):
+    """What a merge allocates on a CPU stays small enough for glibc to reuse it."""
+    merged = mean([update(Submodel(Arch(())), 0)], server(), flat=flat)
+    storages = {weight.untyped_storage().data_ptr() for weight in merged.values()}
+    assert len(storages) == (1 if flat else len(merged))
+
+
+@pytest.mark.parametrize("options", [{}, {"paced": True}, {"optimiser": ServerMomentum()}])
+@pytest.mark.parametrize("flat", [False, True])
+def test_finishing_twice_gives_the_same(flat, options):
+    old = server()
+    fold = Mean(cuts.cutter(flat), **options).begin(old)
+    for seed, width in enumerate((4, 2)):
+        fold.add(update(Submodel(Arch((("a", width),)), Index({"a": Positions.prefix(width)})), seed, pace=2.0))
+    first, second = fold.finish(old)[0], fold.finish(old)[0]
+    assert all(torch.equal(first[name], second[name]) for name in old.weights)
+
+
+@pytest.mark.parametrize("flat", [False, True])
+def test_clients_that_count_nothing_leave_the_weights_as_they_were(flat):
+    old = server()
+    found = mean([update(Submodel(Arch(())), 0, size=0)], old, "data", flat)
+    assert all(torch.equal(found[name], old.weights[name]) for name in old.weights)
+
+
 # --- server optimisers ------------------------------------------------------------------------------------------
 
 
