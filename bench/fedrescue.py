@@ -24,10 +24,11 @@ from fedquilt.methods import FedResCuE, FjORD
 from fedquilt.methods.nested import Nested
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Distilled
 from fedquilt.round.training.regions import Between, Everywhere
-from fedquilt.terms import Arch, Client, Job, World
+from fedquilt.terms import Arch, Client, Job
 
 COHORTS = {"five whole nets": (1.0,) * 5, "five of four shares": (1.0, 0.75, 0.5, 0.5, 0.25)}
 METHODS: dict[str, Nested] = {"fedrescue": FedResCuE(), "fjord": FjORD()}

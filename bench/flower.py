@@ -204,7 +204,7 @@ def in_pfl(work: Work, clients: int, rounds: int, cores: int) -> None:
     net.load_state_dict(turns.weights)
     net.loss = lambda inputs, targets, **_: F.cross_entropy(net(inputs), targets)
     net.metrics = lambda inputs, targets, **_: {}
-    inputs, targets = turns.run.engine.data.inputs, turns.run.engine.data.targets
+    inputs, targets = turns.run.data.inputs, turns.run.data.targets
 
     def own(client: int) -> Dataset:
         order = torch.cat(work.batches(client, turns.run.server.round)) + client * work.samples

@@ -31,13 +31,14 @@ from fedquilt.engines.units import replay_time
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import FedRolex, HeteroFL, Method
 from fedquilt.precision import Precision
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Mean
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import CrossEntropy
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.regions import Between
-from fedquilt.terms import Client, Job, Payload, Submodel, Update, World
+from fedquilt.terms import Client, Job, Payload, Submodel, Update
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
 IMAGES, BATCH = 500, 10

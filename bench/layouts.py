@@ -18,9 +18,10 @@ import fedquilt as fq
 from fedquilt.engines.units import Layout, Shape, Unit
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import HeteroFL
+from fedquilt.round.federation import World
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.optimizers import SGD
-from fedquilt.terms import Client, Job, World
+from fedquilt.terms import Client, Job
 
 LAYOUTS: tuple[Layout, ...] = ("alone", "laid", "stack")
 SAMPLES = 100

@@ -27,8 +27,9 @@ from fedquilt.methods import HeteroFL
 from fedquilt.models import MODELS
 from fedquilt.precision import Precision, computing
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.training.step import Batch, clipped, gradient, move
-from fedquilt.terms import Arch, Client, Job, World
+from fedquilt.terms import Arch, Client, Job
 
 DEVICE = torch.device("cuda")
 SGD, ADAM = fq.SGD(lr=0.01, momentum=0.9), fq.Adam()

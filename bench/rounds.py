@@ -28,10 +28,11 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.methods import HeteroFL
 from fedquilt.models import PreResNet
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Exam, grade, ready
 from fedquilt.round.training.optimizers import SGD
-from fedquilt.terms import Job, Server, World
+from fedquilt.terms import Job, Server
 
 CLIENTS, COHORT, BATCH = 100, 10, 10
 CALIBRATED, TESTED = 10, 50  # published batches of an evaluation
@@ -97,7 +98,7 @@ class Ours:
 
     def evaluate(self) -> float:
         run, batch_size = self.run, self.run.evaluation.batch_size
-        world, parts = run.engine.world, run.engine.data.test_parts
+        world, parts = run.world, run.data.test_parts
         assert parts is not None
         (whole,) = run.method.deploy(run.server, fq.Budget(share=1.0), world)
         with self.clock("calibration"):
@@ -122,7 +123,7 @@ class Theirs:
     def __init__(self, width: int, run: fq.Run) -> None:
         self.clock, self.run, self.make = Clock(), run, partial(net, width)
         self.weights = {name: value.clone() for name, value in run.server.weights.items()}
-        self.pooled = run.engine.data.inputs[run.engine.pooled]
+        self.pooled = run.data.inputs[run.engine.pooled]
         self.round = 0
 
     def train(self) -> None:
@@ -144,7 +145,7 @@ class Theirs:
         self.round += 1
 
     def evaluate(self) -> float:
-        data = self.run.engine.data
+        data = self.run.data
         inputs, targets = data.test_inputs, data.test_targets
         assert data.test_parts is not None
         with self.clock("calibration"):

@@ -18,7 +18,8 @@ import fedquilt as fq
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import SplitMix
 from fedquilt.precision import DTYPES, Precision
-from fedquilt.terms import Client, Job, World
+from fedquilt.round.federation import World
+from fedquilt.terms import Client, Job
 
 SHARES = tuple(count / 8 for count in (8, 8, 8, 4, 4, 2, 2, 2, 1, 1))
 IMAGES = 500

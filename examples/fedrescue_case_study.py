@@ -27,9 +27,10 @@ from fedquilt.config import Model
 from fedquilt.data import Domains, Pool, npz
 from fedquilt.methods import Method
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.regions import Between, Everywhere
-from fedquilt.terms import Client, Job, Server, Submodel, World
+from fedquilt.terms import Client, Job, Server, Submodel
 
 HALF = 0.5
 DOMAINS = ("mnist", "syn")  # in the order they are learnt

@@ -103,7 +103,7 @@ def coverage(runs: Runs, known: dict[str, Any], fleet: fq.Fleet, on: FederatedDa
     for played in range(rounds):
         for id in fleet.cohort(played, seed):
             client = fleet.client(id, played, seed, 0)
-            index = method.plan(fq.Server(played, {}), client, run.engine.world)[0].index
+            index = method.plan(fq.Server(played, {}), client, run.world)[0].index
             for own, kept in zip(held, runs.family.cutter.rows(name, index), strict=False):
                 own[place, slice(None) if kept is None else kept.tensor] = 1
             place += 1

@@ -193,7 +193,7 @@ class Runs:
 
     def write_costs(self, known: Mapping[str, Any], costs: Mapping[str, Any], run: fq.Run, name: str) -> None:
         """Write down what was computed about a run without training it."""
-        folder = self._stored(name, run.engine.world.seed)
+        folder = self._stored(name, run.world.seed)
         if folder:
             store(folder, settings_of(run, run.server.round, known), {**known, **costs})
         self.write({**known, **costs})
@@ -239,14 +239,14 @@ def curves_of(rounds: Sequence[Mapping[str, Any]]) -> dict[str, dict[str, float]
 
 def settings_of(run: fq.Run, rounds: int, known: Mapping[str, Any]) -> dict[str, Any]:
     """Return everything that repeats a run, as tables of plain values for `config.toml`."""
-    device, data, fleet = run.engine.world.device, run.engine.data, run.fleet
-    family = run.engine.world.family
+    device, data, fleet = run.engine.device, run.data, run.fleet
+    family = run.world.family
     card = torch.cuda.get_device_name(device) if device.type == "cuda" else platform.processor() or platform.machine()
     return {
         "command": shlex.join(["python", f"examples/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
         "date": time.strftime("%Y-%m-%d"),
         "rounds": rounds,
-        "seed": run.engine.world.seed,
+        "seed": run.world.seed,
         "precision": run.engine.precision,
         "engine": type(run.engine).__name__.lower(),
         "device": f"{device.type}, {card}",

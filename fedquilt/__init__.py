@@ -23,11 +23,12 @@ if TYPE_CHECKING:
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
     from fedquilt.round.attack import PGD, AdversarialTraining
+    from fedquilt.round.federation import Federation, World
     from fedquilt.round.link import Clock, Codec, Columns, Link, Wireless
     from fedquilt.round.training.local import Local
     from fedquilt.round.training.optimizers import SGD, Adam
     from fedquilt.round.training.schedules import Constant, Cosine, Steps
-    from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update, World
+    from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
 
 # Names are imported when they are asked for: `fedquilt --help` and a typo need not wait for torch.
 _HOMES = {
@@ -44,11 +45,12 @@ _HOMES = {
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
     "fedquilt.round.attack": ("PGD", "AdversarialTraining"),
+    "fedquilt.round.federation": ("Federation", "World"),
     "fedquilt.round.link": ("Clock", "Codec", "Columns", "Link", "Wireless"),
     "fedquilt.round.training.local": ("Local",),
     "fedquilt.round.training.optimizers": ("SGD", "Adam"),
     "fedquilt.round.training.schedules": ("Constant", "Cosine", "Steps"),
-    "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update", "World"),
+    "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("data", "errors", "fleets", "methods", "models")
@@ -88,6 +90,7 @@ __all__ = [
     "Experiment",
     "Family",
     "FederatedData",
+    "Federation",
     "FedquiltError",
     "Fleet",
     "Job",

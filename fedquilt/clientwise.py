@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
+from torch import Tensor
 
 from fedquilt.axes import Index
 from fedquilt.deploy import check_client
@@ -16,7 +17,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.names import known
 from fedquilt.round.cut import inside
 from fedquilt.round.link import Trip
-from fedquilt.round.serve import Exam, Score, given, joined, own_exam, ready, share_label, trained_within
+from fedquilt.round.serve import EvalJob, Score, arranged, given, joined, own_exam, ready, share_label, trained_within
 from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
@@ -79,8 +80,7 @@ def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
         check_client(run, id)
     when = [run.server.last(id) if run.method.personal else run.server.round for id in chosen]
     devices = [
-        run.fleet.client(id, round, run.engine.world.seed, run.engine.data.size(id))
-        for id, round in zip(chosen, when, strict=True)
+        run.fleet.client(id, round, run.world.seed, run.data.size(id)) for id, round in zip(chosen, when, strict=True)
     ]
     scores = _accuracies(run, devices)
     found = tuple(_device(run, client, own) for client, own in zip(devices, scores, strict=True))
@@ -88,17 +88,22 @@ def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
 
 
 def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
-    world, method = run.engine.world, run.method
+    world, method = run.world, run.method
     macs = params = 0
     for submodel in method.plan(run.server, client, world):
         learner = method.learner(Job(client, submodel, run.server.round), world)
         macs += learner.macs(world.family, submodel.arch, [learner.local.batch_size])
         params += _entries(world.family, submodel, learner.received(world.family))
-        upload = learner.upload(world.family, submodel, run.engine.held(client.id))
+        upload = learner.upload(world.family, submodel, _classes(run, client))
         params += _entries(world.family, upload, learner.sent(world.family))
     params *= method.copies
     label = share_label(method, client.budget, world)
     return Device(client.id, label, domain_of(run, client.id), macs, params, *accuracies)
+
+
+def _classes(run: Run, client: Client) -> Tensor:
+    """Return (class,) True where a client has samples of the class."""
+    return run.data.held(client.id, run.world.family.num_classes).cpu()
 
 
 def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
@@ -109,22 +114,23 @@ def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
 
 def _accuracies(run: Run, clients: list[Client]) -> list[_Accuracies]:
     """On each client's own part of the test set; where results live on clients, each has its own and no whole one."""
-    method, engine, size = run.method, run.engine, run.evaluation.batch_size
-    parts = engine.data.test_parts
-    if parts is None:
+    method, world, engine, size = run.method, run.world, run.engine, run.evaluation.batch_size
+    federation = run.federation
+    if not engine.tests_by_client:
         return [(None, None)] * len(clients)
-    server = method.arranged(run.server, engine)
+    server = arranged(federation, run.server, engine)
     if method.personal:
-        own = [own_exam(method, server, client, engine, run.evaluation) for client in clients]
-        return [(_accuracy(score), None) for score in engine.evaluate(method, own, size)]
-    whole = given(method, server, Budget(share=1.0), engine.world)
-    budgets = [trained_within(method, client.budget, engine.world) for client in clients]
-    sized = [given(method, server, budget, engine.world) for budget in budgets]
-    weights = ready(method, server, list(dict.fromkeys(net for nets in (*sized, whole) for net in nets)), engine, size)
+        own = [own_exam(federation, server, client, engine, run.evaluation) for client in clients]
+        return [(_accuracy(score), None) for score in engine.evaluate(federation, own, size)]
+    whole = given(method, server, Budget(share=1.0), world)
+    budgets = [trained_within(method, client.budget, world) for client in clients]
+    sized = [given(method, server, budget, world) for budget in budgets]
+    submodels = list(dict.fromkeys(net for nets in (*sized, whole) for net in nets))
+    weights = ready(federation, server, submodels, engine, size)
     # Each once: a client that can hold the whole model has one accuracy.
     pairs = dict.fromkeys((kind, c.id) for c, nets in zip(clients, sized, strict=True) for kind in (nets, whole))
-    exams = [Exam("", nets, joined(nets, weights), parts[id]) for nets, id in pairs]
-    scores = dict(zip(pairs, map(_accuracy, engine.evaluate(method, exams, size)), strict=True))
+    exams = [EvalJob("", nets, joined(nets, weights), id) for nets, id in pairs]
+    scores = dict(zip(pairs, map(_accuracy, engine.evaluate(federation, exams, size)), strict=True))
     return [(scores[nets, c.id], scores[whole, c.id]) for c, nets in zip(clients, sized, strict=True)]
 
 
@@ -134,7 +140,7 @@ def _accuracy(score: Score) -> float | None:
 
 def domain_of(run: Run, client: int) -> str:
     """Where most of a client's samples come from."""
-    data = run.engine.data
+    data = run.data
     if data.domains is None:
         return ""
     code = int(data.domains[data.parts[client].to(data.domains.device)].mode().values)
@@ -151,7 +157,7 @@ def ever_trained(run: Run) -> dict[str, float]:
     for job in _jobs(run):
         arrived = ((one, job.submodel.home) for one in _arrived(run, job))
         held.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(arrived))
-    family = run.engine.world.family
+    family = run.world.family
     names = [name for name in run.server.weights if name[name.rfind("/") + 1 :] in family.trainable]
     total = sum(run.server.weights[name].numel() for name in names)
     return {domain: _covered(run, list(own), names) / total for domain, own in sorted(held.items())}
@@ -159,32 +165,32 @@ def ever_trained(run: Run) -> dict[str, float]:
 
 def _jobs(run: Run) -> Iterator[Job]:
     """All that was planned so far."""
-    fleet, world = run.fleet, run.engine.world
+    fleet, world = run.fleet, run.world
     for played in range(run.server.round):
         server = Server(played, run.server.weights)
         for place, id in enumerate(fleet.cohort(played, world.seed)):
-            client = fleet.client(id, played, world.seed, run.engine.data.size(id), place)
+            client = fleet.client(id, played, world.seed, run.data.size(id), place)
             for submodel in run.method.plan(server, client, world):
                 yield Job(client, submodel, played)
 
 
 def _arrived(run: Run, job: Job) -> list[Submodel]:
     """What the server got of what a client trained; of a client that sends nothing, what it trained for itself."""
-    world, family = run.engine.world, run.engine.world.family
+    world, family = run.world, run.world.family
     if not run.link.lossy:
         return [job.submodel]
     learner = run.method.learner(job, world)
     if not learner.sent(family):
         return [job.submodel]
     # Output rows of classes that a client lacks count with the rest, as they do where nothing is lost.
-    upload = replace(learner, class_rows=False).upload(family, job.submodel, run.engine.held(job.client.id))
+    upload = replace(learner, class_rows=False).upload(family, job.submodel, _classes(run, job.client))
     reached = run.link.reach(upload, Trip(world, job, up=True))
     return [] if reached is None else [reached]
 
 
 def _covered(run: Run, submodels: list[_Cut], names: list[str]) -> int:
     """How many entries some of the sub-models have."""
-    family, count = run.engine.world.family, 0
+    family, count = run.world.family, 0
     for name in names:
         cut = name.rfind("/") + 1
         scope, weight = name[:cut], name[cut:]

@@ -26,8 +26,9 @@ from fedquilt.checks import File, missing, outside, refuse, within
 from fedquilt.data import PARTITIONS, Domains, FederatedData, Natural, Partition, Pool, source
 from fedquilt.data.parts import Parts
 from fedquilt.devices import device_of, keep_pages
-from fedquilt.engines import ENGINES, Engine, Ray, Vectorised
-from fedquilt.engines.ray import CHUNKS, Cluster
+from fedquilt.engines import ENGINES
+from fedquilt.engines.options import CHUNKS, EngineOptions
+from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import ConfigError, FedquiltError, RecordError, TraceError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
@@ -208,6 +209,13 @@ class Machine:
             wrong["precision"] = why
         refuse(self, wrong)
 
+    def create(self, data: FederatedData) -> Simulation:
+        """Return the engine that is named, with those of these options that it has."""
+        options = EngineOptions(
+            device_of(self.device), self.precision, self.memory, self.workers, self.address, self.chunks
+        )
+        return ENGINES[self.name].create(data, options)
+
 
 @dataclass(frozen=True)
 class Ground:
@@ -218,7 +226,7 @@ class Ground:
     fleet: Fleet
     partition: Partition | None  # by which the data was dealt; None: it came so
     # What one method's run has recorded on a GPU serves the next.
-    engines: dict[tuple[Machine, int], Engine] = field(default_factory=dict, compare=False)
+    engines: dict[tuple[Machine, int], Simulation] = field(default_factory=dict, compare=False)
 
 
 # --- the whole --------------------------------------------------------------------------------------------------
@@ -278,19 +286,12 @@ class Experiment:
             ground.family,
             ground.data,
             ground.fleet,
-            ground.engines.get((self.engine, self.seed), self.engine.name),
+            ground.engines.get((self.engine, self.seed)) or self.engine.create(ground.data),
             self.seed,
-            self.engine.device,
-            self.engine.precision,
-            looks,
-            self.engine.memories,
-            self.link,
+            evaluation=looks,
+            memory_limit=self.engine.memories,
+            link=self.link,
         )
-        if isinstance(run.engine, Vectorised) and self.engine.memory:
-            run.engine.memory = self.engine.memory
-        if isinstance(run.engine, Ray):
-            run.engine.cluster = Cluster(self.engine.address, self.engine.workers)
-            run.engine.chunks = self.engine.chunks
         ground.engines[self.engine, self.seed] = run.engine
         return run
 
@@ -304,8 +305,7 @@ class Experiment:
                 self.engine,
                 name=next(name for name, kind in ENGINES.items() if kind is type(run.engine)),
                 threads=torch.get_num_threads(),
-                memory=run.engine.memory if isinstance(run.engine, Vectorised) else self.engine.memory,
-                workers=run.engine.cluster.workers if isinstance(run.engine, Ray) else self.engine.workers,
+                memory=int(run.engine.settings.get("memory", self.engine.memory)),
             ),
             evaluation=run.evaluation,
         )

@@ -273,7 +273,7 @@ def customisable(
     samples: Array | None = None,
 ) -> CustomisableModel:
     """A run's nets for several shares as one module."""
-    shelf, policy, family = Shelf(run, client), norms_of(run, norms, client), run.engine.world.family
+    shelf, policy, family = Shelf(run, client), norms_of(run, norms, client), run.world.family
     try:
         budgets = {float(share): Budget(share=float(share)) for share in shares}
     except (TypeError, ValueError) as error:

@@ -21,8 +21,16 @@ from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.faithful import forget_statistics
 from fedquilt.family.net import Pass
-from fedquilt.round.link import PERFECT
-from fedquilt.round.serve import both_statistics, compared_passes, given, mean_statistics, owned, trained_within
+from fedquilt.round.client import own_state
+from fedquilt.round.serve import (
+    arranged,
+    both_statistics,
+    compared_passes,
+    given,
+    mean_statistics,
+    owned,
+    trained_within,
+)
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.local import NormPolicy
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
@@ -84,11 +92,11 @@ class Shelf:
     def server(self) -> Server:
         """The state in the order in which it is handed out; without data, as it was trained."""
         run = self.run
-        return run.server if run.absent else run.method.arranged(run.server, run.engine)
+        return run.server if run.absent else arranged(run.federation, run.server, run.engine)
 
     def nets(self, budget: Budget) -> Mix:
         """The nets a device of this budget gets, checked by what they cost."""
-        run, world = self.run, self.run.engine.world
+        run, world = self.run, self.run.world
         if self.client is None:
             nets = given(run.method, self.server, budget, world)
         else:
@@ -105,26 +113,26 @@ class Shelf:
 
     def weights(self, net: Submodel) -> dict[str, Tensor]:
         """A net's weights, with norm statistics where the run has some. Views where possible."""
-        run, world = self.run, self.run.engine.world
+        run, world = self.run, self.run.world
         if self.client is None:
             names = [name for name in world.family.layout.dims if net.scope + name in self.server.weights]
             return world.family.cutter.gather(self.server.weights, net, names)
         job = Job(self._asked(Budget(share=1.0)), net, run.server.round)
-        return dict(run.engine.start(run.server, job, run.method.learner(job, world), PERFECT).state)
+        return own_state(run.federation, run.server, job, run.engine.device)
 
     @property
     def _own_budget(self) -> Budget:
         """What the client could hold last: of a wider net it has trained nothing."""
         assert self.client is not None
-        return self.run.fleet.budget(self.client, self.run.server.last(self.client), self.run.engine.world.seed)
+        return self.run.fleet.budget(self.client, self.run.server.last(self.client), self.run.world.seed)
 
     def _asked(self, budget: Budget) -> Client:
         assert self.client is not None
-        return Client(self.client, budget, len(self.run.engine.data.parts[self.client]))
+        return Client(self.client, budget, len(self.run.data.parts[self.client]))
 
     def settled(self, nets: Sequence[Submodel], norms: NormPolicy, samples: Array | None) -> list[dict[str, Tensor]]:
         """Weights of several nets with the norm statistics a policy gives them, each net's its own."""
-        states, statistics = [self.weights(net) for net in nets], self.run.engine.world.family.statistics
+        states, statistics = [self.weights(net) for net in nets], self.run.world.family.statistics
         if not statistics:
             return states
         if norms in ("tracked", "local"):
@@ -149,7 +157,7 @@ class Shelf:
         if samples is not None:
             with engine.computing():
                 return [
-                    measured(engine.world.family, net, state, samples, run.evaluation.batch_size)
+                    measured(run.world.family, net, state, samples, run.evaluation.batch_size)
                     for net, state in zip(nets, states, strict=True)
                 ]
         if run.absent:
@@ -158,9 +166,8 @@ class Shelf:
                 f"{run.absent}\n  Give samples (samples=…), or ask for norms='batch' (--norms batch), which normalises "
                 "by the batch; norms='tracked' is for runs that sent statistics with their weights."
             )
-        own = None if self.client is None else engine.data.parts[self.client]
         pairs = list(zip(nets, states, strict=True))
-        return engine.calibrate(pairs, run.evaluation.batch_size, own, run.method.attack)
+        return engine.calibrate(run.federation, pairs, run.evaluation.batch_size, self.client)
 
 
 def deployed(
@@ -174,13 +181,13 @@ def deployed(
     shelf, policy = Shelf(run, client), norms_of(run, norms, client)
     nets = shelf.nets(budget)
     check_nets(run, nets, policy)
-    return Deployed(run.engine.world.family, nets, tuple(shelf.settled(nets, policy, samples)), policy)
+    return Deployed(run.world.family, nets, tuple(shelf.settled(nets, policy, samples)), policy)
 
 
 def check_nets(run: Run, nets: Iterable[Submodel], norms: NormPolicy) -> None:
     """Refuse nets whose modules compute something else than clients trained (`Family.check_net`)."""
     for net in nets:
-        run.engine.world.family.check_net(net.arch, compared_passes(run.method.local, norms))
+        run.world.family.check_net(net.arch, compared_passes(run.method.local, norms))
 
 
 def check_client(run: Run, client: int) -> None:
@@ -243,7 +250,7 @@ def check_within(run: Run, nets: Mix, budget: Budget) -> None:
 
     A share has no net of its own where it is less than a channel, or where a method rounds up; then a warning says so.
     """
-    family = run.engine.world.family
+    family = run.world.family
     if over := family.excess([net.arch for net in nets], budget):
         count = sum(family.count(net.arch) for net in nets)
         kind = f"{len(nets)} nets" if len(nets) > 1 else "one common net" if run.method.personal else "a net"

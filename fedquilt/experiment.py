@@ -10,6 +10,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
 from torch import nn
 
 from fedquilt.checkpoint import Checkpointing
@@ -20,9 +21,12 @@ from fedquilt.data import FederatedData
 from fedquilt.data.parts import Array
 from fedquilt.deploy import deployed
 from fedquilt.devices import device_of
-from fedquilt.engines import ENGINES, Engine
+from fedquilt.engines import ENGINES
+from fedquilt.engines.options import EngineOptions
+from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
+from fedquilt.loop import complete
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
 from fedquilt.milestones import Milestone, reached
@@ -31,11 +35,13 @@ from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.budgets import check_budgets, planned, too_small
+from fedquilt.round.engine import Engine
+from fedquilt.round.federation import Federation, World
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import compared_passes, members_by_share
 from fedquilt.round.training.local import NormPolicy
-from fedquilt.terms import Arch, Budget, Client, Job, Server, World
-from fedquilt.tracking import Tracking, tracked
+from fedquilt.terms import Arch, Budget, Client, Job, Server
+from fedquilt.tracking import Tracking
 
 if TYPE_CHECKING:
     from fedquilt.export import Exported
@@ -47,27 +53,33 @@ _log = logging.getLogger(__name__)
 class Run:
     """A federation and its state; `train` goes on from where it stands."""
 
-    method: Method
+    federation: Federation
     fleet: Fleet
-    engine: Engine
+    engine: Simulation
     evaluation: Evaluation
     server: Server
     records: list[Record] = field(default_factory=list)
-    link: Link = PERFECT
     absent: str = ""  # why there is no data, of a run that was reopened without
 
     def __post_init__(self) -> None:
-        self._data, self._seed = self.engine.data, self.engine.world.seed
         self._has_warned = False  # of devices that cannot hold the net
 
-    def _take_over(self) -> None:
-        """Runs may share an engine, one after another: from here on it is this one's."""
-        engine = self.engine
-        if engine.data is not self._data or engine.world.seed != self._seed:
-            engine.deal(self._data, self._seed)
-            self._data = engine.data
-        engine.link = self.link
-        engine.follow(self.method)
+    @property
+    def method(self) -> Method:
+        return self.federation.method
+
+    @property
+    def world(self) -> World:
+        return self.federation.world
+
+    @property
+    def link(self) -> Link:
+        return self.federation.link
+
+    @property
+    def data(self) -> FederatedData:
+        """Return the samples of all clients, on the engine's device."""
+        return self.engine.data
 
     @property
     def history(self) -> list[dict[str, Any]]:
@@ -91,7 +103,7 @@ class Run:
         Every distinct budget takes a plan, and a fleet may have one for each client, so that preparing, reopening and
         exporting a run do not wait for it.
         """
-        count = too_small(self.method, self.server, self.fleet, self.engine)
+        count = too_small(self.method, self.server, self.fleet, self.engine, self.world)
         return f"{count} of {self.fleet.num_clients} devices cannot hold the net that they train" if count else ""
 
     @property
@@ -109,12 +121,11 @@ class Run:
             raise ConfigError(f"a run was to be trained to round {rounds}; its data cannot be had: {self.absent}")
         rounds = _whole("rounds", rounds)
         self.fleet.check(rounds)
-        self._take_over()
         if self.server.round < rounds and not self._has_warned and self._too_small:
             self._has_warned = True
             _log.warning("%s ignores budgets: %s.", type(self.method).__name__, self._too_small)
         while self.server.round < rounds:
-            played = play(self.method, self.server, self.fleet, self.engine, rounds, self.evaluation)
+            played = play(self.federation, self.server, self.fleet, self.engine, rounds, self.evaluation)
             with undisturbed():
                 # Memories move on in place, once the round has succeeded: a copy would cost with the population.
                 self.server.memory.update(played.memory)
@@ -126,12 +137,10 @@ class Run:
 
     def clientwise(self, clients: Sequence[int] | None = None) -> Clientwise:
         """What every client spent and got, and what each domain had trained; of many clients ask for some."""
-        self._take_over()
         return clientwise(self, clients)
 
     def save(self, path: str | Path) -> None:
         """Write the run into a folder of its own; `fedquilt.load` has its weights, and `fedquilt.run` can go on."""
-        self._take_over()
         with Folder.create(path, describe(self, self.server.round)) as folder:
             folder.watch(self)
             folder.finish(self.summary)
@@ -151,7 +160,6 @@ class Run:
         Dual norms have the `robustness` asked for, from 0 (clean, as by default) to 1; `fq.set_robustness` changes it.
         """
         _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
-        self._take_over()
         return deployed(self, budget, client, norms, samples).module(robustness)
 
     def export(self, file: str | Path, budget: Budget, **how: Any) -> Exported:
@@ -159,7 +167,6 @@ class Run:
         from fedquilt.export import export
 
         _check_kind("export", budget, Budget, "fq.Budget(share=0.25)")
-        self._take_over()
         return export(self, file, budget, **how)
 
     def customisable(
@@ -170,7 +177,6 @@ class Run:
         samples: Array | None = None,
     ) -> CustomisableModel:
         """One module for all of these shares that holds weights once: `model.set(share=0.5)` while it is in use."""
-        self._take_over()
         return customisable(self, shares, client, norms, samples)
 
 
@@ -179,7 +185,7 @@ def run(
     family: Family,
     data: FederatedData,
     fleet: Fleet,
-    engine: str | Engine = "vectorised",
+    engine: str | Simulation = "vectorised",
     rounds: int = 10,
     seed: int = 0,
     device: str = "cpu",
@@ -217,18 +223,15 @@ def run(
                 )
                 if go_on:
                     folder.load(prepared)
-            log = stack.enter_context(
-                tracked(trackers, prepared, _settings(prepared, rounds) if trackers else {}, Path(out) if out else None)
+            complete(
+                prepared,
+                rounds,
+                folder=folder,
+                path=Path(out) if out else None,
+                trackers=trackers,
+                settings=_settings(prepared, rounds) if trackers else {},
+                watch=watch,
             )
-            watchers = [log, *([folder.watch(prepared)] if folder else []), *([watch] if watch else [])]
-
-            def after(played: Record) -> None:
-                for one in watchers:
-                    one(played)
-
-            prepared.train(rounds, after)
-            if folder:
-                folder.finish(prepared.summary)
         return prepared
     except Exception as error:
         error.run = prepared  # type: ignore[attr-defined]  # not only ours: what was learnt must not be lost
@@ -246,7 +249,7 @@ def prepare(
     family: Family,
     data: FederatedData,
     fleet: Fleet,
-    engine: str | Engine = "vectorised",
+    engine: str | Simulation = "vectorised",
     seed: int = 0,
     device: str = "cpu",
     precision: Precision = "fp32",
@@ -256,7 +259,8 @@ def prepare(
 ) -> Run:
     """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk.
 
-    The engine of another run of the same family may be given: device, precision and all it has recorded are its.
+    An engine may be given instead of its name, such as that of another run. Its device and precision count then, and
+    what it has recorded is used where it is of the same family and the same samples.
     """
     _check_kind("run", method, Method, "fq.methods.FedAvg()")
     _check_kind("run", family, Family, "fq.trace(module, data.example)")
@@ -272,38 +276,43 @@ def prepare(
         )
     data = data.among(fleet.num_clients)
     family.check_forgets()
-    if isinstance(engine, Engine):
-        if engine.world.family is not family:
-            raise ConfigError("the engine of another run was given; it trains another family than this run's.")
-        engine.deal(data, seed)
+    if isinstance(engine, Simulation):
+        engine = engine.with_data(data)
     else:
-        world = World(family, seed, device_of(device), known(DTYPES, precision, "precision"), data.public, precision)
-        engine = known(ENGINES, engine, "engine")(world, data)
-    link.check_codec(engine.world)
-    server = method.init(engine.world)
-    _check_budgets(method, server, fleet, engine)
+        known(DTYPES, precision, "precision")
+        options = EngineOptions(device_of(device), precision)
+        engine = known(ENGINES, engine, "engine").create(data, options)
+    world = World(family, seed, engine.precision, engine.data.public)
+    federation = Federation(world, method, link)
+    link.check_codec(world, engine.device)
+    server = placed(method.init(world), engine.device)
+    engine.begin(federation)
+    _check_budgets(federation, server, fleet, engine)
     evaluation = evaluation or Evaluation()
-    _check_nets(method, server, fleet, engine, evaluation)
-    memory = Memories(memory_limit, engine.world.device)
+    _check_nets(federation, server, fleet, engine, evaluation)
+    memory = Memories(memory_limit, engine.device)
     memory.update(server.memory)
-    engine.link = link
-    engine.follow(method)
-    return Run(method, fleet, engine, evaluation, replace(server, memory=memory), link=link)
+    return Run(federation, fleet, engine, evaluation, replace(server, memory=memory))
+
+
+def placed(server: Server, device: torch.device) -> Server:
+    """Return a state with its weights on a device."""
+    return replace(server, weights={name: value.to(device) for name, value in server.weights.items()})
 
 
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands
 
 
-def _check_budgets(method: Method, server: Server, fleet: Fleet, engine: Engine) -> None:
+def _check_budgets(federation: Federation, server: Server, fleet: Fleet, engine: Engine) -> None:
     """Say now, and whose it is, if a budget holds nothing to train: its client may be drawn on the third day."""
-    world = engine.world
+    method, world = federation.method, federation.world
     less = [budget for budget in fleet.kinds if budget.share is not None and budget.share < 1]
     if less and not world.family.whole.widths:
         notes = " ".join(world.family.layout.notes)
         _log.warning("nothing of the model can be cut: devices train the whole of it, also for %s. %s", less[0], notes)
     for budget in fleet.kinds[:_FEW]:
         first = fleet.first(budget)
-        client = Client(first, budget, engine.data.size(first))
+        client = Client(first, budget, engine.size(first))
         try:
             method.fit(budget, world)
             plan = planned(method, server, client, world)
@@ -312,21 +321,22 @@ def _check_budgets(method: Method, server: Server, fleet: Fleet, engine: Engine)
         check_budgets(method, [Job(client, submodel, server.round) for submodel in plan], world)
 
 
-def _check_nets(method: Method, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation) -> None:
+def _check_nets(federation: Federation, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation) -> None:
     """Refuse a model of which clients would train another network than the user wrote."""
+    method = federation.method
     modes = compared_passes(method.local, method.local.norm)
-    for arch in dict.fromkeys(_members_in_use(method, server, fleet, engine, evaluation)):
-        engine.world.family.check_net(arch, modes)
+    for arch in dict.fromkeys(_members_in_use(federation, server, fleet, engine, evaluation)):
+        federation.world.family.check_net(arch, modes)
 
 
 def _members_in_use(
-    method: Method, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation
+    federation: Federation, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation
 ) -> Iterator[Arch]:
     """Yield the members that clients train, those nested in them that a step runs, and those that are tested."""
-    world, budgets = engine.world, fleet.kinds[:_FEW]
+    method, world, budgets = federation.method, federation.world, fleet.kinds[:_FEW]
     for budget in budgets:
         first = fleet.first(budget)
-        client = Client(first, budget, engine.data.size(first))
+        client = Client(first, budget, engine.size(first))
         for submodel in planned(method, server, client, world):
             yield submodel.arch
             learner = method.learner(Job(client, submodel, server.round), world)

@@ -152,7 +152,7 @@ def export_sizes(
             "safetensors can hold several. Others hold one share each."
         )
     model = run.customisable(shares, client, norms, samples).cpu()
-    family = run.engine.world.family
+    family = run.world.family
     by_default = robustness is None and family.adjustable
     robustness = 0.0 if by_default else robustness
     model.set(robustness=robustness)
@@ -217,12 +217,12 @@ def check_place(path: Path, force: bool) -> None:
 
 def _samples(run: Run, sizes: Sequence[int]) -> tuple[list[Tensor], str]:
     """Batches of these sizes that the model is fed in both runtimes."""
-    data, count = run.engine.data, sum(sizes)
+    data, count = run.data, sum(sizes)
     if not run.absent and len(data.test_targets):
         rows = torch.arange(count) % len(data.test_targets)
-        inputs, told = data.test_samples(rows.to(run.engine.world.device)), "test samples"
+        inputs, told = data.test_samples(rows.to(run.engine.device)), "test samples"
     else:
-        inputs, told = _noise(run.engine.world.family, count), "random samples"
+        inputs, told = _noise(run.world.family, count), "random samples"
     inputs = inputs.cpu().float() if inputs.is_floating_point() else inputs.cpu()
     return list(inputs.split_with_sizes(list(sizes))), told
 

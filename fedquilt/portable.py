@@ -28,13 +28,13 @@ def about(run: Run) -> Note:
     from fedquilt.methods import METHODS
     from fedquilt.records import registered
 
-    family = run.engine.world.family
+    family = run.world.family
     example = family.example_inputs[0]
     return {
         "fedquilt": __version__,
         "method": registered(METHODS, run.method),
         "model": type(family._module).__name__,
-        "data": run.engine.data.name,
+        "data": run.data.name,
         "rounds": run.server.round,
         "input_shape": list(example.shape[1:]),
         "input_dtype": str(example.dtype).removeprefix("torch."),

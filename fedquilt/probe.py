@@ -24,9 +24,10 @@ from fedquilt.fleets import FIVE_SHARES
 from fedquilt.methods import Method
 from fedquilt.precision import DTYPES, Precision, computing
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.step import Batch, gradient, move
-from fedquilt.terms import Arch, Budget, Client, Job, World
+from fedquilt.terms import Arch, Budget, Client, Job
 
 
 @dataclass(frozen=True)
@@ -198,7 +199,7 @@ def _training_step(
     family: Family, arch: Arch, where: torch.device, dtype: torch.dtype, batch_size: int
 ) -> Callable[[], None]:
     """One real local step, again and again: a batch, its gradient, momentum."""
-    world, submodel = World(family, device=where, dtype=dtype), prefix(arch)
+    world, submodel = World(family), prefix(arch)
 
     def here(value: Tensor) -> Tensor:
         return value.to(where, dtype if value.is_floating_point() else value.dtype)

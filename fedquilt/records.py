@@ -127,7 +127,7 @@ class Folder:
                 _compare(manifest.about["run"], identity(run), f"the run in {self.path} was to go on")
             return damage
 
-        found = self._checkpoints.load(_memories(run), run.engine.world.device, check)
+        found = self._checkpoints.load(_memories(run), run.engine.device, check)
         records: list[Record] = []
         length = 0
         if found is None:
@@ -346,19 +346,19 @@ _FEW = 16  # values of a sequence that are worth a line each
 
 def identity(run: Run) -> dict[str, Any]:
     """What must not change when a run goes on, as dotted names and plain values."""
-    world = run.engine.world
+    world = run.world
     parts = {
         "method": run.method,
         "model": world.family.layout,
         "initial": [*world.family.init(world.seed).values()],
         "constants": world.family.constants,
-        "data": run.engine.data,
+        "data": run.data,
         "fleet": run.fleet,
         "engine": type(run.engine).__name__,
         "link": run.link,
         "seed": world.seed,
-        "device": world.device.type,
-        "precision": run.engine.precision,
+        "device": run.engine.device.type,
+        "precision": world.precision,
     }
     return dict(leaf for name, value in parts.items() for leaf in _leaves(name, value))
 
@@ -412,24 +412,21 @@ def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], asked: str) -> No
 
 def _sample(run: Run) -> dict[str, Any]:
     """What the model must know of the data to be made again where that cannot be had."""
-    example = run.engine.world.family.example_inputs[0]
+    example = run.world.family.example_inputs[0]
     shape, kind = list(example.shape[1:]), str(example.dtype).removeprefix("torch.")
-    return {"shape": shape, "dtype": kind, "classes": run.engine.data.num_classes}
+    return {"shape": shape, "dtype": kind, "classes": run.data.num_classes}
 
 
 def _choices(run: Run) -> dict[str, Any]:
     """What the last bits of a result depend on besides; threads and the engine's own settings are restored."""
     engine = run.engine
-    own = {field.name: getattr(engine, field.name) for field in fields(engine)}
-    cuda = engine.world.device.type == "cuda"
+    cuda = engine.device.type == "cuda"
     return {
         "threads": torch.get_num_threads(),
-        "engine": {name: value for name, value in own.items() if isinstance(value, (bool, int, float, str))},
+        "engine": dict(engine.settings),
         "here": {
             "torch": torch.__version__,
-            "processor": torch.cuda.get_device_name(engine.world.device)
-            if cuda
-            else torch.backends.cpu.get_cpu_capability(),
+            "processor": torch.cuda.get_device_name(engine.device) if cuda else torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
             "matmul precision": torch.get_float32_matmul_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -439,8 +436,7 @@ def _choices(run: Run) -> dict[str, Any]:
 
 def _restore(choices: Mapping[str, Any], run: Run) -> None:
     torch.set_num_threads(choices["threads"])
-    for name, value in choices["engine"].items():
-        setattr(run.engine, name, value)
+    run.engine = run.engine.with_settings(choices["engine"])
     here = _choices(run)["here"]
     for name, value in choices["here"].items():
         if here.get(name) != value:
@@ -454,17 +450,17 @@ def _restore(choices: Mapping[str, Any], run: Run) -> None:
 
 def portrait(run: Run, rounds: int) -> dict[str, Any]:
     """A run that was put together in Python, in plain values."""
-    world, known = run.engine.world, identity(run)
+    world, known = run.world, identity(run)
     return {
         "rounds": rounds,
         "seed": world.seed,
         "engine": type(run.engine).__name__.lower(),
-        "device": str(world.device),
-        "precision": run.engine.precision,
+        "device": str(run.engine.device),
+        "precision": world.precision,
         "link": str(run.link),
         "method": repr(run.method),
         "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
-        "data": run.engine.data.name,
+        "data": run.data.name,
         "model": type(world.family._module).__name__,
         "fingerprint": hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16],
         "fedquilt": __version__,
@@ -482,18 +478,18 @@ def summarise(run: Run) -> dict[str, Any]:
     from fedquilt.engines import ENGINES
     from fedquilt.methods import METHODS
 
-    family = run.engine.world.family
-    members = members_by_share(run.method, run.server, run.fleet.kinds, run.engine.world, run.evaluation.shares)
+    family = run.world.family
+    members = members_by_share(run.method, run.server, run.fleet.kinds, run.world, run.evaluation.shares)
     archs = {share: [net.arch for net in nets] for share, nets in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
     return {
         "method": registered(METHODS, run.method),
         "model": type(family._module).__name__,
-        "data": run.engine.data.name,
+        "data": run.data.name,
         "engine": registered(ENGINES, run.engine),
-        "precision": run.engine.precision,
-        "seed": run.engine.world.seed,
+        "precision": run.world.precision,
+        "seed": run.world.seed,
         "rounds": run.server.round,
         "seconds": sum(record.seconds for record in run.records),
         "bytes_down": sum(record.bytes_down for record in run.records),

@@ -5,17 +5,12 @@ from __future__ import annotations
 from collections.abc import Mapping, MutableMapping
 from dataclasses import dataclass, field, replace
 from numbers import Real
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
-import torch
 from torch import Tensor
 
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import BudgetError
-from fedquilt.precision import Precision
-
-if TYPE_CHECKING:
-    from fedquilt.family import Family
 
 Weights = Mapping[str, Tensor]
 Slots = Mapping[str, Weights]  # an optimiser's memory: "momentum" → one tensor a weight
@@ -185,15 +180,3 @@ class Server:
         """The round in which a client trained last, as far as it remembers; else the last one of all."""
         memory = self.memory.get((client, ""))
         return memory.round if memory and memory.round >= 0 else max(0, self.round - 1)
-
-
-@dataclass(frozen=True)
-class World:
-    """What every method may look at."""
-
-    family: Family
-    seed: int = 0
-    device: torch.device = torch.device("cpu")
-    dtype: torch.dtype = torch.float32
-    public: Tensor | None = None
-    precision: Precision = "fp32"  # of products; weights and sums are in `dtype`

@@ -65,7 +65,7 @@ def _seconds(experiment: Experiment, short: Ground) -> float:
     run, seconds = experiment.prepare(short), 0.0
     for _ in range(2):
         began = time.perf_counter()
-        play(run.method, run.server, run.fleet, run.engine, 2, Evaluation(every=0))
+        play(run.federation, run.server, run.fleet, run.engine, 2, Evaluation(every=0))
         seconds = time.perf_counter() - began
     return seconds
 

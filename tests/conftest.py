@@ -20,6 +20,7 @@ import fedquilt as fq
 from fedquilt.engines import ENGINES
 from fedquilt.methods import Method
 from fedquilt.models import PreResNet, TransformerLM
+from fedquilt.round.client import Start, memory_of, receive
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background; some tests press ctrl-C
@@ -163,6 +164,16 @@ def shortened(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 def with_local(method: Method, **changes: Any) -> Method:
     """The method with other local settings."""
     return method.with_local(**changes)
+
+
+def start_of(run: fq.Run, job: fq.Job) -> Start:
+    """What a job's client starts from, over the link of the run."""
+    learner, cutter = run.method.learner(job, run.world), run.world.family.cutter
+    payload = fq.Payload(
+        job.submodel, cutter.gather(run.server.weights, job.submodel, learner.received(run.world.family))
+    )
+    initial = run.federation.initial_on(run.engine.device)
+    return receive(run.federation, job, learner, payload, memory_of(run.server, job), initial)
 
 
 def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:

@@ -17,7 +17,6 @@ if TYPE_CHECKING:
     from fedquilt.config import Experiment, Ground
     from fedquilt.experiment import Run
     from fedquilt.records import Folder
-    from fedquilt.round import Record
 
 
 MAX_SHOWN_SHARES = 8
@@ -77,25 +76,24 @@ class Playing:
 
     def play(self, begin: Callable[[str, int], Watch]) -> None:
         """Train to the end, with the records on disk as soon as a round is over."""
+        from fedquilt.loop import complete
         from fedquilt.settings import write
-        from fedquilt.tracking import tracked
 
         run, folder = self.run, self.folder
         assert run is not None
-        settings = write(self.experiment)
         try:
-            with tracked(self.experiment.tracking, run, settings, folder.path if folder else None) as log:
-                watchers = [log, *([folder.watch(run)] if folder else []), begin(self.name, run.server.round)]
-
-                def watch(record: Record) -> None:
-                    for one in watchers:
-                        one(record)
-
-                run.train(self.experiment.rounds, watch)
+            complete(
+                run,
+                self.experiment.rounds,
+                folder=folder,
+                path=folder.path if folder else None,
+                trackers=self.experiment.tracking,
+                settings=write(self.experiment),
+                watch=begin(self.name, run.server.round),
+                names=self.experiment.names,
+            )
         except KeyboardInterrupt as error:
             raise Interrupted(self._hint()) from error
-        if folder:
-            folder.finish(self.summary)
 
     def _hint(self) -> str:
         assert self.run is not None

@@ -1,10 +1,10 @@
 """How a cohort is trained: one client after another, stacked, or on the workers of a cluster."""
 
-from fedquilt.engines.engine import Engine, Outcome
 from fedquilt.engines.ray import Ray
 from fedquilt.engines.sequential import Sequential
+from fedquilt.engines.simulation import Simulation
 from fedquilt.engines.vectorised import Vectorised
 
-ENGINES: dict[str, type[Engine]] = {"sequential": Sequential, "vectorised": Vectorised, "ray": Ray}
+ENGINES: dict[str, type[Simulation]] = {"sequential": Sequential, "vectorised": Vectorised, "ray": Ray}
 
-__all__ = ["ENGINES", "Engine", "Outcome", "Ray", "Sequential", "Vectorised"]
+__all__ = ["ENGINES", "Ray", "Sequential", "Simulation", "Vectorised"]

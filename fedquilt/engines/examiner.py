@@ -12,18 +12,18 @@ from torch import Tensor
 from torch.func import vmap
 
 from fedquilt.devices import channels_last
+from fedquilt.engines.exams import Exam
 from fedquilt.engines.sweep import Look, Sweep, by_turns
 from fedquilt.engines.units import CaptureError, fails_alone, stacked
 from fedquilt.errors import first_line
-from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
+from fedquilt.round.federation import World
+from fedquilt.round.serve import Kind, Score, mean_statistics, right
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.optimizers import State
-from fedquilt.terms import Arch, Mix, Weights, World
+from fedquilt.terms import Arch, Mix, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.data import FederatedData
     from fedquilt.engines.vectorised import Vectorised
-    from fedquilt.methods.method import Method
 
 _log = logging.getLogger(__name__)
 # Bytes that are worked on at once on a CPU: with more, the system hands out and takes back pages for every operation.
@@ -38,33 +38,29 @@ class Examiner:
 
     def __init__(self, engine: Vectorised) -> None:
         self.engine = engine
-        self.unswept: set[Hashable] = set()  # what cannot be recorded
         self.forget()
 
     @property
     def world(self) -> World:
         return self.engine.world
 
-    @property
-    def data(self) -> FederatedData:
-        return self.engine.data
-
     def forget(self) -> None:
-        """Samples do not lie where they lay, or attacks are drawn otherwise: what was recorded is of no use."""
+        """Drop what was recorded, because the family or the place of the samples has changed."""
         self.sweeps: dict[Hashable, list[Sweep]] = {}
+        self.unswept: set[Hashable] = set()  # what cannot be recorded
 
-    def evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+    def evaluate(self, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         """Exams of equal member are batched: same weights as more samples, different weights as a stack.
 
         Where steps are recorded, whole batches of a long exam are too.
         """
-        totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.world.device)
+        totals = torch.zeros(len(exams), 2, dtype=torch.int64, device=self.engine.device)
         work: dict[tuple[Kind, int, float | None], list[tuple[int, Tensor]]] = {}
         swept: dict[Hashable, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
         for place, exam in enumerate(exams):
-            kind = exam.kind(method.local.norm)
+            kind = exam.kind(self.engine.method.local.norm)
             size = self._exam_size(kind, batch_size)
-            batches = batched(self.engine.exam_samples(exam), size)
+            batches = batched(exam.samples.to(self.engine.device), size)
             if exam.held is None:
                 net = id(exam.weights), kind
                 if net in swept:
@@ -83,12 +79,12 @@ class Examiner:
                 now = some[first : first + most]
                 totals.index_add_(
                     0,
-                    torch.tensor([place for place, _ in now], device=self.world.device),
+                    torch.tensor([place for place, _ in now], device=self.engine.device),
                     self._right(kind, [exams[place] for place, _ in now], [rows for _, rows in now], absent),
                 )
         for place, sweep in swept.values():
             totals[place] += self._end(sweep)["right"]
-        return [Score(exam.label, *map(int, total)) for exam, total in zip(exams, totals.tolist(), strict=True)]
+        return [Score(exam.label, hits, n) for exam, (hits, n) in zip(exams, totals.tolist(), strict=True)]
 
     def _right(self, kind: Kind, exams: list[Exam], rows: list[Tensor], absent: float | None) -> Tensor:
         """Count right predictions and targets of exams of one kind, each on a batch of its own.
@@ -109,25 +105,25 @@ class Examiner:
         if len(exams) == 1 or any(net.arch in self.engine.single for net in kind.nets):
             with torch.no_grad():
                 scores = [
-                    one(exam.weights, self.data.test_samples(own), self.data.test_targets[own], own, exam.held)
+                    one(exam.weights, *self.engine.samples(kind, own), own, exam.held)
                     for exam, own in zip(exams, rows, strict=True)
                 ]
             return torch.stack(scores)
         shared = all(exam.weights is exams[0].weights for exam in exams)
         index = torch.stack(rows)
         held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
-        targets = self.data.test_targets[index]
+        inputs, targets = self.engine.samples(kind, index)
         if shared and not self._mixes(kind):  # nobody depends on who else is there: one large batch
             with torch.no_grad():
                 flat = index.flatten()
-                together = run(exams[0].weights, self.data.test_samples(flat), targets.flatten(0, 1), flat)
+                together = run(exams[0].weights, inputs.flatten(0, 1), targets.flatten(0, 1), flat)
                 logits = together.reshape(*index.shape, *together.shape[1:])
                 return vmap(count_right, in_dims=(0, 0, 0 if masked else None))(logits, targets, held)
         weights = exams[0].weights if shared else stacked([exam.weights for exam in exams])
         with torch.no_grad():
             mapped = vmap(one, in_dims=(None if shared else 0, 0, 0, 0, 0 if masked else None))
             try:
-                return mapped(weights, self.data.test_samples(index), targets, index, held)
+                return mapped(weights, inputs, targets, index, held)
             except Exception as error:
                 if fails_alone(error):
                     raise
@@ -160,7 +156,7 @@ class Examiner:
 
         def together(now: list[Tensor]) -> list[State]:
             index = torch.stack(now)
-            some = vmap(one)(self.data.samples(index), self.data.targets[index], index)
+            some = vmap(one)(*self.engine.samples(kind, index), index)
             return [{name: value[place] for name, value in some.items()} for place in range(len(now))]
 
         measured: list[State] = []
@@ -177,7 +173,7 @@ class Examiner:
                             if fails_alone(error):
                                 raise
                             self.engine.set_apart(arch, first_line(error))
-                    measured += [one(self.data.samples(rows), self.data.targets[rows], rows) for rows in now]
+                    measured += [one(*self.engine.samples(kind, rows), rows) for rows in now]
         return measured
 
     # --- recorded passes ----------------------------------------------------------------------------------------
@@ -186,14 +182,15 @@ class Examiner:
         """Begin a recorded sweep over those batches that are of full size, if that pays; and the other batches."""
         size = len(batches[0]) if batches else 0
         whole = [rows for rows in batches if len(rows) == size]
-        key = kind, size, tuple(weights)
+        # A recorded attack has the seed in it.
+        key = kind, size, tuple(weights), self.world.seed
         if not self.engine.recorded or len(whole) < _SWEPT or key in self.unswept:
             return None, batches
         if self.engine.need(self._widest(kind.nets), size, 0) > self.engine.memory:
             return None, batches
         idle = self.sweeps.setdefault(key, [])
         try:
-            sweep = idle.pop() if idle else Sweep(self._look(kind), weights, size, self.world.device)
+            sweep = idle.pop() if idle else Sweep(self._look(kind), weights, size, self.engine.device)
         except CaptureError as error:
             self.unswept.add(key)
             _log.warning("the evaluation of a member cannot be recorded: %s", error)
@@ -208,15 +205,16 @@ class Examiner:
 
     def _look(self, kind: Kind) -> Look:
         """What a sweep sees in a batch: norm statistics of training samples, or right answers on test samples."""
-        family, seed = self.world.family, self.world.seed
+        engine, family, seed = self.engine, self.world.family, self.world.seed
 
         def measured(weights: Weights, rows: Tensor) -> State:
-            inputs = channels_last(self.data.samples(rows))
-            drawn = kind.drawn(seed, rows, inputs)
-            return kind.statistics(family, weights, inputs, self.data.targets[rows], drawn)
+            stored, targets = engine.samples(kind, rows)
+            inputs = channels_last(stored)
+            return kind.statistics(family, weights, inputs, targets, kind.drawn(seed, rows, inputs))
 
         def tested(weights: Weights, rows: Tensor) -> State:
-            inputs, targets = channels_last(self.data.test_samples(rows)), self.data.test_targets[rows]
+            stored, targets = engine.samples(kind, rows)
+            inputs = channels_last(stored)
             logits = kind.logits(family, weights, inputs, targets, kind.drawn(seed, rows, inputs))
             return {"right": right(logits, targets, None)}
 
@@ -230,13 +228,13 @@ class Examiner:
 
     def _batches_at_once(self, arch: Arch, batch_size: int) -> int:
         """How many batches of a member are tested at once: on a CPU few."""
-        if self.world.device.type == "cuda":
+        if self.engine.device.type == "cuda":
             return max(1, self.engine.memory // self.engine.need(arch, batch_size, 0))
         return max(1, _AT_ONCE // self._activations(arch, batch_size))
 
     def _exam_size(self, kind: Kind, batch_size: int) -> int:
         """The batches a test is cut into: on a CPU smaller ones, where nothing depends on who is tested together."""
-        if self.world.device.type == "cuda" or self._mixes(kind):
+        if self.engine.device.type == "cuda" or self._mixes(kind):
             return batch_size
         arch = self._widest(kind.nets)
         return min(batch_size, max(_SMALLEST, _AT_ONCE * _SMALLEST // self._activations(arch, _SMALLEST)))

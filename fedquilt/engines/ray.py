@@ -17,29 +17,32 @@ import threading
 from collections import Counter, deque
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, replace
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Self
 from weakref import WeakValueDictionary, finalize
 
 import torch
 
 from fedquilt.devices import keep_pages
-from fedquilt.engines.engine import Outcome
+from fedquilt.engines.options import CHUNKS
 from fedquilt.engines.parcel import Parcel, pack, unpack
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.errors import ConfigError, FedquiltError, TrainingError
 from fedquilt.names import said
+from fedquilt.precision import DTYPES
+from fedquilt.round.engine import Outcome
+from fedquilt.round.federation import Federation
 from fedquilt.round.merge import Fold
-from fedquilt.terms import Job, Memory, Server, Weights, World
+from fedquilt.terms import Job, Memory, Server
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
+    from fedquilt.engines.options import EngineOptions
     from fedquilt.methods.method import Method
 
 _log = logging.getLogger("fedquilt")
 
-CHUNKS = 8
 _TRIES = 3  # times a chunk is trained whose workers die, and a worker is started that does not come up
 _PATIENCE = 300.0  # seconds to wait for the first worker
 
@@ -73,48 +76,58 @@ class Ray(Vectorised):
         self.check()
         super().__post_init__()
         self._crew: Crew | None = None
+        self._placed: Any = None  # Samples and options, in the object store.
+        self._sent: tuple[Federation, Any] | None = None  # The federation that the object store has, and where.
 
-    def deal(self, data: FederatedData, seed: int | None = None) -> None:
-        super().deal(data, seed)
-        self._ground: Any = None  # family and data, in the object store
-        self._start: Any = None  # the method's initial weights, in the object store
+    @classmethod
+    def create(cls, data: FederatedData, options: EngineOptions) -> Self:
+        cluster = Cluster(options.address, options.workers)
+        return cls(
+            data,
+            options.device,
+            options.precision,
+            memory=options.memory,
+            chunks=options.chunks,
+            cluster=cluster,
+        )
 
-    def follow(self, method: Method, initial: Weights | None = None) -> None:
-        if method is not self.method:
-            self._start = None
-        super().follow(method, initial)
-
-    def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+    def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
         """Broadcast the server's state once, have the chunks trained, and join what comes back in their order."""
-        self._check_fold(method, server)
+        self._check_fold(self.method, server)
         crew, chunks = self._gathered(), cut(jobs, self.chunks)
-        known = _known(method, server, self.world)
-        settings = {one.name: getattr(self, one.name) for one in fields(Vectorised) if one.name not in _OWN}
-        everyone = crew.put(pack((method, replace(server, memory={}), settings), _shared(self.world)))
-        if self._start is None:
-            self._start = crew.put(pack(self._initial, {}))
-        shared = _shared(self.world)
+        known, shared = _known(self.federation, server), _shared(self.federation)
+        everyone = crew.put(pack(replace(server, memory={}), shared))
+        federation = self._sent_federation(crew)
         packed = [pack((chunk, _memory(server, chunk)), shared) for chunk in chunks]
         calls = [
-            Call(self._ground, self._start, everyone, parcel, chunk)
+            Call(self._placed, federation, everyone, parcel, chunk)
             for parcel, chunk in zip(packed, chunks, strict=True)
         ]
         with closing(crew.answers(calls)) as answers:
             for answer in answers:
-                theirs, left = unpack(answer, known, self.world.device)
+                theirs, left = unpack(answer, known, self.device)
                 fold.join(theirs)
                 outcome.join(left)
 
     def _gathered(self) -> Crew:
-        crew = Crew.of(self.cluster, self.world.device, torch.get_num_threads())
+        crew = Crew.of(self.cluster, self.device, torch.get_num_threads())
         if crew is not self._crew:
-            self._crew, self._ground, self._start = crew, None, None
-        if self._ground is None:
-            cpu = torch.device("cpu")
-            world = replace(self.world, family=self.world.family.seeded(self.world.seed), device=cpu)
-            world = replace(world, public=None if world.public is None else world.public.to(cpu))
-            self._ground = crew.put(pack((world, self.data.to(cpu, world.dtype)), {}))
+            self._crew, self._placed, self._sent = crew, None, None
+        options = self.precision, {name: value for name, value in self.settings.items() if name in _WORKER_OPTIONS}
+        if self._placed is None:
+            here = self.data.to(torch.device("cpu"), DTYPES[self.precision])
+            self._placed = crew.put(pack((here, *options), {}))
         return crew
+
+    def _sent_federation(self, crew: Crew) -> Any:
+        """Put the federation into the object store, with the initial weights, which workers may be unable to draw."""
+        if self._sent is None or self._sent[0] is not self.federation:
+            world = self.world
+            family = world.family.seeded(world.seed)
+            public = None if world.public is None else world.public.cpu()
+            own = replace(self.federation, world=replace(world, family=family, public=public))
+            self._sent = self.federation, crew.put(pack(replace(own, received=self.federation.initial), {}))
+        return self._sent[1]
 
     def _check_fold(self, method: Method, server: Server) -> None:
         """Say now if partial folds cannot be joined: two empty ones can, or none can."""
@@ -135,7 +148,7 @@ class Ray(Vectorised):
             )
 
 
-_OWN = ("world", "data")  # what a worker is given once; the rest of an engine's settings may change between rounds
+_WORKER_OPTIONS = ("memory", "record", "layout")  # Settings of `Vectorised` that its workers have too.
 
 
 def cut(jobs: Sequence[Job], chunks: int) -> list[Sequence[Job]]:
@@ -152,15 +165,23 @@ def _memory(server: Server, jobs: Sequence[Job]) -> dict[tuple[int, str], Memory
     return {key: memory for key, memory in found if memory is not None}
 
 
-def _shared(world: World) -> dict[str, object]:
-    """What driver and workers both have, by name."""
-    return {"world": world, "family": world.family, "cutter": world.family.cutter, "layout": world.family.layout}
+def _shared(federation: Federation) -> dict[str, object]:
+    """Return what driver and workers both have, by name."""
+    world, family = federation.world, federation.world.family
+    return {
+        "federation": federation,
+        "method": federation.method,
+        "world": world,
+        "family": family,
+        "cutter": family.cutter,
+        "layout": family.layout,
+    }
 
 
-def _known(method: Method, server: Server, world: World) -> dict[str, object]:
-    """The same once a round has begun: a fold may hold the server's weights, which need not come back."""
+def _known(federation: Federation, server: Server) -> dict[str, object]:
+    """Return the same once a round has begun: a fold may hold the server's weights, which need not come back."""
     weights = {f"weight {name}": value for name, value in server.weights.items()}
-    return {**_shared(world), "method": method, "server": server, **weights}
+    return {**_shared(federation), "server": server, **weights}
 
 
 # --- in the workers ---------------------------------------------------------------------------------------------
@@ -179,61 +200,58 @@ class Worker:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
         self._engine: tuple[Any, Vectorised] | None = None
-        self._start: tuple[Any, Weights] | None = None
-        self._round: tuple[Any, tuple[Method, Server]] | None = None
+        self._federation: tuple[Any, Federation] | None = None
+        self._server: tuple[Any, Server] | None = None
 
     def ready(self) -> int:
         return os.getpid()
 
     def train(
         self,
-        ground: list[Any],
-        start: list[Any],
+        placed: list[Any],
+        federation: list[Any],
         everyone: list[Any],
         chunk: Parcel,
         device: str,
     ) -> Answer:
-        """Train some jobs and fold them. Errors are answers: what Ray makes of a raised one nobody can read."""
+        """Train some jobs and fold them. Errors are returned, because Ray would make a raised one unreadable."""
         try:
-            engine = self._hold(ground[0], torch.device(device))
-            method, server = self._begin(start[0], everyone[0], engine)
-            shared = _shared(engine.world)
-            jobs, memory = unpack(chunk, shared, engine.world.device)
+            engine = self._hold(placed[0], torch.device(device))
+            own = self._follow(federation[0], engine)
+            server = self._begin(everyone[0], own, engine)
+            jobs, memory = unpack(chunk, _shared(own), engine.device)
             server = replace(server, memory=memory)
-            fold = method.fold(server, engine.world)
-            outcome = engine.train(method, server, jobs, fold)
-            return pack((fold, outcome), _known(method, server, engine.world))
+            fold = own.method.fold(server, own.world)
+            outcome = engine.train(own, server, jobs, fold)
+            return pack((fold, outcome), _known(own, server))
         except FedquiltError as error:
             return error
         except Exception as error:
             return f"{said(error)} (in process {os.getpid()} on {socket.gethostname()})"
 
-    def _hold(self, ground: Any, device: torch.device) -> Vectorised:
-        """The engine for a family and its data; only the last is kept."""
-        if self._engine is None or self._engine[0] != ground:
-            self._engine = self._round = None
-            world, data = unpack(_get(ground), {}, device)
-            public = None if world.public is None else world.public.to(device)
-            self._engine = ground, Vectorised(replace(world, device=device, public=public), data)
+    def _hold(self, placed: Any, device: torch.device) -> Vectorised:
+        """Return the engine for some samples. Only the last is kept."""
+        if self._engine is None or self._engine[0] != placed:
+            self._engine = self._federation = self._server = None
+            data, precision, options = unpack(_get(placed), {}, device)
+            self._engine = placed, Vectorised(data, device, precision, **options)
         return self._engine[1]
 
-    def _begin(self, start: Any, everyone: Any, engine: Vectorised) -> tuple[Method, Server]:
-        """What all chunks of a round start from, unpacked once."""
-        if self._round is None or self._round[0] != everyone:
-            self._round = None
-            method, server, settings = unpack(_get(everyone), _shared(engine.world), engine.world.device)
-            for name, value in settings.items():
-                setattr(engine, name, value)
-            engine.follow(method, self._initial(start, engine))
-            self._round = everyone, (method, server)
-        return self._round[1]
+    def _follow(self, federation: Any, engine: Vectorised) -> Federation:
+        """Return the federation that is trained, unpacked once."""
+        if self._federation is None or self._federation[0] != federation:
+            self._federation = self._server = None
+            found: Federation = unpack(_get(federation), {}, engine.device)
+            public = None if found.world.public is None else found.world.public.to(engine.device)
+            self._federation = federation, replace(found, world=replace(found.world, public=public))
+        return self._federation[1]
 
-    def _initial(self, start: Any, engine: Vectorised) -> Weights:
-        """The weights that a method starts from, unpacked once."""
-        if self._start is None or self._start[0] != start:
-            self._start = None
-            self._start = start, unpack(_get(start), {}, engine.world.device)
-        return self._start[1]
+    def _begin(self, everyone: Any, federation: Federation, engine: Vectorised) -> Server:
+        """Return the state that all chunks of a round start from, unpacked once."""
+        if self._server is None or self._server[0] != everyone:
+            self._server = None
+            self._server = everyone, unpack(_get(everyone), _shared(federation), engine.device)
+        return self._server[1]
 
 
 def _get(reference: Any) -> Parcel:
@@ -248,8 +266,8 @@ def _get(reference: Any) -> Parcel:
 class Call:
     """A chunk on its way to whoever is free."""
 
-    ground: Any  # references to the object store
-    start: Any
+    placed: Any  # References to the object store: samples, federation, and the server's state.
+    federation: Any
     everyone: Any
     chunk: Parcel
     jobs: Sequence[Job]
@@ -337,7 +355,7 @@ class Crew:
 
     def _send(self, worker: Any, call: Call) -> Any:
         # In lists references stay references: the worker looks only at what it does not have yet.
-        stored = [call.ground], [call.start], [call.everyone]
+        stored = [call.placed], [call.federation], [call.everyone]
         return worker.train.remote(*stored, call.chunk, self._device)
 
     def _wait(self, references: list[Any], patient: bool) -> list[Any]:

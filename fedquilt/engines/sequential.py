@@ -1,44 +1,68 @@
-"""The truth: one client after another, nothing clever."""
+"""The reference: one client after another, nothing clever."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.engines.engine import Engine, Outcome
+from fedquilt.engines.exams import Exam
+from fedquilt.engines.simulation import Simulation
+from fedquilt.round.client import Start, blamed, memory_of, receive, remember, send, steps_behind, update_of
+from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Kind, Score, mean_statistics, right
+from fedquilt.round.serve import Kind, Score, mean_statistics, right
 from fedquilt.round.training.batches import augment, batched
 from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.step import Batch, clipped, gradient, move, teach
-from fedquilt.terms import Job, Payload, Server, Update, Weights
-
-if TYPE_CHECKING:
-    from fedquilt.methods.method import Method
+from fedquilt.terms import Job, Payload, Server, Weights
 
 
 @dataclass
-class Sequential(Engine):
-    """Trains one client at a time; every other engine must give its numbers."""
+class Sequential(Simulation):
+    """Trains one client at a time. Every other engine must give its numbers."""
 
-    def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+    def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        family, federation = self.world.family, self.federation
         for job in jobs:
-            learner = method.learner(job, self.world)
-            fold.add(self._train_one(server, job, learner, outcome))
+            learner, memory = self.method.learner(job, self.world), memory_of(server, job)
+            payload = self.payload(server, job, learner)
+            start = receive(federation, job, learner, payload, memory, self.initial)
+            batches = self.batches(job, learner)
+            with self.computing():
+                state, slots, losses = self.train_client(job, learner, start, batches)
+            self.check_finite(job, losses, [state[name] for name in learner.moved(family)])
+            own = {name: state[name] for name in learner.sent(family)}
+            wanted = learner.upload(family, job.submodel, self.held(job.client.id))
+            upload = Payload(wanted, family.cutter.narrow(own, job.submodel.held, wanted.held))
+            delivery = send(federation, job, upload, start.known, memory, self.initial)
+            steps = steps_behind(memory, learner, len(batches))
+            kept = remember(federation, job, learner, state, slots, steps, delivery.slots, memory, self.initial)
+            if kept:
+                outcome.memory[job.client.id, job.submodel.scope] = kept
+            macs = learner.macs(family, job.submodel.arch, list(map(len, batches)))
+            outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
+            outcome.losses.append(float(losses.mean()))
             outcome.stacks += 1
+            fold.add(update_of(job, learner, delivery.sent, steps, len(batches)))
 
-    def _train_one(self, server: Server, job: Job, learner: Learner, outcome: Outcome) -> Update:
+    def train_client(
+        self, job: Job, learner: Learner, start: Start, batches: Sequence[Tensor]
+    ) -> tuple[State, OptimiserState, Tensor]:
+        """Train one client on its batches, given by the positions of their samples.
+
+        Returns:
+            Its weights and optimizer slots, and (step,) the losses.
+        """
         family, arch = self.world.family, job.submodel.arch
-        start = self.start(server, job, learner)
         state, received = start.state, start.state
         slots = learner.start_slots(state, family) if start.slots is None else start.slots
-        held, losses, batches = self.held(job.client.id).to(self.world.device), [], self.batches(job, learner)
-        with self.blame(job, "training"):
+        held, losses = self.held(job.client.id).to(self.device), []
+        with blamed(job, "training"):
             for step, rows in enumerate(batches):
                 batch = self._batch(job, learner, rows, held, step)
                 if learner.taught:
@@ -46,44 +70,33 @@ class Sequential(Engine):
                 for place, phase in enumerate(learner.phases_at(step)):
                     grads, (loss, seen) = gradient(learner, family, arch, phase.objective, state, received, batch)
                     grads = clipped(grads, learner.local.optimiser.clip)
-                    masks = learner.masks(family, arch, phase, self.world.device)
+                    masks = learner.masks(family, arch, phase, self.device)
                     count = start.steps + learner.moves(step) + place
                     state, slots = move(learner, phase, state, slots, grads, masks, count)
                     state = {**state, **seen}
                 losses.append(loss)
-        self.check_finite(job, torch.stack(losses), [state[name] for name in learner.moved(family)])
-        outcome.losses.append(float(torch.stack(losses).mean()))
-        own = {name: state[name] for name in learner.sent(family)}
-        wanted = learner.upload(family, job.submodel, held)
-        payload = Payload(wanted, family.cutter.narrow(own, job.submodel.held, wanted.held))
-        delivery = self.deliver(server, job, payload, start.known)
-        macs = learner.macs(family, arch, list(map(len, batches)))
-        outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
-        steps = self.steps(server, job, learner, len(batches))
-        memory = self.remember(server, job, learner, state, slots, steps, delivery.slots)
-        if memory:
-            outcome.memory[job.client.id, job.submodel.scope] = memory
-        return self.update(job, learner, delivery.sent, steps, len(batches))
+        return state, slots, torch.stack(losses)
 
     def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
-        rows = rows.to(self.world.device)
-        key = noise.fold_in(torch.tensor(self.keys(job)[1], device=self.world.device), step)
+        rows = rows.to(self.device)
+        key = noise.fold_in(torch.tensor(self.keys(job)[1], device=self.device), step)
         inputs = augment(self.data.samples(rows), learner.local, key)
-        share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.world.device)
+        share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
         return Batch(inputs, self.data.targets[rows], held, key, share)
 
-    def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
-        family, data, scores = self.world.family, self.data, []
+    def _evaluate(self, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+        scores = []
         for exam in exams:
-            kind, samples = exam.kind(method.local.norm), self.exam_samples(exam)
-            total = torch.zeros(2, dtype=torch.int64, device=self.world.device)
-            for rows in batched(samples, batch_size):
+            kind = exam.kind(self.method.local.norm)
+            total = torch.zeros(2, dtype=torch.int64, device=self.device)
+            for rows in batched(exam.samples.to(self.device), batch_size):
                 with torch.no_grad():
-                    inputs, targets = data.test_samples(rows), data.test_targets[rows]
+                    inputs, targets = self.samples(kind, rows)
                     drawn = kind.drawn(self.world.seed, rows, inputs)
-                    logits = kind.logits(family, exam.weights, inputs, targets, drawn)
+                    logits = kind.logits(self.world.family, exam.weights, inputs, targets, drawn)
                     total += right(logits, targets, exam.held, exam.absent)
-            scores.append(Score(exam.label, *map(int, total)))
+            hits, count = total.tolist()
+            scores.append(Score(exam.label, hits, count))
         return scores
 
     def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -92,8 +105,8 @@ class Sequential(Engine):
             measured = []
             for rows in batches:
                 with torch.no_grad():
-                    inputs = self.data.samples(rows)
+                    inputs, targets = self.samples(kind, rows)
                     drawn = kind.drawn(self.world.seed, rows, inputs)
-                    measured.append(kind.statistics(self.world.family, weights, inputs, self.data.targets[rows], drawn))
+                    measured.append(kind.statistics(self.world.family, weights, inputs, targets, drawn))
             found.append(mean_statistics(measured, len(measured)))
         return found

@@ -76,10 +76,10 @@ class Unit:
     def __init__(self, engine: Vectorised, shape: Shape) -> None:
         self.engine, self.shape = engine, shape
         world, family, learner = engine.world, engine.world.family, shape.learner
-        device, count = world.device, shape.count
+        device, count = engine.device, shape.count
         _check_capturable(learner)
         self._net = family.laid(shape.arch, count) if shape.layout == "laid" else None
-        fresh = family.cutter.gather(engine.initial, prefix(shape.arch), learner.names(family))
+        fresh = family.cutter.gather(engine.template, prefix(shape.arch), learner.names(family))
         self.state = {name: self._place(value) for name, value in fresh.items()}
         self.slots = {
             slot: {name: torch.zeros_like(self.state[name]) for name in family.trainable}
@@ -130,7 +130,7 @@ class Unit:
 
     @property
     def _channels_last(self) -> bool:
-        return self.shape.layout == "alone" and self.engine.world.device.type == "cuda"
+        return self.shape.layout == "alone" and self.engine.device.type == "cuda"
 
     def _compare(self) -> None:
         """Side by side and stacked must give the same logits: a forward may treat channels in ways no layer shows."""

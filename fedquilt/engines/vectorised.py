@@ -13,7 +13,7 @@ from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from functools import cached_property, partial
 from itertools import groupby
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, Self
 from weakref import WeakValueDictionary
 
 import torch
@@ -22,10 +22,11 @@ from torch.func import vmap
 
 from fedquilt import noise
 from fedquilt.devices import onto
-from fedquilt.engines.engine import Engine, Outcome, Start
 from fedquilt.engines.examiner import Examiner
+from fedquilt.engines.exams import Exam
 from fedquilt.engines.lines import Inner, Lines
 from fedquilt.engines.sequential import Sequential
+from fedquilt.engines.simulation import Simulation
 from fedquilt.engines.units import (
     CaptureError,
     Layout,
@@ -37,9 +38,21 @@ from fedquilt.engines.units import (
 )
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError
+from fedquilt.round.client import (
+    Start,
+    blamed,
+    memory_of,
+    names_kept,
+    receive,
+    remember,
+    send,
+    steps_behind,
+    update_of,
+)
 from fedquilt.round.cut import prefix
+from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, Kind, Score
+from fedquilt.round.serve import Kind, Score
 from fedquilt.round.training.batches import augment
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
@@ -51,7 +64,7 @@ from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
-    from fedquilt.methods.method import Method
+    from fedquilt.engines.options import EngineOptions
 
 _log = logging.getLogger(__name__)
 _STACKED = 256 << 20  # bytes of a stack on a CPU: with more, its pages are handed out and taken back all the time
@@ -113,7 +126,7 @@ class Stack:
 
 
 @dataclass
-class Vectorised(Engine):
+class Vectorised(Simulation):
     """Trains stacks of clients. `memory` bounds a stack: more clients than fit are trained in several."""
 
     memory: int = 0  # bytes stacks may take, by the family's own estimate; 0: 256 MiB, or half of what a GPU has free
@@ -121,6 +134,20 @@ class Vectorised(Engine):
     layout: Literal["auto", "alone", "laid", "stack"] = "auto"
 
     def __post_init__(self) -> None:
+        self.examiner = Examiner(self)
+        super().__post_init__()
+        self.forget_family()
+        # Torch warns where it runs an operation client by client. Clients that are not stacked run likewise.
+        warnings.filterwarnings("ignore", _SLOW)
+        free = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else _STACKED
+        self.memory = self.memory or free
+
+    @classmethod
+    def create(cls, data: FederatedData, options: EngineOptions) -> Self:
+        return cls(data, options.device, options.precision, memory=options.memory)
+
+    def forget_family(self) -> None:
+        super().forget_family()
         self._idle: dict[Shape, list[Unit]] = {}
         self._refused: dict[Shape, str] = {}
         self._chosen: dict[Shape, Layout] = {}
@@ -129,35 +156,39 @@ class Vectorised(Engine):
         self.tails: Counter[tuple[Shape, int]] = Counter()  # batches that were not full, by their size
         self._regions: dict[Hashable, Tensor] = {}
         self._nested: WeakValueDictionary[Hashable, Inner] = WeakValueDictionary()
-        self.examiner = Examiner(self)
-        super().__post_init__()
-        # Torch warns where it runs an operation client by client: so do those who do not stack at all.
-        warnings.filterwarnings("ignore", _SLOW)
-        device = self.world.device
-        self.memory = self.memory or (torch.cuda.mem_get_info(device)[0] // 2 if device.type == "cuda" else _STACKED)
+        self._truth = Sequential(self.data, self.device, self.precision)  # trains what cannot be stacked
+        self.examiner.forget()
+        self._template: Weights | None = None
 
-    def deal(self, data: FederatedData, seed: int | None = None) -> None:
-        """What was recorded stays good while its samples lie where they lay; attacks in tests have the seed in them."""
-        before, world = self.data, self.world
-        super().deal(data, seed)
-        self.__dict__.pop("_one_by_one", None)
-        if self.data.inputs is not before.inputs or self.data.targets is not before.targets:
-            self._idle = {}
-            self.examiner.forget()
-        elif (
-            self.data.test_inputs is not before.test_inputs
-            or self.data.test_targets is not before.test_targets
-            or self.world is not world
-        ):
-            self.examiner.forget()
+    @property
+    def template(self) -> Weights:
+        """Return weights of the whole net, from which units take their shapes."""
+        if self._template is None:
+            self._template = self.world.family.init(0, self.device, self.world.dtype)
+        return self._template
+
+    def with_data(self, data: FederatedData) -> Self:
+        """Return an engine for other samples, which takes over what was recorded if it still holds.
+
+        A recorded step reads samples where they are in memory, so that it serves any partition of the same pool.
+        """
+        other = super().with_data(data)
+        if other.data.inputs is self.data.inputs and other.data.targets is self.data.targets and other is not self:
+            other._federation = self._federation
+            for name in ("_idle", "_refused", "_chosen", "single", "warm", "tails"):
+                setattr(other, name, getattr(self, name))
+            for unit in (unit for units in other._idle.values() for unit in units):
+                unit.engine = other
+            self.forget_family()
+        return other
 
     # --- training ----------------------------------------------------------------------------------------------
 
-    def _train(self, method: Method, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+    def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
         alike: dict[tuple[Arch, Learner, int], list[Job]] = {}
         shares: dict[Job, float] = {}
         for job in jobs:
-            learner = method.learner(job, self.world)
+            learner = self.method.learner(job, self.world)
             shares[job] = learner.share
             age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
@@ -165,7 +196,8 @@ class Vectorised(Engine):
             stackable = [(learner, some) for learner, some in wave if some[0].submodel.arch not in self.single]
             while stackable:
                 try:
-                    stacks = self._run(server, stackable, shares)
+                    with self.computing():
+                        stacks = self._run(server, stackable, shares)
                 except _UnstackableError as error:  # nothing has been added yet: the rest of the wave once more
                     self.set_apart(error.arch, str(error))
                     stackable = [(learner, some) for learner, some in stackable if some[0].submodel.arch != error.arch]
@@ -175,8 +207,8 @@ class Vectorised(Engine):
                 self._check(stacks, outcome)
                 break
             apart = [job for _, some in wave for job in some if job.submodel.arch in self.single]
-            self._truth.follow(method, self._first)
-            self._truth._train(method, server, apart, fold, outcome)
+            self._truth.begin(self.federation)
+            self._truth._train(server, apart, fold, outcome)
 
     def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:
         """Stacks that are trained at the same time: on a CPU one, on a GPU as many as fit."""
@@ -189,7 +221,7 @@ class Vectorised(Engine):
         for key in sorted(alike, key=lambda key: -needs[key]):  # the largest take longest: they begin
             (arch, learner, _), members, need = key, alike[key], needs[key]
             for some in self._split(arch, learner, members, max(1, self.memory // need)):
-                if wave and (self.world.device.type != "cuda" or len(some) * need > room):
+                if wave and (self.device.type != "cuda" or len(some) * need > room):
                     yield wave
                     wave, room = [], 0
                 room = (room if wave else self.memory) - len(some) * need
@@ -223,7 +255,7 @@ class Vectorised(Engine):
     @staticmethod
     def _age(server: Server, job: Job, learner: Learner) -> int:
         """The optimiser steps behind the slots a client starts with."""
-        memory = server.memory.get((job.client.id, job.submodel.scope)) if learner.keep_slots else None
+        memory = memory_of(server, job) if learner.keep_slots else None
         return memory.steps if memory else 0
 
     def need(self, arch: Arch, batch_size: int, slots: int) -> int:
@@ -233,23 +265,23 @@ class Vectorised(Engine):
         held = 2 * family.weight_bytes(arch) * (2 + slots) + family.activations(arch, batch_size)
         return max(1, held * self.world.dtype.itemsize // 4)
 
-    @property
-    def _truth(self) -> Sequential:
-        """Who trains what cannot be stacked, over the link that is there now."""
-        self._one_by_one.link = self.link
-        return self._one_by_one
-
-    @cached_property
-    def _one_by_one(self) -> Sequential:
-        return Sequential(self.world, self.data, self.link)
-
     def set_apart(self, arch: Arch, why: str) -> None:
         self.single.add(arch)
         _log.warning("clients of one member are trained one after another: %s", why)
 
     def _stack(self, server: Server, learner: Learner, jobs: list[Job], shares: Mapping[Job, float]) -> Stack:
-        device = self.world.device
-        starts = [self.start(server, job, learner) for job in jobs]
+        device = self.device
+        starts = [
+            receive(
+                self.federation,
+                job,
+                learner,
+                self.payload(server, job, learner),
+                memory_of(server, job),
+                self.initial,
+            )
+            for job in jobs
+        ]
         state = stacked([start.state for start in starts])
         batches = [self.batches(job, learner) for job in jobs]
         return Stack(
@@ -303,14 +335,14 @@ class Vectorised(Engine):
     def _put_by(self, unit: Unit) -> None:
         """Keep a unit for its like; of all that nobody uses, those used last: rebuilt every round they would cost."""
         self._idle[unit.shape] = [*self._idle.pop(unit.shape, []), unit]
-        most = self.memory if self.world.device.type == "cuda" else _KEPT * self.memory
+        most = self.memory if self.device.type == "cuda" else _KEPT * self.memory
         while len(self._idle) > 1 and sum(self._held_by(shape) for shape in self._idle) > most:
             self._idle.pop(next(iter(self._idle)))
 
     def _held_by(self, shape: Shape) -> int:
         """The bytes that idle units of a shape hold: their weights, and on a GPU what their recording works in."""
         local = shape.learner.local
-        if self.world.device.type != "cuda":
+        if self.device.type != "cuda":
             weights = self.world.family.weight_bytes(shape.arch) * self.world.dtype.itemsize // 4
             return len(self._idle[shape]) * shape.count * weights * (2 + len(local.optimiser.slots))
         return (
@@ -335,7 +367,7 @@ class Vectorised(Engine):
             if _NO_RULE not in str(error):
                 self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
             if fails_alone(error):
-                with self.blame(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
+                with blamed(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
                     raise error
             raise _UnstackableError(stack.arch, error) from error
 
@@ -364,7 +396,7 @@ class Vectorised(Engine):
 
     @property
     def recorded(self) -> bool:
-        return self.record if self.record is not None else self.world.device.type == "cuda"
+        return self.record if self.record is not None else self.device.type == "cuda"
 
     def _layout(self, arch: Arch, learner: Learner, count: int) -> Layout:
         """How clients of a member are trained: as asked, or as is found to be fastest on this machine."""
@@ -372,7 +404,7 @@ class Vectorised(Engine):
             return self.layout
         if count == 1:
             return "alone"
-        if self.world.device.type != "cuda":  # never slower than stacked: bench/layouts.py
+        if self.device.type != "cuda":  # never slower than stacked: bench/layouts.py
             return "laid"
         if not self.recorded or torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
             return "stack"
@@ -427,12 +459,12 @@ class Vectorised(Engine):
     def _accuse(self, stack: Stack, step: int, clients: list[int]) -> None:
         """Once more, one client after another, to say whose batch it was."""
         for client in clients:
-            with self.blame(stack.jobs[client], "training"):
+            with blamed(stack.jobs[client], "training"):
                 self.step(stack, step, [client])
 
     def step(self, stack: Stack, step: int, clients: list[int]) -> None:
         """One batch of the clients that have one of this size; the others are left as they are."""
-        learner, device = stack.learner, self.world.device
+        learner, device = stack.learner, self.device
         everyone = len(clients) == len(stack.jobs)
         who = torch.tensor(clients, device=device)
         state, slots, received = stack.state, stack.slots, stack.received
@@ -512,7 +544,7 @@ class Vectorised(Engine):
             for name, shape in lines.shapes.items():
                 mask = moves.mask(self.world.family, arch, name)
                 masks[name] = mask[None] if isinstance(mask, Tensor) else torch.full((1, *shape), mask)
-            self._regions[key] = lines.join(masks).to(self.world.device)
+            self._regions[key] = lines.join(masks).to(self.device)
             while len(self._regions) > 1 and sum(known.numel() for known in self._regions.values()) > _REGIONS:
                 self._regions.pop(next(iter(self._regions)))
         return self._regions[key]
@@ -524,7 +556,7 @@ class Vectorised(Engine):
         if found is None:
             family = self.world.family
             inner = family.nested(arch, share)
-            found = lines.nested(family.cutter, prefix(arch).index, inner.index).to(self.world.device)
+            found = lines.nested(family.cutter, prefix(arch).index, inner.index).to(self.device)
             self._nested[key] = found
         return found
 
@@ -563,19 +595,20 @@ class Vectorised(Engine):
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
             payload = Payload(wanted, {name: value[place] for name, value in state.items()})
-            delivery = self.deliver(stack.server, job, payload, stack.known[client])
+            memory = memory_of(stack.server, job)
+            delivery = send(self.federation, job, payload, stack.known[client], memory, self.initial)
             intact = intact and delivery.intact
             macs = learner.macs(self.world.family, stack.arch, stack.sizes[client])
             outcome.charge(job.client.id, stack.received_bytes[client], delivery.bytes, macs)
-            own = {name: stack.state[name][client] for name in self.kept(learner)}
+            own = {name: stack.state[name][client] for name in names_kept(self.federation, learner)}
             kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             batches = len(stack.batches[client])
-            steps = self.steps(stack.server, job, learner, batches)
-            memory = self.remember(stack.server, job, learner, own, slots, steps, delivery.slots)
-            if memory:
-                outcome.memory[job.client.id, job.submodel.scope] = memory
-            updates.append(self.update(job, learner, delivery.sent, steps, batches))
+            steps = steps_behind(memory, learner, batches)
+            left = remember(self.federation, job, learner, own, slots, steps, delivery.slots, memory, self.initial)
+            if left:
+                outcome.memory[job.client.id, job.submodel.scope] = left
+            updates.append(update_of(job, learner, delivery.sent, steps, batches))
         if intact:
             fold.add_stack(updates, [state])
         else:
@@ -599,8 +632,8 @@ class Vectorised(Engine):
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
-    def _evaluate(self, method: Method, exams: Sequence[Exam], batch_size: int) -> list[Score]:
-        return self.examiner.evaluate(method, exams, batch_size)
+    def _evaluate(self, exams: Sequence[Exam], batch_size: int) -> list[Score]:
+        return self.examiner.evaluate(exams, batch_size)
 
     def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
         return self.examiner.calibrate(nets, batches)

@@ -11,7 +11,8 @@ from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import TABLE_9
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
-from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
+from fedquilt.round.federation import World
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel
 
 
 @dataclass(frozen=True)

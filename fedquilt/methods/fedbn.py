@@ -7,10 +7,11 @@ from typing import ClassVar
 
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.method import Presets
+from fedquilt.round.federation import World
 from fedquilt.round.training.filters import Parts
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
-from fedquilt.terms import Job, World
+from fedquilt.terms import Job
 
 _NORMS = Parts(("norm",))
 

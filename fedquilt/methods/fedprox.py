@@ -6,9 +6,10 @@ from dataclasses import dataclass, replace
 
 from fedquilt.checks import within
 from fedquilt.methods.fedavg import FedAvg
+from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Proximal
-from fedquilt.terms import Job, World
+from fedquilt.terms import Job
 
 
 @dataclass(frozen=True)

@@ -8,10 +8,11 @@ from typing import ClassVar
 from fedquilt.checks import one_of, within
 from fedquilt.methods.method import Presets
 from fedquilt.methods.nested import GRIDS, Drawn, Nested, Slimming
+from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Freeze, Learner, Phase
 from fedquilt.round.training.objectives import Distilled, Summed
 from fedquilt.round.training.regions import Between, Everywhere
-from fedquilt.terms import Job, World
+from fedquilt.terms import Job
 
 
 @dataclass(frozen=True)

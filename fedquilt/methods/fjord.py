@@ -7,8 +7,9 @@ from typing import ClassVar
 
 from fedquilt.methods.method import Presets
 from fedquilt.methods.nested import GRIDS, Nested, Slimming
+from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner
-from fedquilt.terms import Job, World
+from fedquilt.terms import Job
 
 
 @dataclass(frozen=True)

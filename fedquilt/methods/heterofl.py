@@ -11,11 +11,12 @@ from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLES_10_AND_11
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Steps
-from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, World
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel
 
 
 def _released(*milestones: int) -> Local:

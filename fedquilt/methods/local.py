@@ -8,9 +8,10 @@ from typing import ClassVar
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.training.filters import All, Nothing
 from fedquilt.round.training.learner import Learner
-from fedquilt.terms import Client, Job, Server, Submodel, World
+from fedquilt.terms import Client, Job, Server, Submodel
 
 
 @dataclass(frozen=True)

@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar, Self
+from typing import Any, ClassVar, Self
 
 from torch import Tensor
 
@@ -16,13 +16,11 @@ from fedquilt.family.dual import HOW_TO_CONDITION
 from fedquilt.family.family import Rounding
 from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
-from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, World
-
-if TYPE_CHECKING:
-    from fedquilt.engines import Engine
+from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel
 
 Presets = Mapping[str, Mapping[str, Any]]
 _log = logging.getLogger(__name__)
@@ -83,8 +81,8 @@ class Method:
         return replace(self, local=replace(self.local, **changes))
 
     def initial(self, world: World) -> dict[str, Tensor]:
-        """All weights before the first round, by scope and name; whoever knows the seed has them."""
-        return world.family.init(world.seed, world.device, world.dtype)
+        """Return all weights before the first round, by scope and name, on the CPU. The seed decides them."""
+        return world.family.init(world.seed, dtype=world.dtype)
 
     def init(self, world: World) -> Server:
         """The state before the first round."""
@@ -170,8 +168,15 @@ class Method:
         plain = frozenset(world.family.statistics)
         return Mean(world.family.cutter, self.weighting, self.server, plain=plain).begin(server)
 
-    def arranged(self, server: Server, engine: Engine) -> Server:
-        """The state as it is tested and handed out, where that is not as it was trained."""
+    def candidates(self, server: Server, world: World) -> Mix:
+        """Return nets that are to be scored before the state is tested or handed out; () if none are.
+
+        Their scores are the accuracies on training samples.
+        """
+        return ()
+
+    def arranged(self, server: Server, scores: Sequence[float], world: World) -> Server:
+        """Return the state as it is tested and handed out, given the scores of the candidates in their order."""
         return server
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:

@@ -13,12 +13,13 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.methods.method import Method, Presets
 from fedquilt.precision import Precision
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.learner import Learner, Phase, shares_of
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Distilled, Summed
 from fedquilt.round.training.optimizers import SGD
-from fedquilt.terms import Client, Job, Server, Submodel, World
+from fedquilt.terms import Client, Job, Server, Submodel
 
 # FedResCuE, Table 17; norms share their affine weights and track nothing (A.3.1).
 TABLE_17 = Local(optimiser=SGD(lr=0.1, momentum=0.9, nesterov=True, decay=1e-4), batch_size=32)

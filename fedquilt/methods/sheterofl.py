@@ -9,13 +9,14 @@ from fedquilt.checks import within
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import compared_presets
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Summed
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine, Steps
-from fedquilt.terms import Arch, Client, Job, Server, Submodel, World
+from fedquilt.terms import Arch, Client, Job, Server, Submodel
 
 _SGD = SGD(lr=0.1, momentum=0.9, decay=5e-4)
 # The released sweeps: digits_SHeteroFL.yaml and cifar10_SHeteroFL.yaml. Layers always rescale in training.

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, ClassVar
 
-import torch
 from torch import Tensor
 
 from fedquilt import noise
@@ -19,16 +19,14 @@ from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
 from fedquilt.round.attack import PGD, AdversarialTraining
 from fedquilt.round.cut import windows
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
-from fedquilt.round.serve import exam_pass, mixed, ready, right
-from fedquilt.round.training.batches import batched
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.schedules import Cosine, Steps
-from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, Weights, World
+from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.engines import Engine
     from fedquilt.family import Family
     from fedquilt.family.family import Rounding
 
@@ -130,7 +128,7 @@ class SplitMix(Method):
         for place in range(self.count):
             # The first has the seed of the run, so that a single base net starts as FedAvg does.
             seed = noise.key(45, world.seed, place) if place else world.seed
-            whole = family.init(seed, world.device, world.dtype)
+            whole = family.init(seed, dtype=world.dtype)
             starts = {axis: place * width for axis, width in member.widths}
             window = windows(member, starts, family.layout.sizes)
             cut = family.cutter.gather(whole, window, list(whole))
@@ -157,25 +155,17 @@ class SplitMix(Method):
         """Return the share of a base net (A.3)."""
         return self.base
 
-    def arranged(self, server: Server, engine: Engine) -> Server:
-        """Algorithm 1, line 9. Nobody holds back a validation set: samples that clients train on take its place."""
+    def candidates(self, server: Server, world: World) -> Mix:
+        """Return the base nets if they are to be sorted.
+
+        Nobody holds back a validation set, so that samples which clients train on take its place.
+        """
         if not self.sort or self.personal:
-            return server
-        found = ready(self, server, [self._base(place, engine.world) for place in range(self.count)], engine, _EXAM)
-        rows, data = engine.pooled[:_VALIDATION], engine.data
-        scores = []
-        with engine.computing(), torch.no_grad():
-            for net, weights in found.items():
-                own = {net.scope + name: value for name, value in weights.items()}
-                hits = [
-                    right(
-                        mixed(engine.world.family, (net,), own, data.samples(some), exam_pass(self.local.norm)),
-                        data.targets[some],
-                        None,
-                    )
-                    for some in batched(rows, _EXAM)
-                ]
-                scores.append(int(torch.stack(hits)[:, 0].sum()))
+            return ()
+        return tuple(self._base(place, world) for place in range(self.count))
+
+    def arranged(self, server: Server, scores: Sequence[float], world: World) -> Server:
+        """Sort the base nets by their accuracy, the best first (algorithm 1, line 9)."""
         best = sorted(range(self.count), key=lambda place: -scores[place])
         names = list(dict.fromkeys(name[name.rfind("/") + 1 :] for name in server.weights))
         weights = {
@@ -238,10 +228,6 @@ class SplitMix(Method):
     def _base(self, place: int, world: World) -> Submodel:
         """A base net is all that its scope holds."""
         return Submodel(self._member(world), Index(), _scope(place))
-
-
-_VALIDATION = 2000  # samples that base nets are sorted by
-_EXAM = 100  # of them at once
 
 
 def _gains(cut: Weights, whole: Weights, family: Family) -> dict[str, float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import time
 from collections import ChainMap
 from collections.abc import Mapping
@@ -15,8 +16,10 @@ from fedquilt.round.serve import Evaluation, Grades, grade
 from fedquilt.terms import Job, Memory, Server
 
 if TYPE_CHECKING:
-    from fedquilt.engines import Engine
-    from fedquilt.methods import Method
+    from fedquilt.round.engine import Engine
+    from fedquilt.round.federation import Federation
+
+_log = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -33,12 +36,15 @@ class Record:
     stacks: int = 0  # how many groups of clients were trained as one; not written down
     grades: Grades = field(default_factory=Grades)
     link_seconds: float | None = None  # what the slowest client would take; None: the link has no clock
+    missing: int = 0  # Clients of the cohort that did not answer.
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `accuracy` and `metrics` only when the round was evaluated."""
         record = {name: value for name, value in vars(self).items() if name not in ("grades", "stacks")}
         if self.link_seconds is None:
             del record["link_seconds"]
+        if not self.missing:
+            del record["missing"]
         if self.grades.accuracy:
             record |= {"accuracy": self.grades.accuracy, "metrics": self.grades.metrics}
         return record
@@ -59,16 +65,20 @@ class Played:
     record: Record
 
 
-def play(method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: int, evaluation: Evaluation) -> Played:
-    """The next of `rounds` rounds; nothing that was handed in changes."""
-    began, world = time.perf_counter(), engine.world
+def play(
+    federation: Federation, server: Server, fleet: Fleet, engine: Engine, rounds: int, evaluation: Evaluation
+) -> Played:
+    """Run the next of `rounds` rounds. Nothing that was handed in changes."""
+    began, world, method = time.perf_counter(), federation.world, federation.method
     cohort = [
-        fleet.client(id, server.round, world.seed, engine.data.size(id), place)
-        for place, id in enumerate(fleet.cohort(server.round, world.seed))
+        fleet.client(id, server.round, world.seed, engine.size(id), place)
+        for place, id in enumerate(fleet.cohort(server.round, world.seed, engine.online()))
     ]
     jobs = [Job(c, submodel, server.round) for c in cohort for submodel in planned(method, server, c, world)]
     fold = method.fold(server, world)
-    outcome = engine.train(method, server, jobs, fold)
+    outcome = engine.train(federation, server, jobs, fold)
+    for client, why in outcome.missing.items():
+        _log.warning("client %d did not answer in round %d: %s", client, server.round + 1, why)
     weights, slots = fold.finish(server)
     after = replace(
         server,
@@ -79,12 +89,13 @@ def play(method: Method, server: Server, fleet: Fleet, engine: Engine, rounds: i
     grades = Grades()
     if evaluation.due(after.round, rounds):
         remembered = replace(after, memory=ChainMap(outcome.memory, server.memory))
-        grades = grade(method, remembered, fleet, engine, evaluation)
-    total, copies, clock = outcome.total, method.copies, engine.link.clock
+        grades = grade(federation, remembered, fleet, engine, evaluation)
+    total, copies, clock = outcome.total, method.copies, federation.link.clock
     record = Record(
         round=after.round,
         seconds=time.perf_counter() - began,
         clients=len(cohort),
+        missing=len(outcome.missing),
         bytes_down=total.down * copies,
         bytes_up=total.up * copies,
         macs=total.macs,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Protocol
@@ -165,6 +166,13 @@ class Presence:
         which = np.searchsorted(ends, places, side="right")
         shift = np.array([stop for _, stop in lists], dtype=np.int64) - ends
         return sorted(self._owners[places + shift[which]].tolist())
+
+    def among(self, round: int, clients: Sequence[int]) -> list[int]:
+        """Return those of some clients that are there, in their order."""
+        there: set[int] = set()
+        for start, stop in self._lists(round):
+            there.update(self._owners[start:stop].tolist())
+        return [client for client in clients if client in there]
 
     def _lists(self, round: int) -> list[tuple[int, int]]:
         """Where the owners of the nodes above a round's leaf stand."""

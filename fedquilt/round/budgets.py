@@ -7,12 +7,13 @@ from typing import TYPE_CHECKING
 
 from fedquilt.errors import BudgetError, SubmodelError
 from fedquilt.round.clients import Fleet
-from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel, World
+from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
-    from fedquilt.engines import Engine
     from fedquilt.family.cost import TrainingStep
     from fedquilt.methods import Method
+    from fedquilt.round.engine import Engine
+    from fedquilt.round.federation import World
 
 
 def planned(method: Method, server: Server, client: Client, world: World) -> list[Submodel]:
@@ -60,11 +61,11 @@ def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:
             )
 
 
-def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine) -> int:
+def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine, world: World) -> int:
     """Count the devices that cannot hold what a method that ignores budgets plans for them."""
     if not method.ignores_budgets:
         return 0
-    world, size = engine.world, engine.data.size(0)
+    size = engine.size(0)
     step, total = _step(method, fleet.kinds, world), 0
     for budget, count in fleet.counts.items():
         nets = method.plan(server, Client(0, budget, size), world)

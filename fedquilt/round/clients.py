@@ -98,9 +98,22 @@ class Fleet:
                 f"Play {last}, leave an end empty, or set a period."
             )
 
-    def cohort(self, round: int, seed: int) -> list[int]:
-        """The clients of one round, ascending: `sample` of those that are there, or all if they are fewer, or none."""
+    def cohort(self, round: int, seed: int, online: Sequence[int] | None = None) -> list[int]:
+        """Draw the clients of one round: `sample` of those that are there, all if they are fewer, or none.
+
+        Args:
+            round: The round, from 0.
+            seed: Random seed of the run.
+            online: Clients that can be reached, in ascending order. None: all.
+
+        Returns:
+            Clients in ascending order.
+        """
         word = noise.key(seed, 22, round)
+        if online is not None:
+            there = online if self.presence is None else self.presence.among(round, online)
+            places = noise.choose(word, min(self.sample, len(there)), len(there))
+            return [there[place] for place in places]
         if self.presence is None:
             return noise.choose(word, self.sample, self.num_clients)
         return self.presence.draw(round, self.sample, word)

@@ -11,42 +11,44 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.axes import Index
 from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError, SubmodelError
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import PGD, by_sample
+from fedquilt.round.client import own_state
 from fedquilt.round.clients import Fleet
-from fedquilt.round.link import PERFECT
+from fedquilt.round.federation import Federation, World
 from fedquilt.round.training.local import Local, NormPolicy
 from fedquilt.round.training.step import train_pass
-from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights, World
+from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.engines import Engine
     from fedquilt.family import Family
     from fedquilt.methods import Method
+    from fedquilt.round.engine import Engine
 
 Absent = Literal["hidden", "zero"]
+_RANKING = 2000  # Training samples by which a method's candidates are ranked.
+_RANKING_BATCH = 100
+Domain = tuple[int, str]  # The number of a domain, and its name.
 
 
 @dataclass(frozen=True)
-class Exam:
-    """A network, or several whose logits are averaged, to be tested on some samples."""
+class EvalJob:
+    """A network to be tested, or several whose logits are averaged, and the samples that are meant.
+
+    It names samples and does not hold them, because an engine alone can reach them.
+    """
 
     label: str
     nets: Mix
-    weights: Weights  # already cut, by scope and name
-    samples: Tensor | None = None  # positions in the test set; None: all of it
-    held: Tensor | None = None  # (class,) False where the client lacks the class; None: all classes count
-    absent: float = -torch.inf  # logit of the classes that a client lacks
-    robustness: float = 0.0  # of dual norms
-    attack: PGD | None = None  # on the samples
-
-    def kind(self, norm: NormPolicy) -> Kind:
-        """What is run: equal for exams that run the same kernels."""
-        nets = tuple(replace(net, index=Index()) for net in self.nets)
-        return Kind(nets, replace(exam_pass(norm), robustness=self.robustness), self.attack)
+    weights: Weights  # Already cut, by scope and name.
+    client: int | None = None  # The client whose own test samples are meant, if clients have some. None: all.
+    own_classes: bool = False  # Only the classes that the client holds count.
+    absent: float = -torch.inf  # Logit of the classes that the client lacks.
+    robustness: float = 0.0  # Of dual norms.
+    attack: PGD | None = None  # On the samples.
+    training: int = 0  # Number of pooled training samples to test on instead. 0: test samples.
 
 
 @dataclass(frozen=True)
@@ -56,6 +58,7 @@ class Kind:
     nets: Mix
     mode: Pass
     attack: PGD | None = None
+    training: bool = False  # Training samples are meant, and not test samples.
 
     def inputs(self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
         """The samples as the nets see them: as they are, or as they are worst for the nets together.
@@ -91,15 +94,19 @@ class Kind:
 
 @dataclass(frozen=True)
 class Score:
-    """How an exam went: predictions that were right, of how many."""
+    """The result of a test: the number of right predictions, and of predictions."""
 
     label: str
     right: int
     count: int
+    domains: Mapping[Domain, Score] = field(default_factory=dict)  # What it consists of, if that was asked for.
 
     @property
     def accuracy(self) -> float:
         return self.right / self.count if self.count else float("nan")
+
+    def __add__(self, other: Score) -> Score:
+        return Score(self.label, self.right + other.right, self.count + other.count)
 
 
 def exam_pass(norm: NormPolicy) -> Pass:
@@ -203,59 +210,83 @@ class Grades:
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
 
 
-def grade(method: Method, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
+def grade(federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
     """Test what a device of each budget would get: from the server, or, where results live on clients, theirs."""
-    world, server = engine.world, method.arranged(server, engine)
-    tally = _Tally(method, engine, how)
+    method, world = federation.method, federation.world
+    server = arranged(federation, server, engine)
     if method.personal:
+        scores: list[Score] = []
         under: dict[str, list[Score]] = {}
-        for some in _few(_asked(method, fleet, server, engine, how)):
-            own = [own_exam(method, server, client, engine, how) for client in some]
-            tally.take(own)
-            for metric, scores in _under_attack(method, engine, how, own).items():
-                under.setdefault(metric, []).extend(scores)
-        grades = tally.grades
-        grades.metrics.update({metric: mean_by_label(scores) for metric, scores in under.items()})
+        for some in _few(_asked(federation, fleet, server, engine, how)):
+            own = [own_exam(federation, server, client, engine, how) for client in some]
+            scores += engine.evaluate(federation, own, how.batch_size, how.domains)
+            for metric, attacked in _under_attack(federation, engine, how, own).items():
+                under.setdefault(metric, []).extend(attacked)
+        grades = _grades(scores)
+        grades.metrics.update({metric: mean_by_label(attacked) for metric, attacked in under.items()})
         return grades
     members = members_by_share(method, server, fleet.kinds, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
-    weights = ready(method, server, submodels, engine, how.batch_size)
-    exams = [Exam(label, nets, joined(nets, weights)) for label, nets in members.items()]
-    tally.take(exams)
-    grades = tally.grades
-    if how.local and engine.data.test_parts is not None:
+    weights = ready(federation, server, submodels, engine, how.batch_size)
+    exams = [EvalJob(label, nets, joined(nets, weights)) for label, nets in members.items()]
+    grades = _grades(engine.evaluate(federation, exams, how.batch_size, how.domains))
+    if how.local and engine.tests_by_client:
         widest = max(exams, key=lambda exam: sum(world.family.count(net.arch) for net in exam.nets))
-        asked = _asked(method, fleet, server, engine, how)
-        own = _by_client([widest], asked, method, engine, how)
-        grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(method, own, how.batch_size))
+        asked = _asked(federation, fleet, server, engine, how)
+        by_client = _by_client([widest], asked, federation, engine, how)
+        grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(federation, by_client, how.batch_size))
     if how.robustness:
-        by_user = _by_client(exams, _asked(method, fleet, server, engine, how), method, engine, how)
-        under = _under_attack(method, engine, how, by_user)
-        grades.metrics.update({metric: mean_by_label(scores) for metric, scores in under.items()})
+        asked = _asked(federation, fleet, server, engine, how)
+        under = _under_attack(federation, engine, how, _by_client(exams, asked, federation, engine, how))
+        grades.metrics.update({metric: mean_by_label(attacked) for metric, attacked in under.items()})
     return grades
 
 
+def arranged(federation: Federation, server: Server, engine: Engine) -> Server:
+    """Return the state as it is tested and handed out: with nets in the order of their scores, if a method asks."""
+    method, world = federation.method, federation.world
+    candidates = method.candidates(server, world)
+    if not candidates:
+        return server
+    weights = ready(federation, server, candidates, engine, _RANKING_BATCH)
+    exams = [EvalJob(net.scope, (net,), joined((net,), weights), training=_RANKING) for net in candidates]
+    scores = engine.evaluate(federation, exams, _RANKING_BATCH)
+    return method.arranged(server, [score.accuracy for score in scores], world)
+
+
+def _grades(scores: Sequence[Score]) -> Grades:
+    """Return the accuracy, and that on every domain as a metric of its own: `accuracy/mnist`."""
+    by_domain: dict[Domain, list[Score]] = {}
+    for score in scores:
+        for domain, own in score.domains.items():
+            by_domain.setdefault(domain, []).append(own)
+    found = {f"accuracy/{domain[1]}": mean_by_label(by_domain[domain]) for domain in sorted(by_domain)}
+    return Grades(mean_by_label(scores), {metric: values for metric, values in found.items() if values})
+
+
 def _by_client(
-    exams: Sequence[Exam], clients: Sequence[Client], method: Method, engine: Engine, how: Evaluation
-) -> list[Exam]:
-    """Exams on each client's own part of the test set; without parts, as they are."""
-    parts = engine.data.test_parts
-    if parts is None:
+    exams: Sequence[EvalJob], clients: Sequence[Client], federation: Federation, engine: Engine, how: Evaluation
+) -> list[EvalJob]:
+    """Return tests on each client's own test samples. Where there are none, the tests stay as they are."""
+    if not engine.tests_by_client:
         return list(exams)
+    own_classes = _among_own_classes(federation.method)
     return [
-        replace(exam, samples=parts[client.id], held=_hidden(method, client, engine), absent=how.logit)
+        replace(exam, client=client.id, own_classes=own_classes, absent=how.logit)
         for exam in exams
         for client in clients
     ]
 
 
-def _under_attack(method: Method, engine: Engine, how: Evaluation, exams: Sequence[Exam]) -> dict[str, list[Score]]:
+def _under_attack(
+    federation: Federation, engine: Engine, how: Evaluation, exams: Sequence[EvalJob]
+) -> dict[str, list[Score]]:
     """Standard and robust accuracy of the same nets, at every robustness they can be told to have.
 
     `standard/0.2` and `robust/0.2`; nets with single norms have one of each, `standard` and `robust`.
     """
     chosen = [(f"/{float(one)}", float(one)) for one in how.robustness]
-    if not engine.world.family.adjustable:
+    if not federation.world.family.adjustable:
         chosen = [("", 0.0)][: len(chosen)]
     kinds = {
         f"{metric}{suffix}": (robustness, attack)
@@ -263,85 +294,8 @@ def _under_attack(method: Method, engine: Engine, how: Evaluation, exams: Sequen
         for metric, attack in (("standard", None), ("robust", how.attack))
     }
     asked = [replace(exam, robustness=one, attack=attack) for one, attack in kinds.values() for exam in exams]
-    scores = engine.evaluate(method, asked, how.batch_size) if asked else []
+    scores = engine.evaluate(federation, asked, how.batch_size) if asked else []
     return {metric: scores[place * len(exams) : (place + 1) * len(exams)] for place, metric in enumerate(kinds)}
-
-
-@dataclass(frozen=True)
-class _Piece:
-    """An exam, or what it has of one domain."""
-
-    exam: Exam
-    of: int  # which exam
-    domain: int | None = None  # None: of all of them
-    counts: bool = True  # in the score of the whole
-
-
-class _Tally:
-    """Scores of exams, on all of their samples and by domain.
-
-    An exam is taken domain by domain, which is no more work, and its score is the sum. Where a prediction depends on
-    who is in the batch, and batches of the whole would mix domains, that would be another score: there the whole is
-    tested as without domains, and they besides.
-    """
-
-    def __init__(self, method: Method, engine: Engine, how: Evaluation) -> None:
-        self._method, self._engine, self._batch_size = method, engine, how.batch_size
-        self._domains = engine.data.test_domains if how.domains else None
-        self._mixes = engine.world.family.mixes(exam_pass(method.local.norm))
-        self._scores: list[Score] = []
-        self._by_domain: dict[int, list[Score]] = {}
-
-    def take(self, exams: Sequence[Exam]) -> None:
-        """Hold exams, all of them at once."""
-        pieces = [piece for place, exam in enumerate(exams) for piece in self._pieces(place, exam)]
-        # Domain by domain: on a GPU a net's exams follow each other, and those of unequal nets overlap.
-        pieces.sort(key=lambda piece: -1 if piece.domain is None else piece.domain)
-        scores = self._engine.evaluate(self._method, [piece.exam for piece in pieces], self._batch_size)
-        whole = [Score(exam.label, 0, 0) for exam in exams]
-        for piece, score in zip(pieces, scores, strict=True):
-            if piece.counts:
-                so_far = whole[piece.of]
-                whole[piece.of] = Score(score.label, so_far.right + score.right, so_far.count + score.count)
-            if piece.domain is not None:
-                self._by_domain.setdefault(piece.domain, []).append(score)
-        self._scores += whole
-
-    def _pieces(self, place: int, exam: Exam) -> Iterator[_Piece]:
-        if self._domains is None:
-            yield _Piece(exam, place)
-            return
-        samples = torch.arange(len(self._domains)) if exam.samples is None else exam.samples.cpu()
-        codes = self._domains[samples]
-        found = torch.bincount(codes).nonzero().flatten().tolist()
-        if len(found) == 1:
-            yield _Piece(exam, place, found[0])
-            return
-        summed = not self._mixes or self._apart(codes)
-        if not summed:
-            yield _Piece(exam, place)
-        for domain in found:
-            rows = samples[codes == domain]
-            if len(rows) > 1 or not self._mixes:  # one sample alone has no statistics
-                yield _Piece(replace(exam, samples=rows), place, domain, summed)
-
-    def _apart(self, codes: Tensor) -> bool:
-        """Whether batches have one domain each anyway: domain after domain, all but the last in whole batches."""
-        runs, lengths = torch.unique_consecutive(codes, return_counts=True)
-        once = len(runs) == len(runs.unique())
-        whole = bool((lengths[:-1] % self._batch_size == 0).all())
-        return once and whole and bool((lengths[-1:] > 1).all())
-
-    @property
-    def grades(self) -> Grades:
-        """Accuracy, and that on every domain as a metric of its own: `accuracy/mnist`, or its number without a name."""
-        names = self._engine.data.domain_names
-        metrics = {
-            f"accuracy/{names[domain] if domain < len(names) else domain}": values
-            for domain, scores in sorted(self._by_domain.items())
-            if (values := mean_by_label(scores))
-        }
-        return Grades(mean_by_label(self._scores), metrics)
 
 
 def joined(nets: Mix, weights: Mapping[Submodel, Weights]) -> dict[str, Tensor]:
@@ -403,15 +357,15 @@ def members_by_share(
 
 
 def ready(
-    method: Method, server: Server, submodels: Sequence[Submodel], engine: Engine, batch_size: int
+    federation: Federation, server: Server, submodels: Sequence[Submodel], engine: Engine, batch_size: int
 ) -> dict[Submodel, dict[str, Tensor]]:
     """Sub-models' weights as they are tested or deployed: cut, and their norms re-estimated if the policy says so."""
-    family, cuts = engine.world.family, {}
+    method, family, cuts = federation.method, federation.world.family, {}
     for submodel in submodels:
         names = [name for name in family.layout.dims if submodel.scope + name in server.weights]
         cuts[submodel] = family.cutter.gather(server.weights, submodel, names)
     if method.local.norm == "post" and family.statistics:
-        found = engine.calibrate(list(cuts.items()), batch_size, attack=method.attack)
+        found = engine.calibrate(federation, list(cuts.items()), batch_size)
         for own, statistics in zip(cuts.values(), found, strict=True):
             own |= statistics
     return cuts
@@ -423,18 +377,19 @@ def share_label(method: Method, budget: Budget, world: World) -> str:
     return str(float(share if share == budget.share else round(share, 4)))
 
 
-def _asked(method: Method, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
+def _asked(federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
     """The clients whose own accuracy is asked for: all of a small fleet, a draw of a large one.
 
     Where results live on clients, the draw is among those that have one: most of a large fleet have never trained.
     """
-    seed, count = engine.world.seed, min(how.clients, fleet.num_clients)
-    trained = sorted({client for client, _ in server.memory}) if method.personal and count < fleet.num_clients else []
+    personal, seed = federation.method.personal, federation.world.seed
+    count = min(how.clients, fleet.num_clients)
+    trained = sorted({client for client, _ in server.memory}) if personal and count < fleet.num_clients else []
     pool: Sequence[int] = trained if len(trained) >= count else range(fleet.num_clients)
     drawn = [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))]
     # A budget may change from round to round; what a client has of its own it has from the last.
-    when = {client: server.last(client) if method.personal else server.round for client in drawn}
-    return [fleet.client(client, round, seed, engine.data.size(client)) for client, round in when.items()]
+    when = {client: server.last(client) if personal else server.round for client in drawn}
+    return [fleet.client(client, round, seed, engine.size(client)) for client, round in when.items()]
 
 
 def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
@@ -443,21 +398,19 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
         yield clients[first : first + count]
 
 
-def own_exam(method: Method, server: Server, client: Client, engine: Engine, how: Evaluation) -> Exam:
-    """What a client holds now, tested on its own part of the test set, or on all of it where there are no parts."""
-    world = engine.world
+def own_exam(federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation) -> EvalJob:
+    """What a client holds now, tested on its own test samples, or on all where clients have none of their own."""
+    method, world = federation.method, federation.world
     nets = owned(method, server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]
-    states = {job.submodel: engine.start(server, job, method.learner(job, world), PERFECT).state for job in jobs}
+    states = {job.submodel: own_state(federation, server, job, engine.device) for job in jobs}
     if method.local.norm == "post" and world.family.statistics:
-        found = engine.calibrate(list(states.items()), how.batch_size, engine.data.parts[client.id], method.attack)
+        found = engine.calibrate(federation, list(states.items()), how.batch_size, client.id)
         states = {net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)}
-    samples = engine.data.test_parts[client.id] if engine.data.test_parts is not None else None
-    weights = joined(nets, states)
-    held = _hidden(method, client, engine)
-    return Exam(share_label(method, client.budget, world), nets, weights, samples, held, how.logit)
+    label, own_classes = share_label(method, client.budget, world), _among_own_classes(method)
+    return EvalJob(label, nets, joined(nets, states), client.id, own_classes, how.logit)
 
 
-def _hidden(method: Method, client: Client, engine: Engine) -> Tensor | None:
+def _among_own_classes(method: Method) -> bool:
     """Clients that train among their own classes only are tested among them."""
-    return engine.held(client.id).to(engine.world.device) if method.local.masked == "client" else None
+    return method.local.masked == "client"

@@ -32,22 +32,22 @@ def test_a_published_round_is_a_round(residual: fq.Family, make_data: Any, play:
         fq.methods.HeteroFL(), local=replace(fq.methods.HeteroFL().local, optimiser=optimiser, batch_size=BATCH)
     )
     run = play(method, residual, data, SHARES, engine, rounds=1, evaluation=fq.Evaluation(batch_size=BATCH))
-    weights = {name: value.clone() for name, value in method.init(run.engine.world).weights.items()}
+    weights = {name: value.clone() for name, value in method.init(run.world).weights.items()}
     states, indices = [], []
     held = [run.engine.held(id) for id in range(data.num_clients)]
     for id, own in enumerate(held):
         client = run.fleet.client(id, 0, 0, data.size(id))
-        job = Job(client, method.plan(run.server, client, run.engine.world)[0], 0)
+        job = Job(client, method.plan(run.server, client, run.world)[0], 0)
         net = published.build(_net, SHARES[id % len(SHARES)])
         indices.append(published.split(net))
         start = published.distribute(weights, indices[-1])
-        batches = run.engine.batches(job, method.learner(job, run.engine.world))
+        batches = run.engine.batches(job, method.learner(job, run.world))
         settings = {"lr": optimiser.lr, "momentum": optimiser.momentum, "weight_decay": optimiser.decay}
         states.append(published.train(net, start, batches, data.inputs, data.targets, own, **settings))
     published.combine(weights, states, indices, held)
     torch.testing.assert_close(dict(run.server.weights), weights, rtol=0, atol=1e-9)
 
-    (whole,) = method.deploy(run.server, fq.Budget(share=1.0), run.engine.world)
+    (whole,) = method.deploy(run.server, fq.Budget(share=1.0), run.world)
     served = ready(method, run.server, [whole], run.engine, BATCH)[whole]
     net = published.calibrate(_net, weights, data.inputs[run.engine.pooled], BATCH)
     measured = net.state_dict()

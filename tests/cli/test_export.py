@@ -87,21 +87,21 @@ def test_several_shares_are_one_file(method, here, capsys):
     assert [one["share"] for one in found] == [1.0, 0.5, 0.25]
     assert {one["bytes"] for one in found} == {Path("all.safetensors").stat().st_size}
     run = load_run(method)
-    model = fq.load_model("all.safetensors", lambda: run.engine.world.family._module)
-    inputs = run.engine.data.test_samples(range(8))
+    model = fq.load_model("all.safetensors", lambda: run.world.family._module)
+    inputs = run.data.test_samples(range(8))
     assert model.share == 1.0
     for one in found:
         alone = told(capsys, "export", method, "--share", str(one["share"]), "--out", "one.safetensors", "--force")
         assert (one["params"], one["macs"], one["nets"]) == (alone["params"], alone["macs"], alone["nets"])
-        other = fq.load_model("one.safetensors", lambda: run.engine.world.family._module)
+        other = fq.load_model("one.safetensors", lambda: run.world.family._module)
         torch.testing.assert_close(model.set(one["share"])(inputs), other(inputs))
 
 
 def test_the_file_answers_as_the_run_reported(here, capsys):
     told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.safetensors")
     run = load_run("heterofl")
-    data = run.engine.data
-    model = fq.load_model("half.safetensors", lambda: run.engine.world.family._module)
+    data = run.data
+    model = fq.load_model("half.safetensors", lambda: run.world.family._module)
     hits = (model(data.test_inputs).argmax(1) == data.test_targets).float().mean()
     assert json.loads(Path("heterofl/summary.json").read_text())["accuracy"]["0.5"] == pytest.approx(float(hits))
     assert run.history == [json.loads(line) for line in Path("heterofl/rounds.jsonl").read_text().splitlines()]
@@ -138,7 +138,7 @@ def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
 
 
 def whole(here: Path) -> torch.nn.Module:
-    return load_run(here / "heterofl").engine.world.family._module
+    return load_run(here / "heterofl").world.family._module
 
 
 def test_other_data_than_the_runs_is_noticed(here, capsys):

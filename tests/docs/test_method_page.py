@@ -17,7 +17,8 @@ from fedquilt.cli import main
 from fedquilt.methods import HeteroFL, Method
 from fedquilt.names import find
 from fedquilt.round.cut import prefix
-from fedquilt.terms import Job, Payload, Server, Update, World
+from fedquilt.round.federation import World
+from fedquilt.terms import Job, Payload, Server, Update
 from tests.conftest import assert_same, shortened, with_local
 
 ROOT = Path(__file__).parents[2]

@@ -12,10 +12,11 @@ import fedquilt as fq
 from fedquilt.engines import Vectorised
 from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly
 from fedquilt.models import TransformerLM
+from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import CrossEntropy, MaskedCrossEntropy
 from fedquilt.round.training.regions import Between
-from fedquilt.terms import Job, Server, World
+from fedquilt.terms import Job, Server
 from tests.conftest import LOCAL, assert_same, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
@@ -38,7 +39,7 @@ def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play,
     fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
     truth, others = both(play, method, family, data, fleet=fleet, evaluation=fq.Evaluation(local=True, batch_size=10))
     assert truth.server.round == 2
-    moved = [not torch.equal(w, method.init(truth.engine.world).weights[n]) for n, w in truth.server.weights.items()]
+    moved = [not torch.equal(w, method.init(truth.world).weights[n]) for n, w in truth.server.weights.items()]
     assert any(moved) or truth.method.personal  # what is compared is not the initial state
     for other in others:
         assert_same(truth, other)
@@ -194,9 +195,10 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
     weights = {name: value.double() for name, value in residual.init(3).items()}
     (submodel,) = FedRolex().deploy(Server(6, {}), fq.Budget(share=0.5), World(residual))
     for kind in LOCAL.values():
-        engine = kind(World(residual, dtype=torch.float64), data)
+        engine = kind(data, precision="fp64")
         cut = residual.cutter.gather(weights, submodel, residual.trainable)
-        statistics.extend(engine.calibrate([(submodel, cut)], batch_size=9))
+        federation = fq.Federation(World(residual, precision="fp64"), FedRolex())
+        statistics.extend(engine.calibrate(federation, [(submodel, cut)], batch_size=9))
     assert statistics[0].keys() == set(residual.statistics)
     for other in statistics[1:]:
         torch.testing.assert_close(dict(other), statistics[0], rtol=0, atol=1e-12)

@@ -25,7 +25,7 @@ def trained(residual, make_data):
 
 def distance(one: fq.Run, other: fq.Run) -> float:
     """How far two runs' weights lie apart, of how far they lie from where they began."""
-    first = METHOD.init(one.engine.world).weights
+    first = METHOD.init(one.world).weights
     apart = sum(
         float((w.double() - other.server.weights[n].double()).norm() ** 2) for n, w in one.server.weights.items()
     )
@@ -54,7 +54,7 @@ def test_the_mean_is_taken_in_full(residual, make_data):
     still = with_local(FedRolex(), optimiser=fq.SGD(lr=1e-30, momentum=0.0))
     data, fleet = make_data(residual, (8, 8)), fq.Fleet.of((1.0,), 2, 2)
     run = fq.run(still, residual, data, fleet, "vectorised", 1, precision="bf16")
-    torch.testing.assert_close(dict(run.server.weights), dict(still.init(run.engine.world).weights), rtol=0, atol=1e-7)
+    torch.testing.assert_close(dict(run.server.weights), dict(still.init(run.world).weights), rtol=0, atol=1e-7)
 
 
 def test_tf32_is_refused_on_a_cpu(trained):

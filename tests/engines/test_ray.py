@@ -23,9 +23,10 @@ from fedquilt.engines.ray import Cluster, Crew, Ray, _knock, cut
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL
 from fedquilt.names import find
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Mean
 from fedquilt.round.training.learner import Learner
-from fedquilt.terms import Job, Server, World
+from fedquilt.terms import Job, Server
 from tests.conftest import assert_same, with_local
 from tests.engines.test_links import LINKS
 
@@ -54,10 +55,9 @@ def start(crew, make_data):
         devices = fq.Fleet.of(SHARES, 6, **{"sample": 6, **fleet})
         how = fq.Evaluation(local=True, batch_size=10)
         method = with_local(method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
-        run = fq.prepare(method, family, data, devices, engine, precision=precision, evaluation=how, link=link)
-        if isinstance(run.engine, Ray):
-            run.engine.cluster = cluster
-        return run
+        if engine == "ray":
+            engine = Ray(data, precision=precision, cluster=cluster)
+        return fq.prepare(method, family, data, devices, engine, precision=precision, evaluation=how, link=link)
 
     return start
 
@@ -289,7 +289,7 @@ def test_a_resumed_run_is_the_one_that_was_not_interrupted(residual, start, tmp_
     whole, part = start(HeteroFL(), residual).train(2), start(HeteroFL(), residual).train(1)
     part.save(tmp_path / "run")
     again = fq.run(
-        part.method, residual, part.engine.data, part.fleet, "ray", 2, precision="fp64",
+        part.method, residual, part.data, part.fleet, "ray", 2, precision="fp64",
         evaluation=part.evaluation, out=tmp_path / "run", resume=True,
     )  # fmt: skip
     assert_identical(whole, again)

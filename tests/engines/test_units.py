@@ -16,8 +16,9 @@ from fedquilt.engines.vectorised import Vectorised
 from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.models import PreResNet
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.training.optimizers import Adam
-from fedquilt.terms import Client, Job, World
+from fedquilt.terms import Client, Job
 from tests.conftest import assert_same, with_local
 from tests.engines.test_parity import RAGGED, SHARES
 
@@ -150,7 +151,7 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(residual, make_d
     assert all(len(own) == 1 for own in swept.engine.examiner.sweeps.values())
     submodel = prefix(residual.whole)
     cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
-    ours, theirs = (run.engine.calibrate([(submodel, cut)], batch_size)[0] for run in (swept, truth))
+    ours, theirs = (run.engine.calibrate(run.federation, [(submodel, cut)], batch_size)[0] for run in (swept, truth))
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -184,8 +185,9 @@ def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data
     family = fq.trace(fq.dual(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6))
     data = make_data(family, (6, 6), tests=48)
     data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
-    method = with_local(HeteroFL(), batch_size=4)
-    how = fq.Evaluation(every=0, batch_size=4, robustness=(0, 1), attack=fq.PGD(eps=0.3, steps=0))
+    attack = fq.PGD(eps=0.3, steps=0)
+    method = with_local(HeteroFL(), batch_size=4, adversarial=fq.AdversarialTraining(attack=attack))
+    how = fq.Evaluation(every=0, batch_size=4, robustness=(0, 1), attack=attack)
     fleet = fq.Fleet.of((1.0,), 2, 2)
 
     def prepared(engine, seed):
@@ -196,7 +198,7 @@ def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data
     def seen(run):
         """The statistics that a recorded pass measures of attacked samples."""
         nets = [(prefix(family.whole), run.server.weights)]
-        return run.engine.calibrate(nets, 2, torch.arange(8), how.attack)[0]
+        return run.engine.calibrate(run.federation, nets, 2)[0]
 
     first = prepared("vectorised", 1)
     seen(first)
@@ -226,12 +228,8 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
         timed.append(shape.count)
         return "laid" if shape.count == 8 else "alone"
 
-    engine = SimpleNamespace(
-        layout="auto", world=SimpleNamespace(device=torch.device("cuda")), recorded=True, _chosen={}, _fastest=fastest
-    )
-    learner = HeteroFL().learner(
-        Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual, 0, torch.device("cpu"))
-    )
+    engine = SimpleNamespace(layout="auto", device=torch.device("cuda"), recorded=True, _chosen={}, _fastest=fastest)
+    learner = HeteroFL().learner(Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual))
     found = [Vectorised._layout(engine, residual.whole, learner, count) for count in (4, 2, 8, 2, 1)]
     assert found == ["alone", "alone", "laid", "alone", "alone"]
     assert timed == [4, 8]

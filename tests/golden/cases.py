@@ -32,9 +32,10 @@ from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 from fedquilt.models import TransformerLM, tiny_resnet
 from fedquilt.round.availability import Diurnal
+from fedquilt.round.federation import World
 from fedquilt.round.merge import ServerAdam, ServerMomentum
 from fedquilt.round.training.learner import Learner
-from fedquilt.terms import Job, World
+from fedquilt.terms import Job
 
 # --- models -----------------------------------------------------------------------------------------------------
 

@@ -39,7 +39,7 @@ def test_norms_never_travel(engine, residual, make_data):
     norms = set(residual.parts["norm"])
     assert len(norms) == 5 * 4  # weight, bias, mean, variance
     assert link.names == set(residual.trainable) - norms
-    fresh = method.init(run.engine.world).weights
+    fresh = method.init(run.world).weights
     assert all(torch.equal(run.server.weights[name], fresh[name]) for name in norms & set(residual.trainable))
     assert not set(residual.statistics) & set(run.server.weights)
 
@@ -69,7 +69,7 @@ def test_norms_of_clients_differ_and_the_rest_is_common(residual, play, make_dat
 
 def test_what_is_reported_is_the_mean_of_the_clients(residual, play, make_data):
     run = play(with_local(FedBN(), batch_size=4), residual, make_data(residual, SIZES))
-    data, accuracies = run.engine.data, []
+    data, accuracies = run.data, []
     assert run.method.personal
     for id, part in enumerate(data.test_parts):
         model = run.deploy(fq.Budget(share=1.0), client=id)

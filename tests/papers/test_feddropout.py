@@ -8,7 +8,8 @@ import pytest
 
 import fedquilt as fq
 from fedquilt.methods import FedDropout
-from fedquilt.terms import Server, World
+from fedquilt.round.federation import World
+from fedquilt.terms import Server
 
 
 def sets(family, share, *, round=0, client=0, seed=0):

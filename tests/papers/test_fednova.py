@@ -52,7 +52,7 @@ def test_the_round_is_the_papers_update(engine, perceptron, play, make_data):
     method = FedNova(local=fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9)))
     data = make_data(perceptron, (4, 12))  # one step and three
     run = play(method, perceptron, data, engine=engine, rounds=1)
-    start = method.init(run.engine.world)
+    start = method.init(run.world)
     paces = [fq.SGD(momentum=0.9).pace(steps, 0.1, 0.0) for steps in (1, 3)]
     assert paces == pytest.approx([1, 1 + 1.9 + 2.71])
     portions = [4 / 16, 12 / 16]
@@ -61,8 +61,8 @@ def test_the_round_is_the_papers_update(engine, perceptron, play, make_data):
     for id, (portion, pace) in enumerate(zip(portions, paces, strict=True)):
         client = run.fleet.client(id, 0, 0, data.size(id))
         plain = FedAvg(local=method.local)
-        fold = plain.fold(start, run.engine.world)
-        run.engine.train(plain, start, [Job(client, plain.plan(start, client, run.engine.world)[0], 0)], fold)
+        fold = plain.fold(start, run.world)
+        run.engine.train(plain, start, [Job(client, plain.plan(start, client, run.world)[0], 0)], fold)
         for name, trained in fold.finish(start)[0].items():
             expected[name] += effective * portion * (trained - start.weights[name]) / pace
     for name, weight in expected.items():

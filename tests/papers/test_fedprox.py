@@ -17,7 +17,7 @@ def test_the_local_objective_is_the_papers(engine, perceptron, play, make_data):
     """h(w) = F(w) + mu/2 · ‖w − w_received‖², minimised in plain torch on the same batches."""
     method = FedProx(mu=0.7, local=fq.Local(batch_size=4, epochs=2, optimiser=fq.SGD(lr=0.1, momentum=0.9)))
     run = play(method, perceptron, make_data(perceptron, (7,)), engine=engine)
-    data, world = run.engine.data, run.engine.world
+    data, world = run.data, run.world
     model = perceptron.module(perceptron.whole, {n: v.double() for n, v in perceptron.init(0).items()})
     client = run.fleet.client(0, 0, 0, 7)
     for round in range(2):
@@ -38,7 +38,7 @@ def test_a_larger_mu_stays_nearer(residual, play, make_data):
     for mu in (0.0, 0.5, 5.0):
         method = with_local(FedProx(mu=mu), batch_size=4, optimiser=fq.SGD(lr=0.05, momentum=0.0))
         run = play(method, residual, data, rounds=1)
-        fresh = method.init(run.engine.world).weights
+        fresh = method.init(run.world).weights
         distances.append(sum(float((w - fresh[n]).square().sum()) for n, w in run.server.weights.items()))
     assert distances[0] > distances[1] > distances[2] > 0
 

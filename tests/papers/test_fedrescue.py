@@ -13,11 +13,12 @@ from torch import Tensor
 import fedquilt as fq
 from fedquilt.methods import FedResCuE, FedRush, FedSeq, FedSlim, FjORD
 from fedquilt.methods.nested import TABLE_17
+from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import CrossEntropy, Distilled, Summed
 from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.round.training.step import Batch, gradient, move, teach
-from fedquilt.terms import Job, Server, World
+from fedquilt.terms import Job, Server
 from tests.conftest import with_local
 
 SHARP = fq.SGD(lr=0.1, momentum=0.9, nesterov=True, decay=1e-2)

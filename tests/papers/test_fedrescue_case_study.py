@@ -38,10 +38,10 @@ def test_the_first_domain_is_the_first_clients(case, pool, file):
     run = case.study(case.Columns(), family, pool, 20, seed=1)
     whole = npz(file, **case.SCALE)
     for client, home in enumerate((2, 0)):  # mnist, syn
-        part = run.engine.data.parts[client]
+        part = run.data.parts[client]
         assert len(part) == 20
         theirs = whole.inputs[whole.domains == home]
-        assert all(bool((theirs == run.engine.data.inputs[row]).flatten(1).all(1).any()) for row in part)
+        assert all(bool((theirs == run.data.inputs[row]).flatten(1).all(1).any()) for row in part)
     assert [float(run.fleet.budget(client, 0, 1).share) for client in (0, 1)] == [0.5, 1.0]
 
 

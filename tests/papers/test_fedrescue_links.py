@@ -10,9 +10,10 @@ import torch
 import fedquilt as fq
 from fedquilt.methods import FedAvg, FedBN, FedRolex, HeteroFL
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.link import PERFECT, Trip
-from fedquilt.terms import Job, World
-from tests.conftest import LOCAL, with_local
+from fedquilt.terms import Job
+from tests.conftest import LOCAL, start_of, with_local
 
 PLAIN = {"batch_size": 4, "optimiser": fq.SGD(lr=0.1, momentum=0.0)}
 DEAF = fq.Link(loss=fq.Columns(1.0))
@@ -36,8 +37,8 @@ def reached(run: fq.Run, link: fq.Link, client: int, round: int, up: bool):
     """What of a client's payload the link lets through, asked of the link itself."""
     budget = run.fleet.client(client, round, 0, 1).budget
     server = replace(run.server, round=round)
-    submodel = run.method.plan(server, fq.Client(client, budget), run.engine.world)[0]
-    trip = Trip(run.engine.world, Job(fq.Client(client, budget), submodel, round), up=up)
+    submodel = run.method.plan(server, fq.Client(client, budget), run.world)[0]
+    trip = Trip(run.world, Job(fq.Client(client, budget), submodel, round), up=up)
     return link.loss.reach(submodel, trip)
 
 
@@ -52,13 +53,13 @@ def test_equation_4_counts_only_what_arrived(engine, perceptron, make_data, play
     run = play(method, perceptron, data, engine=engine, rounds=1, link=link)
     alone = []  # what each client trained, over a perfect link
     for client in range(3):
-        world = World(perceptron, dtype=torch.float64)
+        world = World(perceptron, precision="fp64")
         start = method.init(world)
         fold, who = method.fold(start, world), run.fleet.client(client, 0, 0, data.size(client))
-        run.engine.link = PERFECT
-        run.engine.train(method, start, [Job(who, method.plan(start, who, world)[0], 0)], fold)
+        perfect = replace(run.federation, link=PERFECT)
+        run.engine.train(perfect, start, [Job(who, method.plan(start, who, world)[0], 0)], fold)
         alone.append(fold.finish(start)[0])
-    initial = method.init(run.engine.world).weights
+    initial = method.init(run.world).weights
     widths = [reach and len(reach.index["first"]) for reach in (reached(run, link, c, 0, True) for c in range(3))]
     assert len(set(widths)) > 1  # the draw is of use
     for channel in range(6):
@@ -73,7 +74,7 @@ def test_equation_4_counts_only_what_arrived(engine, perceptron, make_data, play
 @pytest.mark.parametrize("method", [FedAvg(), HeteroFL(), FedRolex()], ids=lambda method: type(method).__name__)
 def test_where_nothing_arrives_nothing_changes(engine, method, residual, make_data, play):
     run = play(with_local(method, **PLAIN), residual, make_data(residual, (5, 6)), (1.0, 0.5), engine, link=DEAF)
-    initial = method.init(run.engine.world).weights
+    initial = method.init(run.world).weights
     for name, weight in run.server.weights.items():
         assert torch.equal(weight, initial[name].double())
     assert all(record.bytes_up == record.bytes_down == 0 for record in run.records)
@@ -88,11 +89,11 @@ def test_equation_5_pads_from_the_initial_weights_in_the_first_round(engine, res
     fleet = fq.Fleet.of((1.0,), 2, 2)
     run = fq.prepare(method, residual, data, fleet, engine, precision="fp64", link=link)
     run.server = replace(run.server, weights={name: value + 1 for name, value in run.server.weights.items()})
-    initial = method.init(run.engine.world).weights
+    initial = method.init(run.world).weights
     for client in range(2):
         who = run.fleet.client(client, 0, 0, 5)
-        job = Job(who, method.plan(run.server, who, run.engine.world)[0], 0)
-        state = run.engine.start(run.server, job, method.learner(job, run.engine.world)).state
+        job = Job(who, method.plan(run.server, who, run.world)[0], 0)
+        state = start_of(run, job).state
         reach = reached(run, link, client, 0, False)
         expected = dict(initial)
         if reach:
@@ -122,9 +123,9 @@ def test_equation_5_pads_by_global_position_when_a_window_moves(engine, residual
     memory = run.server.memory[0, ""]
     assert any(len(kept) == 5 for kept in memory.submodel.index.values())  # two windows of four
     who = run.fleet.client(0, 2, 0, 6)
-    job = Job(who, method.plan(run.server, who, run.engine.world)[0], 2)
-    state = run.engine.start(run.server, job, method.learner(job, run.engine.world)).state
-    initial = residual.cutter.gather(method.init(run.engine.world).weights, job.submodel, residual.trainable)
+    job = Job(who, method.plan(run.server, who, run.world)[0], 2)
+    state = start_of(run, job).state
+    initial = residual.cutter.gather(method.init(run.world).weights, job.submodel, residual.trainable)
     common = residual.cutter.common(job.submodel.index, memory.submodel.index)
     mine = residual.cutter.narrow(state, job.submodel.index, common)
     theirs = residual.cutter.narrow(memory.weights, memory.submodel.index, common)
@@ -143,10 +144,10 @@ def test_between_two_windows_a_client_has_its_initial_weights(engine, residual, 
     method, data = with_local(FedRolex(shift=1), **PLAIN), make_data(residual, (6, 6))
     run = play(method, residual, data, (0.5,), engine=engine, rounds=2, link=DEAF)
     memory, cutter = run.server.memory[0, ""], residual.cutter
-    first = cutter.gather(method.init(run.engine.world).weights, memory.submodel, residual.trainable)
+    first = cutter.gather(method.init(run.world).weights, memory.submodel, residual.trainable)
     held = {name: torch.zeros_like(value) for name, value in first.items()}
     for round in (0, 1):
-        window = method.plan(replace(run.server, round=round), run.fleet.client(0, round, 0, 6), run.engine.world)[0]
+        window = method.plan(replace(run.server, round=round), run.fleet.client(0, round, 0, 6), run.world)[0]
         ones = {
             name: torch.ones_like(v) for name, v in cutter.narrow(held, memory.submodel.index, window.index).items()
         }
@@ -236,7 +237,7 @@ def test_class_rows_are_no_columns(engine, perceptron, make_data, play):
     method = with_local(HeteroFL(), **PLAIN)
     data, link = make_data(perceptron, (6, 6), labels=1), fq.Link(loss=OnlyUp(0.3))
     run = play(method, perceptron, data, engine=engine, rounds=1, link=link)
-    initial = method.init(run.engine.world).weights["last.weight"]
+    initial = method.init(run.world).weights["last.weight"]
     moved = (run.server.weights["last.weight"] != initial.double()).any(1)
     came = [bool(reached(run, link, client, 0, True)) for client in range(2)]
     assert moved.tolist() == [*came, False]

@@ -14,8 +14,9 @@ import fedquilt as fq
 from fedquilt.methods import FedRolex, HeteroFL
 from fedquilt.methods.fedrolex import rounds_to_cover_random, rounds_to_cover_rolling
 from fedquilt.models import preresnet18
+from fedquilt.round.federation import World
 from fedquilt.round.merge import Mean, client_weight
-from fedquilt.terms import Job, Payload, Server, Update, World
+from fedquilt.terms import Job, Payload, Server, Update
 from tests.conftest import with_local
 
 FIVE = (1.0, 1 / 2, 1 / 4, 1 / 8, 1 / 16)
@@ -145,8 +146,8 @@ def test_equation_10(residual, make_data, play):
     counts = {name: torch.zeros_like(weight) for name, weight in run.server.weights.items()}
     for id in range(3):
         client = run.fleet.client(id, 1, 0, data.size(id))
-        submodel = method.plan(before.server, client, run.engine.world)[0]
-        alone = method.fold(before.server, run.engine.world)
+        submodel = method.plan(before.server, client, run.world)[0]
+        alone = method.fold(before.server, run.world)
         run.engine.train(method, before.server, [Job(client, submodel, 1)], alone)
         trained = alone.finish(before.server)[0]
         for name, weight in trained.items():
@@ -365,7 +366,7 @@ def test_a_server_larger_than_any_client_is_evaluated_whole(residual, make_data,
 
 def by_hand(run: fq.Run, rounds: int, method: FedRolex) -> dict[str, Tensor]:
     """The mean of each cohort by all optimizer steps a client ever took; with `both`, times its kernels."""
-    engine, world = run.engine, run.engine.world
+    engine, world = run.engine, run.world
     server, taken = method.init(world), Counter()
     for played in range(rounds):
         sums = {name: torch.zeros_like(weight) for name, weight in server.weights.items()}

@@ -7,7 +7,8 @@ import torch
 
 import fedquilt as fq
 from fedquilt.methods import FedRolex, HeteroFL
-from fedquilt.terms import Server, World
+from fedquilt.round.federation import World
+from fedquilt.terms import Server
 from tests.conftest import with_local
 
 
@@ -58,9 +59,9 @@ def test_a_row_is_averaged_over_the_clients_that_hold_its_class(perceptron, play
     data = make_data(perceptron, (6, 6), labels=1)
     run = play(method, perceptron, data, rounds=1)
     client = run.fleet.client(0, 0, 0, 6)
-    job = fq.Job(client, method.plan(Server(0, {}), client, run.engine.world)[0], 0)
-    start = method.init(run.engine.world)
-    alone = method.fold(start, run.engine.world)
+    job = fq.Job(client, method.plan(Server(0, {}), client, run.world)[0], 0)
+    start = method.init(run.world)
+    alone = method.fold(start, run.world)
     run.engine.train(method, start, [job], alone)
     own = alone.finish(start)[0]
     torch.testing.assert_close(run.server.weights["last.bias"][0], own["last.bias"][0], rtol=0, atol=1e-14)
@@ -93,7 +94,7 @@ def test_static_norms_are_measured_after_training_for_each_width(engine, residua
     run = play(with_local(HeteroFL(), batch_size=4), residual, make_data(residual, (6, 6)), (1.0, 0.5), engine=engine)
     assert not set(residual.statistics) & set(run.server.weights)
     whole, half = (run.deploy(fq.Budget(share=share)) for share in (1.0, 0.5))
-    samples = run.engine.data.inputs[run.engine.pooled]
+    samples = run.data.inputs[run.engine.pooled]
     for model in (whole, half):
         stem = model.get_submodule("stages.0.0")(samples)
         norm = model.get_submodule("stages.0.1.open.0")

@@ -14,7 +14,7 @@ from tests.conftest import LOCAL, with_local
 def test_nothing_is_shared(engine, residual, play, make_data):
     method = with_local(LocalOnly(), batch_size=4)
     run = play(method, residual, make_data(residual, (6, 5, 4)), (1.0, 0.5), engine=engine)
-    fresh = method.init(run.engine.world).weights
+    fresh = method.init(run.world).weights
     assert all(torch.equal(run.server.weights[name], fresh[name]) for name in fresh)
     assert [(record.bytes_down, record.bytes_up) for record in run.records] == [(0, 0)] * 2
     one, other = run.server.memory[0, ""], run.server.memory[2, ""]

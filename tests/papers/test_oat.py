@@ -19,10 +19,11 @@ from fedquilt.family.dual import ConditionedNorm, adjustables
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.models import PreResNet
+from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.step import Batch, gradient
-from fedquilt.terms import Budget, World
+from fedquilt.terms import Budget
 from tests.conftest import LOCAL, assert_same, with_local
 from tests.papers.test_splitmix_robust import NETS, by_hand, shaken
 

@@ -151,11 +151,11 @@ def adam(weights):
 
 def drawn(method: FedDropout, rounds: Rounds):
     """The positions that fedquilt drew: the released draws, a layer at a time, are not reproduced."""
-    first, second = (rounds.run.engine.world.family.layout.dims[f"conv{n}.weight"][0] for n in (1, 2))
+    first, second = (rounds.run.world.family.layout.dims[f"conv{n}.weight"][0] for n in (1, 2))
 
     def cut(share: float, round: int) -> Cut:
         client = rounds.run.fleet.client(SHARES.index(share), round, 0, 1)
-        index = method.plan(Server(round, {}), client, rounds.run.engine.world)[0].index
+        index = method.plan(Server(round, {}), client, rounds.run.world)[0].index
         return index[first].tensor, index[second].tensor
 
     return cut

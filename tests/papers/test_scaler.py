@@ -15,8 +15,9 @@ from fedquilt.family import Pass
 from fedquilt.methods import FedAvg, FedRolex, FjORD, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import TransformerLM
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.training.step import Batch, gradient
-from fedquilt.terms import Client, Job, World
+from fedquilt.terms import Client, Job
 from tests.conftest import assert_same, with_local
 from tests.engines.test_units import LAYOUTS, played
 

@@ -8,7 +8,8 @@ import torch.nn.functional as F
 
 import fedquilt as fq
 from fedquilt.methods import SHeteroFL
-from fedquilt.terms import Job, Server, World
+from fedquilt.round.federation import World
+from fedquilt.terms import Job, Server
 from tests.conftest import assert_same, with_local
 
 LR = 0.1
@@ -52,9 +53,9 @@ def merged(method, perceptron, data, play, engine, shares=(1.0, 1 / 3)):
     alone = []
     for id in range(2):
         client = run.fleet.client(id, 0, 0, data.size(id))
-        start = method.init(run.engine.world)
-        fold = method.fold(start, run.engine.world)
-        job = Job(client, method.plan(start, client, run.engine.world)[0], 0)
+        start = method.init(run.world)
+        fold = method.fold(start, run.world)
+        job = Job(client, method.plan(start, client, run.world)[0], 0)
         run.engine.train(method, start, [job], fold)
         alone.append(fold.finish(start)[0]["first.bias"])
     return run.server.weights["first.bias"], *alone

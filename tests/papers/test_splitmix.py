@@ -14,7 +14,8 @@ from fedquilt.errors import BudgetError
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.methods import FedAvg, SplitMix
 from fedquilt.round.cut import windows
-from fedquilt.terms import Budget, Client, Job, Server, World
+from fedquilt.round.federation import World
+from fedquilt.terms import Budget, Client, Job, Server
 from tests.conftest import LOCAL, Perceptron, with_local
 
 QUARTER = {"base": 0.25}
@@ -105,7 +106,7 @@ def test_base_nets_never_mix_their_weights(engine, residual, make_data, play):
     data, fleet = make_data(residual, (4, 8)), fq.Fleet.of((0.25,), 2, 2)
     run = fq.prepare(method, residual, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0))
     before = dict(run.server.weights)
-    planned = [method.plan(run.server, Client(id, Budget(share=0.25), 4, id), run.engine.world)[0] for id in (0, 1)]
+    planned = [method.plan(run.server, Client(id, Budget(share=0.25), 4, id), run.world)[0] for id in (0, 1)]
     assert planned[0].scope != planned[1].scope
     after = run.train(1).server.weights
     for name, value in before.items():
@@ -125,7 +126,7 @@ def test_the_masked_embedding_in_one_big_net_gives_the_same_update(engine, make_
     aside: summed logits of a blocked net are the sum of the base nets' logits."""
     perceptron = fq.trace(Perceptron(), torch.zeros(2, 4))
     method = SplitMix(local=fq.Local(batch_size=8, optimiser=fq.SGD(lr=0.1, momentum=0.0)), base=0.5)
-    world = World(perceptron, dtype=torch.float64)
+    world = World(perceptron, precision="fp64")
     server, whole = method.init(world), Server(0, FedAvg().init(world).weights)
     member = perceptron.fit(Budget(share=0.5))
     for place in range(2):
@@ -173,7 +174,7 @@ def test_evaluation_mixes_alike(engine, norm, residual, make_data, play):
     run = play(method, residual, make_data(residual, (8,) * 3), SHARES, engine, evaluation=how)
     assert list(run.accuracy) == ["1.0", "0.5", "0.25"]
     if norm in ("tracked", "post"):
-        data = run.engine.data
+        data = run.data
         for share in SHARES:
             model = run.deploy(Budget(share=share))
             hits = (model(data.test_inputs).argmax(1) == data.test_targets).double().mean()

@@ -133,7 +133,7 @@ def test_a_round_is_that_of_the_released_code(name, engine, make_data):
     run = fq.prepare(method, family, data, fleet, engine, precision="fp64", evaluation=how)
     before = dict(run.server.weights)
     clients = [Client(id, Budget(share=1.0), size, id) for id, size in enumerate(SIZES)]
-    jobs = [Job(client, net, 0) for client in clients for net in method.plan(run.server, client, run.engine.world)]
+    jobs = [Job(client, net, 0) for client in clients for net in method.plan(run.server, client, run.world)]
     by_scope: dict[str, list[tuple[int, dict[str, Tensor]]]] = {}
     for job in jobs:
         scope = job.submodel.scope

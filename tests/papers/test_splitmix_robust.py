@@ -20,12 +20,13 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, FedProx, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import PreResNet
+from fedquilt.round.federation import World
 from fedquilt.round.serve import Kind
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy
 from fedquilt.round.training.step import Batch, gradient
-from fedquilt.terms import Budget, Client, Job, Submodel, World
+from fedquilt.terms import Budget, Client, Job, Submodel
 from tests.conftest import LOCAL, Perceptron, assert_same, with_local
 
 SHARES = (1.0, 0.5, 0.25)
@@ -285,7 +286,7 @@ def test_samples_outside_of_the_range_are_not_moved_into_it():
 
 def start(run, client: int = 0):
     """What the first attack of a client's first batch starts from, and that batch."""
-    engine, data = run.engine, run.engine.data
+    engine, data = run.engine, run.data
     job = Job(
         Client(client, Budget(share=1.0), data.size(client)),
         run.method.plan(run.server, Client(client, Budget(share=1.0)), engine.world)[0],
@@ -452,8 +453,8 @@ def test_every_width_has_every_robustness(engine, pairs, images, play):
         for one in robustness:
             fq.set_robustness(module, one)
             found = []
-            for part in run.engine.data.test_parts:
-                x, y = run.engine.data.test_samples(part), run.engine.data.test_targets[part]
+            for part in run.data.test_parts:
+                x, y = run.data.test_samples(part), run.data.test_targets[part]
                 attacked = attack.on(module, x, y)
                 found.append([float((module(seen).argmax(1) == y).double().mean()) for seen in (x, attacked)])
             standard, robust = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
@@ -481,16 +482,19 @@ def test_noised_norms_are_calibrated_on_attacked_samples(pairs, images):
     data, attack = images(pairs, (12,)), fq.PGD(eps=0.5, size=0.2, start=False)
     weights = {name: value.double() for name, value in pairs.init(3).items() if name in pairs.trainable}
     submodel = SplitMix(base=1.0)._base(0, World(pairs))
-    found = []
+    found, world = [], World(pairs, precision="fp64")
     for kind in LOCAL.values():
-        engine = kind(World(pairs, dtype=torch.float64), data)
-        found.extend(engine.calibrate([(submodel, weights)], 12, attack=attack))
+        engine = kind(data, precision="fp64")
+        attacking = with_local(FedAvg(), adversarial=fq.AdversarialTraining(attack=attack))
+        found.extend(engine.calibrate(fq.Federation(world, attacking), [(submodel, weights)], 12))
     assert found[0].keys() == set(pairs.statistics)
     torch.testing.assert_close(found[0], found[1], rtol=0, atol=1e-12)
     clean = [value for name, value in found[0].items() if ".clean." in name]
     noised = [value for name, value in found[0].items() if ".noised." in name]
     assert not all(torch.allclose(a, b, atol=1e-3) for a, b in zip(clean, noised, strict=True))
-    (same,) = engine.calibrate([(submodel, weights)], 12)  # equal norms that see equal samples
+    (same,) = engine.calibrate(
+        fq.Federation(world, FedAvg()), [(submodel, weights)], 12
+    )  # equal norms that see equal samples
     for name, value in same.items():
         if ".clean." in name:
             torch.testing.assert_close(value, same[name.replace(".clean.", ".noised.")])

@@ -136,7 +136,7 @@ def test_what_a_link_lost_was_not_trained(name, rounds, perceptron, make_data, p
     method = with_local(method, optimiser=fq.SGD(lr=0.1, decay=0.1), batch_size=4)
     link = fq.Link(loss=fq.Columns(0.4))
     run = play(method, perceptron, make_data(perceptron, (8, 8)), rounds=rounds, link=link)
-    first = method.init(run.engine.world).weights
+    first = method.init(run.world).weights
     moved = sum(int((value != first[name]).sum()) for name, value in run.server.weights.items())
     total = sum(value.numel() for value in first.values())
     assert run.clientwise().trained == {"": moved / total}

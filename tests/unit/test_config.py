@@ -392,9 +392,9 @@ def test_runs_on_one_ground_have_their_own_links(own: Path) -> None:
 def test_settings_reach_the_run(own: Path) -> None:
     run = small(engine={"name": "vectorised", "memory": 1000, "precision": "fp64"}, seed=5).prepare()
     assert run.engine.memory == 1000
-    assert run.engine.world.dtype == torch.float64
+    assert run.world.dtype == torch.float64
     assert run.engine.precision == run.summary["precision"] == "fp64"
-    assert run.engine.world.seed == 5
+    assert run.world.seed == 5
 
 
 def test_tf32_is_refused_where_there_is_none_and_told_with_the_rest(own: Path) -> None:

@@ -35,7 +35,7 @@ def pointers(module: nn.Module) -> dict[str, int]:
 @pytest.mark.parametrize("method", ALL, ids=lambda method: type(method).__name__)
 def test_it_answers_as_deployed_modules_do(method, family, play, make_data):
     run = play(method, family, make_data(family, (9, 8)), (1.0, 0.5), rounds=2)
-    client, inputs = 0 if method.personal else None, run.engine.data.test_inputs
+    client, inputs = 0 if method.personal else None, run.data.test_inputs
     model = run.customisable(SHARES, client=client)
     assert model.shares == SHARES
     assert model.share == 1.0
@@ -102,7 +102,7 @@ class Scattered(FedDropout):
 @pytest.mark.parametrize("method", [FedRolex(overlap=0.2), Scattered()], ids=["windows", "random"])
 def test_nets_that_are_not_nested_are_gathered_once(method, family, play, make_data):
     run = play(method, family, make_data(family, (9, 8)), (1.0, 0.5), rounds=3)
-    model, inputs = run.customisable(SHARES), run.engine.data.test_inputs
+    model, inputs = run.customisable(SHARES), run.data.test_inputs
     assert len(model.stocks) == 1  # all of them are the whole net's channels
     if isinstance(method, Scattered):
         assert any(pointers(net) != pointers(model.stocks[0]) for net in model._members.values())
@@ -117,7 +117,7 @@ def test_nets_that_are_not_nested_are_gathered_once(method, family, play, make_d
 @pytest.mark.parametrize("norms", ["post", "tracked", "batch"])
 def test_it_is_saved_and_loaded(norms, family, play, make_data, tmp_path):
     run = play(with_local(HeteroFL(), norm="tracked"), family, make_data(family, (9, 8)), (1.0, 0.5))
-    model, inputs = run.customisable(SHARES, norms=norms).set(0.25), run.engine.data.test_inputs
+    model, inputs = run.customisable(SHARES, norms=norms).set(0.25), run.data.test_inputs
     model.save(tmp_path / "model.safetensors")
     again = fq.load_model(tmp_path / "model.safetensors", family.module(family.whole))
     assert isinstance(again, CustomisableModel)
@@ -131,7 +131,7 @@ def test_it_is_saved_and_loaded(norms, family, play, make_data, tmp_path):
 
 def test_it_moves_loads_and_copies_like_any_module(family, play, make_data):
     run = play(HeteroFL(), family, make_data(family, (9, 8)), (1.0, 0.5), rounds=1)
-    model, inputs = run.customisable(SHARES), run.engine.data.test_inputs
+    model, inputs = run.customisable(SHARES), run.data.test_inputs
     other = copy.deepcopy(model)
     single = copy.deepcopy(model).float()
     for share in SHARES:
@@ -148,7 +148,7 @@ def test_it_moves_loads_and_copies_like_any_module(family, play, make_data):
 
 def test_a_clients_own(family, play, make_data):
     run = play(LocalOnly(), family, make_data(family, (9, 8)))
-    inputs = run.engine.data.test_inputs
+    inputs = run.data.test_inputs
     first, second = (run.customisable((1.0, 0.5), client=client).set(0.5)(inputs) for client in (0, 1))
     assert not torch.allclose(first, second)
     with pytest.raises(ConfigError, match="LocalOnly leaves its result on the clients"):
@@ -176,7 +176,7 @@ def test_size_and_robustness_are_chosen_together(method, play, make_data, tmp_pa
     """As a module that is deployed with both; and it comes back from a file with what was chosen."""
     family = fq.trace(lambda: fq.dual(fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16))), torch.zeros(2, 1, 6, 6))
     run = play(with_local(method, batch_size=4), family, make_data(family, (9, 8)), (1.0, 0.5), rounds=2)
-    model, inputs = run.customisable((1.0, 0.5)), run.engine.data.test_inputs
+    model, inputs = run.customisable((1.0, 0.5)), run.data.test_inputs
     for share in (1.0, 0.5):
         for robustness in (0.0, 0.3, 1.0):
             found = model.set(share=share, robustness=robustness)(inputs)
@@ -205,7 +205,7 @@ def test_weights_that_no_slice_cuts_are_gathered_one_by_one(name, make_data):
     spec = MODELS[name]
     family = fq.trace(spec.factory, spec.example(), fixed=spec.fixed)
     run = fq.prepare(HeteroFL(), family, make_data(family, (4, 4), tests=4), fq.Fleet.of((1.0,), 2, 1))
-    model, inputs = run.customisable((1.0, 0.5)), run.engine.data.test_inputs[:2]
+    model, inputs = run.customisable((1.0, 0.5)), run.data.test_inputs[:2]
     whole, half = pointers(model.stocks[0]), pointers(model._members[0.5])
     assert any(whole[name] == half[name] for name in half)
     torch.testing.assert_close(model.set(0.5)(inputs), run.deploy(fq.Budget(share=0.5))(inputs).detach())

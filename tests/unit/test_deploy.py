@@ -62,8 +62,8 @@ def test_every_method_stays_within_every_kind_of_budget(method, family, play, ma
             assert 0.25 <= found.share <= (0.75 if budget.memory else 0.5)  # and activations are needed once
         else:
             assert found.share == (1.0 if whole else 0.5)
-        one_by_one = torch.cat([model(sample[None]) for sample in run.engine.data.test_inputs])
-        torch.testing.assert_close(one_by_one, model(run.engine.data.test_inputs))  # no sample sees another
+        one_by_one = torch.cat([model(sample[None]) for sample in run.data.test_inputs])
+        torch.testing.assert_close(one_by_one, model(run.data.test_inputs))  # no sample sees another
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5])
@@ -131,7 +131,7 @@ def test_norms_by_name(family, play, make_data):
     assert torch.equal(tracked[1].running_mean, run.server.weights["1.running_mean"][:4])
     assert not torch.allclose(tracked[1].running_mean, post[1].running_mean)
     assert batch[1].running_mean is None
-    inputs = run.engine.data.test_inputs
+    inputs = run.data.test_inputs
     torch.testing.assert_close(batch(inputs), post.train()(inputs))  # by the batch, though in evaluation
     assert not torch.allclose(batch(inputs)[:4], batch(inputs[:4]))
 

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError, DataError, FedquiltError, TraceError, TrainingError
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly, SplitMix
+from fedquilt.round.client import send
 from fedquilt.round.cut import prefix
-from fedquilt.round.serve import Exam
 from fedquilt.terms import Job, Payload
 from tests.conftest import LOCAL, assert_same, with_local
 
@@ -66,7 +66,7 @@ def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
     assert not any("forward" in vars(layer) or layer._forward_hooks for layer in model.modules())
     assert model.conv.out_channels == model.norm.num_features == 4
     model.load_state_dict(model.state_dict())
-    first = model(run.engine.data.test_inputs).sum()
+    first = model(run.data.test_inputs).sum()
     first.backward()  # trainable as it is
     assert model.conv.weight.grad is not None
 
@@ -85,7 +85,7 @@ def test_what_lives_on_clients_is_deployed_by_client(theirs, play, make_data):
     own.load_state_dict(first.state_dict())
     own.norm.reset_running_stats()
     own.norm.momentum = None
-    own.train()(run.engine.data.samples(run.engine.data.parts[0]))
+    own.train()(run.data.samples(run.data.parts[0]))
     torch.testing.assert_close(own.norm.running_mean, first.norm.running_mean)
     assert not torch.allclose(first.norm.running_mean, second.norm.running_mean)
     assert run.deploy(fq.Budget(share=0.5), client=0).conv.out_channels == 4  # the budget asked for, not the client's
@@ -111,7 +111,7 @@ def test_an_evaluation_that_fails_leaves_the_run(engine, theirs, play, make_data
 def test_a_deployed_module_scores_what_the_engine_reported(engine, norm, theirs, play, make_data):
     method = with_local(HeteroFL(), norm=norm, batch_size=4)
     run = play(method, theirs, make_data(theirs, (9, 7)), (1.0, 0.5), engine=engine)
-    data = run.engine.data
+    data = run.data
     for share in (1.0, 0.5):
         model = run.deploy(fq.Budget(share=share))
         hits = (model(data.test_inputs).argmax(1) == data.test_targets).double().mean()
@@ -120,10 +120,10 @@ def test_a_deployed_module_scores_what_the_engine_reported(engine, norm, theirs,
 
 def test_a_deployed_modules_outputs_are_the_engines(theirs, play, make_data):
     run = play(with_local(HeteroFL(), norm="tracked"), theirs, make_data(theirs, (9, 7)), (1.0, 0.5))
-    world, inputs = run.engine.world, run.engine.data.test_inputs
+    world, inputs = run.world, run.data.test_inputs
     (submodel,) = run.method.deploy(run.server, fq.Budget(share=0.5), world)
-    exam = Exam("", (submodel,), theirs.cutter.gather(run.server.weights, submodel, tuple(run.server.weights)))
-    outputs, _ = theirs.net(submodel.arch)(exam.weights, inputs, fq.family.Pass(statistics="stored"))
+    weights = theirs.cutter.gather(run.server.weights, submodel, tuple(run.server.weights))
+    outputs, _ = theirs.net(submodel.arch)(weights, inputs, fq.family.Pass(statistics="stored"))
     torch.testing.assert_close(run.deploy(fq.Budget(share=0.5))(inputs).detach(), outputs, rtol=0, atol=1e-12)
 
 
@@ -386,7 +386,7 @@ def test_runs_may_share_an_engine_and_what_it_recorded(perceptron, make_data):
     first.engine.record = True  # on a CPU a unit plays its steps as they come
     first.train(2)
     units = [id(unit) for units in first.engine._idle.values() for unit in units]
-    again = fq.prepare(method, perceptron, first.engine.data, fleet, first.engine).train(2)
+    again = fq.prepare(method, perceptron, first.data, fleet, first.engine).train(2)
     assert [id(unit) for units in again.engine._idle.values() for unit in units] == units
     assert_same(first, again, atol=0)
     moved = fq.prepare(method, perceptron, other, fleet, first.engine).train(2)
@@ -422,7 +422,7 @@ def test_what_clients_outside_of_the_fleet_hold_is_nobodys(residual, make_data):
         data.test_parts[:2],
     )
     runs = [fq.run(HeteroFL(), residual, some, fleet, "sequential", 1, evaluation=how) for some in (data, alone)]
-    assert runs[0].engine.data.num_clients == 2
+    assert runs[0].data.num_clients == 2
     assert runs[0].records[-1].grades == runs[1].records[-1].grades
     for name, value in runs[0].deploy(fq.Budget(share=1.0)).state_dict().items():
         assert torch.equal(value, runs[1].deploy(fq.Budget(share=1.0)).state_dict()[name]), name
@@ -472,7 +472,7 @@ def test_what_a_codec_makes_of_weights_must_be_finite(perceptron, make_data):
     wide = {name: torch.full_like(value, 2e38) for name, value in run.server.weights.items()}
     wide["last.bias"][0] = -2e38
     with pytest.raises(TrainingError, match=r"client 0 .* sent weights that are not finite in round 1"):
-        run.engine.deliver(run.server, job, Payload(job.submodel, wide), run.server.weights)
+        send(run.federation, job, Payload(job.submodel, wide), run.server.weights, None, run.federation.initial)
 
 
 def test_a_budget_that_holds_no_base_net_is_refused_before_the_first_round(residual, make_data):
@@ -498,7 +498,7 @@ def test_samples_and_modules_of_any_precision_are_cast(samples, weights, percept
     data = replace(data, inputs=data.inputs.to(samples), test_inputs=data.test_inputs.to(samples))
     run = fq.run(HeteroFL(), fq.trace(net, data.example), data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
     assert run.accuracy
-    assert run.deploy(fq.Budget(share=0.5))(run.engine.data.test_samples(torch.arange(3))).dtype == torch.float32
+    assert run.deploy(fq.Budget(share=0.5))(run.data.test_samples(torch.arange(3))).dtype == torch.float32
 
 
 def test_samples_that_are_no_numbers_are_no_memory(perceptron, make_data):

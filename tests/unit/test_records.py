@@ -105,7 +105,7 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     assert (summary["method"], summary["model"], summary["engine"]) == ("Keeping", "PreResNet", "sequential")
     assert summary["bytes_up"] == sum(record["bytes_up"] for record in lines(out))
     assert summary["accuracy"] == run.accuracy
-    family = run.engine.world.family
+    family = run.world.family
     assert summary["members"]["1.0"] == {"params": family.count(family.whole), "macs": family.cost(family.whole).macs}
     config = tomllib.loads((out / "config.toml").read_text())["python"]
     assert (config["rounds"], config["seed"], config["engine"], config["precision"]) == (4, 0, "sequential", "fp64")
@@ -225,7 +225,7 @@ def test_threads_and_the_engines_choices_are_restored(start, tmp_path, monkeypat
 
 
 def _parts(run: fq.Run):
-    return run.method, run.engine.world.family, run.engine.data, run.fleet
+    return run.method, run.world.family, run.data, run.fleet
 
 
 def test_another_torch_is_said(start, tmp_path, monkeypatch, caplog):

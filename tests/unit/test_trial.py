@@ -72,7 +72,7 @@ def test_a_trial_plays_short_rounds_and_leaves_the_data_alone(asked):
     ground = asked.ground()
     before = ground.data.parts.order.clone()
     run = asked.prepare(ground)
-    assert torch.equal(run.engine.data.parts.order, before)
+    assert torch.equal(run.data.parts.order, before)
     assert run.server.round == 0
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import ClassVar
+from typing import TYPE_CHECKING, ClassVar
 
 import torch
 from torch import Tensor
@@ -24,7 +24,10 @@ from fedquilt.round.link.coding import NOTHING, check_codec, code
 from fedquilt.round.link.columns import Columns, Loss
 from fedquilt.round.link.trip import Arrival, Trip
 from fedquilt.round.link.wireless import Wireless
-from fedquilt.terms import Payload, Submodel, Weights, World
+from fedquilt.terms import Payload, Submodel, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.round.federation import World
 
 
 @dataclass(frozen=True)
@@ -89,10 +92,10 @@ class Link:
             if part is not None:
                 part.check(num_clients)
 
-    def check_codec(self, world: World) -> None:
+    def check_codec(self, world: World, device: torch.device) -> None:
         """Refuse a codec that does not decode what it encoded, on the dtype and device of a run."""
         if self.codec is not None:
-            check_codec(self.codec, world, self.lossy)
+            check_codec(self.codec, world, self.lossy, device)
 
     def reach(self, submodel: Submodel, trip: Trip) -> Submodel | None:
         """What arrives of what is sent, known without sending it; None: nothing."""

@@ -6,7 +6,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from types import MappingProxyType
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,8 +17,12 @@ from fedquilt.errors import ConfigError
 from fedquilt.names import said
 from fedquilt.round.flat import Flat
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Keys
-from fedquilt.terms import Weights, World
+from fedquilt.terms import Weights
 
+if TYPE_CHECKING:
+    from fedquilt.round.federation import World
+
+CPU = torch.device("cpu")
 NOTHING: Weights = MappingProxyType({})
 MAX_TRIAL_VALUES = 1 << 14
 _SITE = 46  # keeps the random numbers of a trial apart from all others
@@ -142,7 +146,7 @@ class _Trial(NamedTuple):
     keys: Keys
 
 
-def check_codec(codec: BaseCodec, world: World, lossy: bool) -> None:
+def check_codec(codec: BaseCodec, world: World, lossy: bool, device: torch.device = CPU) -> None:
     """Try a codec on known changes, and refuse one that does not decode what it encoded.
 
     The changes have names and shapes of the model's weights. One is random. One is zero, as that
@@ -150,8 +154,9 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool) -> None:
 
     Args:
         codec: Codec of a link.
-        world: Family, dtype and device of the run.
+        world: Family and dtype of the run.
         lossy: True if the link may lose values.
+        device: Where the changes are.
 
     Raises:
         ConfigError: The codec fails, breaks its contract, or has state.
@@ -166,7 +171,7 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool) -> None:
     if codec.neutral:
         return
 
-    trials = _trials(world, lossy)
+    trials = _trials(world, lossy, device)
     messages = []
     changes = []
     for trial in trials:
@@ -192,13 +197,13 @@ def check_codec(codec: BaseCodec, world: World, lossy: bool) -> None:
                 )
 
 
-def _trials(world: World, lossy: bool) -> list[_Trial]:
+def _trials(world: World, lossy: bool, device: torch.device) -> list[_Trial]:
     """Return changes to try a codec on."""
     shapes = _trial_shapes(world)
     count = sum(shape.numel() for shape in shapes.values())
-    key = onto(world.device, torch.tensor(noise.key(_SITE, 0)))
+    key = onto(device, torch.tensor(noise.key(_SITE, 0)))
     change = 0.01 * noise.normal(key, (count,), world.dtype)
-    # The device of a tensor has a number (cuda:0), that of the world may have none.
+    # The device of a tensor has a number (cuda:0), that of the run may have none.
     spec = ChangeSpec(shapes, change.dtype, change.device)
     keys = [(noise.key(_SITE, place, 0), noise.key(_SITE, place, 1)) for place in (1, 2, 3)]
 

@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import zlib
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from fedquilt import noise
-from fedquilt.terms import Job, Payload, Weights, World
+from fedquilt.terms import Job, Payload, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.round.federation import World
 
 _SITE = 41  # keeps what links draw apart from all other draws
 _FIRST_CODEC_KEY = 2  # a loss has 1

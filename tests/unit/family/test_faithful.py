@@ -52,7 +52,7 @@ def family() -> fq.Family:
 
 def right(model: nn.Module, run: fq.Run) -> float:
     """The accuracy of a module over all test samples at once."""
-    data = run.engine.data
+    data = run.data
     logits = model(data.test_samples(torch.arange(len(data.test_targets))))
     return float((logits.argmax(1) == data.test_targets).double().mean())
 

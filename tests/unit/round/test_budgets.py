@@ -13,8 +13,9 @@ from fedquilt.errors import BudgetError, SubmodelError
 from fedquilt.methods import METHODS, FedAvg, FedBN, FedProx, FjORD, HeteroFL, LocalOnly, Method, SHeteroFL, SplitMix
 from fedquilt.round.budgets import check_budgets, planned
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.serve import members_by_share
-from fedquilt.terms import Client, Job, Server, World
+from fedquilt.terms import Client, Job, Server
 from tests.conftest import LOCAL, with_local
 
 SERVER = Server(0, {})
@@ -173,7 +174,7 @@ def test_every_engine_compares_what_it_is_given(engine, perceptron, make_data):
     run = fq.prepare(HeteroFL(), perceptron, make_data(perceptron, (6,)), fleet, engine)
     job = Job(Client(0, fq.Budget(share=0.5), 6), prefix(perceptron.whole), 4)
     with pytest.raises(BudgetError, match="HeteroFL planned more for client 0 in round 5"):
-        run.engine.train(run.method, run.server, [job], run.method.fold(run.server, run.engine.world))
+        run.engine.train(run.method, run.server, [job], run.method.fold(run.server, run.world))
 
 
 def test_nets_of_a_client_count_together(perceptron):

@@ -13,8 +13,9 @@ import fedquilt as fq
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import ConfigError
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.link import LINKS, Trip
-from fedquilt.terms import Arch, Submodel, World
+from fedquilt.terms import Arch, Submodel
 from tests.conftest import _traced
 from tests.unit.round import cuts
 

@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
+from fedquilt.round.federation import World
 from fedquilt.round.link import PERFECT, Trip
 from fedquilt.round.link.codec import ChangeSpec, Codec, pack, unpack
-from fedquilt.terms import World
 
 LENGTHS = (40, 7, 1, 16)
 COUNT = sum(LENGTHS)

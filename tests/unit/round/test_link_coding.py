@@ -9,10 +9,10 @@ import torch
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.round.federation import World
 from fedquilt.round.link import BaseCodec, Trip
 from fedquilt.round.link.codec import Codec
 from fedquilt.round.link.coding import MAX_TRIAL_VALUES, _trial_shapes, check_codec, code
-from fedquilt.terms import World
 
 
 @dataclass(frozen=True)
@@ -222,11 +222,11 @@ def test_a_codec_that_cannot_code_a_part_fits_a_link_that_loses_nothing(perceptr
 LOSSY = [Plain(), Halved(), Codec(2), Codec(8, 0.01), Codec(keep=0.5, feedback=True), Codec()]
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("codec", LOSSY, ids=str)
-def test_codecs_that_lose_something_are_not_refused(codec, dtype, perceptron, residual, language):
+def test_codecs_that_lose_something_are_not_refused(codec, precision, perceptron, residual, language):
     for family in (perceptron, residual, language):
-        check_codec(codec, World(family, dtype=dtype), lossy=True)
+        check_codec(codec, World(family, precision=precision), lossy=True)
 
 
 def test_the_trial_is_small(residual):

@@ -11,9 +11,10 @@ import fedquilt as fq
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import SubmodelError, TrainingError
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly
+from fedquilt.round.federation import World
 from fedquilt.round.link import PERFECT, Arrival, Link, Trip
-from fedquilt.terms import Server, World
-from tests.conftest import LOCAL, assert_same, with_local
+from fedquilt.terms import Server
+from tests.conftest import LOCAL, assert_same, start_of, with_local
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -40,7 +41,7 @@ def test_the_loss_is_the_mean_of_the_clients_mean_losses(perceptron, play, make_
     method = FedAvg(local=fq.Local(batch_size=4, optimiser=fq.SGD(lr=1e-12, momentum=0.0)))
     run = play(method, perceptron, make_data(perceptron, (8, 4)), rounds=1)
     model = perceptron.module(perceptron.whole, run.server.weights)
-    data = run.engine.data
+    data = run.data
     losses = torch.nn.functional.cross_entropy(model(data.inputs), data.targets, reduction="none").detach()
     assert run.records[0].loss == pytest.approx(float(losses[:8].mean() + losses[8:].mean()) / 2, abs=1e-9)
 
@@ -155,10 +156,10 @@ def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
     torch.testing.assert_close(lost[:4], bias[:4], rtol=0, atol=1e-14)
     # The last two are client 1's alone: twice the mean, less what client 0 had trained there.
     client = whole.fleet.client(0, 0, 0, 5)
-    start = method.init(whole.engine.world)
-    fold = method.fold(start, whole.engine.world)
-    whole.engine.link = PERFECT
-    whole.engine.train(method, start, [fq.Job(client, method.plan(start, client, whole.engine.world)[0], 0)], fold)
+    start = method.init(whole.world)
+    fold = method.fold(start, whole.world)
+    perfect = replace(whole.federation, link=PERFECT)
+    whole.engine.train(perfect, start, [fq.Job(client, method.plan(start, client, whole.world)[0], 0)], fold)
     own = fold.finish(start)[0]["first.bias"]
     torch.testing.assert_close(lost[4:], 2 * bias[4:] - own[4:], rtol=0, atol=1e-13)
 
@@ -169,9 +170,9 @@ def test_what_does_not_arrive_is_taken_from_memory_or_the_beginning(engine, perc
     method = with_local(FedAvg(), optimiser=fq.SGD(lr=0.1, momentum=0.0))
     data = make_data(perceptron, (5, 5))
     run = with_link(method, perceptron, data, engine, rounds=2, lost_down=2)
-    job = fq.Job(run.fleet.client(0, 2, 0, 5), method.plan(run.server, None, run.engine.world)[0], 2)
-    start = run.engine.start(run.server, job, method.learner(job, run.engine.world))
-    fresh = method.init(run.engine.world).weights
+    job = fq.Job(run.fleet.client(0, 2, 0, 5), method.plan(run.server, None, run.world)[0], 2)
+    start = start_of(run, job)
+    fresh = method.init(run.world).weights
     assert torch.equal(start.state["first.bias"][:4], run.server.weights["first.bias"][:4])
     assert torch.equal(start.state["first.bias"][4:], fresh["first.bias"][4:])
     assert torch.equal(start.state["last.weight"][:, 4:], fresh["last.weight"][:, 4:])

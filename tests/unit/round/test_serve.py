@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from functools import partialmethod
 
 import pytest
 import torch
 
 import fedquilt as fq
 from fedquilt.data import Parts
-from fedquilt.engines import Engine
+from fedquilt.engines import Sequential, Vectorised
+from fedquilt.engines.exams import Exam
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.family import Pass
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, Method
-from fedquilt.round.serve import Exam, Score, _asked, exam_pass, mean_by_label, mean_statistics, right, share_label
-from fedquilt.terms import World
+from fedquilt.round.federation import World
+from fedquilt.round.serve import Score, _asked, exam_pass, mean_by_label, mean_statistics, right, share_label
 from tests.conftest import LOCAL, with_local
 
 
@@ -84,12 +86,12 @@ def test_labels_are_the_share_of_every_axis_a_budget_allows(perceptron):
 def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
     """The papers' static norms: one pass over the pooled data in train mode with momentum=None."""
     data = make_data(residual, (9, 8, 5))
-    world = World(residual, dtype=torch.float64)
+    world = World(residual, precision="fp64")
     state = {name: value.double() for name, value in residual.init(1).items()}
     (submodel,) = HeteroFL().deploy(None, fq.Budget(share=0.5), world)
-    ours = LOCAL[engine](world, data)
+    ours = LOCAL[engine](data, precision="fp64")
     cut = residual.cutter.gather(state, submodel, residual.trainable)
-    [found] = ours.calibrate([(submodel, cut)], batch_size=5)
+    [found] = ours.calibrate(fq.Federation(world, HeteroFL()), [(submodel, cut)], batch_size=5)
     theirs = residual.module(submodel, state).train()
     for layer in theirs.modules():
         if isinstance(layer, torch.nn.BatchNorm2d):
@@ -107,21 +109,22 @@ def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
     data = make_data(residual, (6, 6))
-    ours = LOCAL[engine](World(residual, dtype=torch.float64), data)
+    ours = LOCAL[engine](data, precision="fp64")
+    ours.begin(fq.Federation(World(residual, precision="fp64"), with_local(FedAvg(), norm="tracked")))
     state = {name: value.double() for name, value in residual.init(1).items()}
     (submodel,) = HeteroFL().deploy(None, fq.Budget(share=0.5), ours.world)
     model = residual.module(submodel, state).eval()
     cut = residual.cutter.gather(state, submodel, tuple(state))
     samples, held = torch.tensor([3, 1, 20, 7, 8]), torch.tensor([True, True, False, True])
     exams = [
-        Exam("all", (submodel,), cut),
+        Exam("all", (submodel,), cut, torch.arange(24)),
         Exam("few", (submodel,), cut, samples),
         Exam("masked", (submodel,), cut, samples, held),
         Exam("released", (submodel,), cut, samples, held, absent=0.0),
         Exam("released", (submodel,), cut, samples.flip(0), held, absent=0.0),
         Exam("none", (submodel,), cut, samples[:0]),
     ]
-    scores = ours.evaluate(with_local(FedAvg(), norm="tracked"), exams, batch_size=10)
+    scores = ours._evaluate(exams, batch_size=10)
     logits = model(ours.data.test_inputs).detach()
     hits = logits.argmax(1) == data.test_targets
     seen = logits[samples].masked_fill(~held, -torch.inf).argmax(1) == data.test_targets[samples]
@@ -147,7 +150,7 @@ def test_local_accuracy_is_the_servers_model_on_each_clients_own_data(engine, re
         model = run.deploy(fq.Budget(share=1.0))
         own = []
         for id, part in enumerate(data.test_parts):
-            logits = model(run.engine.data.test_inputs[part]).detach()
+            logits = model(run.data.test_inputs[part]).detach()
             logits = logits.masked_fill(~run.engine.held(id), logit)
             own.append(float((logits.argmax(1) == data.test_targets[part]).double().mean()))
         found[absent] = run.records[-1].grades.metrics["local_accuracy"]
@@ -188,11 +191,12 @@ def asked(monkeypatch):
     """How many samples every evaluation was asked for, and in how many exams."""
     calls = []
 
-    def counted(engine, method, exams, batch_size, own=Engine.evaluate):
-        calls.append((sum(len(engine.exam_samples(exam)) for exam in exams), len(exams)))
-        return own(engine, method, exams, batch_size)
+    def counted(engine, exams, batch_size, own):
+        calls.append((sum(len(exam.samples) for exam in exams), len(exams)))
+        return own(engine, exams, batch_size)
 
-    monkeypatch.setattr(Engine, "evaluate", counted)
+    for kind in (Sequential, Vectorised):
+        monkeypatch.setattr(kind, "_evaluate", partialmethod(counted, own=kind._evaluate))
     return calls
 
 
@@ -207,7 +211,7 @@ def test_accuracy_by_domain_is_what_the_module_scores_there(engine, residual, pl
     assert list(metrics) == ["accuracy/mnist", "accuracy/svhn", "accuracy/usps"]
     for share in ("1.0", "0.5"):
         model = run.deploy(fq.Budget(share=float(share)))
-        hits = (model(run.engine.data.test_inputs).argmax(1) == data.test_targets).double()
+        hits = (model(run.data.test_inputs).argmax(1) == data.test_targets).double()
         assert run.accuracy[share] == pytest.approx(float(hits.mean()), abs=1e-12)
         for code, name in enumerate(("mnist", "svhn", "usps")):
             there = float(hits[HOMES.eq(code)].mean())
@@ -224,10 +228,10 @@ def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(engine, residua
     run = play(method, residual, with_domains(data), (1.0, 0.5), engine=engine, evaluation=how)
     assert asked == [(2 * 24, 2), (2 * 2 * 24, 2 * 4)]
     assert run.accuracy == without.accuracy
-    (submodel,) = method.deploy(run.server, fq.Budget(share=0.5), run.engine.world)
+    (submodel,) = method.deploy(run.server, fq.Budget(share=0.5), run.world)
     cut = residual.cutter.gather(run.server.weights, submodel, residual.trainable)
     samples = HOMES.eq(0).nonzero().flatten()
-    [score] = run.engine.evaluate(method, [Exam("", (submodel,), cut, samples)], 5)
+    [score] = run.engine._evaluate([Exam("", (submodel,), cut, samples)], 5)
     assert run.records[-1].grades.metrics["accuracy/mnist"]["0.5"] == score.accuracy
 
 
@@ -288,7 +292,7 @@ def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(norm, res
         memory = run.server.memory[client, ""]
         for domain in (0, 1):
             exam = Exam("", (memory.submodel,), memory.weights, part[homes[part] == domain])
-            [score] = run.engine.evaluate(method, [exam], 8)
+            [score] = run.engine._evaluate([exam], 8)
             own[client, domain] = score.accuracy
     assert metrics["accuracy/mnist"]["1.0"] == pytest.approx((own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12)
     assert metrics["accuracy/syn"] == {"1.0": own[2, 1]}
@@ -349,11 +353,13 @@ def test_the_same_clients_are_asked_over_every_link(residual, make_data):
     for link in (fq.Link(), fq.Link(codec=fq.Codec(bits=32, keep=0.9, feedback=True))):
         method = with_local(FedAvg(), batch_size=4)
         run = fq.run(method, residual, data, fleet, "sequential", 1, evaluation=how, link=link)
-        asked.append([client.id for client in _asked(method, fleet, run.server, run.engine, how)])
+        asked.append([client.id for client in _asked(run.federation, fleet, run.server, run.engine, how)])
     assert asked[0] == asked[1]
     method = with_local(FedAvg(), batch_size=4, norm="local")
     run = fq.run(method, residual, data, fleet, "sequential", 1, evaluation=how)
-    assert {client.id for client in _asked(method, fleet, run.server, run.engine, how)} <= set(fleet.cohort(0, 0))
+    assert {client.id for client in _asked(run.federation, fleet, run.server, run.engine, how)} <= set(
+        fleet.cohort(0, 0)
+    )
 
 
 @pytest.mark.parametrize("method", [FedRolex(shift=4), FedDropout()])
@@ -364,8 +370,8 @@ def test_a_client_is_tested_on_what_it_trained_last(method, residual, make_data)
     for client in {fleet.cohort(round, 0)[0] for round in range(4)}:
         last = max(round for round in range(4) if fleet.cohort(round, 0)[0] == client)
         asked = fleet.client(client, 4, 0, 6)
-        assert method.own(run.server, asked, run.engine.world) == tuple(
-            method.plan(replace(run.server, round=last), asked, run.engine.world)
+        assert method.own(run.server, asked, run.world) == tuple(
+            method.plan(replace(run.server, round=last), asked, run.world)
         )
         module = run.deploy(fq.Budget(share=0.5), client=client)
         assert all(value.any() for name, value in module.named_buffers() if name.endswith("running_mean"))

@@ -20,6 +20,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.family import Pass
 from fedquilt.methods import FedAvg
 from fedquilt.round.cut import prefix
+from fedquilt.round.federation import World
 from fedquilt.round.training.batches import augment, batched, itinerary
 from fedquilt.round.training.filters import All, Nothing, Parts
 from fedquilt.round.training.learner import Learner, Phase
@@ -29,7 +30,7 @@ from fedquilt.round.training.optimizers import SGD, Adam, State
 from fedquilt.round.training.regions import Between, Everywhere, Part
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 from fedquilt.round.training.step import Batch, clipped, gradient, move, train_pass
-from fedquilt.terms import Arch, Job, World
+from fedquilt.terms import Arch, Job
 from tests.conftest import with_local
 
 CPU = torch.device("cpu")
@@ -474,17 +475,17 @@ def test_a_training_step_is_three_forward_passes(perceptron):
 
 def torch_rounds(run: fq.Run, family: fq.Family, make, rounds: int, fresh: bool) -> nn.Module:
     """The same client, batches and initial weights in a plain training loop; `fresh` makes an optimiser a round."""
-    state = doubles(family, run.engine.world.seed)
+    state = doubles(family, run.world.seed)
     model = family.module(family.whole, state).train()
     optimiser = make(model.parameters())
-    client = run.fleet.client(0, 0, 0, run.engine.data.size(0))
+    client = run.fleet.client(0, 0, 0, run.data.size(0))
     for round in range(rounds):
         if fresh:
             optimiser = make(model.parameters())
-        job = Job(client, run.method.plan(run.server, client, run.engine.world)[0], round)
-        for rows in run.engine.batches(job, run.method.learner(job, run.engine.world)):
+        job = Job(client, run.method.plan(run.server, client, run.world)[0], round)
+        for rows in run.engine.batches(job, run.method.learner(job, run.world)):
             optimiser.zero_grad()
-            F.cross_entropy(model(run.engine.data.inputs[rows]), run.engine.data.targets[rows]).backward()
+            F.cross_entropy(model(run.data.inputs[rows]), run.data.targets[rows]).backward()
             optimiser.step()
     return model
 

@@ -1,0 +1,357 @@
+"""Engines that hold the samples of all clients: what they share."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.data import FederatedData
+from fedquilt.engines.exams import Exam, pieces, summed
+from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
+from fedquilt.family.net import Pass
+from fedquilt.precision import DTYPES, Precision, computing, unfit
+from fedquilt.round.attack import PGD
+from fedquilt.round.budgets import check_budgets
+from fedquilt.round.client import check_sent
+from fedquilt.round.engine import Engine, Outcome
+from fedquilt.round.federation import Federation, World
+from fedquilt.round.serve import EvalJob, Kind, Score, both_statistics, exam_pass
+from fedquilt.round.training.batches import batched, itinerary
+from fedquilt.round.training.learner import Learner
+from fedquilt.terms import Job, Payload, Server, Submodel, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.engines.options import EngineOptions
+    from fedquilt.family import Family
+    from fedquilt.methods.method import Method
+    from fedquilt.round.merge import Fold
+
+MEASURE = Pass(statistics="measure")
+MAX_CACHED_CUTS = 16
+MAX_CACHED_CLASSES = 4096  # Clients whose classes are remembered.
+MAX_CALIBRATION_SAMPLES = 1 << 16  # Norm statistics are measured over at most so many: all of CIFAR or MNIST.
+CPU = torch.device("cpu")
+
+
+@dataclass
+class Simulation(Engine):
+    """Trains and tests clients whose samples are all in one place.
+
+    Subclasses decide how many clients run at once, and where.
+
+    Args:
+        data: The samples of all clients. They are moved to the device.
+        device: Where clients are trained.
+        precision: Precision of products. Weights and sums are kept in fp32, or in fp64 if that is asked for.
+    """
+
+    data: FederatedData
+    device: torch.device = CPU
+    precision: Precision = "fp32"
+
+    @classmethod
+    def check(cls) -> None:
+        """Refuse an engine whose packages are not installed. This is asked before anything heavy."""
+
+    @classmethod
+    def create(cls, data: FederatedData, options: EngineOptions) -> Self:
+        """Return an engine with those of the options that it has."""
+        return cls(data, options.device, options.precision)
+
+    def __post_init__(self) -> None:
+        if why := unfit(self.precision, str(self.device)):
+            raise ConfigError(f"precision = {why}")
+        self.data = self.data.to(self.device, DTYPES[self.precision])
+        self._federation: Federation | None = None
+        self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
+        self._cut_from: Weights | None = None
+        self._classes: dict[int, Tensor] = {}
+        self._attackable: set[PGD] = set()
+        self._pooled: tuple[int, Tensor] | None = None
+
+    def with_data(self, data: FederatedData) -> Self:
+        """Return an engine with the same options for these samples: this one, if it has them."""
+        here = data.to(self.device, DTYPES[self.precision])
+        tensors = ("inputs", "targets", "test_inputs", "test_targets")
+        same = all(getattr(here, name) is getattr(self.data, name) for name in tensors)
+        if same and here.parts is self.data.parts and here.test_parts is self.data.test_parts:
+            return self
+        return replace(self, data=here)
+
+    def with_settings(self, settings: Mapping[str, bool | int | float | str]) -> Self:
+        """Return an engine with other `settings`: this one, if it has them."""
+        other: dict[str, Any] = {name: value for name, value in settings.items() if self.settings.get(name) != value}
+        return replace(self, **other) if other else self
+
+    @property
+    def settings(self) -> dict[str, bool | int | float | str]:
+        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _CONSTRUCTED}
+        return {name: value for name, value in own.items() if isinstance(value, (bool, int, float, str))}
+
+    def size(self, client: int) -> int:
+        return self.data.size(client)
+
+    @property
+    def tests_by_client(self) -> bool:
+        return self.data.test_parts is not None
+
+    # --- the federation of the call in progress ------------------------------------------------------------------
+
+    @property
+    def federation(self) -> Federation:
+        """Return the federation of the call in progress."""
+        assert self._federation is not None, "every call names its federation"
+        return self._federation
+
+    @property
+    def world(self) -> World:
+        return self.federation.world
+
+    @property
+    def method(self) -> Method:
+        return self.federation.method
+
+    @property
+    def initial(self) -> Weights:
+        """Return the federation's initial weights, by scope and name, on the engine's device."""
+        return self.federation.initial_on(self.device)
+
+    def begin(self, federation: Federation) -> None:
+        """Take a call for a federation. What was cached for another family is forgotten."""
+        before = self._federation
+        if before is federation:
+            return
+        if before is None or before.world.family is not federation.world.family:
+            self._check_federation(federation)
+            self.forget_family()
+        self._federation = federation
+        if federation.method.attack is not None:
+            self._check_range(federation.method.attack)
+
+    def forget_family(self) -> None:
+        """Drop what depends on the family that was trained so far."""
+        self._classes.clear()
+
+    def _check_federation(self, federation: Federation) -> None:
+        if federation.world.precision != self.precision:
+            raise ConfigError(
+                f"a federation in {federation.world.precision} was given to an engine in {self.precision}; both must "
+                "have the same precision."
+            )
+        check_data(federation.world.family, self.data)
+
+    def computing(self) -> AbstractContextManager[None]:
+        """Return the context of all training and testing."""
+        return computing(self.precision, self.device)
+
+    # --- the contract ----------------------------------------------------------------------------------------------
+
+    def train(self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold) -> Outcome:
+        """Cut, send, train, send back and add: everything that a cohort does between plan and finish."""
+        self.begin(federation)
+        for submodel, job in {job.submodel: job for job in jobs}.items():
+            self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
+        check_budgets(self.method, jobs, self.world)
+        outcome = Outcome()
+        try:
+            # The fold adds in full precision, whatever clients train in. Rounded to bf16, a mean would lose small
+            # changes.
+            with computing("fp32", self.device):
+                self._train(server, jobs, fold, outcome)
+        finally:
+            self._cuts.clear()  # They are cut from the old state, and need not outlive it.
+            self._cut_from = None
+        return outcome
+
+    @abstractmethod
+    def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        """Train jobs in the engine's precision, and add the updates to the fold outside of it."""
+
+    def evaluate(
+        self, federation: Federation, exams: Sequence[EvalJob], batch_size: int, by_domain: bool = False
+    ) -> list[Score]:
+        self.begin(federation)
+        for attack in {exam.attack for exam in exams if exam.attack}:
+            self._check_range(attack)
+        own = [self._exam(exam) for exam in exams]
+        with _failing("the evaluation failed"), self.computing():
+            if not by_domain or self.data.test_domains is None:
+                return self._evaluate(own, batch_size)
+            depends_on_batch = self.world.family.mixes(exam_pass(self.method.local.norm))
+            cut = pieces(own, self.data, depends_on_batch, batch_size)
+            return summed(own, cut, self._evaluate([piece.exam for piece in cut], batch_size), self.data)
+
+    @abstractmethod
+    def _evaluate(self, exams: Sequence[Exam], batch_size: int) -> list[Score]: ...
+
+    def _exam(self, job: EvalJob) -> Exam:
+        """Return a test with the positions of its samples, and the classes that count."""
+        parts, held = self.data.test_parts, None
+        if job.training:
+            samples = self.pooled[: job.training]
+        elif job.client is not None and parts is not None:
+            samples = parts[job.client]
+        else:
+            samples = torch.arange(len(self.data.test_targets))
+        if job.own_classes and job.client is not None:
+            held = self.held(job.client).to(self.device)
+        return Exam(
+            job.label,
+            job.nets,
+            job.weights,
+            samples,
+            held,
+            job.absent,
+            job.robustness,
+            job.attack,
+            training=job.training > 0,
+        )
+
+    def calibrate(
+        self,
+        federation: Federation,
+        nets: Sequence[tuple[Submodel, Weights]],
+        batch_size: int,
+        client: int | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """Measure the norm statistics of networks: the papers' static norms.
+
+        Noised norms have those of attacked samples, as they had in training. Conditioned ones, which see both kinds,
+        have the mean of clean samples' at robustness 0 and attacked samples' at 1.
+        """
+        self.begin(federation)
+        samples = self.pooled if client is None else self.data.parts[client]
+        batches = batched(samples.to(self.device), batch_size)
+
+        def measured(mode: Pass, by: PGD | None) -> list[dict[str, Tensor]]:
+            kinds = [(Kind((Submodel(net.arch),), mode, by, training=True), weights) for net, weights in nets]
+            return self._calibrate(kinds, batches)
+
+        with _failing("the calibration of norms failed"), self.computing():
+            found = measured(MEASURE, None)
+            if not self.world.family.adjustable:
+                return found
+            noised = measured(replace(MEASURE, robustness=1.0), self.method.attack)
+            return [both_statistics(clean, own) for clean, own in zip(found, noised, strict=True)]
+
+    @abstractmethod
+    def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
+        """Return the statistics that each net sees, their mean over batches of training samples."""
+
+    # --- what engines need of the samples --------------------------------------------------------------------------
+
+    def samples(self, kind: Kind, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets at positions, of the set that a kind of test is on."""
+        if kind.training:
+            return self.data.samples(rows), self.data.targets[rows]
+        return self.data.test_samples(rows), self.data.test_targets[rows]
+
+    def payload(self, server: Server, job: Job, learner: Learner) -> Payload:
+        """Return what the server sends for a job.
+
+        Clients that get the same positions get the same tensors, which are cut once. Few cuts are kept, because those
+        of a whole cohort may not fit in memory.
+        """
+        if self._cut_from is not server.weights:
+            self._cuts.clear()
+            self._cut_from = server.weights
+        key = job.submodel, learner.received(self.world.family)
+        if key not in self._cuts:
+            if len(self._cuts) >= MAX_CACHED_CUTS:
+                self._cuts.pop(next(iter(self._cuts)))
+            self._cuts[key] = self.world.family.cutter.gather(server.weights, *key)
+        return Payload(job.submodel, self._cuts[key])
+
+    def keys(self, job: Job) -> tuple[int, int]:
+        """Return the seeds of a job's batch order and of its noise. All nets of a client see equal batches."""
+        name = (self.world.seed, job.client.id, job.round)
+        return noise.key(1, *name), noise.key(2, *name)
+
+    def batches(self, job: Job, learner: Learner) -> list[Tensor]:
+        """Return the positions in the pool of every batch that the client goes through."""
+        part = self.data.parts[job.client.id]
+        batches = itinerary(len(part), learner.local, self.keys(job)[0])
+        return list(part[torch.cat(batches)].split_with_sizes([len(batch) for batch in batches]))
+
+    def held(self, client: int) -> Tensor:
+        """Return (class,) True where the client has samples of the class, on the CPU."""
+        if client not in self._classes:
+            if len(self._classes) >= MAX_CACHED_CLASSES:
+                self._classes.pop(next(iter(self._classes)))
+            self._classes[client] = self.data.held(client, self.world.family.num_classes).cpu()
+        return self._classes[client]
+
+    @property
+    def pooled(self) -> Tensor:
+        """Return the positions of clients' training samples, mixed, so that a batch is like the whole.
+
+        Of very many samples it is a fixed draw. They are found once for a seed, because going through all clients at
+        every evaluation would cost with the population.
+        """
+        seed = self.world.seed
+        if self._pooled is None or self._pooled[0] != seed:
+            samples = self.data.parts.order
+            mixed = samples[noise.order(noise.key(3, seed), len(samples))]
+            self._pooled = seed, mixed[:MAX_CALIBRATION_SAMPLES]
+        return self._pooled[1]
+
+    def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:
+        """Refuse losses and weights that are not finite, before the round counts."""
+        good = losses.isfinite()
+        if not bool(good.all()):
+            step = int((~good).nonzero()[0])
+            hint = self.data.flaw(job.client.id) or "A smaller learning rate or gradient clipping (clip=1.0) would help"
+            raise TrainingError(
+                f"client {job.client.id} (budget {job.client.budget}) had a loss of {float(losses[step])} in round "
+                f"{job.round + 1}, step {step}. {hint}; the server's state is that of the round before."
+            )
+        check_sent(job, updates)
+
+    def _check_range(self, attack: PGD) -> None:
+        """Refuse data that an attack is not made for. Each attack is compared once."""
+        if attack not in self._attackable:
+            attack.check(self.data)
+            self._attackable.add(attack)
+
+
+_CONSTRUCTED = ("data", "device", "precision")  # Fields that a run's own settings have.
+
+
+def check_data(family: Family, data: FederatedData) -> None:
+    """Refuse data that does not fit the inputs and outputs of a model."""
+    if len(family.example_inputs) != 1:
+        raise DataError(
+            f"the model was traced with {len(family.example_inputs)} inputs; {data.name} has one a "
+            "sample. Wrap the model in a module that takes one tensor, and trace that."
+        )
+    example, inputs = family.example_inputs[0], data.example
+    if tuple(example.shape[1:]) != tuple(inputs.shape[1:]):
+        raise DataError(
+            f"the model was traced with inputs of shape {tuple(example.shape[1:])} a sample; "
+            f"{data.name} has {tuple(inputs.shape[1:])}."
+        )
+    if example.is_floating_point() != inputs.is_floating_point():
+        raise DataError(f"the model takes {example.dtype} inputs; {data.name} has {inputs.dtype}.")
+    if data.num_classes > family.num_classes:
+        raise DataError(f"{data.name} has {data.num_classes} classes; the model's output has {family.num_classes}.")
+    homes, tests = data.test_domains, len(data.test_targets)
+    if homes is not None and len(homes) != tests:  # A test set was put in the place of another.
+        raise DataError(f"{data.name} has {tests} test samples and the domains of {len(homes)}.")
+
+
+@contextmanager
+def _failing(what: str) -> Iterator[None]:
+    """Raise anything that goes wrong inside as an error that says what failed."""
+    try:
+        yield
+    except FedquiltError:
+        raise
+    except Exception as error:
+        raise TrainingError(f"{what}: {type(error).__name__}: {error}") from error

@@ -1,0 +1,105 @@
+"""The contract of an engine: train, evaluate and calibrate clients whose samples only the engine can reach."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, NamedTuple
+
+import torch
+from torch import Tensor
+
+from fedquilt.terms import Job, Memory, Server, Submodel, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.round.federation import Federation
+    from fedquilt.round.merge import Fold
+    from fedquilt.round.serve import EvalJob, Score
+
+
+class Spent(NamedTuple):
+    """What a client's round took: bytes both ways, and multiply-adds."""
+
+    down: int = 0
+    up: int = 0
+    macs: int = 0
+
+
+@dataclass
+class Outcome:
+    """What a cohort's training leaves behind besides the fold."""
+
+    memory: dict[tuple[int, str], Memory] = field(default_factory=dict)
+    losses: list[float] = field(default_factory=list)
+    costs: dict[int, Spent] = field(default_factory=dict)  # By client.
+    stacks: int = 0  # Number of groups of clients that were trained as one.
+    missing: dict[int, str] = field(default_factory=dict)  # Clients that did not answer, and why.
+
+    def charge(self, client: int, down: int, up: int, macs: int) -> None:
+        """Count what a client was sent, what arrived from it, and the multiply-adds of its training."""
+        before = self.costs.get(client, Spent())
+        self.costs[client] = Spent(before.down + down, before.up + up, before.macs + macs)
+
+    @property
+    def total(self) -> Spent:
+        """Return what all clients took together."""
+        costs = self.costs.values()
+        return Spent(sum(one.down for one in costs), sum(one.up for one in costs), sum(one.macs for one in costs))
+
+    def join(self, other: Outcome) -> None:
+        """Take what other clients of the cohort left behind."""
+        self.memory.update(other.memory)
+        self.losses += other.losses
+        self.missing.update(other.missing)
+        for client, cost in other.costs.items():
+            self.charge(client, *cost)
+        self.stacks += other.stacks
+
+
+class Engine(ABC):
+    """Trains and tests the clients of federations. Samples and options are given to its constructor.
+
+    An engine keeps nothing of a federation that a result depends on: every call is given all of it. So several runs may
+    use one engine, in any order.
+    """
+
+    device: torch.device  # Where the server's state is kept.
+
+    @abstractmethod
+    def train(self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold) -> Outcome:
+        """Send jobs to their clients, and add what comes back to the fold."""
+
+    @abstractmethod
+    def evaluate(
+        self, federation: Federation, exams: Sequence[EvalJob], batch_size: int, by_domain: bool = False
+    ) -> list[Score]:
+        """Test networks on test samples, or on those that each names."""
+
+    @abstractmethod
+    def calibrate(
+        self,
+        federation: Federation,
+        nets: Sequence[tuple[Submodel, Weights]],
+        batch_size: int,
+        client: int | None = None,
+    ) -> list[dict[str, Tensor]]:
+        """Measure the norm statistics of networks over the pooled training samples, or over one client's."""
+
+    @abstractmethod
+    def size(self, client: int) -> int:
+        """Return how many training samples a client has."""
+
+    @property
+    @abstractmethod
+    def tests_by_client(self) -> bool:
+        """Return True if clients have test samples of their own."""
+
+    def online(self) -> Sequence[int] | None:
+        """Return the clients that can be reached now, in ascending order. None: all of the fleet."""
+        return None
+
+    @property
+    def settings(self) -> Mapping[str, bool | int | float | str]:
+        """Return the options that the last digits of a result depend on. A checkpoint has them."""
+        return {}

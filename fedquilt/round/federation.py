@@ -1,0 +1,69 @@
+"""What a federation consists of besides its state: the world that methods see, the method, and the link."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedquilt.precision import DTYPES, Precision
+from fedquilt.round.link import PERFECT, Link
+from fedquilt.terms import Weights
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
+    from fedquilt.methods.method import Method
+
+
+@dataclass(frozen=True)
+class World:
+    """What every method may look at. It is the same on the server and on every device.
+
+    Where tensors are kept is not part of it, because each machine decides that for itself.
+    """
+
+    family: Family
+    seed: int = 0
+    precision: Precision = "fp32"  # Precision of products.
+    public: Tensor | None = None  # Inputs without targets that everybody has.
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Return the type in which weights and sums are kept."""
+        return DTYPES[self.precision]
+
+
+@dataclass(frozen=True, eq=False)
+class Federation:
+    """The settings that an engine is given with every call: world, method and link.
+
+    Args:
+        world: What the method may look at.
+        method: How the federation learns.
+        link: How payloads travel between server and clients.
+        received: Initial weights that came from the server. A worker or device has them from there,
+            because it may lack the code that draws them. None: the method draws them.
+    """
+
+    world: World
+    method: Method
+    link: Link = PERFECT
+    received: Weights | None = field(default=None, repr=False)
+
+    @cached_property
+    def initial(self) -> Weights:
+        """Return the weights before the first round, by scope and name, on the CPU."""
+        return self.method.initial(self.world) if self.received is None else self.received
+
+    def initial_on(self, device: torch.device) -> Weights:
+        """Return the initial weights on a device. They are copied there once."""
+        if device not in self._placed:
+            self._placed[device] = {name: value.to(device) for name, value in self.initial.items()}
+        return self._placed[device]
+
+    @cached_property
+    def _placed(self) -> dict[torch.device, Weights]:
+        return {}
