@@ -59,12 +59,12 @@ class Eager:
 
     def _phase(self, phase: Phase, x: Tensor, y: Tensor, taught: Tensor | None) -> None:
         self.optimiser.zero_grad(set_to_none=True)
-        parts = getattr(phase.objective, "objectives", (phase.objective,))
+        member = self.family.member(self.arch)
         known: dict[float | None, Tensor] = {}
         loss = x.new_zeros(())
         with self._rough():
-            for part in parts:
-                share = part.shares[0]
+            for part in phase.objective.terms:
+                share = part.nets(member)[0].share
                 if share not in known:
                     known[share] = self.net(x) if share is None else self._narrow(share, x)
                 if isinstance(part, Distilled):
@@ -88,7 +88,7 @@ class Eager:
             torch._foreach_copy_(own, list(kept))
 
     def _narrow(self, share: float, x: Tensor) -> Tensor:
-        inner = self.family.nested(self.arch, share)
+        inner = self.family.member(self.arch).nested(share)
         if share not in self.nested:
             self.nested[share] = batch_norms(self.family.module(inner)).to(self.device).train()
         own = dict(self.net.named_parameters())
@@ -100,7 +100,7 @@ class Eager:
     def _mask(self, moves: Between) -> list[Tensor]:
         if moves not in self.masks:
             names = [name for name, _ in self.net.named_parameters()]
-            masks = [moves.mask(self.family, self.arch, name) for name in names]
+            masks = [moves.mask(self.family.member(self.arch), name) for name in names]
             self.masks[moves] = [torch.as_tensor(mask, device=self.device).float() for mask in masks]
         return self.masks[moves]
 

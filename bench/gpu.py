@@ -106,7 +106,7 @@ class Eager:
         settings = {"lr": OPTIMISER.lr, "momentum": OPTIMISER.momentum, "weight_decay": OPTIMISER.decay}
         self.optimisers = [torch.optim.SGD(net.parameters(), fused=True, **settings) for net in self.nets]
         if case.phases == 2:
-            self.inner = [family.nested(arch, 0.5) for arch in arches]
+            self.inner = [family.member(arch).nested(0.5) for arch in arches]
             self.halves = [batch_norms(family.module(inner)).to(DEVICE).train() for inner in self.inner]
             self.insides = [self._inside(arch) for arch in arches]
             self.outsides = [[1 - mask for mask in inside] for inside in self.insides]
@@ -114,7 +114,9 @@ class Eager:
     def _inside(self, arch: fq.terms.Arch) -> list[Tensor]:
         """1 where a weight belongs to the nested half."""
         masks = Between(0.0, 0.5)
-        return [masks.mask(self.case.family, arch, name).to(DEVICE).float() for name in self.case.family.trainable]
+        return [
+            masks.mask(self.case.family.member(arch), name).to(DEVICE).float() for name in self.case.family.trainable
+        ]
 
     def step(self) -> None:
         for client in range(len(self.nets)):

@@ -104,9 +104,9 @@ def engine(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
     method = method_of(case)
     learner = method.learner(Job(Client(0, fq.Budget(share=case.share)), prefix(arch), 0), world)
     initial = family.init(0, DEVICE)
-    received = family.cutter.gather(initial, prefix(arch), learner.names(family))
+    received = family.cutter.gather(initial, prefix(arch), learner.names(family.member(arch)))
     received = {name: value.clone() for name, value in received.items()}
-    state, slots = received, learner.start_slots(received, family)
+    state, slots = received, learner.start_slots(received, family.member(arch))
     held = torch.ones(NUM_CLASSES, dtype=torch.bool, device=DEVICE)
     batch = Batch(*random_batch(case), held, torch.tensor(noise.key(0), device=DEVICE))
 
@@ -114,9 +114,9 @@ def engine(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
         nonlocal state, slots
         with computing(case.precision, DEVICE):
             for phase in learner.phases:
-                grads, (_, seen) = gradient(learner, family, arch, phase.objective, state, received, batch)
+                grads, (_, seen) = gradient(learner, family.member(arch), phase.objective, state, received, batch)
                 grads = clipped(grads, case.optimizer.clip)
-                masks = learner.masks(family, arch, phase, DEVICE)
+                masks = learner.masks(family.member(arch), phase, DEVICE)
                 state, slots = move(learner, phase, state, slots, grads, masks, 0)
                 state = {**state, **seen}
 

@@ -67,7 +67,7 @@ def before(family: fq.Family, inputs: Tensor) -> float:
     half = prefix(family.fit(fq.Budget(share=0.5)))
     state = family.init(dtype=torch.float64)
     weights = family.cutter.gather(state, half, list(state))
-    module, net = family.module(half, state), family.net(half.arch)
+    module, net = family.module(half, state), family.member(half.arch).net
     differences = []
     for train, mode in ((False, Pass(statistics="stored")), (True, Pass(train=True))):
         with torch.no_grad():
@@ -82,7 +82,7 @@ def after(run: fq.Run, inputs: Tensor) -> float:
     ((net,), (state,)) = found.nets, found.states
     with torch.no_grad():
         expected = found.module()(inputs)
-        logits = found.family.net(net.arch)(state, inputs, Pass(statistics="stored"))[0]
+        logits = found.family.member(net.arch).net(state, inputs, Pass(statistics="stored"))[0]
     return relative(logits, expected)
 
 

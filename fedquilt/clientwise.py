@@ -92,10 +92,11 @@ def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
     macs = params = 0
     for submodel in method.plan(run.server, client, world):
         learner = method.learner(Job(client, submodel, run.server.round), world)
-        macs += learner.macs(world.family, submodel.arch, [learner.local.batch_size])
-        params += _entries(world.family, submodel, learner.received(world.family))
-        upload = learner.upload(world.family, submodel, _classes(run, client))
-        params += _entries(world.family, upload, learner.sent(world.family))
+        member = world.family.member(submodel)
+        macs += learner.macs(member, [learner.local.batch_size])
+        params += _entries(world.family, submodel, learner.received(member))
+        upload = learner.upload(member, submodel, _classes(run, client))
+        params += _entries(world.family, upload, learner.sent(member))
     params *= method.copies
     label = share_label(method, client.budget, world)
     return Device(client.id, label, domain_of(run, client.id), macs, params, *accuracies)
@@ -176,14 +177,14 @@ def _jobs(run: Run) -> Iterator[Job]:
 
 def _arrived(run: Run, job: Job) -> list[Submodel]:
     """What the server got of what a client trained; of a client that sends nothing, what it trained for itself."""
-    world, family = run.world, run.world.family
+    world = run.world
     if not run.link.lossy:
         return [job.submodel]
-    learner = run.method.learner(job, world)
-    if not learner.sent(family):
+    learner, member = run.method.learner(job, world), world.family.member(job.submodel)
+    if not learner.sent(member):
         return [job.submodel]
     # Output rows of classes that a client lacks count with the rest, as they do where nothing is lost.
-    upload = replace(learner, class_rows=False).upload(family, job.submodel, _classes(run, job.client))
+    upload = replace(learner, class_rows=False).upload(member, job.submodel, _classes(run, job.client))
     reached = run.link.reach(upload, Trip(world, job, up=True))
     return [] if reached is None else [reached]
 

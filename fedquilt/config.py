@@ -274,7 +274,7 @@ class Experiment:
             from fedquilt.trial import quickest
 
             return replace(self, engine=quickest(self, ground)).prepare(ground)
-        small = ground.family.macs(ground.family.whole) < SMALL
+        small = ground.family.member(ground.family.whole).macs < SMALL
         torch.set_num_threads(self.engine.threads or (1 if small else torch.get_num_threads()))
         if self.engine.deterministic:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")  # else cuBLAS refuses to be

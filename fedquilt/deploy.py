@@ -187,7 +187,7 @@ def deployed(
 def check_nets(run: Run, nets: Iterable[Submodel], norms: NormPolicy) -> None:
     """Refuse nets whose modules compute something else than clients trained (`Family.check_net`)."""
     for net in nets:
-        run.world.family.check_net(net.arch, compared_passes(run.method.local, norms))
+        run.world.family.member(net).check_net(compared_passes(run.method.local, norms))
 
 
 def check_client(run: Run, client: int) -> None:
@@ -228,7 +228,7 @@ def measured(family: Family, net: Submodel, state: Weights, samples: Array, batc
     def seen(robustness: float) -> dict[str, Tensor]:
         mode = Pass(statistics="measure", robustness=robustness)
         with torch.no_grad():  # copies: a net may begin with an operation in place
-            found = [family.net(net.arch)(state, some.clone(), mode)[1] for some in batched(inputs, batch_size)]
+            found = [family.member(net).net(state, some.clone(), mode)[1] for some in batched(inputs, batch_size)]
         return mean_statistics(found, len(found))
 
     # Without labels nothing can be attacked: both kinds of norms see the samples as they are.
@@ -242,7 +242,7 @@ def total_cost(family: Family, nets: Mix) -> Cost:
 
 def total_share(family: Family, nets: Mix) -> float:
     """Return the share of its channels that the widest dimension keeps, of all nets together."""
-    return sum(family.width(net.arch) for net in nets)
+    return sum(family.width(net) for net in nets)
 
 
 def check_within(run: Run, nets: Mix, budget: Budget) -> None:
@@ -251,8 +251,8 @@ def check_within(run: Run, nets: Mix, budget: Budget) -> None:
     A share has no net of its own where it is less than a channel, or where a method rounds up; then a warning says so.
     """
     family = run.world.family
-    if over := family.excess([net.arch for net in nets], budget):
-        count = sum(family.count(net.arch) for net in nets)
+    if over := family.excess(nets, budget):
+        count = sum(family.count(net) for net in nets)
         kind = f"{len(nets)} nets" if len(nets) > 1 else "one common net" if run.method.personal else "a net"
         raise BudgetError(
             f"{type(run.method).__name__} trains {kind}, of {count:,} parameters; the budget {budget} allows less: "

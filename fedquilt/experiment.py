@@ -26,6 +26,7 @@ from fedquilt.engines.options import EngineOptions
 from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
+from fedquilt.family.member import Member
 from fedquilt.loop import complete
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
@@ -40,7 +41,7 @@ from fedquilt.round.federation import Federation, World
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import compared_passes, members_by_share
 from fedquilt.round.training.local import NormPolicy
-from fedquilt.terms import Arch, Budget, Client, Job, Server
+from fedquilt.terms import Budget, Client, Job, Server
 from fedquilt.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -325,25 +326,24 @@ def _check_nets(federation: Federation, server: Server, fleet: Fleet, engine: En
     """Refuse a model of which clients would train another network than the user wrote."""
     method = federation.method
     modes = compared_passes(method.local, method.local.norm)
-    for arch in dict.fromkeys(_members_in_use(federation, server, fleet, engine, evaluation)):
-        federation.world.family.check_net(arch, modes)
+    for member in dict.fromkeys(_members_in_use(federation, server, fleet, engine, evaluation)):
+        member.check_net(modes)
 
 
 def _members_in_use(
     federation: Federation, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation
-) -> Iterator[Arch]:
+) -> Iterator[Member]:
     """Yield the members that clients train, those nested in them that a step runs, and those that are tested."""
     method, world, budgets = federation.method, federation.world, fleet.kinds[:_FEW]
     for budget in budgets:
         first = fleet.first(budget)
         client = Client(first, budget, engine.size(first))
         for submodel in planned(method, server, client, world):
-            yield submodel.arch
-            learner = method.learner(Job(client, submodel, server.round), world)
-            for share in learner.nested_shares:
-                yield world.family.nested(submodel.arch, share).arch
+            member = world.family.member(submodel)
+            yield member
+            yield from method.learner(Job(client, submodel, server.round), world).nets(member)
     for nets in members_by_share(method, server, budgets, world, evaluation.shares).values():
-        yield from (net.arch for net in nets)
+        yield from (world.family.member(net) for net in nets)
 
 
 def _whole(what: str, given: int) -> int:

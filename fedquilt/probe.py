@@ -19,11 +19,11 @@ from fedquilt.checks import within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
 from fedquilt.family.cost import TrainingStep
+from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.fleets import FIVE_SHARES
 from fedquilt.methods import Method
 from fedquilt.precision import DTYPES, Precision, computing
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.step import Batch, gradient, move
@@ -44,7 +44,7 @@ class Target:
 
 
 @dataclass(frozen=True)
-class Member:
+class MemberSummary:
     """One network of a family, as one talks about it."""
 
     share: float
@@ -62,11 +62,11 @@ class Probe:
     cores: int
     memory: int  # bytes free
     target: Target
-    measured: Member  # what was trained to measure
+    measured: MemberSummary  # what was trained to measure
     samples_per_second: float  # of training it
     macs_per_second: float  # the same in multiply-adds as budgets count them: a sample's forward pass
     budget: Budget
-    member: Member  # what the budget gives
+    member: MemberSummary  # what the budget gives
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; of the budget, the bounds it has."""
@@ -163,7 +163,7 @@ def _container_memory(root: Path) -> int | None:
 
 def _throughput(
     family: Family, device: str, memory: float, target: Target, seconds: float, step: TrainingStep
-) -> tuple[Member, float]:
+) -> tuple[MemberSummary, float]:
     """A member and how many samples a second it trains on: the largest of five shares that time and target allow.
 
     A machine does more multiply-adds a second in a larger member. What is measured here is no larger than what will be
@@ -199,46 +199,46 @@ def _training_step(
     family: Family, arch: Arch, where: torch.device, dtype: torch.dtype, batch_size: int
 ) -> Callable[[], None]:
     """One real local step, again and again: a batch, its gradient, momentum."""
-    world, submodel = World(family), prefix(arch)
+    world, member = World(family), family.member(arch)
 
     def here(value: Tensor) -> Tensor:
         return value.to(where, dtype if value.is_floating_point() else value.dtype)
 
     method = Method(local=Local(batch_size=batch_size))
-    learner = method.learner(Job(Client(0, Budget(share=1.0)), submodel, 0), world)
-    weights = family.cutter.gather(family.init(0), submodel, learner.names(family))
+    learner = method.learner(Job(Client(0, Budget(share=1.0)), member.prefix, 0), world)
+    weights = family.cutter.gather(family.init(0), member.prefix, learner.names(member))
     state = {name: here(value) for name, value in weights.items()}
-    slots = learner.start_slots(state, family)
+    slots = learner.start_slots(state, member)
     example = family.example_inputs[0]
     inputs = here(example[torch.arange(batch_size) % len(example)])
-    targets = _targets(family, arch, state, inputs)
+    targets = _targets(member, state, inputs)
     held = torch.ones(family.num_classes, dtype=torch.bool, device=where)
     batch = Batch(inputs, targets, held, torch.tensor(noise.key(0), device=where))
 
     def step() -> None:
         nonlocal state, slots
         for phase in learner.phases_at(0):
-            grads, _ = gradient(learner, family, arch, phase.objective, state, state, batch)
-            state, slots = move(learner, phase, state, slots, grads, learner.masks(family, arch, phase, where), 0)
+            grads, _ = gradient(learner, member, phase.objective, state, state, batch)
+            state, slots = move(learner, phase, state, slots, grads, learner.masks(member, phase, where), 0)
         if where.type == "cuda":
             torch.cuda.synchronize(where)
 
     return step
 
 
-def _targets(family: Family, arch: Arch, state: dict[str, Tensor], inputs: Tensor) -> Tensor:
+def _targets(member: Member, state: dict[str, Tensor], inputs: Tensor) -> Tensor:
     """Classes in the shape the model answers in: one a sample, a token or a pixel."""
     with torch.no_grad():
-        logits, _ = family.net(arch)(state, inputs, Pass(train=False, statistics="batch"))
-    shape = logits.movedim(family.layout.class_dim, 1)[:, 0].shape
-    drawn = noise.uniform(torch.tensor(noise.key(1)), shape, torch.float64) * family.num_classes
+        logits, _ = member.net(state, inputs, Pass(train=False, statistics="batch"))
+    shape = logits.movedim(member.class_dim, 1)[:, 0].shape
+    drawn = noise.uniform(torch.tensor(noise.key(1)), shape, torch.float64) * member.family.num_classes
     return drawn.long().to(inputs.device)
 
 
-def described(family: Family, arch: Arch, step: TrainingStep = TrainingStep()) -> Member:
+def described(family: Family, arch: Arch, step: TrainingStep = TrainingStep()) -> MemberSummary:
     """A member by its share and what it costs."""
     cost = family.cost(arch, step)
-    return Member(_share(family, arch), cost.params, cost.macs, cost.memory)
+    return MemberSummary(_share(family, arch), cost.params, cost.macs, cost.memory)
 
 
 def _share(family: Family, arch: Arch) -> float:

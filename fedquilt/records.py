@@ -480,7 +480,7 @@ def summarise(run: Run) -> dict[str, Any]:
 
     family = run.world.family
     members = members_by_share(run.method, run.server, run.fleet.kinds, run.world, run.evaluation.shares)
-    archs = {share: [net.arch for net in nets] for share, nets in members.items()}
+    nets = {share: [family.member(net) for net in mix] for share, mix in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
     return {
@@ -498,8 +498,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "accuracy": last.accuracy,
         "metrics": last.metrics,
         "members": {
-            share: {"params": sum(map(family.count, some)), "macs": sum(map(family.macs, some))}
-            for share, some in archs.items()
+            share: {"params": sum(net.count for net in own), "macs": sum(net.macs for net in own)}
+            for share, own in nets.items()
         },
         "note": run.note,
         "fedquilt": __version__,

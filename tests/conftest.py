@@ -170,7 +170,8 @@ def start_of(run: fq.Run, job: fq.Job) -> Start:
     """What a job's client starts from, over the link of the run."""
     learner, cutter = run.method.learner(job, run.world), run.world.family.cutter
     payload = fq.Payload(
-        job.submodel, cutter.gather(run.server.weights, job.submodel, learner.received(run.world.family))
+        job.submodel,
+        cutter.gather(run.server.weights, job.submodel, learner.received(run.world.family.member(job.submodel))),
     )
     initial = run.federation.initial_on(run.engine.device)
     return receive(run.federation, job, learner, payload, memory_of(run.server, job), initial)

@@ -245,4 +245,4 @@ class Examiner:
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
         """The bytes of what a training step keeps for its way back."""
-        return max(1, self.world.family.activations(arch, batch_size) * self.world.dtype.itemsize // 4)
+        return max(1, self.world.family.member(arch).activations(batch_size) * self.world.dtype.itemsize // 4)

@@ -29,22 +29,23 @@ class Sequential(Simulation):
     def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
         family, federation = self.world.family, self.federation
         for job in jobs:
-            learner, memory = self.method.learner(job, self.world), memory_of(server, job)
+            member, memory = family.member(job.submodel), memory_of(server, job)
+            learner = self.method.learner(job, self.world)
             payload = self.payload(server, job, learner)
             start = receive(federation, job, learner, payload, memory, self.initial)
             batches = self.batches(job, learner)
             with self.computing():
                 state, slots, losses = self.train_client(job, learner, start, batches)
-            self.check_finite(job, losses, [state[name] for name in learner.moved(family)])
-            own = {name: state[name] for name in learner.sent(family)}
-            wanted = learner.upload(family, job.submodel, self.held(job.client.id))
+            self.check_finite(job, losses, [state[name] for name in learner.moved(member)])
+            own = {name: state[name] for name in learner.sent(member)}
+            wanted = learner.upload(member, job.submodel, self.held(job.client.id))
             upload = Payload(wanted, family.cutter.narrow(own, job.submodel.held, wanted.held))
             delivery = send(federation, job, upload, start.known, memory, self.initial)
             steps = steps_behind(memory, learner, len(batches))
             kept = remember(federation, job, learner, state, slots, steps, delivery.slots, memory, self.initial)
             if kept:
                 outcome.memory[job.client.id, job.submodel.scope] = kept
-            macs = learner.macs(family, job.submodel.arch, list(map(len, batches)))
+            macs = learner.macs(member, list(map(len, batches)))
             outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
             outcome.losses.append(float(losses.mean()))
             outcome.stacks += 1
@@ -58,19 +59,19 @@ class Sequential(Simulation):
         Returns:
             Its weights and optimizer slots, and (step,) the losses.
         """
-        family, arch = self.world.family, job.submodel.arch
+        member = self.world.family.member(job.submodel)
         state, received = start.state, start.state
-        slots = learner.start_slots(state, family) if start.slots is None else start.slots
+        slots = learner.start_slots(state, member) if start.slots is None else start.slots
         held, losses = self.held(job.client.id).to(self.device), []
         with blamed(job, "training"):
             for step, rows in enumerate(batches):
                 batch = self._batch(job, learner, rows, held, step)
                 if learner.taught:
-                    batch = replace(batch, taught=teach(family, arch, learner.local, state, batch))
+                    batch = replace(batch, taught=teach(member, learner.local, state, batch))
                 for place, phase in enumerate(learner.phases_at(step)):
-                    grads, (loss, seen) = gradient(learner, family, arch, phase.objective, state, received, batch)
+                    grads, (loss, seen) = gradient(learner, member, phase.objective, state, received, batch)
                     grads = clipped(grads, learner.local.optimiser.clip)
-                    masks = learner.masks(family, arch, phase, self.device)
+                    masks = learner.masks(member, phase, self.device)
                     count = start.steps + learner.moves(step) + place
                     state, slots = move(learner, phase, state, slots, grads, masks, count)
                     state = {**state, **seen}

@@ -262,7 +262,7 @@ class Simulation(Engine):
         if self._cut_from is not server.weights:
             self._cuts.clear()
             self._cut_from = server.weights
-        key = job.submodel, learner.received(self.world.family)
+        key = job.submodel, learner.received(self.world.family.member(job.submodel))
         if key not in self._cuts:
             if len(self._cuts) >= MAX_CACHED_CUTS:
                 self._cuts.pop(next(iter(self._cuts)))

@@ -26,7 +26,7 @@ from fedquilt.devices import channels_last, onto
 from fedquilt.engines.lines import Inner, Lines
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError, Undrawn, agrees
-from fedquilt.round.cut import prefix
+from fedquilt.family.member import Member
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Objective, apart
 from fedquilt.round.training.optimizers import State
@@ -76,18 +76,19 @@ class Unit:
     def __init__(self, engine: Vectorised, shape: Shape) -> None:
         self.engine, self.shape = engine, shape
         world, family, learner = engine.world, engine.world.family, shape.learner
+        self.member = member = family.member(shape.arch)
         device, count = engine.device, shape.count
         _check_capturable(learner)
-        self._net = family.laid(shape.arch, count) if shape.layout == "laid" else None
-        fresh = family.cutter.gather(engine.template, prefix(shape.arch), learner.names(family))
+        self._net = member.laid(count) if shape.layout == "laid" else None
+        fresh = family.cutter.gather(engine.template, member.prefix, learner.names(member))
         self.state = {name: self._place(value) for name, value in fresh.items()}
         self.slots = {
-            slot: {name: torch.zeros_like(self.state[name]) for name in family.trainable}
+            slot: {name: torch.zeros_like(self.state[name]) for name in member.trainable}
             for slot in learner.local.optimiser.slots
         }
         # What the optimiser moves: every weight, or, where phases move parts, the lines that the weights are views of.
-        self._moving = {name: self.state[name] for name in family.trainable}, self.slots
-        self._lines = Lines({name: fresh[name].shape for name in family.trainable}, self._channels_last)
+        self._moving = {name: self.state[name] for name in member.trainable}, self.slots
+        self._lines = Lines({name: fresh[name].shape for name in member.trainable}, self._channels_last)
         if learner.drawn or any(not isinstance(phase.moves, Everywhere) for phase in learner.phases):
             self._line_up()
         self.received = {name: value.clone() for name, value in self.state.items()}
@@ -135,14 +136,14 @@ class Unit:
     def _compare(self) -> None:
         """Side by side and stacked must give the same logits: a forward may treat channels in ways no layer shows."""
         assert self._net is not None
-        family, mode = self.engine.world.family, train_pass(self.shape.learner.local)
+        member, mode = self.member, train_pass(self.shape.learner.local)
         if mode.statistics != "batch":
             raise LayoutError("its norms keep statistics")
-        if self.shape.learner.kinds > 1:
+        if self.shape.learner.changes_samples(member):
             raise LayoutError("its samples are attacked, which takes nets one by one")
         count, size = self.shape.count, self.shape.learner.local.batch_size
         some = torch.arange(count * size, device=self.rows.device) % len(self.engine.data.targets)
-        inputs, net = self.engine.data.samples(some.view(count, size)), family.net(self.shape.arch)
+        inputs, net = self.engine.data.samples(some.view(count, size)), member.net
         shaken = {
             name: value + 0.1 * noise.uniform(noise.fold_in(self.keys[0], place), value.shape, value.dtype)
             for place, (name, value) in enumerate(self.state.items())
@@ -154,7 +155,7 @@ class Unit:
                     shaken, inputs, shares
                 )
                 with Undrawn():
-                    laid = self._net(shaken, inputs, family.layout.class_dim, shares if mode.scaler else None)
+                    laid = self._net(shaken, inputs, member.class_dim, shares if mode.scaler else None)
                 leaks = self._leaks(shaken, inputs)
         except FedquiltError:
             raise
@@ -168,12 +169,11 @@ class Unit:
     def _leaks(self, state: State, inputs: Tensor) -> bool:
         """Whether some logits depend on another client's samples at all, be it ever so little: what leaks may grow."""
         assert self._net is not None
-        family = self.engine.world.family
         if not inputs.is_floating_point():
             return False
         with torch.enable_grad():
             seen = inputs.detach().requires_grad_()
-            others = self._net(state, seen, family.layout.class_dim)[1:]
+            others = self._net(state, seen, self.member.class_dim)[1:]
             if not others.requires_grad:
                 return False
             (slope,) = torch.autograd.grad(others.sum(), seen, allow_unused=True)
@@ -345,7 +345,7 @@ class Unit:
         batch = hand.batches[size]
         yield ("open", size, masked), lambda: self._deal(hand, batch, masked)
         for phase in phases:
-            for objective in apart(phase.objective):
+            for objective in apart(phase.objective, self.member):
                 nested = hand.nested_for(self, objective)
                 yield (objective, size), lambda o=objective, n=nested: self._add(hand, batch, o, n)  # type: ignore[misc]
             if not isinstance(phase.moves, Everywhere):
@@ -363,7 +363,7 @@ class Unit:
         kept = {slot: {n: v.clone() for n, v in values.items()} for slot, values in self.slots.items() if masked}
         losses = self.losses[0]
         for phase in learner.phases:
-            grads, (losses, seen) = self._gradients(phase.objective, batch, self.shape.arch, self.state, self.received)
+            grads, (losses, seen) = self._gradients(phase.objective, batch, self.member, self.state, self.received)
             if _LINE in self._moving[0]:
                 grads = {_LINE: self._lines.join(grads)}
             self._move(self.engine.clipped(learner, grads), phase, self._masks[phase])
@@ -402,25 +402,25 @@ class Unit:
 
     def _add(self, hand: _Hand, batch: Batch, objective: Objective, nested: Inner | None) -> None:
         """One objective's gradient to those of its phase; of a nested net, only where that net is."""
-        family, arch = self.engine.world.family, self.shape.arch
+        member = self.member
         if nested is None:
-            grads, (losses, seen) = self._gradients(objective, batch, arch, self.state, self.received)
+            grads, (losses, seen) = self._gradients(objective, batch, member, self.state, self.received)
             sums = hand.views  # what is laid out alike is added by one launch
             torch._foreach_add_(list(sums.values()), [_laid_out_as(grads[name], own) for name, own in sums.items()])
         else:
-            assert objective.shares[0] is not None
-            inner, held = family.nested(arch, objective.shares[0]), prefix(arch).index
+            (inner,) = objective.nets(member)
+            own_member = member.family.member(inner.arch)  # by itself it is a client's whole net
             rest = {name: value for name, value in self.state.items() if name not in nested.lines.shapes}
-            rest, received = (family.cutter.narrow(own, held, inner.index, lead=1) for own in (rest, self.received))
+            rest, received = (member.narrowed(own, inner, lead=1) for own in (rest, self.received))
             own = nested.lines.views(nested.cut(self._moving[0][_LINE]))
             with _unsearched():
-                grads, (losses, seen) = self._gradients(objective, batch, inner.arch, {**rest, **own}, received)
+                grads, (losses, seen) = self._gradients(objective, batch, own_member, {**rest, **own}, received)
             nested.add(hand.grads, nested.lines.join(grads))
         hand.sums += losses
         rewrite(self.state, seen)
 
     def _load_mask(self, hand: _Hand, phase: Phase) -> None:
-        hand.mask.copy_(self.engine.region(self.shape.arch, phase.moves, self._lines))
+        hand.mask.copy_(self.engine.region(self.member, phase.moves, self._lines))
 
     def _play_hand(self, hand: _Hand, phase: Phase, whole: bool) -> None:
         grads = self.engine.clipped(self.shape.learner, {_LINE: hand.grads})
@@ -432,26 +432,26 @@ class Unit:
     # --- what both are made of -------------------------------------------------------------------------------------
 
     def _taught(self, batch: Batch) -> Tensor:
-        learner, family, arch = self.shape.learner, self.engine.world.family, self.shape.arch
+        learner, member = self.shape.learner, self.member
         if self._net is not None:
             with torch.no_grad():
                 shares = self.shares if learner.local.scaler else None
-                return self._net(self.state, batch.inputs, family.layout.class_dim, shares)
-        return self.engine.taught(learner, arch, self.state, batch)
+                return self._net(self.state, batch.inputs, member.class_dim, shares)
+        return self.engine.taught(learner, member, self.state, batch)
 
     def _gradients(
-        self, objective: Objective, batch: Batch, arch: Arch, state: State, received: State
+        self, objective: Objective, batch: Batch, member: Member, state: State, received: State
     ) -> tuple[State, tuple[Tensor, State]]:
-        learner, family = self.shape.learner, self.engine.world.family
-        if self._net is not None and arch == self.shape.arch:
-            return laid_gradient(learner, family, arch, objective, self._net, state, received, batch)
-        return self.engine.gradients(learner, arch, objective, state, received, batch)
+        learner = self.shape.learner
+        if self._net is not None and member == self.member:
+            return laid_gradient(learner, member, objective, self._net, state, received, batch)
+        return self.engine.gradients(learner, member, objective, state, received, batch)
 
     def _mask(self, phase: Phase) -> Tensor | None:
         """True where a phase may move; None: everywhere."""
         if isinstance(phase.moves, Everywhere):
             return None
-        return self.engine.region(self.shape.arch, phase.moves, self._lines)
+        return self.engine.region(self.member, phase.moves, self._lines)
 
     def _move(self, grads: State, phase: Phase, mask: Tensor | None) -> None:
         """One step of the optimiser, in place; what a mask keeps in its place is put back, bit by bit."""
@@ -480,7 +480,7 @@ class _Hand:
     """What the parts of a drawn step hand each other, in tensors that stay where they are."""
 
     batches: dict[int, Batch]  # of each size
-    nested: dict[float, Inner]  # nets that have been drawn, by their share
+    nested: dict[Member, Inner]  # nets that have been drawn
     grads: Tensor  # (client, entry) summed over the objectives of a phase
     views: State  # of it
     sums: Tensor  # (client,) of their losses
@@ -506,12 +506,13 @@ class _Hand:
 
     def nested_for(self, unit: Unit, objective: Objective) -> Inner | None:
         """Of an objective that runs one nested net alone, that net; it stays where it is, for those who recorded it."""
-        share = objective.shares[0] if len(objective.shares) == 1 else None
-        if share is None:
+        nets = objective.nets(unit.member)
+        if len(nets) != 1 or nets[0] == unit.member:
             return None
-        if share not in self.nested:
-            self.nested[share] = unit.engine.nested(unit.shape.arch, share, unit._lines)
-        return self.nested[share]
+        net = nets[0]
+        if net not in self.nested:
+            self.nested[net] = unit.engine.nested(unit.member, net, unit._lines)
+        return self.nested[net]
 
     def tensors(self) -> Iterator[Tensor]:
         for batch in self.batches.values():

@@ -38,6 +38,7 @@ from fedquilt.engines.units import (
 )
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError
+from fedquilt.family.member import Member
 from fedquilt.round.client import (
     Start,
     blamed,
@@ -49,7 +50,6 @@ from fedquilt.round.client import (
     steps_behind,
     update_of,
 )
-from fedquilt.round.cut import prefix
 from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Kind, Score
@@ -215,7 +215,7 @@ class Vectorised(Simulation):
         wave: list[tuple[Learner, list[Job]]] = []
         room = 0
         needs = {
-            key: self.need(key[0], key[1].local.batch_size * key[1].kinds, len(key[1].local.optimiser.slots))
+            key: self.need(key[0], key[1].local.batch_size * self._sets(*key[:2]), len(key[1].local.optimiser.slots))
             for key in alike
         }
         for key in sorted(alike, key=lambda key: -needs[key]):  # the largest take longest: they begin
@@ -258,11 +258,14 @@ class Vectorised(Simulation):
         memory = memory_of(server, job) if learner.keep_slots else None
         return memory.steps if memory else 0
 
+    def _sets(self, arch: Arch, learner: Learner) -> int:
+        return learner.activation_sets(self.world.family.member(arch))
+
     def need(self, arch: Arch, batch_size: int, slots: int) -> int:
         """The bytes one client of a member takes in training."""
-        family = self.world.family
+        member = self.world.family.member(arch)
         # A pure step holds old and new weights and slots at once, and what was received; costs are in float32.
-        held = 2 * family.weight_bytes(arch) * (2 + slots) + family.activations(arch, batch_size)
+        held = 2 * member.weight_bytes * (2 + slots) + member.activations(batch_size)
         return max(1, held * self.world.dtype.itemsize // 4)
 
     def set_apart(self, arch: Arch, why: str) -> None:
@@ -290,7 +293,7 @@ class Vectorised(Simulation):
             learner=learner,
             jobs=jobs,
             state=state,
-            slots=self._slots(starts, learner),
+            slots=self._slots(starts, learner, self.world.family.member(jobs[0].submodel)),
             received=state,
             known=[start.known for start in starts],
             held=onto(device, torch.stack([self.held(job.client.id) for job in jobs])),
@@ -301,12 +304,11 @@ class Vectorised(Simulation):
             losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
         )
 
-    def _slots(self, starts: Sequence[Start], learner: Learner) -> OptimiserState | None:
+    def _slots(self, starts: Sequence[Start], learner: Learner, member: Member) -> OptimiserState | None:
         """The optimisers' memory of a whole stack; None if nobody has any."""
         if all(start.slots is None for start in starts):
             return None
-        family = self.world.family
-        own = [start.slots or learner.start_slots(start.state, family) for start in starts]
+        own = [start.slots or learner.start_slots(start.state, member) for start in starts]
         return {slot: stacked([slots[slot] for slots in own]) for slot in own[0]}
 
     def _run(self, server: Server, work: list[tuple[Learner, list[Job]]], shares: Mapping[Job, float]) -> list[Stack]:
@@ -343,7 +345,7 @@ class Vectorised(Simulation):
         """The bytes that idle units of a shape hold: their weights, and on a GPU what their recording works in."""
         local = shape.learner.local
         if self.device.type != "cuda":
-            weights = self.world.family.weight_bytes(shape.arch) * self.world.dtype.itemsize // 4
+            weights = self.world.family.member(shape.arch).weight_bytes * self.world.dtype.itemsize // 4
             return len(self._idle[shape]) * shape.count * weights * (2 + len(local.optimiser.slots))
         return (
             len(self._idle[shape]) * shape.count * self.need(shape.arch, local.batch_size, len(local.optimiser.slots))
@@ -354,7 +356,7 @@ class Vectorised(Simulation):
 
     def _run_one(self, stack: Stack) -> None:
         if stack.slots is None:
-            stack.slots = stack.learner.start_slots(stack.state, self.world.family)
+            stack.slots = stack.learner.start_slots(stack.state, self.world.family.member(stack.arch))
         for step in range(len(stack.losses)):
             for clients in stack.groups(step):
                 self._tried(stack, step, clients, partial(self.step, stack, step, clients))
@@ -477,11 +479,12 @@ class Vectorised(Simulation):
         inputs = self.augmented(learner.local, inputs, keys)
         batch = Batch(inputs, targets, stack.held[who], keys, stack.shares[who])
         if learner.taught:
-            batch = replace(batch, taught=self.taught(learner, stack.arch, state, batch))
+            batch = replace(batch, taught=self.taught(learner, self.world.family.member(stack.arch), state, batch))
+        member = self.world.family.member(stack.arch)
         for place, phase in enumerate(learner.phases_at(step)):
-            grads, (loss, seen) = self.gradients(learner, stack.arch, phase.objective, state, received, batch)
+            grads, (loss, seen) = self.gradients(learner, member, phase.objective, state, received, batch)
             grads = self.clipped(learner, grads)
-            masks = learner.masks(self.world.family, stack.arch, phase, device)
+            masks = learner.masks(self.world.family.member(stack.arch), phase, device)
             state, slots = move(learner, phase, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
             state = {**state, **seen}
         stack.losses[step, who] = loss.to(stack.losses.dtype)  # logits may be of any type
@@ -500,21 +503,21 @@ class Vectorised(Simulation):
             return augment(inputs[0], local, keys[0]).unsqueeze(0)
         return vmap(lambda own, key: augment(own, local, key))(inputs, keys)
 
-    def taught(self, learner: Learner, arch: Arch, state: State, batch: Batch) -> Tensor:
+    def taught(self, learner: Learner, member: Member, state: State, batch: Batch) -> Tensor:
         if len(batch.inputs) == 1:
-            return teach(self.world.family, arch, learner.local, _first(state), _first_batch(batch)).unsqueeze(0)
+            return teach(member, learner.local, _first(state), _first_batch(batch)).unsqueeze(0)
 
         def one(state: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, share: Tensor) -> Tensor:
-            return teach(self.world.family, arch, learner.local, state, Batch(inputs, targets, held, key, share))
+            return teach(member, learner.local, state, Batch(inputs, targets, held, key, share))
 
         return vmap(one)(state, batch.inputs, batch.targets, batch.held, batch.key, batch.share)
 
     def gradients(
-        self, learner: Learner, arch: Arch, objective: Objective, state: State, received: State, batch: Batch
+        self, learner: Learner, member: Member, objective: Objective, state: State, received: State, batch: Batch
     ) -> tuple[State, tuple[Tensor, State]]:
         if len(batch.inputs) == 1:  # as the truth does it: not all that a net may do can be stacked
             alone, own = (_first(state), _first(received)), _first_batch(batch)
-            grads, (loss, seen) = gradient(learner, self.world.family, arch, objective, *alone, own)
+            grads, (loss, seen) = gradient(learner, member, objective, *alone, own)
             return _lead(grads), (loss.unsqueeze(0), _lead(seen))
 
         def one(
@@ -528,7 +531,7 @@ class Vectorised(Simulation):
             taught: Any,
         ) -> tuple[State, tuple[Tensor, State]]:
             own = Batch(inputs, targets, held, key, share, taught)
-            return gradient(learner, self.world.family, arch, objective, state, received, own)
+            return gradient(learner, member, objective, state, received, own)
 
         mapped = vmap(one, (0, 0, 0, 0, 0, 0, 0, None if batch.taught is None else 0))
         found: tuple[State, tuple[Tensor, State]] = mapped(
@@ -536,27 +539,25 @@ class Vectorised(Simulation):
         )
         return found
 
-    def region(self, arch: Arch, moves: Region, lines: Lines) -> Tensor:
+    def region(self, member: Member, moves: Region, lines: Lines) -> Tensor:
         """Where a phase may move, for all weights of a member in a line of booleans; those asked for last are kept."""
-        key = arch, moves, lines.channels_last
+        key = member, moves, lines.channels_last
         if key not in self._regions:
             masks = {}
             for name, shape in lines.shapes.items():
-                mask = moves.mask(self.world.family, arch, name)
+                mask = moves.mask(member, name)
                 masks[name] = mask[None] if isinstance(mask, Tensor) else torch.full((1, *shape), mask)
             self._regions[key] = lines.join(masks).to(self.device)
             while len(self._regions) > 1 and sum(known.numel() for known in self._regions.values()) > _REGIONS:
                 self._regions.pop(next(iter(self._regions)))
         return self._regions[key]
 
-    def nested(self, arch: Arch, share: float, lines: Lines) -> Inner:
+    def nested(self, member: Member, inner: Member, lines: Lines) -> Inner:
         """A net within a member, as units that are alive have it."""
-        key = arch, share, lines.channels_last
+        key = member, inner, lines.channels_last
         found = self._nested.get(key)
         if found is None:
-            family = self.world.family
-            inner = family.nested(arch, share)
-            found = lines.nested(family.cutter, prefix(arch).index, inner.index).to(self.device)
+            found = lines.nested(self.world.family.cutter, member.index, inner.index).to(self.device)
             self._nested[key] = found
         return found
 
@@ -570,11 +571,12 @@ class Vectorised(Simulation):
     def _fold(self, stack: Stack, fold: Fold, outcome: Outcome) -> None:
         """Remember, check, send and add. Clients that sent the same positions are summed before they are placed."""
         family, learner = self.world.family, stack.learner
+        member = family.member(stack.arch)
         outcome.stacks += 1
         alike: dict[Submodel, list[int]] = {}
         for client, job in enumerate(stack.jobs):
-            alike.setdefault(learner.upload(family, job.submodel, self.held(job.client.id)), []).append(client)
-        own = {name: stack.state[name] for name in learner.sent(family)}
+            alike.setdefault(learner.upload(member, job.submodel, self.held(job.client.id)), []).append(client)
+        own = {name: stack.state[name] for name in learner.sent(member)}
         for wanted, clients in alike.items():
             chosen = own if len(clients) == len(stack.jobs) else _some(own, clients)
             # Clients of one stack that upload the same positions also held the same.
@@ -592,15 +594,16 @@ class Vectorised(Simulation):
         outcome: Outcome,
     ) -> None:
         updates, intact = [], True
+        member = self.world.family.member(stack.arch)
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
             payload = Payload(wanted, {name: value[place] for name, value in state.items()})
             memory = memory_of(stack.server, job)
             delivery = send(self.federation, job, payload, stack.known[client], memory, self.initial)
             intact = intact and delivery.intact
-            macs = learner.macs(self.world.family, stack.arch, stack.sizes[client])
+            macs = learner.macs(member, stack.sizes[client])
             outcome.charge(job.client.id, stack.received_bytes[client], delivery.bytes, macs)
-            own = {name: stack.state[name][client] for name in names_kept(self.federation, learner)}
+            own = {name: stack.state[name][client] for name in names_kept(self.federation, learner, member)}
             kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             batches = len(stack.batches[client])
@@ -617,15 +620,15 @@ class Vectorised(Simulation):
 
     def _check(self, stacks: list[Stack], outcome: Outcome) -> None:
         """One look at all stacks; only if something is wrong, at every client: then the round fails."""
-        family = self.world.family
-        learnt = [stack.state[name] for stack in stacks for name in stack.learner.moved(family)]
+        members = [self.world.family.member(stack.arch) for stack in stacks]
+        moved = [stack.learner.moved(member) for stack, member in zip(stacks, members, strict=True)]
+        learnt = [stack.state[name] for stack, names in zip(stacks, moved, strict=True) for name in names]
         norms = torch._foreach_norm([*learnt, *(stack.losses for stack in stacks)])
         if not bool(torch.stack(list(norms)).isfinite().all()):
-            for stack in stacks:
+            for stack, names in zip(stacks, moved, strict=True):
                 for client, job in enumerate(stack.jobs):
                     losses = stack.losses[: len(stack.batches[client]), client]
-                    moved = stack.learner.moved(family)
-                    self.check_finite(job, losses, [stack.state[name][client] for name in moved])
+                    self.check_finite(job, losses, [stack.state[name][client] for name in names])
         for stack in stacks:
             losses = stack.losses.cpu()
             outcome.losses += [float(losses[: len(own), place].mean()) for place, own in enumerate(stack.batches)]

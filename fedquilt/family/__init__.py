@@ -4,6 +4,7 @@ from fedquilt.axes import Axis, Index, Positions, parse, write
 from fedquilt.family.cost import Cost
 from fedquilt.family.family import Family, trace
 from fedquilt.family.layout import Layout
+from fedquilt.family.member import Member
 from fedquilt.family.net import Net, Pass
 
-__all__ = ["Axis", "Cost", "Family", "Index", "Layout", "Net", "Pass", "Positions", "parse", "trace", "write"]
+__all__ = ["Axis", "Cost", "Family", "Index", "Layout", "Member", "Net", "Pass", "Positions", "parse", "trace", "write"]

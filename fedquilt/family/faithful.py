@@ -25,11 +25,10 @@ from fedquilt import noise
 from fedquilt.errors import FedquiltError, TraceError, first_line
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.net import Drawn, Pass
-from fedquilt.round.cut import prefix
-from fedquilt.terms import Arch, Weights
+from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
-    from fedquilt.family.family import Family
+    from fedquilt.family.member import Member
 
 # Precisions to compare in, and the largest difference that counts as rounding, as a part of the
 # largest value. float32 is fast, and where it agrees that is enough. Else float64 decides. Its
@@ -46,35 +45,35 @@ REMEDY = (
 _log = logging.getLogger(__name__)
 
 
-def check_net(family: Family, arch: Arch, modes: Sequence[Pass]) -> None:
+def check_net(member: Member, modes: Sequence[Pass]) -> None:
     """Refuse a member whose net computes something else than its module.
 
     Both get the same weights, samples and random numbers. If the module itself fails, nothing can
     be compared, and a warning says so.
 
     Args:
-        family: The family of the member.
-        arch: The member.
+        member: The member.
         modes: How the net runs: in training or not, on which norm statistics. The scaler is off.
 
     Raises:
         TraceError: They differ by more than rounding, or the net fails where the module does not.
     """
-    names = (*family.trainable, *family.statistics, *family.carried)
-    weights = family.cutter.gather(family.brought(names), prefix(arch), names)
-    moved = {name: shaken(weights[name]) for name in (*family.trainable, *family.statistics)}
+    family = member.family
+    names = (*member.trainable, *member.statistics, *member.carried)
+    weights = family.cutter.gather(family.brought(names), member.prefix, names)
+    moved = {name: shaken(weights[name]) for name in (*member.trainable, *member.statistics)}
     for mode in modes:
         for robustness in (0.0, 1.0) if family.adjustable else (0.0,):
-            _check(family, arch, replace(mode, robustness=robustness), {**weights, **moved})
+            _check(member, replace(mode, robustness=robustness), {**weights, **moved})
 
 
-def _check(family: Family, arch: Arch, mode: Pass, weights: Weights) -> None:
+def _check(member: Member, mode: Pass, weights: Weights) -> None:
     refusal: TraceError | None = None
     failure: Exception | None = None
     for dtype, tolerance in ATTEMPTS:
-        inputs = plain(samples(family.example_inputs[0]), dtype)
+        inputs = plain(samples(member.family.example_inputs[0]), dtype)
         cast = {name: plain(value, dtype) for name, value in weights.items()}
-        pair = _Pair(family, arch, mode, cast, inputs)
+        pair = _Pair(member, mode, cast, inputs)
         try:
             expected = pair.run_module()
         except FedquiltError:
@@ -147,8 +146,7 @@ def _largest(value: Tensor) -> float:
 class _Pair:
     """A member as a module and as a net, on the same weights and samples."""
 
-    family: Family
-    arch: Arch
+    member: Member
     mode: Pass
     weights: Weights
     inputs: Tensor
@@ -156,21 +154,22 @@ class _Pair:
     @property
     def title(self) -> str:
         """The member and how it runs, as the subject of a sentence."""
-        family, mode = self.family, self.mode
-        count, whole = (family.count(arch) for arch in (self.arch, family.whole))
-        member = "whole" if self.arch == family.whole else f"with {count:,} of {whole:,} parameters"
+        family, mode = self.member.family, self.mode
+        whole = family.member(family.whole)
+        kept = f"with {self.member.count:,} of {whole.count:,} parameters"
+        member = "whole" if self.member.arch == whole.arch else kept
         how = "training" if mode.train else "evaluation"
-        norms = f", norm statistics: {mode.statistics}" if family.statistics else ""
+        norms = f", norm statistics: {mode.statistics}" if self.member.statistics else ""
         robustness = f", robustness {mode.robustness:g}" if family.adjustable else ""
         return f"{family.title}, {member}, in {how}{norms}{robustness},"
 
     def run_module(self, watch: _Watch | None = None) -> dict[str, Tensor]:
         """Run the module on random numbers that are drawn as the net's are."""
-        mode, family = self.mode, self.family
+        mode, member, family = self.mode, self.member, self.member.family
         # Only buffers are copied, because a forward may write into them. Weights are shared.
-        own = {name: self.weights[name].clone() for name in (*family.statistics, *family.carried)}
+        own = {name: self.weights[name].clone() for name in (*member.statistics, *member.carried)}
         weights = {**self.weights, **own}
-        module = family.assemble(prefix(self.arch), weights, shared=True).train(mode.train)
+        module = family.assemble(member.prefix, weights, shared=True).train(mode.train)
         if not mode.train and mode.statistics == "batch":
             forget_statistics(module)
         if family.adjustable:
@@ -182,13 +181,13 @@ class _Pair:
         with _TorchsOwn(KEY):
             outputs = answer(module, (self.inputs,))
         after = dict(module.named_buffers()) if mode.statistics == "track" else {}
-        return {OUTPUTS: outputs, **{name: after[name] for name in family.statistics if after}}
+        return {OUTPUTS: outputs, **{name: after[name] for name in member.statistics if after}}
 
     def run_net(self, watch: _Watch | None = None) -> dict[str, Tensor]:
         """Run the net as engines do, without statistics where the norm policy stores none."""
-        mode, net = self.mode, self.family.net(self.arch)
+        mode, net = self.mode, self.member.net
         key = KEY if mode.train else None
-        tracked = {name: self.weights[name] for name in self.family.statistics}
+        tracked = {name: self.weights[name] for name in self.member.statistics}
         stored = tracked if mode.statistics in ("stored", "track") else {}
         weights = {name: value for name, value in self.weights.items() if name not in tracked}
 

@@ -16,18 +16,17 @@ from torch import Tensor, nn
 from torch.nn.modules.batchnorm import _BatchNorm
 
 from fedquilt.axes import Axis, Index, axes_in, write
-from fedquilt.devices import untransformed
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
-from fedquilt.family.cost import Cost, Count, TrainingStep, float32_size, inference_activations, measure
+from fedquilt.family.cost import Cost, TrainingStep
 from fedquilt.family.dual import ConditionedNorm, DualNorm, is_adjustable
-from fedquilt.family.faithful import answer, check_net, plain, unlike
-from fedquilt.family.laid import LaidNet, agrees
+from fedquilt.family.faithful import answer, plain, unlike
+from fedquilt.family.laid import agrees
 from fedquilt.family.layout import Layout
-from fedquilt.family.net import Net, Pass
-from fedquilt.family.scaled import Scaled
+from fedquilt.family.member import Member
+from fedquilt.family.net import Pass
 from fedquilt.family.tracer import trace_layout
-from fedquilt.round.cut import Cutter, prefix
+from fedquilt.round.cut import Cutter
 from fedquilt.terms import Arch, Budget, Submodel, Weights
 
 Rounding = Literal["floor", "ceil"]
@@ -128,7 +127,7 @@ class Family:
                 others += unlike(sample)
             with torch.no_grad():
                 alone, *mixed = (
-                    self.net(self.whole)(state, torch.cat([sample, beside]), mode)[0][:1]
+                    self.member(self.whole).net(state, torch.cat([sample, beside]), mode)[0][:1]
                     for beside in (sample, *others)
                 )
             return not all(agrees(logits, alone) for logits in mixed)
@@ -166,20 +165,6 @@ class Family:
             return written, not _same(first, second, 0.0 if written else 1e-4)
         except Exception:  # a forward may be anybody's, and training tells what is wrong with it
             return [], False
-
-    def check_net(self, arch: Arch, modes: Sequence[Pass]) -> None:
-        """Refuse a member whose net, which clients train, is another network than its module.
-
-        Each member is compared once in each mode.
-        """
-        new = [mode for mode in modes if (arch, mode) not in self._faithful]
-        if new:
-            check_net(self, arch, new)
-            self._faithful.update((arch, mode) for mode in new)
-
-    @cached_property
-    def _faithful(self) -> set[tuple[Arch, Pass]]:
-        return set()
 
     @property
     def title(self) -> str:
@@ -267,7 +252,7 @@ class Family:
         shares = sorted({share for share in self._steps if share <= limit} or {limit})
 
         def fits(share: float) -> bool:
-            return not self._costs_over((self._arch(share, rounding),), budget, step)
+            return not self._costs_over((self.member(self._arch(share, rounding)),), budget, step)
 
         low, high = -1, len(shares)
         while high - low > 1:
@@ -296,7 +281,9 @@ class Family:
                 shares.update(k / (groups.size * inner.size) for k in few)
         return shares
 
-    def excess(self, nets: Sequence[Arch], budget: Budget, step: TrainingStep | None = None) -> tuple[str, ...]:
+    def excess(
+        self, nets: Sequence[Arch | Submodel | Member], budget: Budget, step: TrainingStep | None = None
+    ) -> tuple[str, ...]:
         """Return the bounds of a budget that a device's nets exceed together, and by how much.
 
         A share allows as many channels of every dimension as `fit` rounds up to, and always those of
@@ -310,17 +297,17 @@ class Family:
         Returns:
             A phrase for each bound: "params: 100 allowed, 612 needed". Empty if all are kept.
         """
-        key = tuple(nets), budget, step if budget.memory else None
+        key = tuple(map(self.member, nets)), budget, step if budget.memory else None
         known = self._excess.get(key)
         if known is None:
             known = self._excess[key] = (*self._widths_over(*key[:2]), *self._costs_over(*key))
         return known
 
     @cached_property
-    def _excess(self) -> dict[tuple[tuple[Arch, ...], Budget, TrainingStep | None], tuple[str, ...]]:
+    def _excess(self) -> dict[tuple[tuple[Member, ...], Budget, TrainingStep | None], tuple[str, ...]]:
         return {}
 
-    def _widths_over(self, nets: tuple[Arch, ...], budget: Budget) -> list[str]:
+    def _widths_over(self, nets: tuple[Member, ...], budget: Budget) -> list[str]:
         if budget.share is None:
             return []
         allowed = self._channels(self._arch(budget.share, "ceil"))
@@ -333,7 +320,7 @@ class Family:
                 return [f"share {budget.share:g}: {most} channels of axis {axis} allowed, {kept} needed"]
         return []
 
-    def _costs_over(self, nets: tuple[Arch, ...], budget: Budget, step: TrainingStep | None) -> list[str]:
+    def _costs_over(self, nets: tuple[Member, ...], budget: Budget, step: TrainingStep | None) -> list[str]:
         over, bounds = [], {name: getattr(budget, name) for name in ("params", "macs", "memory")}
         for name, most in bounds.items():
             if most is None:
@@ -344,28 +331,29 @@ class Family:
                 over.append(f"{name}{kind}: {most:,.10g} allowed, {needed:,} needed")
         return over
 
-    def _needed(self, bound: str, nets: tuple[Arch, ...], step: TrainingStep | None) -> int:
+    def _needed(self, bound: str, members: tuple[Member, ...], step: TrainingStep | None) -> int:
         """Return what nets need of one bound; the others, which take a run each, are not counted."""
         if bound == "params":
-            return sum(self.count(net) for net in nets)
+            return sum(member.count for member in members)
         if bound == "macs":
-            return sum(self.macs(net) for net in nets)
+            return sum(member.macs for member in members)
         if step:
-            return sum(self.training_memory(net, step) for net in nets)
-        return sum(self.weight_bytes(net) for net in nets) + max(self._inference_activations(net) for net in nets)
+            return sum(member.training_memory(step) for member in members)
+        weights = sum(member.weight_bytes for member in members)
+        return weights + max(member.inference_activations for member in members)
 
-    def width(self, member: Arch) -> float:
+    def width(self, member: Arch | Submodel | Member) -> float:
         """Return the share of its channels that the widest dimension of a member keeps."""
         whole, kept = self._channels(self.whole), self._channels(member)
         return max((kept[dim] / whole[dim] for dim in whole), default=1.0)
 
-    def _channels(self, member: Arch) -> dict[tuple[str, ...], int]:
+    def _channels(self, member: Arch | Submodel | Member) -> dict[tuple[str, ...], int]:
         """Return the channels that a member keeps of every dimension that can be cut.
 
         A dimension is one axis, or the product of two: groups, and the channels inside each. Of
         these one may stay whole while the other is cut, so that neither says how much is left.
         """
-        sizes = self._sizes(member)
+        sizes = self.member(member).sizes
         return {dim: math.prod(sizes[axis] for axis in dim) for dim in self._dimensions}
 
     @cached_property
@@ -409,111 +397,43 @@ class Family:
                 widths[name] = most[name] if kept > 1 else min(most[name], target(groups.size * size))
         return Arch(tuple((name, max(width, self.layout.axes[name].least)) for name, width in widths.items()))
 
-    def nested(self, arch: Arch, share: float) -> Submodel:
-        """Within a member, the sub-model of `share` of the *whole* model: the first channels of its order."""
-        known = self._nested.get((arch, share))
+    def member(self, member: Arch | Submodel | Member) -> Member:
+        """Return a member by its widths, or that of a sub-model; what is found out about it is kept."""
+        if isinstance(member, Member):
+            return member
+        arch = member.arch if isinstance(member, Submodel) else member
+        known = self._members.get(arch)
         if known is None:
-            inner = self.fit(Budget(share=share)).sizes
-            smaller = Arch(tuple((axis, min(width, inner[axis])) for axis, width in arch.widths))
-            known = self._nested[arch, share] = prefix(smaller)
+            known = self._members[arch] = Member(self, arch)
         return known
+
+    @cached_property
+    def _members(self) -> dict[Arch, Member]:
+        return {}
 
     def part(self, submodel: Submodel, share: float) -> Submodel:
         """Of any positions, those of `share` of the whole model: the first channels in the sub-model's own order."""
-        nested, index = self.nested(submodel.arch, share), submodel.index
+        nested, index = self.member(submodel).nested(share), submodel.index
         inner = {axis: index[axis].take(kept) if axis in index else kept for axis, kept in nested.index.items()}
         return Submodel(nested.arch, Index({**index, **inner}), submodel.scope)
 
-    @cached_property
-    def _nested(self) -> dict[tuple[Arch, float], Submodel]:
-        return {}
-
-    def count(self, member: Arch) -> int:
-        """How many parameters a member has."""
-        sizes = self.layout.sizes | member.sizes
-        return sum(math.prod(self.layout.shape(name, sizes)) for name in self._parameters)
+    def count(self, member: Arch | Submodel | Member) -> int:
+        """Return the number of a member's parameters."""
+        return self.member(member).count
 
     @cached_property
-    def _parameters(self) -> tuple[str, ...]:
-        return tuple(name for name, _ in self._module.named_parameters() if name in self.layout.dims)
+    def parameters(self) -> dict[str, nn.Parameter]:
+        """Return the parameters of the traced module by name, tied ones once."""
+        return {name: weight for name, weight in self._module.named_parameters() if name in self.layout.dims}
 
-    def cost(self, member: Arch | Submodel, step: TrainingStep = TrainingStep()) -> Cost:
+    def cost(self, member: Arch | Submodel | Member, step: TrainingStep = TrainingStep()) -> Cost:
         """Return a member's multiply-adds, parameters, bytes, and memory to train and to run it.
 
         Args:
             member: A member, or a sub-model of its shape.
             step: The step whose memory is meant. The default is a batch of 32 with momentum.
         """
-        arch = member.arch if isinstance(member, Submodel) else member
-        known = self._costs.get((arch, step))
-        if known is None:
-            known = self._costs[arch, step] = Cost(
-                macs=self._counted(arch, step.batch_size).macs,
-                params=self.count(arch),
-                bytes=self.weight_bytes(arch),
-                memory=self.training_memory(arch, step),
-                activations=self._inference_activations(arch),
-            )
-        return known
-
-    def macs(self, arch: Arch) -> int:
-        """Return the multiply-adds of one sample's forward pass, as `cost` has them by default."""
-        return self._counted(arch, TrainingStep().batch_size).macs
-
-    def weight_bytes(self, arch: Arch) -> int:
-        """Return the bytes of a member's parameters in float32, in which a run keeps them."""
-        sizes, weights = self._sizes(arch), dict(self._module.named_parameters())
-        shapes = {name: self.layout.shape(name, sizes) for name in self._parameters}
-        return sum(math.prod(shape) * float32_size(weights[name]) for name, shape in shapes.items())
-
-    def activations(self, arch: Arch, batch_size: int) -> int:
-        """Return about how many bytes a training step on a batch saves, in float32.
-
-        They are taken to grow with the batch, so that one count serves all batch sizes. Engines plan by it.
-        """
-        usual = TrainingStep().batch_size
-        return self._counted(arch, usual).saved * batch_size // usual
-
-    def training_memory(self, arch: Arch, step: TrainingStep) -> int:
-        """Return the bytes of a training step."""
-        own = self._counted(arch, step.batch_size).saved
-        return step.memory(self.weight_bytes(arch), [own] * step.passes + self._nested_activations(arch, step))
-
-    @cached_property
-    def _costs(self) -> dict[tuple[Arch, TrainingStep], Cost]:
-        return {}
-
-    def _nested_activations(self, arch: Arch, step: TrainingStep) -> list[int]:
-        """Return what nested nets of a step save; those as wide as the member are not run."""
-        nets = [self.nested(arch, share).arch for share in sorted(step.nested, reverse=True)]
-        narrower = [net for net in nets if net != arch][: step.most]
-        return [self._counted(net, step.batch_size).saved for net in narrower]
-
-    def _counted(self, arch: Arch, batch_size: int) -> Count:
-        known = self._counts.get((arch, batch_size))
-        if known is None:
-            module = build(self._module, self.layout, self._sizes(arch)).float()
-            known = measure(module, self.example_inputs, batch_size, self.constants)
-            self._counts[arch, batch_size] = known
-        return known
-
-    @cached_property
-    def _counts(self) -> dict[tuple[Arch, int], Count]:
-        return {}
-
-    def _inference_activations(self, arch: Arch) -> int:
-        known = self._activations.get(arch)
-        if known is None:
-            module = build(self._module, self.layout, self._sizes(arch)).float()
-            known = self._activations[arch] = inference_activations(module, self.example_inputs, self.constants)
-        return known
-
-    @cached_property
-    def _activations(self) -> dict[Arch, int]:
-        return {}
-
-    def _sizes(self, arch: Arch) -> dict[str, int]:
-        return self.layout.sizes | arch.sizes
+        return self.member(member).cost(step)
 
     # --- weights and networks ----------------------------------------------------------------------------------
 
@@ -536,9 +456,9 @@ class Family:
         module = build(self._module, self.layout, {})
         return Family(module, self.layout, self.example_inputs, _maker(module))
 
-    def module(self, member: Arch | Submodel, state: Weights | None = None) -> nn.Module:
+    def module(self, member: Arch | Submodel | Member, state: Weights | None = None) -> nn.Module:
         """A member as a plain nn.Module with weights cut from a whole state (the initial one if none is given)."""
-        submodel = prefix(member) if isinstance(member, Arch) else member
+        submodel = member if isinstance(member, Submodel) else self.member(member).prefix
         state = self.init() if state is None else state
         names = [name for name in self.layout.dims if submodel.scope + name in state]
         weights = self.cutter.gather(state, submodel, names)
@@ -546,7 +466,7 @@ class Family:
 
     def assemble(self, submodel: Submodel, weights: Weights, shared: bool = False) -> nn.Module:
         """A member as a plain nn.Module that owns a copy of these weights, which are already cut; or shares them."""
-        module = build(self._module, self.layout, self._sizes(submodel.arch))
+        module = build(self._module, self.layout, self.member(submodel).sizes)
         # constants, and statistics nobody measured yet, are as the module brought them
         missing = [name for name in self.layout.dims if name not in weights]
         brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
@@ -574,29 +494,6 @@ class Family:
         """What stays as it is in the module: buffers that are neither statistics nor cut."""
         moving = {*self.trainable, *self.statistics, *self.carried}
         return _state(self._module, tuple(name for name in self.layout.dims if name not in moving))
-
-    def net(self, arch: Arch) -> Net:
-        """A member as a pure function of its weights; built once."""
-        known = self._nets.get(arch)
-        if known is None:
-            with untransformed():
-                module = build(self._module, self.layout, self._sizes(arch))
-                known = self._nets[arch] = Net(module, self.constants, self._scaled(arch))
-        return known
-
-    @cached_property
-    def _nets(self) -> dict[Arch, Net]:
-        return {}
-
-    def laid(self, arch: Arch, count: int) -> LaidNet:
-        """So many nets of a member side by side, where their layers allow; raises LayoutError where they do not."""
-        module = build(self._module, self.layout, self._sizes(arch))
-        return LaidNet(module, count, self._scaled(arch))
-
-    def _scaled(self, arch: Arch) -> Scaled:
-        """Return the layers of a member whose outputs are cut, which the scaler divides."""
-        whole = self.layout.sizes
-        return Scaled.of(self._module, self.layout, {axis for axis, width in arch.widths if width < whole[axis]})
 
     def _first(self, name: str) -> str:
         return self.layout.ties.get(name, name)

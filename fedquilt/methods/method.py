@@ -99,8 +99,9 @@ class Method:
                 "AdversarialTraining()) in Python, trains both.",
                 type(self).__name__,
             )
-        tracked = family.statistics if self.local.norm == "tracked" else ()  # local ones never come here
-        names = {*family.trainable, *tracked, *family.carried}
+        whole = family.member(family.whole)
+        tracked = whole.statistics if self.local.norm == "tracked" else ()  # local ones never come here
+        names = {*whole.trainable, *tracked, *whole.carried}
         initial = self.initial(world).items()
         return Server(0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names})
 
@@ -136,7 +137,7 @@ class Method:
         run nets that the learner of the whole model does not name.
         """
         job = Job(Client(0, Budget(share=1.0)), prefix(world.family.whole), 0)
-        return self.learner(job, world).training_step(world.precision)
+        return self.learner(job, world).training_step(world.family.member(world.family.whole), world.precision)
 
     def own(self, server: Server, client: Client, world: World) -> Mix:
         """The nets that are a client's, where results live on clients: what it trained last."""

@@ -10,12 +10,13 @@ from typing import Any, ClassVar, Self
 from fedquilt import noise
 from fedquilt.checks import within
 from fedquilt.family.cost import TrainingStep
+from fedquilt.family.member import Member
 from fedquilt.methods.method import Method, Presets
 from fedquilt.precision import Precision
 from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
-from fedquilt.round.training.learner import Learner, Phase, shares_of
+from fedquilt.round.training.learner import Learner, Phase, nets_of
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Distilled, Summed
 from fedquilt.round.training.optimizers import SGD
@@ -58,17 +59,16 @@ class Drawn(Learner):
         count = max(0, min(self.count, len(self.ratios)))
         return tuple(sorted(self.ratios[place] for place in noise.choose(key, count, len(self.ratios))))
 
-    @property
-    def nested_shares(self) -> tuple[float, ...]:
-        return shares_of(self.phases_of(self.ratios)) if self.drawn else ()
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        return nets_of(self.phases_of(self.ratios) if self.drawn else self.phases, member)
 
     @abstractmethod
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]: ...
 
-    def training_step(self, precision: Precision) -> TrainingStep:
+    def training_step(self, member: Member, precision: Precision) -> TrainingStep:
         """Describe a step of any draw: all ratios, of which a batch runs as many as it draws."""
         every = replace(self, phases=self.phases_of(self.ratios))
-        step = Learner.training_step(every, precision)
+        step = Learner.training_step(every, member, precision)
         return replace(step, most=max(0, self.count) * len(step.nested) // max(1, len(self.ratios)))
 
     @property

@@ -72,5 +72,5 @@ class SHeteroFL(Method):
 
     def _affordable(self, arch: Arch, world: World) -> tuple[float, ...]:
         """The prototypes narrower than the client's net."""
-        own = world.family.count(arch)
-        return tuple(share for share in self.widths if world.family.count(world.family.nested(arch, share).arch) < own)
+        own = world.family.member(arch)
+        return tuple(share for share in self.widths if own.nested(share).count < own.count)

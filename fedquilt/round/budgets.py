@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 
 from fedquilt.errors import BudgetError, SubmodelError
 from fedquilt.round.clients import Fleet
-from fedquilt.terms import Arch, Budget, Client, Job, Server, Submodel
+from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
     from fedquilt.family.cost import TrainingStep
@@ -48,11 +48,11 @@ def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:
     if method.ignores_budgets:
         return
     step = _step(method, [job.client.budget for job in jobs], world)
-    nets: dict[Client, list[Arch]] = {}
+    nets: dict[Client, list[Submodel]] = {}
     for job in jobs:
-        nets.setdefault(job.client, []).append(job.submodel.arch)
-    for client, archs in nets.items():
-        if over := world.family.excess(archs, client.budget, step):
+        nets.setdefault(job.client, []).append(job.submodel)
+    for client, own in nets.items():
+        if over := world.family.excess(own, client.budget, step):
             raise BudgetError(
                 f"{type(method).__name__} planned more for client {client.id} in round {jobs[0].round + 1} than its "
                 f"budget ({client.budget}) allows: {'; '.join(over)}. self.fit(client.budget, world) gives the largest "
@@ -69,7 +69,7 @@ def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine, worl
     step, total = _step(method, fleet.kinds, world), 0
     for budget, count in fleet.counts.items():
         nets = method.plan(server, Client(0, budget, size), world)
-        total += count if world.family.excess([net.arch for net in nets], budget, step) else 0
+        total += count if world.family.excess(nets, budget, step) else 0
     return total
 
 

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import FedquiltError, TrainingError
+from fedquilt.family.member import Member
 from fedquilt.round.federation import Federation
 from fedquilt.round.link import PERFECT, Trip
 from fedquilt.round.training.learner import Learner
@@ -67,8 +68,8 @@ def receive(
         initial: All weights before the first round, by scope and name.
     """
     family, submodel, link = federation.world.family, job.submodel, federation.link
-    cutter, held = family.cutter, submodel.held
-    names, shared = learner.names(family), learner.received(family)
+    member, cutter, held = family.member(submodel), family.cutter, submodel.held
+    names, shared = learner.names(member), learner.received(member)
     with blamed(job, "receiving"):
         known = _known(federation, job, shared, memory, initial) if link.tracks else {}
         arrival = link.down(payload, Trip(federation.world, job), known)
@@ -82,11 +83,11 @@ def receive(
             if arrived:
                 state = cutter.overlay(state, held, arrived.weights, arrived.submodel.held)
         if arrived and link.coder:
-            coded = {name: arrived.weights[name] for name in _coded(federation, shared)}
+            coded = {name: arrived.weights[name] for name in _coded(member, shared)}
             known = cutter.overlay(known, held, coded, arrived.submodel.held) if known else coded
         slots = None
         if memory and learner.keep_slots:
-            slots = learner.start_slots(state, family)
+            slots = learner.start_slots(state, member)
             for slot, values in slots.items():
                 slots[slot] = cutter.overlay(values, held, memory.slots.get(slot, {}), memory.submodel.held)
     steps = memory.steps if memory and learner.keep_slots else 0
@@ -156,7 +157,8 @@ def remember(
         memory: What it kept from earlier rounds.
         initial: All weights before the first round.
     """
-    weights = {name: trained[name].clone() for name in names_kept(federation, learner)}
+    member = federation.world.family.member(job.submodel)
+    weights = {name: trained[name].clone() for name in names_kept(federation, learner, member)}
     if not weights and not kept and not learner.keep_slots and not learner.counts_steps:
         return None
     own = {**slots, **kept} if learner.keep_slots else kept
@@ -166,12 +168,11 @@ def remember(
     return _joined(federation, memory, new, initial)
 
 
-def names_kept(federation: Federation, learner: Learner) -> tuple[str, ...]:
+def names_kept(federation: Federation, learner: Learner, member: Member) -> tuple[str, ...]:
     """Return the weights that a client keeps for its next round: all that it trained where a link may lose some."""
-    family = federation.world.family
     if not federation.link.lossy:
-        return learner.kept(family)
-    return tuple(name for name in learner.names(family) if name not in family.carried)
+        return learner.kept(member)
+    return tuple(name for name in learner.names(member) if name not in member.carried)
 
 
 def steps_behind(memory: Memory | None, learner: Learner, batches: int) -> int:
@@ -192,7 +193,8 @@ def own_state(federation: Federation, server: Server, job: Job, device: torch.de
     """Return the net of a job as its client holds it, with what the server has of it now, over a link without loss."""
     world = federation.world
     learner = federation.method.learner(job, world)
-    cut = world.family.cutter.gather(server.weights, job.submodel, learner.received(world.family))
+    names = learner.received(world.family.member(job.submodel))
+    cut = world.family.cutter.gather(server.weights, job.submodel, names)
     near = replace(federation, link=PERFECT)
     payload, memory = Payload(job.submodel, cut), memory_of(server, job)
     return receive(near, job, learner, payload, memory, federation.initial_on(device)).state
@@ -230,9 +232,9 @@ def _counts_steps(learner: Learner) -> bool:
     return learner.keep_slots or learner.counts_steps
 
 
-def _coded(federation: Federation, names: Sequence[str]) -> list[str]:
+def _coded(member: Member, names: Sequence[str]) -> list[str]:
     """Return the weights whose changes a link may code. Norm statistics and constants are sent as they are."""
-    trainable = set(federation.world.family.trainable)
+    trainable = set(member.trainable)
     return [name for name in names if name in trainable]
 
 
@@ -240,7 +242,8 @@ def _known(
     federation: Federation, job: Job, names: Sequence[str], memory: Memory | None, initial: Weights
 ) -> dict[str, Tensor]:
     """Return what both sides know that a client received last, else the initial weights, which both have."""
-    first = federation.world.family.cutter.gather(initial, job.submodel, _coded(federation, names))
+    family = federation.world.family
+    first = family.cutter.gather(initial, job.submodel, _coded(family.member(job.submodel), names))
     since = _recalled(federation, job, "received", first, memory)
     return {name: value + since[name] for name, value in first.items()}
 

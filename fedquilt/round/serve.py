@@ -85,7 +85,7 @@ class Kind:
     ) -> dict[str, Tensor]:
         """The norm statistics that the one net sees. Pure: may be vmapped."""
         seen = self.inputs(family, weights, inputs, targets, drawn)
-        return family.net(self.nets[0].arch)(weights, seen, self.mode)[1]
+        return family.member(self.nets[0]).net(weights, seen, self.mode)[1]
 
     def drawn(self, seed: int, rows: Tensor, like: Tensor) -> Tensor | None:
         """What an attack on samples at positions starts from."""
@@ -143,7 +143,7 @@ def mixed(family: Family, nets: Mix, weights: Weights, inputs: Tensor, mode: Pas
     found = []
     for net in nets:
         own = {name.removeprefix(net.scope): value for name, value in weights.items() if name.startswith(net.scope)}
-        found.append(family.net(net.arch)(own, inputs, mode)[0].movedim(family.layout.class_dim, 1))
+        found.append(family.member(net).net(own, inputs, mode)[0].movedim(family.layout.class_dim, 1))
     return found[0] if len(found) == 1 else torch.stack(found).mean(0)
 
 

@@ -94,7 +94,9 @@ def test_an_upload_reveals_labels_where_the_page_says_so(perceptron: fq.Family) 
 
     def rows(method: Method) -> object:
         submodel, *_ = method.plan(fq.Server(0, {}), client, world)
-        upload = method.learner(fq.Job(client, submodel, 0), world).upload(perceptron, submodel, held)
+        upload = method.learner(fq.Job(client, submodel, 0), world).upload(
+            perceptron.member(perceptron.whole), submodel, held
+        )
         return list(upload.index["class"]) if "class" in upload.index else "all"
 
     names = {"HeteroFL": HeteroFL, "FedRolex": FedRolex, "Federated Dropout": FedDropout}

@@ -48,7 +48,7 @@ def test_views_of_lines_are_the_weights(family, clients, channels_last):
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_a_nested_net_is_cut_and_put_back_where_it_is(family, clients, share, channels_last):
     weights, held = some(family, clients), prefix(family.whole).index
-    inner = family.nested(family.whole, share)
+    inner = family.member(family.whole).nested(share)
     lines = Lines({name: value.shape[1:] for name, value in weights.items()}, channels_last)
     nested = lines.nested(family.cutter, held, inner.index)
     cut = nested.lines.views(nested.cut(lines.join(weights)))

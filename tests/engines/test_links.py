@@ -110,14 +110,14 @@ def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
     job, arrived = next(
         (j, a.payload) for j, a in zip(jobs, arrivals, strict=True) if a.payload and a.payload.submodel == part
     )
-    expected = family.cutter.narrow(own, prefix(member).index, family.nested(member, 0.25).index)
+    expected = family.cutter.narrow(own, prefix(member).index, family.member(member).nested(0.25).index)
     torch.testing.assert_close(dict(arrived.weights), expected, rtol=0, atol=0)
     server = fq.Server(0, {f"base0/{name}": torch.zeros_like(value) for name, value in own.items()})
     fold = Mean(family.cutter).begin(server)
     fold.add(fq.Update(job, (arrived,), 1))
     merged = fold.finish(server)[0]
     for name, value in own.items():
-        there = Between(0, 0.25).mask(family, member, name)
+        there = Between(0, 0.25).mask(family.member(member), name)
         torch.testing.assert_close(merged[f"base0/{name}"], torch.where(there, value, 0.0), rtol=0, atol=0)
 
 

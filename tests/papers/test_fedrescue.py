@@ -51,7 +51,7 @@ def test_line_4_draws_distinct_ratios_below_the_clients_own_in_order(kind, resid
     for share in (1.0, 0.5, 0.25):
         own = learner(method, residual, share)
         for step in range(20):
-            drawn = [s for phase in own.phases_at(step) for s in phase.objective.shares if s is not None]
+            drawn = nested_shares(residual, own.phases_at(step))
             drawn = list(dict.fromkeys(drawn))
             assert drawn == sorted(drawn)
             assert set(drawn) <= {ratio for ratio in method.ratios if ratio < share}
@@ -66,9 +66,7 @@ def test_ratios_are_drawn_by_round_and_step_and_not_by_client(residual):
     assert len(set(steps)) > 20
     assert own.phases_at(3) != learner(FedResCuE(), residual, round=1).phases_at(3)
     assert own.timeless == learner(FedResCuE(), residual, round=1).timeless  # what is recorded serves every round
-    counts = Counter(
-        share for step in range(2000) for phase in own.phases_at(step) for share in phase.objective.shares if share
-    )
+    counts = Counter(share for step in range(2000) for share in nested_shares(residual, own.phases_at(step)))
     assert set(counts) == set(FedResCuE().ratios[:-1])
     assert all(abs(count - 2000 * 3 / 18) < 5 * (2000 * 3 / 18) ** 0.5 for count in counts.values())
 
@@ -79,7 +77,7 @@ def test_algorithm_1_has_its_phases_in_order(alpha, residual):
         *inner, rest, last = learner(FedResCuE(alpha=alpha), residual).phases_at(step)
         before = 0.0
         for phase in inner:
-            (share,) = phase.objective.shares
+            (share,) = nested_shares(residual, (phase,))
             assert phase.objective == Summed((CrossEntropy(share), Distilled(share, alpha)))  # equation 3
             assert phase.moves == Between(before, share)  # equation 2
             before = share
@@ -101,6 +99,13 @@ def batch_of(count: int, seed: int = 0) -> Batch:
     return Batch(x, torch.randint(3, (count,), generator=generator), torch.ones(3, dtype=torch.bool), torch.tensor(0))
 
 
+def nested_shares(family, phases):
+    """The shares of the nested nets that phases run, one after another."""
+    whole = family.member(family.whole)
+    nets = [net for phase in phases for net in phase.objective.nets(whole)]
+    return [net.share for net in nets if net != whole]
+
+
 def doubles(family, seed=0):
     return {name: value.double() for name, value in family.init(seed).items()}
 
@@ -115,10 +120,10 @@ def test_equation_3_by_hand(perceptron):
     """L(f(x; θ×p), y) + KL[f(x; θ̄) ‖ f(x; θ×p)], with the teacher constant."""
     state, teacher, batch = doubles(perceptron), doubles(perceptron, 5), batch_of(5)
     local = TABLE_17
-    taught = replace(batch, taught=teach(perceptron, perceptron.whole, local, teacher, batch))
+    taught = replace(batch, taught=teach(perceptron.member(perceptron.whole), local, teacher, batch))
     own = learner(FedResCuE(**SIXTHS), perceptron)
     objective = Summed((CrossEntropy(0.5), Distilled(0.5)))
-    grads, (loss, _) = gradient(own, perceptron, perceptron.whole, objective, state, state, taught)
+    grads, (loss, _) = gradient(own, perceptron.member(perceptron.whole), objective, state, state, taught)
     leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
     student = logits_of(leaves, batch.inputs, 3)
     expected = F.cross_entropy(student, batch.targets) + F.kl_div(
@@ -133,13 +138,14 @@ def test_equation_3_by_hand(perceptron):
 def test_the_kl_term_vanishes_at_ratio_1(perceptron):
     """Its value and its gradient: a net teaches itself nothing."""
     state, batch = doubles(perceptron), batch_of(5)
-    taught = replace(batch, taught=teach(perceptron, perceptron.whole, TABLE_17, state, batch))
+    taught = replace(batch, taught=teach(perceptron.member(perceptron.whole), TABLE_17, state, batch))
     own = learner(FedResCuE(**SIXTHS), perceptron)
-    grads, (loss, _) = gradient(own, perceptron, perceptron.whole, Distilled(1.0), state, state, taught)
+    grads, (loss, _) = gradient(own, perceptron.member(perceptron.whole), Distilled(1.0), state, state, taught)
     assert float(loss) == pytest.approx(0, abs=1e-15)
     assert all(float(value.abs().max()) < 1e-15 for value in grads.values())
+    whole = perceptron.member(perceptron.whole)
     for phases in (learner(FedResCuE(), perceptron).phases_at(step) for step in range(5)):
-        assert all(p.objective == CrossEntropy() for p in phases if None in p.objective.shares)
+        assert all(p.objective == CrossEntropy() for p in phases if whole in p.objective.nets(whole))
 
 
 def test_padding_does_not_count_in_the_kl_term(language):
@@ -151,10 +157,10 @@ def test_padding_does_not_count_in_the_kl_term(language):
     own = learner(FedResCuE(), language)
     losses = []
     for other in (0.0, 3.0):  # whatever the teacher says there
-        taught = teach(language, language.whole, TABLE_17, doubles(language, 4), batch)
+        taught = teach(language.member(language.whole), TABLE_17, doubles(language, 4), batch)
         taught = taught + other * (targets == -100)[:, None] * torch.arange(language.num_classes)[None, :, None]
         objective, given = Distilled(0.5), replace(batch, taught=taught)
-        losses.append(gradient(own, language, language.whole, objective, state, state, given)[1][0])
+        losses.append(gradient(own, language.member(language.whole), objective, state, state, given)[1][0])
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-13)
 
 
@@ -165,10 +171,10 @@ def test_equation_2_freezes_what_earlier_nets_have_learnt(freeze, perceptron):
     state, slots = doubles(perceptron), None
     slots = {"momentum": {name: torch.full_like(value, 0.1) for name, value in state.items()}}
     batch = batch_of(6)
-    batch = replace(batch, taught=teach(perceptron, perceptron.whole, own.local, state, batch))
+    batch = replace(batch, taught=teach(perceptron.member(perceptron.whole), own.local, state, batch))
     for phase in own.phases_at(0)[:-1]:
-        grads, _ = gradient(own, perceptron, perceptron.whole, phase.objective, state, state, batch)
-        masks = own.masks(perceptron, perceptron.whole, phase, CPU)
+        grads, _ = gradient(own, perceptron.member(perceptron.whole), phase.objective, state, state, batch)
+        masks = own.masks(perceptron.member(perceptron.whole), phase, CPU)
         moved, after = move(own, phase, state, slots, grads, masks, 0)
         frozen = {name: ~(mask if isinstance(mask, Tensor) else torch.tensor(mask)) for name, mask in masks.items()}
         same = [torch.equal(moved[n][where], state[n][where]) for n, where in frozen.items() if where.any()]
@@ -201,7 +207,7 @@ def test_what_is_frozen_is_bit_identical_on_every_engine(layout, residual, make_
         run.engine.record, run.engine.layout = True, layout
     run.train(1)
     for name in residual.trainable:
-        moves = Between(0.5, 1.0).mask(residual, residual.whole, name)
+        moves = Between(0.5, 1.0).mask(residual.member(residual.whole), name)
         assert torch.equal(run.server.weights[name][~moves], first[name][~moves])
         if moves.any():
             assert not torch.equal(run.server.weights[name][moves], first[name][moves])
@@ -258,7 +264,7 @@ def test_a_round_is_the_algorithm_of_the_paper(kind, engine, perceptron, play, m
     own, theta = learner(method, perceptron), doubles(perceptron)
     job = Job(fq.Client(0, fq.Budget(share=1.0), 8), fq.round.cut.prefix(perceptron.whole), 0)
     for step, rows in enumerate(run.engine.batches(job, own)):
-        shares = [s for phase in own.phases_at(step) for s in phase.objective.shares if s is not None]
+        shares = nested_shares(perceptron, own.phases_at(step))
         units = tuple(round(6 * share) for share in dict.fromkeys(shares))
         assert len(units) == (3 if kind in (FedSlim, FjORD) else 2)
         theta = by_hand(kind.__name__.lower(), theta, data.inputs[rows], data.targets[rows], units, 0.1)
@@ -268,10 +274,10 @@ def test_a_round_is_the_algorithm_of_the_paper(kind, engine, perceptron, play, m
 
 def test_what_a_batch_costs(residual):
     """The teacher's forward pass, and three times every net that is trained."""
-    macs = {s: residual.cost(residual.nested(residual.whole, s).arch).macs for s in FedResCuE().ratios}
+    macs = {s: residual.cost(residual.member(residual.whole).nested(s).arch).macs for s in FedResCuE().ratios}
     own = learner(FedResCuE(), residual)
     expected = 0
     for step, size in enumerate((4, 3)):
-        drawn = [s for phase in own.phases_at(step) for s in phase.objective.shares if s is not None]
+        drawn = nested_shares(residual, own.phases_at(step))
         expected += size * (macs[1.0] + 3 * (sum(macs[s] for s in drawn) + 2 * macs[1.0]))
-    assert own.macs(residual, residual.whole, (4, 3)) == expected
+    assert own.macs(residual.member(residual.whole), (4, 3)) == expected

@@ -68,7 +68,7 @@ def test_every_sample_may_have_a_robustness_of_its_own(conditioned):
         module = shaken(conditioned.module(member)).eval()
         weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
         x, chosen = torch.rand(3, 1, 6, 6), torch.tensor([0.0, 0.4, 1.0])
-        net = conditioned.net(member)
+        net = conditioned.member(member).net
         rows, _ = net(weights, x, Pass(statistics="stored"), condition=chosen)
         for place, robustness in enumerate(chosen.tolist()):
             torch.testing.assert_close(rows[place], fq.set_robustness(module, robustness)(x)[place])
@@ -98,7 +98,7 @@ def test_the_loss_by_hand(conditioned, make_data):
     moved = {
         name: value + 0.1 * noise.uniform(key + len(name), value.shape, value.dtype) for name, value in state.items()
     }
-    grads, (loss, _) = gradient(learner, conditioned, conditioned.whole, local.objective, moved, moved, batch)
+    grads, (loss, _) = gradient(learner, conditioned.member(conditioned.whole), local.objective, moved, moved, batch)
     net = conditioned.module(conditioned.whole).double().train()
     net.load_state_dict(moved, strict=False)
     for layer in net.modules():

@@ -101,10 +101,10 @@ def test_convolutions_and_hidden_linear_layers_are_divided_by_the_share_and_not_
     h = torch.relu(normed(F.linear(h, w["fc1.weight"], w["fc1.bias"]) / share, w, "norm1"))
     h = torch.relu(normed(F.linear(h, w["fc2.weight"], w["fc2.bias"]) / share, w, "norm2"))
     expected = F.linear(h, w["out.weight"], w["out.bias"])
-    found = family.net(arch)(w, x, TRAIN, share=share)[0]
+    found = family.member(arch).net(w, x, TRAIN, share=share)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
     for mode in (Pass(train=False, scaler=True), Pass(train=True)):
-        assert not torch.allclose(family.net(arch)(w, x, mode, share=share)[0], expected)
+        assert not torch.allclose(family.member(arch).net(w, x, mode, share=share)[0], expected)
 
 
 def attention(h: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool) -> Tensor:
@@ -138,7 +138,7 @@ def test_in_a_transformer_embedding_projections_and_perceptron_are_divided(tied)
     inner = torch.relu(linear(h, f"{block}.perceptron.0") / share)
     h = layer_norm(h + linear(inner, f"{block}.perceptron.3") / share, f"{block}.norm2")
     expected = F.linear(h, w["token.weight" if tied else "head.weight"], w["head.bias"])
-    found = family.net(arch)(w, tokens, TRAIN, share=share)[0]
+    found = family.member(arch).net(w, tokens, TRAIN, share=share)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
@@ -150,7 +150,7 @@ def test_projections_that_no_layer_applies_are_divided_through_their_weights():
     mixed = attention(h, *packed.chunk(3, -1), False)
     mixed = F.linear(mixed, w["attention.out_proj.weight"], w["attention.out_proj.bias"]) / share
     expected = F.linear(mixed.mean(1), w["out.weight"], w["out.bias"])
-    found = family.net(arch)(w, x, TRAIN, share=share)[0]
+    found = family.member(arch).net(w, x, TRAIN, share=share)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
@@ -162,15 +162,15 @@ def test_a_layer_of_unknown_class_is_divided_and_a_recurrent_one_is_not():
     lstm.load_state_dict({name.removeprefix("lstm."): v for name, v in w.items() if name.startswith("lstm.")})
     outputs = lstm((x @ w["hidden.weight"] + w["hidden.bias"]) / share)[0]
     expected = F.linear(outputs.mean(1), w["out.weight"], w["out.bias"])
-    found = family.net(arch)(w, x, TRAIN, share=share)[0]
+    found = family.member(arch).net(w, x, TRAIN, share=share)[0]
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
 
 
 def test_layers_that_are_kept_whole_are_not_divided():
     family = fq.trace(Digits, torch.zeros(2, 1, 4, 4), fixed=["fc1"])
-    scaled = family._scaled(family.fit(fq.Budget(share=0.5)))
+    scaled = family.member(family.fit(fq.Budget(share=0.5)))._scaled
     assert scaled.layers == {"conv", "fc2"}
-    assert family._scaled(family.whole).layers == set()
+    assert family.member(family.whole)._scaled.layers == set()
 
 
 def test_in_a_preresnet_the_share_is_what_every_convolution_kept(residual):
@@ -179,7 +179,7 @@ def test_in_a_preresnet_the_share_is_what_every_convolution_kept(residual):
     cut_to = {name: shape[0] for name, shape in _shapes(residual, arch).items() if len(shape) == 4}
     whole = {name: shape[0] for name, shape in _shapes(residual, residual.whole).items()}
     assert {kept / whole[name] for name, kept in cut_to.items()} == {0.25}
-    assert {f"{name}.weight" for name in residual._scaled(arch).layers} == set(cut_to)
+    assert {f"{name}.weight" for name in residual.member(arch)._scaled.layers} == set(cut_to)
 
 
 def _shapes(family: fq.Family, arch: fq.Arch) -> dict[str, tuple[int, ...]]:
@@ -214,9 +214,12 @@ def test_a_nested_net_is_divided_by_its_own_share():
     learner, (_, w) = method.learner(job, world), cut(family, 1.0)
     targets, held = torch.tensor([0, 1, 2, 0, 1, 2]), torch.ones(3, dtype=torch.bool)
     batch = Batch(x, targets, held, torch.tensor(0), torch.tensor(learner.share))
-    _, (loss, _) = gradient(learner, family, family.whole, learner.phases[0].objective, w, w, batch)
+    _, (loss, _) = gradient(learner, family.member(family.whole), learner.phases[0].objective, w, w, batch)
     half, narrow = cut(family, 0.5)
-    logits = (family.net(family.whole)(w, x, Pass(train=True))[0], family.net(half)(narrow, x, TRAIN, share=0.5)[0])
+    logits = (
+        family.member(family.whole).net(w, x, Pass(train=True))[0],
+        family.member(half).net(narrow, x, TRAIN, share=0.5)[0],
+    )
     assert float(loss) == pytest.approx(float(sum(F.cross_entropy(one, targets) for one in logits)), abs=1e-12)
 
 

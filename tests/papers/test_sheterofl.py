@@ -24,8 +24,10 @@ def learner(method, family, share):
 
 def test_a_client_trains_its_own_width_and_every_prototype_below(perceptron):
     method = SHeteroFL(widths=WIDTHS)
-    shares = {share: learner(method, perceptron, share).phases[0].objective.shares for share in WIDTHS}
-    assert shares == {1.0: (None, 0.5, 1 / 3), 0.5: (None, 1 / 3), 1 / 3: (None,)}
+    for share, below in {1.0: (0.5, 1 / 3), 0.5: (1 / 3,), 1 / 3: ()}.items():
+        own = perceptron.member(perceptron.fit(fq.Budget(share=share)))
+        nets = learner(method, perceptron, share).phases[0].objective.nets(own)
+        assert nets == (own, *(own.nested(width) for width in below))
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

@@ -183,7 +183,7 @@ def test_a_pass_chooses_as_the_attribute_of_a_deployed_module_does(share, pairs)
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     x = torch.rand(3, 1, 6, 6)
     for robustness in (0.0, 0.2, 1.0, 0.5):
-        outputs, _ = pairs.net(member)(weights, x, Pass(statistics="stored", robustness=robustness))
+        outputs, _ = pairs.member(member).net(weights, x, Pass(statistics="stored", robustness=robustness))
         torch.testing.assert_close(outputs, fq.set_robustness(module, robustness)(x))
 
 
@@ -337,7 +337,7 @@ def gradients(family, weight, images, attack=fq.PGD()):
     state = {name: value.double() for name, value in family.init(0).items()}
     data = images(family, (8,))
     batch = Batch(data.inputs, data.targets, torch.ones(4, dtype=torch.bool), torch.tensor(5))
-    return gradient(learner, family, family.whole, local.objective, state, state, batch)
+    return gradient(learner, family.member(family.whole), local.objective, state, state, batch)
 
 
 def test_norms_learn_from_their_own_loss_alone(pairs, images):
@@ -381,12 +381,14 @@ def test_what_an_attack_takes(pairs, single):
     macs = pairs.cost(pairs.whole).macs
     for weight, passes in ((0.5, 20), (1.0, 17), (0.0, 3)):
         local = Local(adversarial=AT(weight))
-        assert Learner((Phase(local.objective),), local, 0.1).macs(pairs, pairs.whole, [4, 2]) == 6 * passes * macs
+        assert (
+            Learner((Phase(local.objective),), local, 0.1).macs(pairs.member(pairs.whole), [4, 2]) == 6 * passes * macs
+        )
     method = SHeteroFL(local=Local(adversarial=AT()))
     job = Job(Client(0, Budget(share=1.0), 4), method.plan(None, Client(0, Budget(share=1.0)), World(single))[0], 0)
     nets = [single.fit(Budget(share=share)) for share in method.widths]
     learner = method.learner(job, World(single))
-    assert learner.macs(single, single.whole, [1]) == 20 * sum(single.cost(net).macs for net in nets)
+    assert learner.macs(single.member(single.whole), [1]) == 20 * sum(single.cost(net).macs for net in nets)
 
 
 def test_robust_runs_track_norms_without_rescaling():
@@ -507,7 +509,7 @@ def test_a_test_attacks_the_net_as_it_is_mixed(robustness, pairs):
     weights, generator = dict(module.state_dict()), torch.Generator().manual_seed(3)
     x, drawn = (torch.rand(6, 1, 6, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     y, mode = torch.arange(6) % 4, Pass(statistics="batch", robustness=robustness)
-    net, kind = pairs.net(pairs.whole), Kind((Submodel(pairs.whole),), mode, attack)
+    net, kind = pairs.member(pairs.whole).net, Kind((Submodel(pairs.whole),), mode, attack)
     found = kind.inputs(pairs, weights, x, y, drawn)
     truth = by_hand(lambda some: F.cross_entropy(net(weights, some, mode)[0], y), x, drawn, attack)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)

@@ -123,7 +123,7 @@ def test_a_deployed_modules_outputs_are_the_engines(theirs, play, make_data):
     world, inputs = run.world, run.data.test_inputs
     (submodel,) = run.method.deploy(run.server, fq.Budget(share=0.5), world)
     weights = theirs.cutter.gather(run.server.weights, submodel, tuple(run.server.weights))
-    outputs, _ = theirs.net(submodel.arch)(weights, inputs, fq.family.Pass(statistics="stored"))
+    outputs, _ = theirs.member(submodel.arch).net(weights, inputs, fq.family.Pass(statistics="stored"))
     torch.testing.assert_close(run.deploy(fq.Budget(share=0.5))(inputs).detach(), outputs, rtol=0, atol=1e-12)
 
 

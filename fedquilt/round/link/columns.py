@@ -15,10 +15,10 @@ from fedquilt import noise
 from fedquilt.checks import outside, refuse, within
 from fedquilt.round.link.dealt import Dealt, check_dealt, dealt, empty, shown, take_lists
 from fedquilt.round.link.trip import Trip
-from fedquilt.terms import Arch, Submodel
+from fedquilt.terms import Submodel
 
 if TYPE_CHECKING:
-    from fedquilt.family import Family
+    from fedquilt.family.member import Member
 
 _DRAW = 1
 
@@ -53,16 +53,16 @@ class Loss(ABC):
         Weights that no width cuts (the output's bias) come with the first column.
         """
         family = trip.world.family
-        count = self.count(family, submodel.arch)
+        count = self.count(family.member(submodel))
         arrived = self.arrived(trip, count)
         if arrived == count:
             return submodel
         return family.part(submodel, arrived * self.granularity) if arrived else None
 
-    def count(self, family: Family, arch: Arch) -> int:
+    def count(self, member: Member) -> int:
         """How many columns a member has; the last may be narrower."""
         count = 1
-        while family.nested(arch, min(1.0, count * self.granularity)).arch.widths != arch.widths:
+        while member.nested(min(1.0, count * self.granularity)).arch != member.arch:
             count += 1
         return count
 

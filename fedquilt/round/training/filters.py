@@ -6,24 +6,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
 if TYPE_CHECKING:
-    from fedquilt.family import Family
+    from fedquilt.family.member import Member
 
 
 class Filter(Protocol):
     """Which of the weights are meant, by name."""
 
-    def names(self, family: Family) -> frozenset[str]: ...
+    def names(self, member: Member) -> frozenset[str]: ...
 
 
 @dataclass(frozen=True)
 class All:
-    def names(self, family: Family) -> frozenset[str]:
-        return frozenset((*family.trainable, *family.statistics))
+    def names(self, member: Member) -> frozenset[str]:
+        return frozenset((*member.trainable, *member.statistics))
 
 
 @dataclass(frozen=True)
 class Nothing:
-    def names(self, family: Family) -> frozenset[str]:
+    def names(self, member: Member) -> frozenset[str]:
         return frozenset()
 
 
@@ -34,6 +34,6 @@ class Parts:
     parts: tuple[str, ...]
     other: bool = False
 
-    def names(self, family: Family) -> frozenset[str]:
-        named = frozenset(name for part in self.parts for name in family.parts.get(part, ()))
-        return All().names(family) - named if self.other else named
+    def names(self, member: Member) -> frozenset[str]:
+        named = frozenset(name for part in self.parts for name in member.parts.get(part, ()))
+        return All().names(member) - named if self.other else named

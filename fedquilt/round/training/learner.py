@@ -14,13 +14,13 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.precision import Precision
 from fedquilt.round.training.filters import All, Filter, Nothing
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import CrossEntropy, Objective, attacks, needs_received, passes, saving
+from fedquilt.round.training.objectives import CrossEntropy, Objective
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.regions import Everywhere, Region, masks_of
-from fedquilt.terms import Arch, Submodel
+from fedquilt.terms import Submodel
 
 if TYPE_CHECKING:
-    from fedquilt.family import Family
+    from fedquilt.family.member import Member
 
 Freeze = Literal["update", "gradient"]
 
@@ -68,32 +68,40 @@ class Learner:
         """The optimiser steps behind so many batches; every batch has the same number of phases."""
         return steps * len(self.phases)
 
-    @property
-    def nested_shares(self) -> tuple[float, ...]:
-        """Return the shares of the nested nets that a batch of the round may run."""
-        return shares_of(self.phases)
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        """Return the nets that a batch of the round may run, each once."""
+        return nets_of(self.phases, member)
 
-    @property
-    def kinds(self) -> int:
-        """How many kinds of a sample are on their way through a net at once: clean ones, and attacked ones."""
-        return 2 if any(attacks(phase.objective) for phase in self.phases) else 1
+    def activation_sets(self, member: Member) -> int:
+        """Return how many sets of activations of one net are in memory at once, at most."""
+        passes = [one for phase in self.phases for one in phase.objective.passes(member)]
+        return max((one.saved for one in passes), default=1)
 
-    def training_step(self, precision: Precision) -> TrainingStep:
+    def changes_samples(self, member: Member) -> bool:
+        """Return True if nets run on other samples than the batch's, such as attacked ones."""
+        return not all(one.on_batch for phase in self.phases for one in phase.objective.passes(member))
+
+    def training_step(self, member: Member, precision: Precision) -> TrainingStep:
         """Describe the largest step as far as memory depends on it.
 
         Phases run one after another, so that the one that needs most counts. Nested nets of a phase
         without the client's own are counted as if they had its size. Logits of a teacher are small,
         and not counted.
+
+        Args:
+            member: The client's net. Nets nested in it are described by their shares.
+            precision: Precision of the run.
         """
         found = []
         for phase in self.phases:
-            nets = saving(phase.objective)
-            nested = tuple(share for share in nets if share is not None) if None in nets else ()
+            nets = [one.net for one in phase.objective.passes(member) for _ in range(one.saved)]
+            shares = tuple(net.share for net in nets if net.share is not None)
+            nested = shares if member in nets else ()
             found.append((len(nets) - len(nested), nested))
         passes, nested = max(found, key=lambda one: one[0] + len(one[1]))
         local = self.local
-        anchored = any(needs_received(phase.objective) for phase in self.phases)
-        slots = len(local.optimiser.slots) + anchored
+        copies = frozenset[str]().union(*(phase.objective.copies for phase in self.phases))
+        slots = len(local.optimiser.slots) + len(copies)
         # A last batch that is not full may be joined to the one before it.
         batch_size = 2 * local.batch_size - 1 if local.last_batch == "merge" else local.batch_size
         return TrainingStep(batch_size, slots, precision, passes, nested)
@@ -103,68 +111,65 @@ class Learner:
         """Without what changes from round to round: what has been recorded of one round serves the next."""
         return replace(self, lr=0.0)
 
-    def moved(self, family: Family) -> tuple[str, ...]:
+    def moved(self, member: Member) -> tuple[str, ...]:
         """The weights that training changes, and the statistics it tracks."""
-        return (*family.trainable, *(family.statistics if self.local.norm in ("tracked", "local") else ()))
+        return (*member.trainable, *(member.statistics if self.local.norm in ("tracked", "local") else ()))
 
-    def names(self, family: Family) -> tuple[str, ...]:
+    def names(self, member: Member) -> tuple[str, ...]:
         """The weights a client holds while it trains: what changes, and what is carried along."""
-        return (*self.moved(family), *family.carried)
+        return (*self.moved(member), *member.carried)
 
-    def sent(self, family: Family) -> tuple[str, ...]:
+    def sent(self, member: Member) -> tuple[str, ...]:
         """The weights that travel to the server."""
-        chosen = self.send.names(family)
+        chosen = self.send.names(member)
         if self.local.norm == "local":
-            chosen -= set(family.statistics)
-        return tuple(name for name in self.names(family) if name in chosen)
+            chosen -= set(member.statistics)
+        return tuple(name for name in self.names(member) if name in chosen)
 
-    def received(self, family: Family) -> tuple[str, ...]:
+    def received(self, member: Member) -> tuple[str, ...]:
         """The weights that travel to the client: those it will send back, and constants that are cut with them."""
-        return (*self.sent(family), *family.carried)
+        return (*self.sent(member), *member.carried)
 
-    def kept(self, family: Family) -> tuple[str, ...]:
+    def kept(self, member: Member) -> tuple[str, ...]:
         """The weights that stay on the client for its next round."""
-        chosen = self.keep.names(family)
+        chosen = self.keep.names(member)
         if self.local.norm == "local":
-            chosen |= set(family.statistics)
-        return tuple(name for name in self.names(family) if name in chosen)
+            chosen |= set(member.statistics)
+        return tuple(name for name in self.names(member) if name in chosen)
 
-    def upload(self, family: Family, submodel: Submodel, held: Tensor) -> Submodel:
+    def upload(self, member: Member, submodel: Submodel, held: Tensor) -> Submodel:
         """Return the positions that are sent."""
         rows = {}
-        if self.class_rows and family.class_rows:
+        if self.class_rows and member.class_rows:
             rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
         return replace(submodel, index=Index({**submodel.index, **rows}))
 
-    def masks(self, family: Family, arch: Arch, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
+    def masks(self, member: Member, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
         """Where a phase may move each weight of a member; worked out once."""
-        return masks_of(family, arch, phase.moves, device)
+        return masks_of(member, phase.moves, device)
 
     def pace(self, steps: int) -> float:
         """FedNova's a_i, for methods that ask; 1 for the others."""
         return self.local.optimiser.pace(steps, self.lr, self.mu) if self.paced else 1.0
 
-    def macs(self, family: Family, arch: Arch, sizes: Sequence[int]) -> int:
+    def macs(self, member: Member, sizes: Sequence[int]) -> int:
         """Multiply-adds of training on batches of these sizes; a backward pass costs two forward ones."""
         if not self.drawn:
-            return sum(sizes) * self._macs(family, arch, self.phases)
-        return sum(size * self._macs(family, arch, self.phases_at(step)) for step, size in enumerate(sizes))
+            return sum(sizes) * self._macs(member, self.phases)
+        return sum(size * self._macs(member, self.phases_at(step)) for step, size in enumerate(sizes))
 
-    def _macs(self, family: Family, arch: Arch, phases: tuple[Phase, ...]) -> int:
-        runs = [run for phase in phases for run in passes(phase.objective)]
-        nets = [(arch if share is None else family.nested(arch, share).arch, times) for share, times in runs]
-        teaching = family.macs(arch) if self.taught else 0
-        return teaching + sum(times * family.macs(net) for net, times in nets)
+    def _macs(self, member: Member, phases: tuple[Phase, ...]) -> int:
+        teaching = member.macs if self.taught else 0
+        return teaching + sum(one.macs for phase in phases for one in phase.objective.passes(member))
 
-    def start_slots(self, weights: State, family: Family) -> OptimiserState:
+    def start_slots(self, weights: State, member: Member) -> OptimiserState:
         """Empty optimiser slots."""
         return {
-            slot: {name: torch.zeros_like(weights[name]) for name in family.trainable}
+            slot: {name: torch.zeros_like(weights[name]) for name in member.trainable}
             for slot in self.local.optimiser.slots
         }
 
 
-def shares_of(phases: Sequence[Phase]) -> tuple[float, ...]:
-    """Return the shares of the nested nets that phases run."""
-    runs = dict.fromkeys(share for phase in phases for share in phase.objective.shares)
-    return tuple(share for share in runs if share is not None)
+def nets_of(phases: Sequence[Phase], member: Member) -> tuple[Member, ...]:
+    """Return the nets that phases run, each once."""
+    return tuple(dict.fromkeys(net for phase in phases for net in phase.objective.nets(member)))

@@ -1,9 +1,15 @@
-"""Objectives: losses of one batch, and what they cost."""
+"""Objectives: losses of one batch, and what they cost.
+
+An objective states the nets that it runs, how often it runs them, and which copies of the weights
+it reads. Multiply-adds, memory estimates and the plans of engines follow from that alone.
+"""
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal, Protocol
+from typing import TYPE_CHECKING, Any, Literal
 
 import torch
 import torch.nn.functional as F
@@ -12,23 +18,22 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import AdversarialTraining
-from fedquilt.round.cut import prefix
 from fedquilt.round.training.optimizers import State
-from fedquilt.terms import Arch, Weights
+from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
-    from fedquilt.family import Family
+    from fedquilt.family.member import Member
 
 _LOT = -4  # the site of the weights that samples draw
 _START = -3  # the site an attack starts from; augmentation has the two before it, layers have those from 1 on
+RECEIVED = "received"  # the copy of the weights that the round started from
 
 
 @dataclass
 class View:
     """What an objective sees of one batch of one client."""
 
-    family: Family
-    arch: Arch
+    member: Member  # the client's own net
     weights: State
     inputs: Tensor
     targets: Tensor
@@ -37,30 +42,37 @@ class View:
     mode: Pass
     key: Tensor
     taught: Tensor | None = None  # the logits of the client's own net before this batch moved it, if anybody asks
-    known: dict[float | None, Tensor] = field(default_factory=dict)  # logits of nets that have been run
+    known: dict[Member, Tensor] = field(default_factory=dict)  # logits of nets that have been run
     seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
     condition: Tensor | None = None  # a robustness for each sample, instead of the pass's
     importance: Tensor | None = None  # what each sample's loss is multiplied by
     share: float | Tensor = 1.0  # of the client's net, which the scaler divides by
 
-    def logits(self, share: float | None = None) -> Tensor:
-        """Run the client's net on the batch, or the nested net of a smaller share of the whole model."""
-        if share not in self.known:
-            self.known[share] = self._run(share).movedim(self.family.layout.class_dim, 1)
-        return self.known[share]
+    def logits(self, net: Member | None = None) -> Tensor:
+        """Run a net on the batch; objectives of a sum that ask for the same net share the run.
+
+        Args:
+            net: The client's own net, or one nested in it. None: the client's own.
+
+        Returns:
+            The logits (sample, class, …).
+        """
+        net = self.member if net is None else net
+        if net not in self.known:
+            self.known[net] = self._run(net).movedim(net.class_dim, 1)
+        return self.known[net]
 
     def through(self, robustness: float, **changes: Any) -> View:
         """The same batch through the clean or the noised norms, if a net has both; or another batch."""
         return replace(self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes)
 
-    def _run(self, share: float | None) -> Tensor:
-        if share is None:
-            net = self.family.net(self.arch)
-            logits, self.seen = net(self.weights, self.inputs, self.mode, self.key, self.condition, self.share)
+    def _run(self, net: Member) -> Tensor:
+        if net == self.member:
+            logits, self.seen = net.net(self.weights, self.inputs, self.mode, self.key, self.condition, self.share)
             return logits
-        nested = self.family.nested(self.arch, share)
-        narrowed = self.family.cutter.narrow(self.weights, prefix(self.arch).index, nested.index)
-        return self.family.net(nested.arch)(narrowed, self.inputs, self.mode, self.key, self.condition, share)[0]
+        narrowed = self.member.narrowed(self.weights, net)
+        share = 1.0 if net.share is None else net.share
+        return net.net(narrowed, self.inputs, self.mode, self.key, self.condition, share)[0]
 
     def cross_entropy(self, logits: Tensor, ignore: int) -> Tensor:
         """The mean over the targets that count, by the samples' importance."""
@@ -71,33 +83,84 @@ class View:
         return (losses * by_sample).sum() / (self.targets != ignore).sum()
 
 
-class Objective(Protocol):
-    """A loss of one batch. Frozen, so that equal objectives compare equal."""
+@dataclass(frozen=True)
+class Passes:
+    """How often one step of an objective runs one net, and what it keeps in memory of that."""
+
+    net: Member
+    forward: int = 1
+    backward: int = 1  # to the weights; each costs as much as two forward passes
+    to_samples: int = 0  # backward passes to the samples alone; each costs as much as one forward pass
+    saved: int = 1  # sets of activations that are in memory at once
+    on_batch: bool = True  # the net runs on the batch as it is, by `View.logits`; objectives of a sum share that run
 
     @property
-    def shares(self) -> tuple[float | None, ...]:
-        """The nets it runs, by share of the whole model; None is the client's own."""
+    def macs(self) -> int:
+        """Return the multiply-adds for one sample."""
+        return (self.forward + 2 * self.backward + self.to_samples) * self.net.macs
 
-    def __call__(self, view: View) -> Tensor: ...
+    def repeated(self, count: int) -> Passes:
+        """Return the passes over `count` batches that are made of this one, and all in memory at once."""
+        return replace(
+            self,
+            forward=count * self.forward,
+            backward=count * self.backward,
+            to_samples=count * self.to_samples,
+            saved=count * self.saved,
+            on_batch=False,
+        )
+
+    def searched(self, count: int) -> Passes:
+        """Return the passes of `count` steps of an attack, which go back to the samples and keep nothing."""
+        back = self.backward + self.to_samples
+        return Passes(self.net, count * self.forward, 0, count * back, saved=0, on_batch=False)
+
+
+class Objective(ABC):
+    """A loss of one batch. Subclasses are frozen dataclasses, so that equal objectives compare equal.
+
+    An objective that wraps another derives from `Wrapping`, which states what the other one states.
+    """
+
+    @abstractmethod
+    def __call__(self, view: View) -> Tensor:
+        """Return the loss, a scalar."""
+
+    @abstractmethod
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        """Return the nets that it runs, each once: the client's own (`member`), or nets nested in it."""
+
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        """Return how often it runs each net. By default that is one forward and one backward pass over the batch."""
+        return tuple(Passes(net) for net in self.nets(member))
+
+    @property
+    def copies(self) -> frozenset[str]:
+        """Return the names of the copies of the weights that it reads besides those it trains."""
+        return frozenset()
+
+    @property
+    def terms(self) -> tuple[Objective, ...]:
+        """Return objectives whose sum it is, so that their gradients can be taken one after another."""
+        return (self,)
 
 
 @dataclass(frozen=True)
-class CrossEntropy:
+class CrossEntropy(Objective):
     """The mean cross-entropy; `share` evaluates it on the nested net of that share of the whole model."""
 
     share: float | None = None
     ignore: int = -100  # targets with this value do not count (padding)
 
-    @property
-    def shares(self) -> tuple[float | None, ...]:
-        return (self.share,)
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        return (_net(member, self.share),)
 
     def __call__(self, view: View) -> Tensor:
-        return view.cross_entropy(view.logits(self.share), self.ignore)
+        return view.cross_entropy(view.logits(_net(view.member, self.share)), self.ignore)
 
 
 @dataclass(frozen=True)
-class MaskedCrossEntropy:
+class MaskedCrossEntropy(Objective):
     """Cross-entropy with the logits of absent classes set to 0 (HeteroFL).
 
     Absent from the client, as HeteroFL has it, or from the batch, as Split-Mix's released code has it.
@@ -107,12 +170,11 @@ class MaskedCrossEntropy:
     share: float | None = None
     ignore: int = -100
 
-    @property
-    def shares(self) -> tuple[float | None, ...]:
-        return (self.share,)
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        return (_net(member, self.share),)
 
     def __call__(self, view: View) -> Tensor:
-        logits = view.logits(self.share)
+        logits = view.logits(_net(view.member, self.share))
         if self.by == "client":
             present = view.held
         else:
@@ -123,26 +185,46 @@ class MaskedCrossEntropy:
 
 
 @dataclass(frozen=True)
-class Proximal:
-    """Another objective plus mu/2 · ‖w − w_received‖² (FedProx)."""
+class Wrapping(Objective):
+    """An objective that changes another one, such as by a penalty or a factor; it costs what the other one costs.
 
-    objective: Objective
-    mu: float
+    A subclass that runs nets of its own, or the other objective more than once, overrides `nets` and
+    `passes`. One that reads other copies of the weights overrides `copies`.
+    """
+
+    objective: Objective = CrossEntropy()  # what is wrapped
+
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        return self.objective.nets(member)
+
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        return self.objective.passes(member)
 
     @property
-    def shares(self) -> tuple[float | None, ...]:
-        return self.objective.shares
+    def copies(self) -> frozenset[str]:
+        return self.objective.copies
+
+
+@dataclass(frozen=True)
+class Proximal(Wrapping):
+    """Another objective plus mu/2 · ‖w − w_received‖² (FedProx)."""
+
+    mu: float = 0.0  # weight of the proximal term; 0: none
+
+    @property
+    def copies(self) -> frozenset[str]:
+        return self.objective.copies | ({RECEIVED} if self.mu else frozenset())
 
     def __call__(self, view: View) -> Tensor:
         loss = self.objective(view)
         if not self.mu:
             return loss
-        drift = sum((view.weights[name] - view.received[name]).square().sum() for name in view.family.trainable)
+        drift = sum((view.weights[name] - view.received[name]).square().sum() for name in view.member.trainable)
         return loss + 0.5 * self.mu * drift
 
 
 @dataclass(frozen=True)
-class Adversarial:
+class Adversarial(Wrapping):
     """Equation 1 of Split-Mix: (1 − λn)·L(x) + λn·L(x + δ), δ found by an attack.
 
     Clean samples go through a net's clean norms; attack and attacked samples go through the noised ones (algorithm 4).
@@ -150,13 +232,21 @@ class Adversarial:
     own the net is told it, for both samples and the attack (OAT).
     """
 
-    objective: Objective  # L
     how: AdversarialTraining = AdversarialTraining()
     raised: Objective = CrossEntropy()  # what δ raises, on the same nets (algorithm 4, line 10)
 
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        """Return the passes over clean and attacked samples, and those of the attack."""
+        kinds = self._clean + self._noised
+        trained = tuple(one.repeated(kinds) for one in self.objective.passes(member))
+        if not self._noised:
+            return trained
+        steps = self.how.attack.steps
+        return (*trained, *(one.searched(steps) for one in self.raised.passes(member)))
+
     @property
-    def shares(self) -> tuple[float | None, ...]:
-        return self.objective.shares
+    def copies(self) -> frozenset[str]:
+        return self.objective.copies | self.raised.copies
 
     def __call__(self, view: View) -> Tensor:
         weight: float | Tensor = self.how.all[0]
@@ -208,89 +298,74 @@ class Adversarial:
         tracked = mode.statistics == "track"
         return replace(mode, train=False, statistics="stored" if tracked else "batch")
 
-    @property
-    def kinds(self) -> int:
-        """Return how many kinds of samples, clean and attacked, a backward pass goes through."""
-        return self._clean + self._noised
-
-    @property
-    def passes(self) -> int:
-        """What it takes, in passes through the net; a step of the attack goes back to the samples alone."""
-        return 3 * self.kinds + 2 * self.how.attack.steps * self._noised
-
 
 @dataclass(frozen=True)
-class Distilled:
+class Distilled(Objective):
     """weight · KL(teacher ‖ nested net); the teacher is the client's own net before this batch (FedResCuE)."""
 
     share: float
     weight: float = 1.0
     ignore: int = -100
 
-    @property
-    def shares(self) -> tuple[float | None, ...]:
-        return (self.share,)
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        return (_net(member, self.share),)
 
     def __call__(self, view: View) -> Tensor:
         assert view.taught is not None, "a learner with `taught` has the logits from before the batch"
-        teacher, student = F.log_softmax(view.taught, 1), F.log_softmax(view.logits(self.share), 1)
+        logits = view.logits(_net(view.member, self.share))
+        teacher, student = F.log_softmax(view.taught, 1), F.log_softmax(logits, 1)
         divergence = (teacher.exp() * (teacher - student)).sum(1)
         counted = view.targets != self.ignore
         return self.weight * (divergence * counted).sum() / counted.sum()
 
 
 @dataclass(frozen=True)
-class Summed:
+class Summed(Objective):
     """Several objectives, one gradient: slimmable training (Yu et al. 2018) sums over the widths."""
 
     objectives: tuple[Objective, ...]
 
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        return tuple(dict.fromkeys(net for objective in self.objectives for net in objective.nets(member)))
+
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        """Return the passes of all; a net that several run on the batch is run once."""
+        return together(one for objective in self.objectives for one in objective.passes(member))
+
     @property
-    def shares(self) -> tuple[float | None, ...]:
-        return tuple(dict.fromkeys(share for objective in self.objectives for share in objective.shares))
+    def copies(self) -> frozenset[str]:
+        return frozenset[str]().union(*(objective.copies for objective in self.objectives))
+
+    @property
+    def terms(self) -> tuple[Objective, ...]:
+        return tuple(term for objective in self.objectives for term in objective.terms)
 
     def __call__(self, view: View) -> Tensor:
         return torch.stack([objective(view) for objective in self.objectives]).sum()
 
 
-def _parts(objective: Objective) -> list[Objective]:
-    """What an objective is a sum of, without what is added to it that runs no net."""
-    parts = objective.objectives if isinstance(objective, Summed) else (objective,)
-    return [part.objective if isinstance(part, Proximal) else part for part in parts]
+def together(passes: Iterable[Passes]) -> tuple[Passes, ...]:
+    """Return the passes of objectives that are evaluated on one view, with shared runs listed once."""
+    listed = list(passes)
+    shared = dict.fromkeys(one for one in listed if one.on_batch)
+    return (*shared, *(one for one in listed if not one.on_batch))
 
 
-def attacks(objective: Objective) -> bool:
-    """Whether an objective attacks its samples."""
-    return any(isinstance(part, Adversarial) for part in _parts(objective))
+def apart(objective: Objective, member: Member) -> tuple[Objective, ...]:
+    """Return the terms of a sum, with those that run the same nets joined.
+
+    Their gradients can be taken one after another and added.
+    """
+    by_nets: dict[tuple[Member, ...], list[Objective]] = {}
+    for term in objective.terms:
+        by_nets.setdefault(term.nets(member), []).append(term)
+    return tuple(_sum(terms) for terms in by_nets.values())
 
 
-def passes(objective: Objective) -> list[tuple[float | None, int]]:
-    """The nets an objective runs, and what their gradient takes in forward passes: a backward pass costs two."""
-    parts = _parts(objective)
-    plain = dict.fromkeys(share for part in parts if not isinstance(part, Adversarial) for share in part.shares)
-    attacked = [(share, part.passes) for part in parts if isinstance(part, Adversarial) for share in part.shares]
-    return [*((share, 3) for share in plain), *attacked]
+def _sum(terms: Sequence[Objective]) -> Objective:
+    return terms[0] if len(terms) == 1 else Summed(tuple(terms))
 
 
-def needs_received(objective: Objective) -> bool:
-    """Return True if an objective reads the weights that the round started from."""
-    parts = objective.objectives if isinstance(objective, Summed) else (objective,)
-    return any(isinstance(part, Proximal) and part.mu > 0 for part in parts)
-
-
-def saving(objective: Objective) -> list[float | None]:
-    """Return the shares of the nets whose activations a backward pass needs, one for each run."""
-    parts = _parts(objective)
-    plain = dict.fromkeys(share for part in parts if not isinstance(part, Adversarial) for share in part.shares)
-    attacked = [share for part in parts if isinstance(part, Adversarial) for share in part.shares * part.kinds]
-    return [*plain, *attacked]
-
-
-def apart(objective: Objective) -> tuple[Objective, ...]:
-    """A sum as parts that run nets of their own: their gradients can be taken one after another, and added."""
-    if not isinstance(objective, Summed):
-        return (objective,)
-    by_nets: dict[tuple[float | None, ...], list[Objective]] = {}
-    for one in objective.objectives:
-        by_nets.setdefault(one.shares, []).append(one)
-    return tuple(some[0] if len(some) == 1 else Summed(tuple(some)) for some in by_nets.values())
+def _net(member: Member, share: float | None) -> Member:
+    """Return a client's own net, or the one nested in it at a share of the whole model."""
+    return member if share is None else member.nested(share)

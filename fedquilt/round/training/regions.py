@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 from torch import Tensor
 
-from fedquilt.round.cut import inside, prefix
-from fedquilt.terms import Arch
+from fedquilt.round.cut import inside
 
 if TYPE_CHECKING:
-    from fedquilt.family import Family
+    from fedquilt.family.member import Member
 
 
 class Region(Protocol):
@@ -21,12 +20,12 @@ class Region(Protocol):
 
     def __hash__(self) -> int: ...
 
-    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool: ...
+    def mask(self, member: Member, name: str) -> Tensor | bool: ...
 
 
 @dataclass(frozen=True)
 class Everywhere:
-    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
+    def mask(self, member: Member, name: str) -> Tensor | bool:
         return True
 
 
@@ -37,9 +36,9 @@ class Between:
     inner: float = 0.0
     outer: float = 1.0
 
-    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
-        outer = _inside(family, arch, name, self.outer)
-        return outer & ~_inside(family, arch, name, self.inner) if self.inner else outer
+    def mask(self, member: Member, name: str) -> Tensor | bool:
+        outer = _inside(member, name, self.outer)
+        return outer & ~_inside(member, name, self.inner) if self.inner else outer
 
 
 @dataclass(frozen=True)
@@ -49,17 +48,17 @@ class Part:
     name: str
     other: bool = False
 
-    def mask(self, family: Family, arch: Arch, name: str) -> Tensor | bool:
-        return (name in family.parts[self.name]) != self.other
+    def mask(self, member: Member, name: str) -> Tensor | bool:
+        return (name in member.parts[self.name]) != self.other
 
 
-def _inside(family: Family, arch: Arch, name: str, share: float) -> Tensor:
+def _inside(member: Member, name: str, share: float) -> Tensor:
     """Which elements of a member's weight the sub-model of a smaller share has."""
-    cut = family.cutter.rows(name, family.nested(arch, share).index, prefix(arch).index)
-    return inside(cut, family.layout.shape(name, family.layout.sizes | arch.sizes))
+    cut = member.family.cutter.rows(name, member.nested(share).index, member.index)
+    return inside(cut, member.shape(name))
 
 
 @lru_cache(maxsize=64)  # drawn phases have many, of the size of the net
-def masks_of(family: Family, arch: Arch, moves: Region, device: torch.device) -> dict[str, Tensor | bool]:
-    masks = {name: moves.mask(family, arch, name) for name in family.trainable}
+def masks_of(member: Member, moves: Region, device: torch.device) -> dict[str, Tensor | bool]:
+    masks = {name: moves.mask(member, name) for name in member.trainable}
     return {name: mask.to(device) if isinstance(mask, Tensor) else mask for name, mask in masks.items()}

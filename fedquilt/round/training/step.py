@@ -15,11 +15,10 @@ from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Objective, View
 from fedquilt.round.training.optimizers import OptimiserState, State
-from fedquilt.terms import Arch
 
 if TYPE_CHECKING:
-    from fedquilt.family import Family
     from fedquilt.family.laid import LaidNet
+    from fedquilt.family.member import Member
 
 
 @dataclass(frozen=True)
@@ -40,25 +39,25 @@ def train_pass(local: Local) -> Pass:
     return Pass(train=True, statistics="track" if tracks else "batch", scaler=local.scaler)
 
 
-def teach(family: Family, arch: Arch, local: Local, state: State, batch: Batch) -> Tensor:
+def teach(member: Member, local: Local, state: State, batch: Batch) -> Tensor:
     """The logits that a client's own net gives before a batch moves it. May be vmapped."""
     with torch.no_grad():
-        logits, _ = family.net(arch)(state, batch.inputs, train_pass(local), batch.key, share=batch.share)
-    return logits.movedim(family.layout.class_dim, 1)
+        logits, _ = member.net(state, batch.inputs, train_pass(local), batch.key, share=batch.share)
+    return logits.movedim(member.class_dim, 1)
 
 
 def gradient(
-    learner: Learner, family: Family, arch: Arch, objective: Objective, state: State, received: State, batch: Batch
+    learner: Learner, member: Member, objective: Objective, state: State, received: State, batch: Batch
 ) -> tuple[State, tuple[Tensor, State]]:
     """One client's gradient of one objective, with the loss and the norm statistics seen. May be vmapped."""
     mode = train_pass(learner.local)
-    moving = {name: state[name] for name in family.trainable}
+    moving = {name: state[name] for name in member.trainable}
     rest = {name: value for name, value in state.items() if name not in moving}
 
     def loss_of(weights: State) -> tuple[Tensor, tuple[Tensor, State]]:
         own = {**weights, **rest}
         sample = batch.inputs, batch.targets, batch.held
-        view = View(family, arch, own, *sample, received, mode, batch.key, batch.taught, share=batch.share)
+        view = View(member, own, *sample, received, mode, batch.key, batch.taught, share=batch.share)
         loss = objective(view)
         return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
 
@@ -77,8 +76,7 @@ def clipped(grads: State, clip: float) -> State:
 
 def laid_gradient(
     learner: Learner,
-    family: Family,
-    arch: Arch,
+    member: Member,
     objective: Objective,
     net: LaidNet,
     state: State,
@@ -87,7 +85,7 @@ def laid_gradient(
 ) -> tuple[State, tuple[Tensor, State]]:
     """What `vmap(gradient)` gives, with the clients' own net run side by side instead of stacked."""
     mode = train_pass(learner.local)
-    moving = {name: state[name] for name in family.trainable}
+    moving = {name: state[name] for name in member.trainable}
     rest = {name: value for name, value in state.items() if name not in moving}
 
     def one(
@@ -98,15 +96,15 @@ def laid_gradient(
         logits: Tensor | None,
     ) -> Tensor:
         inputs, targets, held, key, share = own
-        known: dict[float | None, Tensor] = {} if logits is None else {None: logits}
+        known = {} if logits is None else {member: logits}
         sample = inputs, targets, held
-        return objective(View(family, arch, weights, *sample, received, mode, key, taught, known, share=share))
+        return objective(View(member, weights, *sample, received, mode, key, taught, known, share=share))
 
     def loss_of(weights: State) -> tuple[Tensor, Tensor]:
         logits = None
-        if None in objective.shares:
+        if member in objective.nets(member):
             shares = batch.share if mode.scaler else None
-            logits = net({**weights, **rest}, batch.inputs, family.layout.class_dim, shares)
+            logits = net({**weights, **rest}, batch.inputs, member.class_dim, shares)
         own = (batch.inputs, batch.targets, batch.held, batch.key, batch.share)
         dims = (0, 0, 0, None if batch.taught is None else 0, None if logits is None else 0)
         losses = vmap(one, dims)({**weights, **rest}, received, own, batch.taught, logits)

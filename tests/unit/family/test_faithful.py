@@ -95,13 +95,13 @@ def small_net_of_digits() -> nn.Module:
 
 def test_a_norm_of_ones_own_is_not_laid_side_by_side(family):
     with pytest.raises(LayoutError, match="NormReLU may compute more"):
-        family.laid(family.whole, 2)
+        family.member(family.whole).laid(2)
 
 
 def test_dual_norms_of_ones_own(make_data, play):
     family = fq.trace(fq.dual(small_net), torch.zeros(2, 1, 4, 4))
     for mode in (*BOTH, Pass(statistics="stored")):
-        family.check_net(family.fit(fq.Budget(share=0.5)), (mode,))
+        family.member(family.fit(fq.Budget(share=0.5))).check_net((mode,))
     run = play(HeteroFL(), family, make_data(family, (6, 6)), rounds=1)
     assert run.deploy(fq.Budget(share=1.0), robustness=1.0)(torch.zeros(2, 1, 4, 4).double()).isfinite().all()
 
@@ -181,15 +181,15 @@ def test_the_refusal_says_where_the_difference_begins(detector):
 
     family = fq.trace(Inner, torch.zeros(2, 4))
     with pytest.raises(TraceError, match=r"the first layer that differs is 'body.last', a Linear"):
-        family.check_net(family.fit(fq.Budget(share=0.5)), BOTH)
+        family.member(family.fit(fq.Budget(share=0.5))).check_net(BOTH)
 
 
 def test_members_are_compared_once(family, monkeypatch):
     checked = []
-    monkeypatch.setattr("fedquilt.family.family.check_net", lambda family, arch, modes: checked.append(modes))
+    monkeypatch.setattr("fedquilt.family.member.check_net", lambda member, modes: checked.append(modes))
     member = family.fit(fq.Budget(share=0.75))
-    family.check_net(member, BOTH)
-    family.check_net(member, (*BOTH, Pass(statistics="stored")))
+    family.member(member).check_net(BOTH)
+    family.member(member).check_net((*BOTH, Pass(statistics="stored")))
     assert checked == [list(BOTH), [Pass(statistics="stored")]]
 
 
@@ -245,7 +245,7 @@ class FailsInTraining(nn.Module):
 def test_modules_that_are_hard_to_compare_are_compared(between, caplog):
     family = fq.trace(Odd(between), torch.zeros(2, 4))
     for share in (1.0, 0.5):
-        family.check_net(family.fit(fq.Budget(share=share)), (*BOTH, Pass(statistics="stored")))
+        family.member(family.fit(fq.Budget(share=share))).check_net((*BOTH, Pass(statistics="stored")))
     assert not caplog.records
 
 
@@ -281,14 +281,14 @@ class Pairs(nn.Module):
 
 def test_columns_keep_their_ranges_in_the_samples_to_compare_on(caplog):
     family = fq.trace(Pairs(), torch.tensor([[2, 89], [1, 30]]))
-    family.check_net(family.fit(fq.Budget(share=0.5)), BOTH)
+    family.member(family.fit(fq.Budget(share=0.5))).check_net(BOTH)
     assert not caplog.records
 
 
 def test_what_cannot_be_compared_is_told(caplog):
     family = fq.trace(Odd(FailsInTraining()), torch.zeros(2, 4))
     with caplog.at_level(logging.WARNING):
-        family.check_net(family.whole, BOTH)
+        family.member(family.whole).check_net(BOTH)
     assert [record.getMessage() for record in caplog.records] == [
         "Odd, whole, in training, was not compared with what clients train in its place, since it fails: "
         "no training today"

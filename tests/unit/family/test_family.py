@@ -63,7 +63,7 @@ def test_no_member_is_narrower_than_the_least_width():
     assert [family.fit(fq.Budget(share=share)).sizes["first"] for share in (1, 0.5, 0.25, 0.1)] == [8, 4, 2, 2]
     least = family.fit(fq.Budget(share=0.1))
     assert family.module(least)(torch.zeros(3, 2)).shape == (3, 2)
-    assert family.nested(family.whole, 0.1).arch == least
+    assert family.member(family.whole).nested(0.1).arch == least
     assert not family.excess([least] * 3, fq.Budget(share=0.25))  # as narrow as nets can be
     assert family.excess([family.fit(fq.Budget(share=0.5))], fq.Budget(share=0.25))
     assert family.fit(fq.Budget(params=family.count(least))) == least
@@ -137,15 +137,15 @@ def test_a_search_counts_few_members(residual):
     family = fq.trace(copy.deepcopy(residual._module), residual.example_inputs)
     step = fq.TrainingStep(nested=tuple(k / 20 for k in range(1, 20)), most=2)
     family.fit(fq.Budget(memory=family.cost(family.whole, step).memory // 2), step=step)
-    assert len(family._counts) <= 12
+    assert sum(len(member._known.counts) for member in family._members.values()) <= 12
 
 
 def test_nested_members_are_shares_of_the_whole_model(perceptron):
     half = perceptron.fit(fq.Budget(share=0.5))
-    nested = perceptron.nested(half, 1 / 3)
+    nested = perceptron.member(half).nested(1 / 3)
     assert nested.arch.sizes["first"] == 2
     assert list(nested.index["first"]) == [0, 1]
-    assert perceptron.nested(half, 1.0).arch == half
+    assert perceptron.member(half).nested(1.0).arch == half
 
 
 # --- costs ------------------------------------------------------------------------------------------------------
@@ -322,13 +322,13 @@ def test_a_member_as_module_and_as_function_are_the_same(share, residual):
     inputs = torch.randn(3, 1, 6, 6, generator=torch.Generator().manual_seed(0))
     module = residual.module(arch, state).eval()
     cut = residual.cutter.gather(state, prefix(arch), tuple(state))
-    outputs, _ = residual.net(arch)(cut, inputs, fq.family.Pass(statistics="stored"))
+    outputs, _ = residual.member(arch).net(cut, inputs, fq.family.Pass(statistics="stored"))
     torch.testing.assert_close(outputs, module(inputs).detach())
 
 
 def test_nets_and_costs_are_made_once(residual):
     arch = residual.fit(fq.Budget(share=0.5))
-    assert residual.net(arch) is residual.net(arch)
+    assert residual.member(arch).net is residual.member(arch).net
     assert residual.cost(arch) is residual.cost(arch)
 
 
@@ -472,7 +472,7 @@ def test_shared_and_normed_layers_make_nets_and_modules():
     assert module.again is module.first
     state = family.init()
     weights = family.cutter.gather(state, prefix(member), family.trainable)
-    logits, _ = family.net(member)(weights, inputs)
+    logits, _ = family.member(member).net(weights, inputs)
     torch.testing.assert_close(logits, module(inputs))
 
 

@@ -484,8 +484,8 @@ def test_a_net_keeps_nothing_that_belongs_to_a_gradient():
 
     family = fq.trace(Fixed, torch.zeros(2, 2), fixed=["stem"])
     weights = {name: value.double() for name, value in family.init().items()}
-    grad(lambda own: family.net(family.whole)(own, torch.ones(2, 2).double())[0].sum())(weights)
-    (moved,) = family.net(family.whole)._moved.values()
+    grad(lambda own: family.member(family.whole).net(own, torch.ones(2, 2).double())[0].sum())(weights)
+    (moved,) = family.member(family.whole).net._moved.values()
     assert set(moved) == {"stem.weight", "stem.bias"}
     assert not any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in moved.values())
 

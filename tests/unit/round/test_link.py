@@ -34,8 +34,8 @@ def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0) -> Trip:
 def test_a_member_has_a_column_for_every_eighth_of_the_whole_width(share, count):
     """FedResCuE, appendix A.3.4: a column is 0.125 of the *global* width; the last may be narrower."""
     wide = fq.trace(lambda: torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 3)), torch.zeros(2, 4))
-    assert fq.Columns().count(wide, wide.fit(fq.Budget(share=share))) == count
-    assert fq.Columns(granularity=0.25).count(wide, wide.fit(fq.Budget(share=share))) == -(-count // 2)
+    assert fq.Columns().count(wide.member(wide.fit(fq.Budget(share=share)))) == count
+    assert fq.Columns(granularity=0.25).count(wide.member(wide.fit(fq.Budget(share=share)))) == -(-count // 2)
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.7])
@@ -116,7 +116,7 @@ def test_the_first_columns_are_the_first_channels_in_the_submodels_own_order(dat
     submodel = Submodel(arch, Index({**index, **rows}))
     weights = family.cutter.gather(family.init(0), submodel, family.trainable)
     loss = fq.Columns(0.5)
-    count, number = loss.count(family, arch), data.draw(st.integers(0, 10**6))
+    count, number = loss.count(family.member(arch)), data.draw(st.integers(0, 10**6))
     trip = trip_of(family, round=number, submodel=submodel)
     arrived = loss.arrived(trip, count)
     arrival = fq.Link(loss=loss).up(fq.Payload(submodel, weights), trip)
@@ -142,7 +142,7 @@ def test_the_first_columns_are_the_first_channels_in_the_submodels_own_order(dat
 
 def test_an_axis_that_is_not_named_is_whole(residual):
     part = residual.part(Submodel(residual.whole), 0.5)
-    assert part.index == residual.nested(residual.whole, 0.5).index
+    assert part.index == residual.member(residual.whole).nested(0.5).index
     window = Submodel(residual.whole, Index({"class": Positions.prefix(2)}))
     assert residual.part(window, 0.5).index["class"] == Positions.prefix(2)
 

@@ -56,17 +56,20 @@ def learner_of(*phases: Phase, lr: float | None = None, **local) -> Learner:
 
 def view_of(family: fq.Family, weights: State, batch: Batch, received: State | None = None, **mode) -> View:
     start = weights if received is None else received
-    return View(family, family.whole, weights, batch.inputs, batch.targets, batch.held, start, Pass(**mode), batch.key)
+    return View(
+        family.member(family.whole), weights, batch.inputs, batch.targets, batch.held, start, Pass(**mode), batch.key
+    )
 
 
 def take_steps(family: fq.Family, learner: Learner, state: State, batches: list[Batch], arch: Arch | None = None):
     """What an engine does with one client."""
-    arch, received, slots, count = arch or family.whole, state, learner.start_slots(state, family), 0
+    member = family.member(arch or family.whole)
+    received, slots, count = state, learner.start_slots(state, member), 0
     for batch in batches:
         for phase in learner.phases:
-            grads, _ = gradient(learner, family, arch, phase.objective, state, received, batch)
+            grads, _ = gradient(learner, member, phase.objective, state, received, batch)
             grads = clipped(grads, learner.local.optimiser.clip)
-            masks = learner.masks(family, arch, phase, CPU)
+            masks = learner.masks(member, phase, CPU)
             state, slots = move(learner, phase, state, slots, grads, masks, count)
             count += 1
     return state, slots
@@ -118,7 +121,7 @@ def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
 
 def test_a_gradient_within_the_bound_is_not_clipped(perceptron):
     state, batch = doubles(perceptron), batch_of(4)
-    plain, _ = gradient(learner_of(), perceptron, perceptron.whole, CrossEntropy(), state, state, batch)
+    plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), CrossEntropy(), state, state, batch)
     assert all(torch.equal(plain[name], value) for name, value in clipped(plain, 1e6).items())
 
 
@@ -285,7 +288,7 @@ def test_masked_logits_have_no_gradient(perceptron):
     batch = replace(batch_of(5, held=held), targets=torch.tensor([0, 2, 2, 0, 2]))
     state = doubles(perceptron)
     phase = Phase(MaskedCrossEntropy())
-    grads, _ = gradient(learner_of(), perceptron, perceptron.whole, phase.objective, state, state, batch)
+    grads, _ = gradient(learner_of(), perceptron.member(perceptron.whole), phase.objective, state, state, batch)
     assert float(grads["last.weight"][1].abs().sum()) == float(grads["last.bias"][1]) == 0
     assert float(grads["last.weight"][0].abs().sum()) > 0
 
@@ -293,8 +296,10 @@ def test_masked_logits_have_no_gradient(perceptron):
 def test_the_proximal_gradient_pulls_back(perceptron):
     state, received, batch = doubles(perceptron, 1), doubles(perceptron, 2), batch_of(5)
     args = (state, received, batch)
-    plain, _ = gradient(learner_of(), perceptron, perceptron.whole, CrossEntropy(), *args)
-    pulled, (loss, _) = gradient(learner_of(), perceptron, perceptron.whole, Proximal(CrossEntropy(), 0.3), *args)
+    plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), CrossEntropy(), *args)
+    pulled, (loss, _) = gradient(
+        learner_of(), perceptron.member(perceptron.whole), Proximal(CrossEntropy(), 0.3), *args
+    )
     drift = 0.0
     for name in plain:
         torch.testing.assert_close(pulled[name], plain[name] + 0.3 * (state[name] - received[name]), rtol=0, atol=1e-14)
@@ -318,17 +323,19 @@ def test_summed_objectives_sum_their_gradients(perceptron):
     objectives = (CrossEntropy(), CrossEntropy(share=0.5))
     args = (state, state, batch)
     one, other, both = (
-        gradient(learner_of(), perceptron, perceptron.whole, objective, *args)[0]
+        gradient(learner_of(), perceptron.member(perceptron.whole), objective, *args)[0]
         for objective in (*objectives, Summed(objectives))
     )
     for name in both:
         torch.testing.assert_close(both[name], one[name] + other[name], rtol=0, atol=1e-14)
-    assert Summed(objectives).shares == (None, 0.5)
+    whole = perceptron.member(perceptron.whole)
+    assert Summed(objectives).nets(whole) == (whole, whole.nested(0.5))
 
 
 def test_a_nested_net_is_the_first_channels_of_a_member(perceptron):
     state, batch = doubles(perceptron), batch_of(5)
-    found = view_of(perceptron, state, batch).logits(share=0.5)
+    half = perceptron.member(perceptron.whole).nested(0.5)
+    found = view_of(perceptron, state, batch).logits(half)
     half = perceptron.module(perceptron.fit(fq.Budget(share=0.5)), state)
     torch.testing.assert_close(found, half(batch.inputs).detach(), rtol=0, atol=1e-14)
 
@@ -337,13 +344,13 @@ def test_a_nested_net_is_the_first_channels_of_a_member(perceptron):
 
 
 def test_between_masks_by_hand(perceptron):
-    masks = {n: Between(0.5, 1.0).mask(perceptron, perceptron.whole, n) for n in perceptron.trainable}
+    masks = {n: Between(0.5, 1.0).mask(perceptron.member(perceptron.whole), n) for n in perceptron.trainable}
     outer = torch.tensor([False] * 3 + [True] * 3)
     assert torch.equal(masks["first.weight"], outer[:, None].expand(6, 4))
     assert torch.equal(masks["first.bias"], outer)
     assert torch.equal(masks["last.weight"], outer.expand(3, 6))
     assert torch.equal(masks["last.bias"], torch.zeros(3, dtype=torch.bool))  # every nested net has it
-    third = Between(0.0, 1 / 3).mask(perceptron, perceptron.whole, "first.bias")
+    third = Between(0.0, 1 / 3).mask(perceptron.member(perceptron.whole), "first.bias")
     assert third.tolist() == [True, True, False, False, False, False]
 
 
@@ -351,23 +358,23 @@ def test_differences_of_nested_shares_part_the_whole(residual):
     shares = (0.0, 0.25, 0.5, 1.0)
     for name in residual.trainable:
         total = sum(
-            Between(inner, outer).mask(residual, residual.whole, name).int() for inner, outer in pairwise(shares)
+            Between(inner, outer).mask(residual.member(residual.whole), name).int() for inner, outer in pairwise(shares)
         )
         assert torch.equal(total, torch.ones_like(total)), name
 
 
 def test_between_counts_shares_of_the_whole_model_in_a_narrow_member(perceptron):
     half = perceptron.fit(fq.Budget(share=0.5))
-    mask = Between(1 / 3, 1.0).mask(perceptron, half, "first.bias")
+    mask = Between(1 / 3, 1.0).mask(perceptron.member(half), "first.bias")
     assert mask.tolist() == [False, False, True]
 
 
 def test_part_is_by_the_layouts_parts(residual):
     norm, rest = Part("norm"), Part("norm", other=True)
     for name in residual.trainable:
-        assert norm.mask(residual, residual.whole, name) == (name in residual.parts["norm"])
-        assert rest.mask(residual, residual.whole, name) != norm.mask(residual, residual.whole, name)
-    assert Everywhere().mask(residual, residual.whole, "head.linear.bias") is True
+        assert norm.mask(residual.member(residual.whole), name) == (name in residual.parts["norm"])
+        assert rest.mask(residual.member(residual.whole), name) != norm.mask(residual.member(residual.whole), name)
+    assert Everywhere().mask(residual.member(residual.whole), "head.linear.bias") is True
 
 
 @pytest.mark.parametrize(
@@ -387,8 +394,8 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perce
     learner = learner_of(optimiser=optimiser)
     state, slots = take_steps(perceptron, learner, state, [batch_of(4, 9)], arch)  # slots that are not zero
     phase = Phase(CrossEntropy(), Between(1 / 3, 1.0))
-    grads, _ = gradient(learner, perceptron, arch, phase.objective, state, state, batch_of(4, 1))
-    masks = learner.masks(perceptron, arch, phase, CPU)
+    grads, _ = gradient(learner, perceptron.member(arch), phase.objective, state, state, batch_of(4, 1))
+    masks = learner.masks(perceptron.member(arch), phase, CPU)
     moved, after = move(learner, phase, state, slots, grads, masks, step=1)
     for name in perceptron.trainable:
         frozen = ~masks[name]
@@ -408,9 +415,9 @@ def _prefix(arch: Arch):
 
 def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
     learner, state = learner_of(optimiser=SGD(lr=0.1, momentum=0.9, decay=0.1)), doubles(residual)
-    slots = learner.start_slots(state, residual)
+    slots = learner.start_slots(state, residual.member(residual.whole))
     grads = {name: torch.ones_like(state[name]) for name in residual.trainable}
-    masks = learner.masks(residual, residual.whole, Phase(moves=Part("norm")), CPU)
+    masks = learner.masks(residual.member(residual.whole), Phase(moves=Part("norm")), CPU)
     moved, after = move(learner, Phase(), state, slots, grads, masks, 0)
     for name in residual.trainable:
         assert torch.equal(moved[name], state[name]) != (name in residual.parts["norm"])
@@ -421,7 +428,7 @@ def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
     """A part the model does not have: a net without norms, say."""
     for optimiser in (SGD(), Adam()):
         learner, state = learner_of(optimiser=optimiser), doubles(perceptron)
-        slots = learner.start_slots(state, perceptron)
+        slots = learner.start_slots(state, perceptron.member(perceptron.whole))
         grads = {name: torch.ones_like(state[name]) for name in perceptron.trainable}
         moved, after = move(learner, Phase(), state, slots, grads, dict.fromkeys(grads, False), 0)
         assert all(moved[name] is state[name] for name in state)
@@ -433,11 +440,11 @@ def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
 
 def test_filters_by_part(residual):
     norms, everything = set(residual.parts["norm"]), {*residual.trainable, *residual.statistics}
-    assert All().names(residual) == everything
-    assert Nothing().names(residual) == set()
-    assert Parts(("norm",)).names(residual) == norms
-    assert Parts(("norm",), other=True).names(residual) == everything - norms
-    assert Parts(("no such part",)).names(residual) == set()
+    assert All().names(residual.member(residual.whole)) == everything
+    assert Nothing().names(residual.member(residual.whole)) == set()
+    assert Parts(("norm",)).names(residual.member(residual.whole)) == norms
+    assert Parts(("norm",), other=True).names(residual.member(residual.whole)) == everything - norms
+    assert Parts(("no such part",)).names(residual.member(residual.whole)) == set()
 
 
 @pytest.mark.parametrize(
@@ -447,27 +454,27 @@ def test_filters_by_part(residual):
 def test_norm_statistics_travel_as_the_policy_says(norm, held, sent, kept, residual):
     learner, statistics = learner_of(norm=norm), set(residual.statistics)
     assert len(statistics) == 10  # five norms, mean and variance
-    assert len(statistics & set(learner.names(residual))) == held
-    assert len(statistics & set(learner.sent(residual))) == sent
-    assert len(statistics & set(learner.kept(residual))) == kept
-    assert set(residual.trainable) <= set(learner.sent(residual))
+    assert len(statistics & set(learner.names(residual.member(residual.whole)))) == held
+    assert len(statistics & set(learner.sent(residual.member(residual.whole)))) == sent
+    assert len(statistics & set(learner.kept(residual.member(residual.whole)))) == kept
+    assert set(residual.trainable) <= set(learner.sent(residual.member(residual.whole)))
 
 
 def test_class_rows_restrict_what_is_sent(perceptron):
     held = torch.tensor([True, False, True])
     submodel = fq.Submodel(perceptron.whole, _prefix(perceptron.whole))
-    sent = replace(learner_of(), class_rows=True).upload(perceptron, submodel, held)
+    sent = replace(learner_of(), class_rows=True).upload(perceptron.member(perceptron.whole), submodel, held)
     assert list(sent.index["class"]) == [0, 2]
     assert {axis: p for axis, p in sent.index.items() if axis != "class"} == dict(submodel.index)
-    plain = learner_of().upload(perceptron, submodel, held)
+    plain = learner_of().upload(perceptron.member(perceptron.whole), submodel, held)
     assert plain == submodel
 
 
 def test_a_training_step_is_three_forward_passes(perceptron):
     learner = learner_of(Phase(Summed((CrossEntropy(), CrossEntropy(0.5)))))
     whole, half = 4 * 6 + 6 * 3, 4 * 3 + 3 * 3
-    assert learner_of().macs(perceptron, perceptron.whole, [2, 5]) == 7 * 3 * whole
-    assert learner.macs(perceptron, perceptron.whole, [1]) == 3 * (whole + half)
+    assert learner_of().macs(perceptron.member(perceptron.whole), [2, 5]) == 7 * 3 * whole
+    assert learner.macs(perceptron.member(perceptron.whole), [1]) == 3 * (whole + half)
 
 
 # --- whole rounds against plain torch ---------------------------------------------------------------------------
@@ -516,7 +523,7 @@ def test_one_clients_rounds_are_a_torch_training_loop(engine, optimiser, make, k
 
 def test_the_scaler_works_in_training_only(residual):
     half = residual.fit(fq.Budget(share=0.5))
-    net, state = residual.net(half), doubles(residual)
+    net, state = residual.member(half).net, doubles(residual)
     cut = residual.cutter.gather(state, fq.Submodel(half, _prefix(half)), tuple(state))
     inputs = torch.randn(3, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
     assert train_pass(Local(scaler=True)) == Pass(train=True, statistics="batch", scaler=True)
@@ -530,7 +537,7 @@ def test_the_scaler_works_in_training_only(residual):
 def test_noise_of_dropout_changes_with_every_step(language):
     state = doubles(language)
     tokens = torch.zeros(2, 5, dtype=torch.int64)
-    net, mode = language.net(language.whole), Pass(train=True)
+    net, mode = language.member(language.whole).net, Pass(train=True)
     one, again, other = (net(state, tokens, mode, torch.tensor(noise.key(k)))[0] for k in (1, 1, 2))
     assert torch.equal(one, again)
     assert not torch.equal(one, other)
@@ -565,5 +572,5 @@ def test_a_tied_embedding_sends_the_rows_of_tokens_that_were_only_read():
     for tied, rows in ((True, 11), (False, 3)):
         family = fq.trace(lambda tied=tied: fq.models.TransformerLM(11, **options, tied=tied), tokens)
         learner = Learner((Phase(),), fq.Local(), 0.1, class_rows=True)
-        upload = learner.upload(family, prefix(family.whole), held)
+        upload = learner.upload(family.member(family.whole), prefix(family.whole), held)
         assert len(upload.index.get("class", range(11))) == rows
