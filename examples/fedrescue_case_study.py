@@ -67,7 +67,7 @@ class Columns(Method):
     def learner(self, job: Job, world: World) -> Learner:
         grows = self.progressive and job.round > 0
         moves = Between(self.inner, 1.0) if grows else Everywhere()
-        return replace(super().learner(job, world), phases=(Phase(self.local.objective, moves),))
+        return replace(super().learner(job, world), phases=(Phase(self.local.build_objective(), moves),))
 
 
 def two_domains(pool: Pool) -> Pool:

@@ -42,6 +42,7 @@ from fedquilt.records import load, newest, reopen
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
 from fedquilt.round.link import CODECS, LOSSES, USUAL_CODEC, BaseCodec, Link, Loss
+from fedquilt.round.training.objectives import OBJECTIVES, Wrapping
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
 from fedquilt.tracking import TRACKERS, Tracking
 
@@ -59,6 +60,7 @@ TABLES |= {
     Partition: Table("partition", PARTITIONS),
     Loss: Table("loss", LOSSES),
     BaseCodec: Table("codec", CODECS, USUAL_CODEC),
+    Wrapping: Table("objective", OBJECTIVES),
     Tracking: Table("tracker", TRACKERS),
 }
 

@@ -655,7 +655,10 @@ def _members(kind: Any) -> Sequence[Any]:
 
 
 def _fields_of(kind: Any) -> dict[str, Field[Any]]:
-    return {one.name: one for one in fields(kind) if one.init} if is_dataclass(kind) else {}
+    """Return the fields that files can set, by name. `metadata={"setting": False}` keeps a field out."""
+    if not is_dataclass(kind):
+        return {}
+    return {one.name: one for one in fields(kind) if one.init and one.metadata.get("setting", True)}
 
 
 def default(one: Field[Any]) -> Any:

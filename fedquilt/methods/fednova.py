@@ -30,7 +30,7 @@ class FedNova(FedAvg):
         within(self, mu="[0, inf)")
 
     def learner(self, job: Job, world: World) -> Learner:
-        phases = (Phase(Proximal(self.local.objective, self.mu)),)
+        phases = (Phase(Proximal(self.local.build_objective(), self.mu)),)
         return replace(super().learner(job, world), phases=phases, paced=True, mu=self.mu)
 
     def fold(self, server: Server, world: World) -> Fold:

@@ -24,12 +24,12 @@ class Progressive(Drawn):
     overwrite: bool = False  # each net moves all of itself (algorithm 6)
 
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
-        own = self.local.objective
+        own = self.local.build_objective()
         if self.count < 0:  # S = 0
             return (Phase(own),)
         phases, inner = [], 0.0
         for ratio in ratios:  # lines 6 to 9; θ×0 is empty
-            objective = self.local.objective_at(ratio)
+            objective = self.local.build_objective(ratio)
             if self.alpha:
                 objective = Summed((objective, Distilled(ratio, self.alpha)))
             phases.append(Phase(objective, Between(0.0 if self.overwrite else inner, ratio), self.freeze))

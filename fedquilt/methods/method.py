@@ -147,7 +147,7 @@ class Method:
         """How it trains it; a pure function of the job and the configuration."""
         # A client that never saw a class has nothing to say about its output row (HeteroFL).
         rows = self.local.masked == "client"
-        phases = (Phase(self.local.objective),)
+        phases = (Phase(self.local.build_objective()),)
         share = self.divisor(job, world) if self.local.scaler else 1.0
         counts = self.weighting in ("updates", "both")
         return Learner(phases, self.local, self.lr(job.round), class_rows=rows, counts_steps=counts, share=share)

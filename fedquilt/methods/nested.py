@@ -123,8 +123,8 @@ class Slimming(Drawn):
     supervised: bool = False  # drawn nets see the labels too, not only the teacher
 
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]:
-        objectives = [self.local.objective]
+        objectives = [self.local.build_objective()]
         for ratio in ratios:
-            objectives += [self.local.objective_at(ratio)] if self.supervised else []
+            objectives += [self.local.build_objective(ratio)] if self.supervised else []
             objectives.append(Distilled(ratio))
-        return (Phase(Summed(tuple(objectives)) if ratios else self.local.objective),)
+        return (Phase(Summed(tuple(objectives)) if ratios else self.local.build_objective()),)

@@ -66,7 +66,7 @@ class SHeteroFL(Method):
 
     def learner(self, job: Job, world: World) -> Learner:
         smaller = self._affordable(job.submodel.arch, world)
-        objectives = (self.local.objective, *(self.local.objective_at(share) for share in smaller))
+        objectives = (self.local.build_objective(), *(self.local.build_objective(share) for share in smaller))
         times = len(objectives) if self.count_widths else 1
         return replace(super().learner(job, world), phases=(Phase(Summed(objectives)),), times=times)
 

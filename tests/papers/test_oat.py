@@ -91,14 +91,16 @@ def test_conditioning_nets_are_cut_with_the_channels_they_scale(conditioned):
 def test_the_loss_by_hand(conditioned, make_data):
     """(1 − λ)·CE(x | λ) + λ·CE(x + δ | λ), sample by sample; δ found through the net that is told λ."""
     local = Local(adversarial=OAT)
-    learner = Learner((Phase(local.objective),), local, 0.1)
+    learner = Learner((Phase(local.build_objective()),), local, 0.1)
     state = {name: value.double() for name, value in conditioned.init(0).items()}
     data, key = images(make_data, conditioned, (12,)), torch.tensor(5)
     batch = Batch(data.inputs, data.targets, torch.ones(4, dtype=torch.bool), key)
     moved = {
         name: value + 0.1 * noise.uniform(key + len(name), value.shape, value.dtype) for name, value in state.items()
     }
-    grads, (loss, _) = gradient(learner, conditioned.member(conditioned.whole), local.objective, moved, moved, batch)
+    grads, (loss, _) = gradient(
+        learner, conditioned.member(conditioned.whole), local.build_objective(), moved, moved, batch
+    )
     net = conditioned.module(conditioned.whole).double().train()
     net.load_state_dict(moved, strict=False)
     for layer in net.modules():

@@ -333,11 +333,11 @@ def test_algorithm_4_by_hand(engine, base, masked, pairs, images):
 
 def gradients(family, weight, images, attack=fq.PGD()):
     local = replace(Local(), adversarial=AT(weight, attack))
-    learner = Learner((Phase(local.objective),), local, 0.1)
+    learner = Learner((Phase(local.build_objective()),), local, 0.1)
     state = {name: value.double() for name, value in family.init(0).items()}
     data = images(family, (8,))
     batch = Batch(data.inputs, data.targets, torch.ones(4, dtype=torch.bool), torch.tensor(5))
-    return gradient(learner, family.member(family.whole), local.objective, state, state, batch)
+    return gradient(learner, family.member(family.whole), local.build_objective(), state, state, batch)
 
 
 def test_norms_learn_from_their_own_loss_alone(pairs, images):
@@ -382,7 +382,8 @@ def test_what_an_attack_takes(pairs, single):
     for weight, passes in ((0.5, 20), (1.0, 17), (0.0, 3)):
         local = Local(adversarial=AT(weight))
         assert (
-            Learner((Phase(local.objective),), local, 0.1).macs(pairs.member(pairs.whole), [4, 2]) == 6 * passes * macs
+            Learner((Phase(local.build_objective()),), local, 0.1).macs(pairs.member(pairs.whole), [4, 2])
+            == 6 * passes * macs
         )
     method = SHeteroFL(local=Local(adversarial=AT()))
     job = Job(Client(0, Budget(share=1.0), 4), method.plan(None, Client(0, Budget(share=1.0)), World(single))[0], 0)
@@ -571,7 +572,7 @@ def test_a_file_asks_for_dual_norms_and_attacks():
 
 def test_attacks_raise_the_plain_cross_entropy_of_the_net_that_is_trained():
     for share in (None, 0.5):
-        objective = Local(masked="client", adversarial=AT()).objective_at(share)
+        objective = Local(masked="client", adversarial=AT()).build_objective(share)
         assert isinstance(objective, Adversarial)
         assert objective.raised == CrossEntropy(share)
         assert objective.objective == MaskedCrossEntropy("client", share)

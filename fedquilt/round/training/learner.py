@@ -42,7 +42,8 @@ class Learner:
     phases: tuple[Phase, ...]  # of a batch; where they are drawn, those of the first
     local: Local
     lr: float
-    send: Filter = All()
+    send: Filter = All()  # Weights that the client uploads
+    receive: Filter | None = None  # Weights that the client downloads; None: those that it uploads
     keep: Filter = Nothing()
     keep_slots: bool = False
     class_rows: bool = False  # of weights with a class axis, send only the rows of classes the client holds
@@ -120,15 +121,20 @@ class Learner:
         return (*self.moved(member), *member.carried)
 
     def sent(self, member: Member) -> tuple[str, ...]:
-        """The weights that travel to the server."""
-        chosen = self.send.names(member)
-        if self.local.norm == "local":
-            chosen -= set(member.statistics)
-        return tuple(name for name in self.names(member) if name in chosen)
+        """Return the names of the weights that travel to the server."""
+        return self._shared(self.send, member)
 
     def received(self, member: Member) -> tuple[str, ...]:
-        """The weights that travel to the client: those it will send back, and constants that are cut with them."""
-        return (*self.sent(member), *member.carried)
+        """Return the names of the weights that travel to the client, and of constants that are cut with them."""
+        chosen = self.send if self.receive is None else self.receive
+        return (*self._shared(chosen, member), *member.carried)
+
+    def _shared(self, chosen: Filter, member: Member) -> tuple[str, ...]:
+        """Return the names of a filter's weights that may leave a client or reach it, in the order of `names`."""
+        names = chosen.names(member)
+        if self.local.norm == "local":
+            names -= set(member.statistics)
+        return tuple(name for name in self.names(member) if name in names)
 
     def kept(self, member: Member) -> tuple[str, ...]:
         """The weights that stay on the client for its next round."""

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
 from fedquilt.checks import one_of, within
 from fedquilt.round.attack import AdversarialTraining
-from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy, Objective
+from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy, Objective, Wrapping
 from fedquilt.round.training.optimizers import SGD, Adam
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 
@@ -31,20 +31,21 @@ class Local:
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
     adversarial: AdversarialTraining | None = None  # training on attacked samples too; None: on clean ones alone
+    objective: Wrapping | None = None  # Objective that wraps the loss, by name or as file.py:Class; None: none
 
     def __post_init__(self) -> None:
         within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
         one_of(self, norm=NormPolicy, last_batch=LastBatch, masked=Masked)
 
-    @property
-    def objective(self) -> Objective:
-        return self.objective_at(None)
+    def build_objective(self, share: float | None = None) -> Objective:
+        """Return what clients minimize: the loss, on attacked samples too if asked for, inside the user's wrapper.
 
-    def objective_at(self, share: float | None) -> Objective:
-        """The loss of the client's own net, or of the nested net of a share."""
+        Args:
+            share: Share of the whole model, for the loss of a nested net. None: the client's own net.
+        """
         plain = CrossEntropy(share)
-        objective = MaskedCrossEntropy(self.masked, share) if self.masked else plain
+        loss: Objective = MaskedCrossEntropy(self.masked, share) if self.masked else plain
         # With no weight on attacked samples nothing is to be attacked; of several, 0 is one that may be drawn.
-        if self.adversarial is None or not any(self.adversarial.all):
-            return objective
-        return Adversarial(objective, self.adversarial, plain)
+        if self.adversarial is not None and any(self.adversarial.all):
+            loss = Adversarial(loss, self.adversarial, plain)
+        return loss if self.objective is None else replace(self.objective, objective=loss)

@@ -188,11 +188,15 @@ class MaskedCrossEntropy(Objective):
 class Wrapping(Objective):
     """An objective that changes another one, such as by a penalty or a factor; it costs what the other one costs.
 
+    `Local(objective=…)` and `objective = "file.py:Class"` in a file's `[method.local]` put one around
+    the loss of every client, after attacks on the samples are in it.
+
     A subclass that runs nets of its own, or the other objective more than once, overrides `nets` and
     `passes`. One that reads other copies of the weights overrides `copies`.
     """
 
-    objective: Objective = CrossEntropy()  # what is wrapped
+    # What is wrapped. In settings it is no key, because local training fills it in.
+    objective: Objective = field(default=CrossEntropy(), metadata={"setting": False})
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         return self.objective.nets(member)
@@ -369,3 +373,6 @@ def _sum(terms: Sequence[Objective]) -> Objective:
 def _net(member: Member, share: float | None) -> Member:
     """Return a client's own net, or the one nested in it at a share of the whole model."""
     return member if share is None else member.nested(share)
+
+
+OBJECTIVES: dict[str, type[Wrapping]] = {"proximal": Proximal}  # that settings can put around the loss
