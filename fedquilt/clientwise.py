@@ -16,8 +16,9 @@ from fedquilt.deploy import check_client
 from fedquilt.errors import ConfigError
 from fedquilt.names import known
 from fedquilt.round.cut import inside
+from fedquilt.round.labels import share_label
 from fedquilt.round.link import Trip
-from fedquilt.round.serve import EvalJob, Score, arranged, given, joined, own_exam, ready, share_label, trained_within
+from fedquilt.round.serve import EvalJob, Score, arranged, given, joined, own_exam, ready, trained_within
 from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
@@ -31,6 +32,7 @@ class Device:
 
     client: int
     share: str  # of the model that it can hold
+    label: str  # Name of its size in tables: the share, or the bounds of its budget
     domain: str  # where most of its samples come from; "": the data has no domains
     macs: int  # multiply-adds of one training batch
     params: int  # that travel in a round, to it and back; all that a perfect link carries
@@ -98,8 +100,8 @@ def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
         upload = learner.upload(member, submodel, _classes(run, client))
         params += _entries(world.family, upload, learner.sent(member))
     params *= method.copies
-    label = share_label(method, client.budget, world)
-    return Device(client.id, label, domain_of(run, client.id), macs, params, *accuracies)
+    share, label = share_label(method, client.budget, world), method.label(client.budget, world)
+    return Device(client.id, share, label, domain_of(run, client.id), macs, params, *accuracies)
 
 
 def _classes(run: Run, client: Client) -> Tensor:

@@ -284,7 +284,7 @@ class Experiment:
         # About ten looks on the way: norms are calibrated anew for each, which costs as much as a round.
         looks = self.evaluation or Evaluation(every=math.ceil(self.rounds / 10))
         run = fq.prepare(
-            self.method,
+            self.method.settled(self.rounds),
             ground.family,
             ground.data,
             ground.fleet,
@@ -301,6 +301,7 @@ class Experiment:
         """The experiment with what it left open as a prepared run has it, so that it is the same on another machine."""
         return replace(
             self,
+            method=run.method,
             data=replace(self.data, partition=ground.partition),
             fleet=replace(self.fleet, clients=run.fleet.num_clients),
             engine=replace(

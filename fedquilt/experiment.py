@@ -211,6 +211,8 @@ def run(
     rounds = _whole("rounds", rounds)
     for one in trackers:
         one.check()
+    _check_kind("run", method, Method, "fq.methods.FedAvg()")
+    method = method.settled(rounds)
     prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link)
     try:
         with ExitStack() as stack:

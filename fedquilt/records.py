@@ -36,6 +36,7 @@ from fedquilt.errors import ConfigError, RecordError
 from fedquilt.files import why, write
 from fedquilt.memory import Memories
 from fedquilt.round import Grades, Record
+from fedquilt.round.labels import labels_by_share
 from fedquilt.round.serve import members_by_share
 from fedquilt.terms import Server
 from fedquilt.version import __version__
@@ -480,6 +481,7 @@ def summarise(run: Run) -> dict[str, Any]:
 
     family = run.world.family
     members = members_by_share(run.method, run.server, run.fleet.kinds, run.world, run.evaluation.shares)
+    labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
     nets = {share: [family.member(net) for net in mix] for share, mix in members.items()}
     last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
@@ -501,6 +503,7 @@ def summarise(run: Run) -> dict[str, Any]:
             share: {"params": sum(net.count for net in own), "macs": sum(net.macs for net in own)}
             for share, own in nets.items()
         },
+        **({"labels": labels} if labels else {}),
         "note": run.note,
         "fedquilt": __version__,
     }

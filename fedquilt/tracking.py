@@ -275,7 +275,7 @@ def _each(opened: list[tuple[str, Tracker]], when: str, do: Callable[[Tracker], 
 
 
 def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
-    from fedquilt.round.serve import share_label
+    from fedquilt.round.labels import share_label
 
     id, shares = _id(folder), [share_label(run.method, budget, run.world) for budget in run.fleet.kinds]
     measures = ("loss", *(f"accuracy/{share}" for share in shares))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.errors import ConfigError, RecordError
 
 if TYPE_CHECKING:
-    from fedquilt.cli.show import Watch
+    from fedquilt.cli.show import Begin
     from fedquilt.config import Experiment, Ground
     from fedquilt.experiment import Run
     from fedquilt.records import Folder
@@ -74,13 +74,15 @@ class Playing:
             f"round, {names['engine']} on {self.experiment.engine.device}{over}"
         )
 
-    def play(self, begin: Callable[[str, int], Watch]) -> None:
+    def play(self, begin: Begin) -> None:
         """Train to the end, with the records on disk as soon as a round is over."""
         from fedquilt.loop import complete
+        from fedquilt.round.labels import labels_by_share
         from fedquilt.settings import write
 
         run, folder = self.run, self.folder
         assert run is not None
+        labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
         try:
             complete(
                 run,
@@ -89,7 +91,7 @@ class Playing:
                 path=folder.path if folder else None,
                 trackers=self.experiment.tracking,
                 settings=write(self.experiment),
-                watch=begin(self.name, run.server.round),
+                watch=begin(self.name, run.server.round, labels),
                 names=self.experiment.names,
             )
         except KeyboardInterrupt as error:

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
+from fedquilt.units import size
+
 if TYPE_CHECKING:
     from rich.progress import Progress
 
@@ -22,6 +24,8 @@ if TYPE_CHECKING:
     from fedquilt.round import Record
 
 Watch = Callable[["Record"], None]
+Labels = Mapping[str, str]  # names of shares in tables, for those whose name is not the number
+Begin = Callable[[str, int, Labels], Watch]  # of a run by its name, the rounds behind it, and its labels
 _UNDER_ATTACK = ("standard", "robust")  # metrics of nets whose robustness was asked for
 
 
@@ -52,19 +56,19 @@ def _numbers(value: Any) -> Any:
 
 
 @contextmanager
-def progress(console: Console, names: Sequence[str], rounds: int) -> Iterator[Callable[[str, int], Watch]]:
+def progress(console: Console, names: Sequence[str], rounds: int) -> Iterator[Begin]:
     """A bar a name with rate and time left on a terminal, else a line for every evaluated round.
 
     What it yields starts the bar of a name, whose run stands at a round, and gives what to call after each.
     """
     wide = max(map(len, names)) if len(names) > 1 else 0
     if not console.is_terminal:
-        yield lambda name, _: partial(_say_round, console, f"{name:<{wide}}  " if wide else "", rounds)
+        yield lambda name, _, labels: partial(_say_round, console, f"{name:<{wide}}  " if wide else "", rounds, labels)
         return
     with _bars(console) as bars:
         tasks = {name: bars.add_task(name if wide else "round", False, rounds, rate="", accuracy="") for name in names}
 
-        def begin(name: str, done: int) -> Watch:
+        def begin(name: str, done: int, labels: Labels) -> Watch:
             task, began = tasks[name], time.perf_counter()
             bars.start_task(task)
             bars.update(task, completed=done)
@@ -73,7 +77,7 @@ def progress(console: Console, names: Sequence[str], rounds: int) -> Iterator[Ca
                 rate = (record.round - done) / (time.perf_counter() - began)
                 bars.update(task, completed=record.round, rate=f"{rate:.1f} rounds/s")
                 if record.grades.accuracy:
-                    bars.update(task, accuracy=_accuracies(record))
+                    bars.update(task, accuracy=_accuracies(record, labels))
 
             return watch
 
@@ -95,15 +99,16 @@ def _bars(console: Console) -> Progress:
     )
 
 
-def _say_round(console: Console, lead: str, rounds: int, record: Record) -> None:
+def _say_round(console: Console, lead: str, rounds: int, labels: Labels, record: Record) -> None:
     if record.grades.accuracy:
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
         loss = "–" if record.loss is None else f"{record.loss:.3f}"  # nobody was there
-        say(console, f"{lead}round {count}  loss {loss}  {_accuracies(record)}")
+        say(console, f"{lead}round {count}  loss {loss}  {_accuracies(record, labels)}")
 
 
-def _accuracies(record: Record) -> str:
-    return "  ".join(f"{float(share):g}: {accuracy:.1%}" for share, accuracy in record.grades.accuracy.items())
+def _accuracies(record: Record, labels: Labels) -> str:
+    shown = {_short(share, labels): accuracy for share, accuracy in record.grades.accuracy.items()}
+    return "  ".join(f"{label}: {accuracy:.1%}" for label, accuracy in shown.items())
 
 
 # --- when it is over --------------------------------------------------------------------------------------------
@@ -111,9 +116,11 @@ def _accuracies(record: Record) -> str:
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
     """A table of the shares and a note, tables of domains and of robustness if there are any, bytes and seconds."""
-    columns = {"accuracy": {_short(share): _percent(value) for share, value in summary["accuracy"].items()}}
+    labels = _labels(summary)
+    columns = {"accuracy": {_short(share, labels): _percent(value) for share, value in summary["accuracy"].items()}}
     if "reached" in summary:
-        columns[_to(summary)] = {_short(share): _milestone(found) for share, found in summary["reached"].items()}
+        reached = summary["reached"].items()
+        columns[_to(summary)] = {_short(share, labels): _milestone(found) for share, found in reached}
     rows = {
         share: {**{title: cells.get(share, "–") for title, cells in columns.items()}, **member}
         for share, member in _members(summary).items()
@@ -123,13 +130,14 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
     if domains := _domains(summary):
         say(console, "")
         shares = summary["accuracy"]
-        show_table(console, "domain", {name: _row(values, shares) for name, values in domains.items()})
+        show_table(console, "domain", {name: _row(values, shares, labels) for name, values in domains.items()})
         say(console, "")
     if tested := {
         name: values for name, values in summary["metrics"].items() if name.partition("/")[0] in _UNDER_ATTACK
     }:
         say(console, "")
-        show_table(console, "metric", {name: _row(values, summary["accuracy"]) for name, values in tested.items()})
+        shares = summary["accuracy"]
+        show_table(console, "metric", {name: _row(values, shares, labels) for name, values in tested.items()})
         say(console, "")
     say(console, _totals(summary))
 
@@ -141,17 +149,24 @@ def _say_notes(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> 
             say(console, f"{name}: {note}")
 
 
-def _short(share: str) -> str:
-    return f"{float(share):g}"
+def _short(share: str, labels: Labels) -> str:
+    """Return what a share is called: the name that the method gave it, or the number."""
+    return labels.get(share) or f"{float(share):g}"
+
+
+def _labels(summary: Mapping[str, Any]) -> Labels:
+    """Return the names of shares that are not the numbers themselves."""
+    labels: Labels = summary.get("labels", {})
+    return labels
 
 
 def _percent(accuracy: float | None) -> str:
     return "–" if accuracy is None else f"{accuracy:.1%}"
 
 
-def _row(accuracy: Mapping[str, float], shares: Iterable[str]) -> dict[str, str]:
+def _row(accuracy: Mapping[str, float], shares: Iterable[str], labels: Labels) -> dict[str, str]:
     """Accuracies with a column a share."""
-    return {_short(share): _percent(accuracy.get(share)) for share in shares}
+    return {_short(share, labels): _percent(accuracy.get(share)) for share in shares}
 
 
 def _domains(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
@@ -177,7 +192,7 @@ def _milestone(found: Mapping[str, Any] | None) -> str:
 def _members(summary: Mapping[str, Any]) -> dict[str, dict[str, int]]:
     """What a device of each share holds. It need not be a share of the parameters: embeddings are held whole."""
     return {
-        _short(share): {"parameters": member["params"], "MACs a sample": member["macs"]}
+        _short(share, _labels(summary)): {"parameters": member["params"], "MACs a sample": member["macs"]}
         for share, member in summary["members"].items()
     }
 
@@ -194,9 +209,10 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
     In between the widest share's accuracy by domain, if there are domains, and what a target took, if there is one.
     """
     shares = list(dict.fromkeys(share for summary in summaries.values() for share in summary["accuracy"]))
+    labels = {share: label for summary in summaries.values() for share, label in _labels(summary).items()}
     rows = {
         name: {
-            **_row(summary["accuracy"], shares),
+            **_row(summary["accuracy"], shares, labels),
             "to clients": size(summary["bytes_down"]),
             "back": size(summary["bytes_up"]),
             "seconds": f"{summary['seconds']:.1f}",
@@ -214,10 +230,10 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
             for name, own in by_domain.items()
         }
         say(console, "")
-        show_table(console, f"share {_short(widest)}", rows)
+        show_table(console, f"share {_short(widest, labels)}", rows)
     if all("reached" in summary for summary in summaries.values()):
         rows = {
-            name: {_short(share): _milestone(summary["reached"].get(share)) for share in shares}
+            name: {_short(share, labels): _milestone(summary["reached"].get(share)) for share in shares}
             for name, summary in summaries.items()
         }
         say(console, "")
@@ -286,6 +302,11 @@ def _robustness(found: Exported) -> str:
     return f", robustness {found.robustness:g}{chosen}"
 
 
+def _names(group: Clientwise) -> str:
+    """Return the names of the sizes of clients that can hold the same."""
+    return " | ".join(dict.fromkeys(device.label for device in group.devices))
+
+
 def show_clients(console: Console, found: Clientwise) -> None:
     """Clients that can hold the same, and those of a domain: means, and deviations where they differ."""
 
@@ -298,7 +319,7 @@ def show_clients(console: Console, found: Clientwise) -> None:
             "parameters a round": _spread(group, "params"),
         }
 
-    show_table(console, "share", {share: row(group) for share, group in found.by("share").items()})
+    show_table(console, "share", {_names(group): row(group) for group in found.by("share").values()})
     if set(found.trained) <= {""}:
         say(console, f"{100 * found.trained.get('', 0.0):.1f} % of the parameters were trained by somebody")
         return
@@ -352,12 +373,3 @@ def show_table(console: Console, name: str, entries: Mapping[str, Mapping[str, A
 
 def _cell(value: object) -> str:
     return f"{value:,}" if isinstance(value, int) and not isinstance(value, bool) else str(value)
-
-
-def size(count: float) -> str:
-    """Bytes in words: 4.02 MB."""
-    units = ["B", "kB", "MB", "GB", "TB"]
-    while count >= 1000 and len(units) > 1:
-        count /= 1000
-        units.pop(0)
-    return f"{count:.3g} {units[0]}"

@@ -17,6 +17,7 @@ from fedquilt.family.family import Rounding
 from fedquilt.round.attack import PGD
 from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
+from fedquilt.round.labels import bounds_label, share_label, short_share
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
@@ -168,6 +169,26 @@ class Method:
         """How what comes back is put together."""
         plain = frozenset(world.family.statistics)
         return Mean(world.family.cutter, self.weighting, self.server, plain=plain).begin(server)
+
+    def label(self, budget: Budget, world: World) -> str:
+        """Return how tables and logs name the results of a budget; the keys of `accuracy` are shares all the same.
+
+        Args:
+            budget: Budget of a device. By its bounds, with their units, or else by its share it is named.
+            world: The family, and the precision of the run.
+        """
+        return bounds_label(budget) or short_share(share_label(self, budget, world))
+
+    def settled(self, rounds: int) -> Self:
+        """Return the method with all that depends on the number of rounds fixed.
+
+        It is called once before a run, and its result is what config.toml has. A run that goes on, to
+        more rounds or not, calls it again, so that a method which is settled must stay as it is.
+
+        Args:
+            rounds: Rounds of the run.
+        """
+        return self
 
     def candidates(self, server: Server, world: World) -> Mix:
         """Return nets that are to be scored before the state is tested or handed out; () if none are.

@@ -18,6 +18,7 @@ from fedquilt.round.attack import PGD, by_sample
 from fedquilt.round.client import own_state
 from fedquilt.round.clients import Fleet
 from fedquilt.round.federation import Federation, World
+from fedquilt.round.labels import share_label
 from fedquilt.round.training.local import Local, NormPolicy
 from fedquilt.round.training.step import train_pass
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
@@ -369,12 +370,6 @@ def ready(
         for own, statistics in zip(cuts.values(), found, strict=True):
             own |= statistics
     return cuts
-
-
-def share_label(method: Method, budget: Budget, world: World) -> str:
-    """The key of a client's budget in records: the share of every axis that it can train."""
-    share = method.trainable_share(budget, world)
-    return str(float(share if share == budget.share else round(share, 4)))
 
 
 def _asked(federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
