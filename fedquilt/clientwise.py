@@ -32,12 +32,12 @@ class Device:
 
     client: int
     share: str  # of the model that it can hold
-    label: str  # Name of its size in tables: the share, or the bounds of its budget
     domain: str  # where most of its samples come from; "": the data has no domains
     macs: int  # multiply-adds of one training batch
     params: int  # that travel in a round, to it and back; all that a perfect link carries
     accuracy_own_size: float | None  # of what its budget gets, on its own test part; None: it has none
     accuracy_whole_model: float | None  # of the widest model on the same; None: also where results live on clients
+    label: str = ""  # Name of its size in tables: the share, or the bounds of its budget
 
 
 @dataclass(frozen=True)
@@ -101,7 +101,7 @@ def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
         params += _entries(world.family, upload, learner.sent(member))
     params *= method.copies
     share, label = share_label(method, client.budget, world), method.label(client.budget, world)
-    return Device(client.id, share, label, domain_of(run, client.id), macs, params, *accuracies)
+    return Device(client.id, share, domain_of(run, client.id), macs, params, *accuracies, label)
 
 
 def _classes(run: Run, client: Client) -> Tensor:

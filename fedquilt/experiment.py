@@ -33,7 +33,7 @@ from fedquilt.methods import Method
 from fedquilt.milestones import Milestone, reached
 from fedquilt.names import known
 from fedquilt.precision import DTYPES, Precision
-from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, summarise, undisturbed
+from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, rounds_planned, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Record, play
 from fedquilt.round.budgets import check_budgets, planned, too_small
 from fedquilt.round.engine import Engine
@@ -212,19 +212,19 @@ def run(
     for one in trackers:
         one.check()
     _check_kind("run", method, Method, "fq.methods.FedAvg()")
-    method = method.settled(rounds)
+    goes_on = resume and out is not None and holds_a_run(Path(out))
+    method = method.settled(rounds_planned(Path(out), rounds) if out and goes_on else rounds)
     prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link)
     try:
         with ExitStack() as stack:
             folder = None
             if out is not None:
-                go_on = resume and holds_a_run(Path(out))
                 folder = stack.enter_context(
                     Folder.resume(out, checkpointing)
-                    if go_on
+                    if goes_on
                     else Folder.create(out, describe(prepared, rounds), checkpointing)
                 )
-                if go_on:
+                if goes_on:
                     folder.load(prepared)
             complete(
                 prepared,

@@ -19,6 +19,7 @@ import re
 import signal
 import threading
 import time
+import tomllib
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
@@ -229,6 +230,16 @@ def holds_a_run(path: Path) -> bool:
     rounds = path / "rounds.jsonl"
     begun = rounds.is_file() and rounds.stat().st_size > 0
     return begun or (path / "summary.json").exists() or Checkpoints(path / "checkpoint").exist
+
+
+def rounds_planned(path: Path, usual: int) -> int:
+    """Return the rounds that the run in a folder was begun with, or `usual` if its config.toml does not say."""
+    try:
+        settings = tomllib.loads((path / "config.toml").read_text())
+    except (OSError, ValueError):
+        return usual
+    rounds = settings.get("python", settings).get("rounds", usual)
+    return rounds if isinstance(rounds, int) else usual
 
 
 def read(path: str | Path) -> list[Record]:

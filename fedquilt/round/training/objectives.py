@@ -189,7 +189,14 @@ class Wrapping(Objective):
     """An objective that changes another one, such as by a penalty or a factor; it costs what the other one costs.
 
     `Local(objective=…)` and `objective = "file.py:Class"` in a file's `[method.local]` put one around
-    the loss of every client, after attacks on the samples are in it.
+    the loss of every client, after attacks on the samples are in it:
+
+        @dataclass(frozen=True)
+        class Tempered(Wrapping):
+            power: float = 2.0  # Power of the loss
+
+            def __call__(self, view):
+                return self.objective(view) ** self.power
 
     A subclass that runs nets of its own, or the other objective more than once, overrides `nets` and
     `passes`. One that reads other copies of the weights overrides `copies`.

@@ -91,6 +91,13 @@ def test_a_run_in_python_has_the_settled_method(given, turn, perceptron, make_da
     assert run.method.turn == turn
 
 
+def test_a_run_in_python_that_goes_on_stays_settled(tmp_path, perceptron, make_data, play):
+    data = make_data(perceptron, (8,))
+    play(Halfway(), perceptron, data, rounds=2, out=tmp_path / "run")
+    run = play(Halfway(), perceptron, data, rounds=4, out=tmp_path / "run", resume=True)
+    assert (run.server.round, run.method.turn) == (4, 1)
+
+
 HALFWAY = """
 from dataclasses import dataclass, replace
 
