@@ -1,0 +1,61 @@
+"""Tasks: what a target is, how wrong an output is (loss), how good it is (metrics)."""
+
+from __future__ import annotations
+
+from fedquilt.errors import ConfigError
+from fedquilt.names import find, is_file, said
+from fedquilt.tasks.check import check_task
+from fedquilt.tasks.classification import Classification
+from fedquilt.tasks.infer import classes_second, infer
+from fedquilt.tasks.metrics import METRICS, CollectedMetric, Metric, SumMetric
+from fedquilt.tasks.multilabel import MultiLabel
+from fedquilt.tasks.next_token import NextToken
+from fedquilt.tasks.regression import Regression
+from fedquilt.tasks.task import Task, hide_absent
+
+__all__ = [
+    "METRICS",
+    "TASKS",
+    "Classification",
+    "CollectedMetric",
+    "Metric",
+    "MultiLabel",
+    "NextToken",
+    "Regression",
+    "SumMetric",
+    "Task",
+    "check_task",
+    "classes_second",
+    "find_task",
+    "hide_absent",
+    "infer",
+]
+
+TASKS: dict[str, type[Task]] = {
+    "classification": Classification,
+    "next_token": NextToken,
+    "regression": Regression,
+    "multilabel": MultiLabel,
+}
+
+
+def find_task(task: str | Task) -> Task:
+    """Return the task of a name, with its default options: an entry of `TASKS`, or `file.py:Task`.
+
+    Raises:
+        ConfigError: The name is unknown, or does not stand for a task.
+    """
+    if isinstance(task, Task):
+        return task
+    factory = find(TASKS, task, "task")
+    try:
+        made = factory()
+    except Exception as error:
+        if not is_file(task):
+            raise
+        raise ConfigError(f"the task {task} was called and failed: {said(error)}") from error
+    if not isinstance(made, Task):
+        raise ConfigError(
+            f"the task {task} was asked for; it is a {type(made).__name__}. A subclass of fedquilt.tasks.Task fits."
+        )
+    return made

@@ -1,0 +1,121 @@
+"""Try a task on a few samples before a run, so that a mistake in it is found early."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+from torch.func import grad, vmap
+
+from fedquilt.errors import ConfigError, FedquiltError
+from fedquilt.names import said
+from fedquilt.tasks.metrics import SumMetric
+from fedquilt.tasks.task import Task
+
+T = TypeVar("T")
+
+
+def check_task(task: Task, outputs: Tensor, targets: Tensor, name: str = "data") -> None:
+    """Run the loss and all metrics on a few samples, and raise an error if one does not return what it should.
+
+    Args:
+        task: Task to try.
+        outputs: (sample, class, …) Outputs of a model for at least two samples, classes in dimension 1.
+        targets: (sample, …) Their targets.
+        name: Name of the data set for messages.
+
+    Raises:
+        DataError: The targets do not fit the outputs.
+        ConfigError: The loss or a metric fails, or returns the wrong shape or type, alone or under vmap.
+    """
+    outputs = outputs.detach()
+    task.check(targets, outputs.shape, name)
+    _check_loss(task, outputs, targets)
+    for metric in task.measured:
+        if isinstance(metric, SumMetric):
+            _check_sums(task, metric, outputs, targets)
+    collected = _called(task, "collected_values", lambda: task.collected_values(outputs, targets))
+    for figure, value in collected.items():
+        _check_figure(task, figure, value)
+
+
+def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
+    losses = _called(task, "losses", lambda: task.losses(outputs, targets))
+    counted = _called(task, "counted", lambda: task.counted(targets))
+    _check_tensor(task, "losses", losses)
+    _check_tensor(task, "counted", counted)
+    if losses.shape != counted.shape or losses.shape[:1] != targets.shape[:1]:
+        raise ConfigError(
+            f"{type(task).__name__}.losses returned shape {tuple(losses.shape)} and `counted` {tuple(counted.shape)} "
+            f"for {len(targets)} samples with targets of shape {tuple(targets.shape[1:])}; both must be alike and "
+            f"begin with the sample: ({len(targets)}, …)."
+        )
+
+    weights = torch.ones(len(targets), dtype=outputs.dtype, device=outputs.device)
+    for given in (None, weights):
+        loss = _called(task, "mean_loss", partial(task.mean_loss, outputs, targets, given))
+        _check_tensor(task, "mean_loss", loss)
+        if loss.shape or not loss.is_floating_point():
+            raise ConfigError(
+                f"{type(task).__name__}.mean_loss returned {loss.dtype} of shape {tuple(loss.shape)}; one real number "
+                "fits, of shape ()."
+            )
+    gradient = _called(task, "mean_loss under vmap", lambda: vmap(grad(task.mean_loss))(outputs[None], targets[None]))
+    if not bool(gradient.any()):
+        raise ConfigError(
+            f"{type(task).__name__}.mean_loss has a gradient of 0 at all outputs of the example, so that nothing would "
+            "be learnt. It must be computed from the outputs by operations of torch that have a gradient."
+        )
+
+
+def _check_sums(task: Task, metric: SumMetric, outputs: Tensor, targets: Tensor) -> None:
+    what = f"metric {metric.name!r}"
+    whole = _called(task, what, lambda: metric.sums(outputs, targets))
+    _check_tensor(task, what, whole)
+    first = _called(task, what, lambda: metric.sums(outputs[:1], targets[:1]))
+    rest = _called(task, what, lambda: metric.sums(outputs[1:], targets[1:]))
+    if not whole.shape == first.shape == rest.shape:
+        raise ConfigError(
+            f"{type(task).__name__}: the sums of the {what} have shape {tuple(whole.shape)} for {len(targets)} samples "
+            f"and {tuple(first.shape)} for one; they must not depend on the number of samples."
+        )
+    if not torch.allclose((first + rest).double(), whole.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
+        raise ConfigError(
+            f"{type(task).__name__}: the sums of the {what} over one batch are {whole.tolist()}, and over two parts of "
+            f"it {(first + rest).tolist()}; they must add up. Return sums, and divide in `value`."
+        )
+    mapped = _called(task, f"{what} under vmap", lambda: vmap(metric.sums)(outputs[None], targets[None]))
+    if mapped.shape[1:] != whole.shape:
+        raise ConfigError(
+            f"{type(task).__name__}: the sums of the {what} have shape {tuple(whole.shape)}, and under vmap "
+            f"{tuple(mapped.shape[1:])}; they must be alike."
+        )
+    _check_figure(task, metric.name, _called(task, what, lambda: metric.value(whole)))
+
+
+def _called(task: Task, what: str, function: Callable[[], T]) -> T:
+    """Call a part of a task, and say which part it was if it fails."""
+    try:
+        return function()
+    except FedquiltError:
+        raise
+    except Exception as error:
+        raise ConfigError(
+            f"{type(task).__name__}: {what} was tried on a few samples and failed: {said(error)}"
+        ) from error
+
+
+def _check_tensor(task: Task, what: str, value: object) -> None:
+    if not isinstance(value, Tensor):
+        raise ConfigError(f"{type(task).__name__}: {what} returned a {type(value).__name__}; a tensor fits.")
+
+
+def _check_figure(task: Task, name: str, value: object) -> None:
+    if not isinstance(value, (int, float)) or isinstance(value, bool):
+        raise ConfigError(
+            f"{type(task).__name__}: the value of the metric {name!r} is a {type(value).__name__}; a float fits, such "
+            "as tensor.item()."
+        )

@@ -1,0 +1,121 @@
+"""One class for each target: cross-entropy and accuracy."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import ClassVar
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedquilt.checks import outside, refuse
+from fedquilt.devices import untransformed
+from fedquilt.errors import DataError
+from fedquilt.tasks.metrics import Kind
+from fedquilt.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Classification(Task):
+    """One class for each sample, or for each position of it (pixels). The loss is cross-entropy.
+
+    With class weights the mean divides by the weights of the targets that count, as torch does. `losses` are
+    F.cross_entropy's with reduction="none", `mean_loss` without sample weights is F.cross_entropy itself.
+    """
+
+    label_smoothing: float = 0.0  # Share of each target that is spread over all classes. 0 has no effect
+    class_weights: tuple[float, ...] = ()  # Factor of the loss of each class. Empty: 1 for all
+    ignore: int = -100  # Targets of this value do not count
+
+    kind: ClassVar[Kind | None] = "classes"
+    usual_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss")
+
+    def __post_init__(self) -> None:
+        wrong = outside(self, label_smoothing="[0, 1)", class_weights="[0, inf)")
+        if self.class_weights and not any(self.class_weights):
+            wrong["class_weights"] = f"{self.class_weights} was asked for; at least one must be above 0."
+        refuse(self, wrong)
+        super().__post_init__()
+
+    @property
+    def ignored(self) -> int:
+        return self.ignore
+
+    def num_outputs(self, targets: Tensor, num_classes: int) -> int:
+        if not num_classes:
+            raise DataError(
+                f"{type(self).__name__} was asked for; targets are {targets.dtype} of shape "
+                f"{tuple(targets.shape[1:])}, not classes. Give whole numbers from 0 on."
+            )
+        return num_classes
+
+    def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
+        classes, positions = output_shape[1], tuple(output_shape[2:])
+        if targets.is_floating_point() or targets.dtype == torch.bool:
+            return f"targets are {targets.dtype}; classes are whole numbers from 0 on (int64)"
+        if tuple(targets.shape[1:]) != positions:
+            return (
+                f"targets have shape {tuple(targets.shape[1:])} a sample; the output has {classes} classes for each "
+                f"position of {positions}, so that targets of shape {positions} would fit"
+            )
+        if self.class_weights and len(self.class_weights) != classes:
+            return f"there are {len(self.class_weights)} class weights; the output has {classes} classes"
+        outliers = targets[(targets != self.ignore) & ((targets < 0) | (targets >= classes))]
+        if len(outliers):
+            return (
+                f"a target is {int(outliers[0])}; the output has {classes} classes, so that 0 to {classes - 1} fit, "
+                f"and {self.ignore} for targets that do not count"
+            )
+        return ""
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._cross_entropy(outputs, targets, "none")
+
+    def mean_loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        if weights is None:
+            return self._cross_entropy(outputs, targets, "mean")
+        return super().mean_loss(outputs, targets, weights)
+
+    def _cross_entropy(self, outputs: Tensor, targets: Tensor, reduction: str) -> Tensor:
+        # Under autocast outputs are bfloat16, and cross-entropy is computed in float32.
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        return F.cross_entropy(
+            outputs,
+            targets,
+            weight=self._class_weights(dtype, outputs.device),
+            ignore_index=self.ignore,
+            reduction=reduction,
+            label_smoothing=self.label_smoothing,
+        )
+
+    def counted(self, targets: Tensor) -> Tensor:
+        return targets != self.ignore
+
+    def total(self, targets: Tensor) -> Tensor:
+        weights = self._class_weights(torch.float64, targets.device)
+        if weights is None:
+            return super().total(targets)
+        counted = self.counted(targets)
+        return torch.where(counted, weights[targets.where(counted, 0)], 0.0).sum()
+
+    def _class_weights(self, dtype: torch.dtype, device: torch.device) -> Tensor | None:
+        return _constant(self.class_weights, dtype, device) if self.class_weights else None
+
+    def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+        """Return KL(teacher ‖ outputs) over the classes."""
+        taught, learnt = F.log_softmax(teacher, 1), F.log_softmax(outputs, 1)
+        return (taught.exp() * (taught - learnt)).sum(1) * self.counted(targets)
+
+
+@lru_cache(maxsize=64)
+def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Return values as a tensor that is made once.
+
+    It is kept, because numbers cannot be copied to a GPU while a CUDA graph is captured. It is made outside of
+    transforms and of inference mode, so that later calls can use it in others (test_class_weights_are_made_once).
+    """
+    with untransformed(), torch.inference_mode(False):
+        return torch.tensor(values, dtype=dtype, device=device)

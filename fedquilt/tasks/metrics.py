@@ -1,0 +1,455 @@
+"""Metrics: how good outputs are, as sums that add over batches, or from all scores at once."""
+
+from __future__ import annotations
+
+import math
+import re
+from abc import ABC, abstractmethod
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, Self, get_args
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedquilt.checks import one_of, within
+from fedquilt.errors import ConfigError
+from fedquilt.names import find, is_file, said
+
+if TYPE_CHECKING:
+    from fedquilt.tasks.task import Task
+
+Average = Literal["macro", "micro"]
+Kind = Literal["classes", "labels", "numbers"]  # What targets are: one class, yes or no for each label, real numbers
+
+_EVERY_KIND: tuple[Kind, ...] = get_args(Kind)
+
+
+@dataclass(frozen=True)
+class Metric:
+    """A figure that says how good outputs are. Subclass `SumMetric` or `CollectedMetric`.
+
+    Outputs have their classes, labels or columns in dimension 1: (sample, class, …).
+    """
+
+    higher_is_better: ClassVar[bool] = True
+    kinds: ClassVar[tuple[Kind, ...]] = _EVERY_KIND  # Kinds of targets that the metric can read
+    of_predictions: ClassVar[bool] = False  # Reads predicted classes, so that absent classes may be hidden from it
+
+    @property
+    def name(self) -> str:
+        """Return the key of the metric in records: the name of its class in snake case."""
+        return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", type(self).__name__).lower()
+
+    @classmethod
+    def for_task(cls, task: Task) -> Self:
+        """Make the metric with the options that a task settles, such as the target that is ignored."""
+        return cls()
+
+    def unfit(self, output_shape: tuple[int, ...]) -> str:
+        """Return why outputs of this shape cannot be measured, or an empty string if they can."""
+        return ""
+
+
+class SumMetric(Metric, ABC):
+    """A metric found from sums that add over batches and devices."""
+
+    @abstractmethod
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the sums of one batch, of a shape that does not depend on the batch. Pure: may be vmapped.
+
+        Args:
+            outputs: (sample, class, …), classes, labels or columns in dimension 1.
+            targets: (sample, …).
+        """
+
+    @abstractmethod
+    def value(self, total: Tensor) -> float:
+        """Return the metric of summed-up sums, NaN where nothing was counted."""
+
+
+class CollectedMetric(Metric, ABC):
+    """A metric that needs the outputs of all samples at once.
+
+    Where outputs must not leave a device it cannot be computed (`Task.refuse_collected`).
+    """
+
+    @abstractmethod
+    def value(self, outputs: Tensor, targets: Tensor) -> float:
+        """Return the metric of all outputs (sample, class, …) and targets, NaN where it is not defined."""
+
+
+# --- sums: classes ----------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OfClasses(SumMetric):
+    ignore: int = -100  # Targets of this value do not count
+
+    kinds: ClassVar[tuple[Kind, ...]] = ("classes",)
+    of_predictions: ClassVar[bool] = True
+
+    @classmethod
+    def for_task(cls, task: Task) -> Self:
+        return cls(ignore=task.ignored)
+
+
+@dataclass(frozen=True)
+class Accuracy(_OfClasses):
+    """Share of the targets whose class has the largest output. Sums: right predictions, counted targets (int64)."""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        counted = targets != self.ignore
+        hits = (outputs.argmax(1) == targets) & counted
+        return torch.stack([hits.sum(), counted.sum()])
+
+    def value(self, total: Tensor) -> float:
+        return _ratio(total[0], total[1])
+
+
+@dataclass(frozen=True)
+class TopK(_OfClasses):
+    """Share of the targets whose class is among the k largest outputs; `top5` by name. k = 1 gives `Accuracy`."""
+
+    k: int = 5
+
+    def __post_init__(self) -> None:
+        within(self, k="[1, inf)")
+
+    @property
+    def name(self) -> str:
+        return f"top{self.k}"
+
+    def unfit(self, output_shape: tuple[int, ...]) -> str:
+        classes = output_shape[1]
+        return f"{self.name} was asked for; the output has {classes} classes." if self.k > classes else ""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        counted = targets != self.ignore
+        largest = outputs.topk(self.k, dim=1).indices
+        hits = (largest == targets.unsqueeze(1)).any(1) & counted
+        return torch.stack([hits.sum(), counted.sum()])
+
+    def value(self, total: Tensor) -> float:
+        return _ratio(total[0], total[1])
+
+
+@dataclass(frozen=True)
+class Perplexity(_OfClasses):
+    """Exponential of the mean cross-entropy, without label smoothing and class weights."""
+
+    higher_is_better: ClassVar[bool] = False
+    of_predictions: ClassVar[bool] = False
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = F.cross_entropy(outputs, targets, ignore_index=self.ignore, reduction="none")
+        return torch.stack([losses.double().sum(), (targets != self.ignore).sum().double()])
+
+    def value(self, total: Tensor) -> float:
+        entropy = _ratio(total[0], total[1])
+        try:
+            return math.exp(entropy)
+        except OverflowError:
+            return math.inf
+
+
+# --- sums: classes or labels ------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class F1(SumMetric):
+    """F1 of classes (the largest output) or of labels (outputs above 0), from counts.
+
+    `macro` is the mean over the classes that occur among targets or predictions, `micro` counts all of them together.
+    Sums: true positives, false positives and false negatives of each class, (3, class), int64.
+    """
+
+    average: Average = "macro"
+    ignore: int = -100  # Class targets of this value do not count
+
+    kinds: ClassVar[tuple[Kind, ...]] = ("classes", "labels")
+    of_predictions: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        one_of(self, average=Average)
+
+    @property
+    def name(self) -> str:
+        return "f1" if self.average == "macro" else "micro_f1"
+
+    @classmethod
+    def for_task(cls, task: Task) -> Self:
+        return cls(ignore=task.ignored)
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        predicted, true = self._yes_or_no(outputs, targets)
+        hits = (predicted & true).sum(0)
+        return torch.stack([hits, (predicted & ~true).sum(0), (true & ~predicted).sum(0)])
+
+    def _yes_or_no(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return predictions and targets as (position, class), True where the class is meant."""
+        if _are_columns(outputs, targets):
+            return _columns(outputs > 0), _columns(targets > 0.5)
+
+        classes = torch.arange(outputs.shape[1], device=outputs.device)
+        flat = targets.reshape(-1, 1)
+        counted = flat != self.ignore
+        predicted = (outputs.argmax(1).reshape(-1, 1) == classes) & counted
+        return predicted, (flat == classes) & counted
+
+    def value(self, total: Tensor) -> float:
+        if self.average == "micro":
+            total = total.sum(1, keepdim=True)
+        hits, wrong, missed = total.double()
+        denominators = 2 * hits + wrong + missed
+        occurring = denominators > 0
+        return float((2 * hits[occurring] / denominators[occurring]).mean())
+
+
+@dataclass(frozen=True)
+class MicroF1(F1):
+    """F1 with the counts of all classes or labels summed up first."""
+
+    average: Average = "micro"
+
+
+@dataclass(frozen=True)
+class LabelAccuracy(SumMetric):
+    """Share of right labels, outputs above 0 meaning yes. Sums: right labels, all labels (int64)."""
+
+    kinds: ClassVar[tuple[Kind, ...]] = ("labels",)
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        hits = (outputs.reshape(targets.shape) > 0) == (targets > 0.5)
+        return torch.stack([hits.sum(), torch.ones_like(hits).sum()])
+
+    def value(self, total: Tensor) -> float:
+        return _ratio(total[0], total[1])
+
+
+# --- sums: real numbers -----------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OfNumbers(SumMetric):
+    kinds: ClassVar[tuple[Kind, ...]] = ("numbers",)
+    higher_is_better: ClassVar[bool] = False
+
+    def _errors(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.reshape(targets.shape).double() - targets.double()
+
+
+@dataclass(frozen=True)
+class RMSE(_OfNumbers):
+    """Root of the mean squared error, over all columns together."""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        squares = self._errors(outputs, targets).square()
+        return torch.stack([squares.sum(), torch.ones_like(squares).sum()])
+
+    def value(self, total: Tensor) -> float:
+        return math.sqrt(_ratio(total[0], total[1]))
+
+
+@dataclass(frozen=True)
+class MAE(_OfNumbers):
+    """Mean absolute error, over all columns together."""
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        errors = self._errors(outputs, targets).abs()
+        return torch.stack([errors.sum(), torch.ones_like(errors).sum()])
+
+    def value(self, total: Tensor) -> float:
+        return _ratio(total[0], total[1])
+
+
+@dataclass(frozen=True)
+class R2(_OfNumbers):
+    """Share of the targets' variance that the outputs explain, as the mean over columns.
+
+    Sums of each column, (4, column): squared errors, targets, squared targets, number of targets. A column whose
+    targets are all equal has no variance to explain and is left out.
+    """
+
+    higher_is_better: ClassVar[bool] = True
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        errors = _columns(self._errors(outputs, targets))
+        true = _columns(targets.double())
+        sums = [errors.square().sum(0), true.sum(0), true.square().sum(0), torch.ones_like(true).sum(0)]
+        return torch.stack(sums)
+
+    def value(self, total: Tensor) -> float:
+        errors, true, squares, count = total.double()
+        spread = squares - true.square() / count
+        # Equal targets leave a rest of rounding, which is no spread.
+        varying = spread > 1e-12 * squares
+        return float((1 - errors[varying] / spread[varying]).mean())
+
+
+# --- sums: every kind -------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Loss(SumMetric):
+    """Mean of the task's loss, as in training. Sums: losses, and what the mean divides them by (float64)."""
+
+    task: Task
+
+    higher_is_better: ClassVar[bool] = False
+
+    @classmethod
+    def for_task(cls, task: Task) -> Self:
+        return cls(task)
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        losses = self.task.losses(outputs, targets)
+        return torch.stack([losses.double().sum(), self.task.total(targets).double()])
+
+    def value(self, total: Tensor) -> float:
+        return _ratio(total[0], total[1])
+
+
+def _are_columns(outputs: Tensor, targets: Tensor) -> bool:
+    """Return True if there is a target for each output, and not one class for all outputs of a position."""
+    return targets.dim() == outputs.dim() or outputs.shape[1] == 1
+
+
+def _columns(values: Tensor) -> Tensor:
+    """Return (sample, column, …) as (position, column). Values of shape (sample,) are one column."""
+    if values.dim() == 1:
+        return values.unsqueeze(1)
+    return values.movedim(1, -1).reshape(-1, values.shape[1])
+
+
+def _ratio(part: Tensor, whole: Tensor) -> float:
+    """Divide as Python does, so that ratios of counts are the same on every device. NaN stands for 0 / 0."""
+    count = whole.item()
+    return part.item() / count if count else math.nan
+
+
+# --- collected --------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OfScores(CollectedMetric):
+    """Mean over labels (or classes, each against all others) of a figure of ranked scores.
+
+    Labels for which the figure is not defined are left out.
+    """
+
+    ignore: int = -100  # Class targets of this value do not count
+
+    kinds: ClassVar[tuple[Kind, ...]] = ("classes", "labels")
+
+    @classmethod
+    def for_task(cls, task: Task) -> Self:
+        return cls(ignore=task.ignored)
+
+    def value(self, outputs: Tensor, targets: Tensor) -> float:
+        scores, true = self._scores(outputs.detach().cpu(), targets.cpu())
+        pairs = zip(scores.unbind(1), true.unbind(1), strict=True)
+        figures = [figure for own, yes in pairs if not math.isnan(figure := self._of_label(*_by_score(own, yes)))]
+        return sum(figures) / len(figures) if figures else math.nan
+
+    def _scores(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Return scores and truth as (position, label). Classes are scored by their probability."""
+        if _are_columns(outputs, targets):
+            return _columns(outputs), _columns(targets > 0.5)
+
+        counted = targets.flatten() != self.ignore
+        probabilities = _columns(outputs.double().softmax(1))
+        true = F.one_hot(targets.flatten()[counted], outputs.shape[1]).bool()
+        return probabilities[counted], true
+
+    @abstractmethod
+    def _of_label(self, positives: Tensor, negatives: Tensor) -> float:
+        """Return the figure of one label, from the samples at each distinct score, the highest first."""
+
+
+@dataclass(frozen=True)
+class AveragePrecision(_OfScores):
+    """Precision at each distinct score, weighted by the recall gained there: Σ (R_n − R_{n−1}) P_n."""
+
+    def _of_label(self, positives: Tensor, negatives: Tensor) -> float:
+        if not float(positives.sum()):
+            return math.nan
+        precision = positives.cumsum(0) / (positives + negatives).cumsum(0)
+        return float((positives * precision).sum() / positives.sum())
+
+
+@dataclass(frozen=True)
+class AUROC(_OfScores):
+    """Probability that a random positive sample is scored above a random negative one, ties counting one half."""
+
+    def _of_label(self, positives: Tensor, negatives: Tensor) -> float:
+        pairs = float(positives.sum() * negatives.sum())
+        if not pairs:
+            return math.nan
+        below = negatives.sum() - negatives.cumsum(0)
+        return float((positives * (below + negatives / 2)).sum()) / pairs
+
+
+def _by_score(scores: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
+    """Count positive and negative samples at each distinct score, the highest score first (float64)."""
+    values, place = torch.unique(scores, return_inverse=True)
+    counts = torch.zeros(2, len(values), dtype=torch.float64)
+    for row, chosen in enumerate((true, ~true)):
+        counts[row] = torch.bincount(place[chosen], minlength=len(values)).double()
+    positives, negatives = counts.flip(1)
+    return positives, negatives
+
+
+# --- by name ----------------------------------------------------------------------------------------------------
+
+METRICS: dict[str, type[Metric]] = {
+    "accuracy": Accuracy,
+    "top5": TopK,
+    "loss": Loss,
+    "perplexity": Perplexity,
+    "f1": F1,
+    "micro_f1": MicroF1,
+    "label_accuracy": LabelAccuracy,
+    "average_precision": AveragePrecision,
+    "auroc": AUROC,
+    "rmse": RMSE,
+    "mae": MAE,
+    "r2": R2,
+}
+
+
+def find_metric(name: str, task: Task) -> Metric:
+    """Return the metric of a name for a task: an entry of `METRICS`, `top` and a number, or `file.py:Metric`.
+
+    Raises:
+        ConfigError: The name is unknown, does not stand for a metric, or the metric cannot read the task's targets.
+    """
+    if re.fullmatch(r"top[1-9]\d*", name):
+        metric: Any = TopK(ignore=task.ignored, k=int(name.removeprefix("top")))
+    else:
+        metric = _made(find(METRICS, name, "metric"), name, task)
+    if task.kind is not None and task.kind not in metric.kinds:
+        fitting = [known for known, kind in METRICS.items() if task.kind in kind.kinds]
+        raise ConfigError(
+            f"the metric {name!r} was asked for with {type(task).__name__}; it reads {' or '.join(metric.kinds)}, and "
+            f"this task has {task.kind} as targets. Metrics for these: {', '.join(fitting)}."
+        )
+    assert isinstance(metric, Metric)
+    return metric
+
+
+def _made(factory: Any, name: str, task: Task) -> Metric:
+    """Call a metric's class, or the user's own function."""
+    is_metric = isinstance(factory, type) and issubclass(factory, Metric)
+    try:
+        made = factory.for_task(task) if is_metric else factory()
+    except Exception as error:
+        if not is_file(name):
+            raise
+        raise ConfigError(f"the metric {name} was called and failed: {said(error)}") from error
+    if not isinstance(made, (SumMetric, CollectedMetric)):
+        raise ConfigError(
+            f"the metric {name} was asked for; it is a {type(made).__name__}. A subclass of "
+            "fedquilt.tasks.SumMetric or CollectedMetric fits."
+        )
+    return made

@@ -1,0 +1,29 @@
+"""The next token at each position of a sequence."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import ClassVar
+
+from torch import Tensor
+
+from fedquilt.tasks.classification import Classification
+
+
+@dataclass(frozen=True)
+class NextToken(Classification):
+    """The next token at each position of a sequence. Targets have shape (sample, length).
+
+    The loss is the mean cross-entropy over all tokens that count, so that long texts count more than short ones.
+    """
+
+    usual_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss", "perplexity")
+
+    def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
+        if targets.dim() != 2:
+            return (
+                f"targets have shape {tuple(targets.shape[1:])} a sample; one token for each position, (length,), "
+                "would fit"
+            )
+        return super().unfit(targets, output_shape)
