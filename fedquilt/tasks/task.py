@@ -246,6 +246,6 @@ def columns_unfit(targets: Tensor, output_shape: Sequence[int]) -> str:
     """Return why targets are not one for each output: (sample, k, …) for k outputs, or (sample,) for one output."""
     wanted = tuple(output_shape[1:])
     found = tuple(targets.shape[1:])
-    if found == wanted or (not found and math.prod(wanted) == 1):
+    if found == wanted or (not found and wanted == (1,)):
         return ""
     return f"the output of a sample has shape {wanted} and asks for as many targets; they have shape {found}"
