@@ -44,6 +44,7 @@ from fedquilt.round.clients import Devices
 from fedquilt.round.link import CODECS, LOSSES, USUAL_CODEC, BaseCodec, Link, Loss
 from fedquilt.round.training.objectives import OBJECTIVES, Wrapping
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
+from fedquilt.tasks import Task
 from fedquilt.tracking import TRACKERS, Tracking
 
 Settings = dict[str, Any]
@@ -77,7 +78,7 @@ class Model(Choice):
 
     what: ClassVar[str] = "model"
     offers: ClassVar[frozenset[str]] = frozenset(
-        {"num_classes", "in_features", "in_channels", "image_size", "max_length"}
+        {"num_classes", "num_outputs", "in_features", "in_channels", "image_size", "max_length"}
     )
 
     def __post_init__(self) -> None:
@@ -151,13 +152,23 @@ class Source(Choice):
         return found.deal(num_clients or (None if own else CLIENTS), partition, seed), partition
 
 
-def offered(data: Pool) -> dict[str, int]:
-    """What a model can know of the data it is for."""
+def offered(data: Pool, task: Task | None = None) -> dict[str, int]:
+    """Return the options of a model that the data settles.
+
+    The number of outputs has two names, `num_outputs` and `num_classes`, because a model does not
+    have to know what its outputs mean. A factory takes whichever name it has.
+
+    Args:
+        data: Samples that the model is for.
+        task: Task that was asked for. None: what the data says of its targets.
+    """
+    outputs = task.num_outputs(data.targets, data.num_classes) if task else data.num_outputs
+    names = {"num_classes": outputs, "num_outputs": outputs}
     shape = data.example.shape[1:]
     if not data.example.is_floating_point():  # tokens: (length,)
-        return {"num_classes": data.num_classes, "max_length": shape[0]} if shape else {"num_classes": data.num_classes}
+        return {**names, "max_length": shape[0]} if shape else names
     images = {"in_channels": shape[0], "image_size": shape[-1]} if len(shape) > 1 else {}
-    return {"num_classes": data.num_classes, "in_features": math.prod(shape), **images}
+    return {**names, "in_features": math.prod(shape), **images}
 
 
 def load_weights(module: nn.Module, file: str) -> None:

@@ -15,7 +15,7 @@ from fedquilt.data.partition import (
 )
 from fedquilt.data.parts import Parts
 from fedquilt.data.pictures import images
-from fedquilt.data.sources import DATA, digits, npz, source
+from fedquilt.data.sources import DATA, diabetes, digits, digits_labels, npz, source
 from fedquilt.data.words import text
 
 __all__ = [
@@ -33,7 +33,9 @@ __all__ = [
     "Pool",
     "Quantity",
     "Scale",
+    "diabetes",
     "digits",
+    "digits_labels",
     "hub",
     "images",
     "npz",

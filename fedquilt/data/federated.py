@@ -87,7 +87,7 @@ class Pool:
     """Training and test samples that nobody has been dealt yet, and what is known of each."""
 
     inputs: Tensor  # bytes (images), real numbers, or int64 (tokens)
-    targets: Tensor
+    targets: Tensor  # (sample, …) Classes (int64), labels that a sample has or not (bool), or real numbers
     test_inputs: Tensor
     test_targets: Tensor
     clients: Tensor | None = None  # whose each sample is, where the data has users of its own
@@ -96,7 +96,7 @@ class Pool:
     test_domains: Tensor | None = None
     public: Tensor | None = None  # samples everyone has, without targets
     name: str = "data"
-    num_classes: int = 0
+    num_classes: int = 0  # 0: targets are not classes
     class_names: tuple[str, ...] = ()  # of a text, its words
     domain_names: tuple[str, ...] = ()
     scale: Scale | None = None
@@ -119,7 +119,8 @@ class Pool:
     ) -> Pool:
         """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), the rest goes along with them.
 
-        Clients and domains are numbers from 0 on, or names.
+        Clients and domains are numbers from 0 on, or names. Whole numbers as targets are classes. Real numbers are
+        targets of a regression. A row of True and False for each sample says which labels it has (multi-label).
         Without `test` a fifth is held out: of every client where there are clients, else of every domain, else of all.
         """
         x, y = _pair(train, name, "training")
@@ -142,9 +143,9 @@ class Pool:
             )
         if x.dtype != tx.dtype:
             raise DataError(f"{name}: training inputs are {x.dtype} and test inputs {tx.dtype}; they must be alike.")
-        top = int(max(y.max(), ty.max()))
-        if 0 < num_classes <= top:
-            raise DataError(f"{name}: there is a target {top}; {num_classes} classes were announced.")
+        if y.dtype != ty.dtype:
+            raise DataError(f"{name}: training targets are {y.dtype} and test targets {ty.dtype}; they must be alike.")
+        num_classes = _num_classes(name, y, ty, num_classes)
         return Pool(
             x,
             y,
@@ -156,11 +157,22 @@ class Pool:
             test_home,
             None if public is None else _inputs(public, name),
             name,
-            num_classes or top + 1,
+            num_classes,
             class_names,
             domain_names or places,
             scale or (Scale.of(x, "none") if x.dtype == torch.uint8 else None),
         )
+
+    @property
+    def has_classes(self) -> bool:
+        """Return True if targets are classes, so that samples can be dealt, counted and masked by class."""
+        return self.num_classes > 0
+
+    @property
+    def num_outputs(self) -> int:
+        """Return how many numbers a model puts out for each sample (or position): classes, or columns of targets."""
+        columns = 1 if self.targets.dim() == 1 else self.targets.shape[1]
+        return self.num_classes or columns
 
     @property
     def usual(self) -> Partition:
@@ -216,13 +228,21 @@ class Pool:
     def _told(self) -> str:
         """What there is, in a line: a repr with every number of every sample would help nobody."""
         sizes = f"{len(self.targets):,} training and {len(self.test_targets):,} test samples"
-        parts = [f"{sizes} of {tuple(self.inputs.shape[1:])}", f"{self.num_classes} classes"]
+        parts = [f"{sizes} of {tuple(self.inputs.shape[1:])}", self._targets_told()]
         known = [one for one in (self.domains, self.test_domains) if one is not None]
         if names := ", ".join(self.domain_names):
             parts.append(f"domains {names}")
         elif known:
             parts.append(f"{max(int(one.max()) for one in known) + 1} domains")
         return f"{self.name}: {', '.join(parts)}"
+
+    def _targets_told(self) -> str:
+        if self.has_classes:
+            return f"{self.num_classes} classes"
+        if self.targets.dtype == torch.bool:
+            return f"{self.num_outputs} labels"
+        columns = tuple(self.targets.shape[1:])
+        return f"real targets of {columns}" if columns else "a real target each"
 
     # --- what models see -----------------------------------------------------------------------------------------
 
@@ -243,17 +263,17 @@ class Pool:
         return stored if self.scale is None else self.scale(stored)
 
     def to(self, device: torch.device, dtype: torch.dtype) -> Self:
-        """On another device; samples that are real numbers take the dtype, bytes and tokens stay what they are."""
+        """Move samples to a device. Real numbers take the dtype; bytes, tokens and classes stay what they are."""
 
-        def moved(inputs: Tensor) -> Tensor:
-            return inputs.to(device, dtype if inputs.is_floating_point() else inputs.dtype)
+        def moved(values: Tensor) -> Tensor:
+            return values.to(device, dtype if values.is_floating_point() else values.dtype)
 
         return replace(
             self,
             inputs=moved(self.inputs),
-            targets=self.targets.to(device),
+            targets=moved(self.targets),
             test_inputs=moved(self.test_inputs),
-            test_targets=self.test_targets.to(device),
+            test_targets=moved(self.test_targets),
             public=None if self.public is None else moved(self.public),
             scale=None if self.scale is None else self.scale.to(device, dtype),
         )
@@ -303,7 +323,16 @@ class FederatedData(Pool):
         return replace(self, parts=self.parts.first(count), test_parts=tests)
 
     def held(self, client: int, num_classes: int) -> Tensor:
-        """(class,) True where the client has samples of the class."""
+        """Return (class,) True where the client has samples of the class.
+
+        Raises:
+            DataError: Targets are not classes.
+        """
+        if not self.has_classes:
+            raise DataError(
+                f"{self.name} was asked which classes client {client} holds; it has {self._targets_told()}. Masked "
+                "losses and class rows need one class for each target, as whole numbers."
+            )
         targets = self.targets[self.parts[client].to(self.targets.device)]
         mask = torch.zeros(num_classes, dtype=torch.bool, device=targets.device)
         return mask.index_fill_(0, targets[targets >= 0].flatten(), True)
@@ -325,7 +354,7 @@ def _pair(given: tuple[Array, Array], name: str, what: str) -> tuple[Tensor, Ten
         raise DataError(
             f"{name}: the {what} set is a {type(given).__name__}; (inputs, targets) belong there, and of each {_ONE}."
         )
-    return _inputs(given[0], name), _numbers(given[1], f"{name}: the {what} targets")
+    return _inputs(given[0], name), _targets(given[1], f"{name}: the {what} targets")
 
 
 def _inputs(given: Array, name: str) -> Tensor:
@@ -343,7 +372,38 @@ def _inputs(given: Array, name: str) -> Tensor:
     return inputs.long() if whole else inputs
 
 
-def _numbers(given: Array, what: str, fit: str = "classes are whole numbers (int64)") -> Tensor:
+def _targets(given: Array, what: str) -> Tensor:
+    """Return classes as int64, rows of labels as bool, and real numbers as float32 or float64."""
+    given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
+    if given.dtype.kind == "f":
+        kept = given if given.dtype == np.float64 else given.astype(np.float32)
+        real = torch.as_tensor(kept)
+        if wrong := int((~real.isfinite()).sum()):
+            raise DataError(
+                f"{what}: {wrong} of {real.numel()} are not finite; leave out these samples, or fill them in."
+            )
+        return real
+    if given.dtype.kind == "b" and given.ndim == 2:
+        return torch.as_tensor(given)
+    return _numbers(given, what, "classes are whole numbers (int64), and targets of a regression real numbers")
+
+
+def _num_classes(name: str, targets: Tensor, test_targets: Tensor, announced: int) -> int:
+    """Return the number of classes: as announced, or one more than the largest target. 0: targets are not classes."""
+    if targets.is_floating_point() or targets.dtype == torch.bool:
+        if announced:
+            raise DataError(
+                f"{name}: {announced} classes were announced; targets are {targets.dtype}. Give classes as whole "
+                "numbers from 0 on."
+            )
+        return 0
+    top = int(max(targets.max(), test_targets.max()))
+    if 0 < announced <= top:
+        raise DataError(f"{name}: there is a target {top}; {announced} classes were announced.")
+    return announced or top + 1
+
+
+def _numbers(given: Array, what: str, fit: str) -> Tensor:
     given = given.numpy(force=True) if isinstance(given, Tensor) else np.asarray(given)
     if given.dtype.kind not in "bui":
         raise DataError(f"{what} are {given.dtype}; {fit}.")
@@ -385,7 +445,8 @@ def _check(name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[st
         )
     if not len(inputs):
         raise DataError(f"{name}: the {what} set is empty; it needs at least one sample.")
-    if int(low := targets.min()) < 0 and bool((targets[targets < 0] != IGNORED).any()):
+    whole = targets.dtype == torch.int64
+    if whole and int(low := targets.min()) < 0 and bool((targets[targets < 0] != IGNORED).any()):
         raise DataError(f"{name}: a {what} target is {int(low)}; classes count from 0, and {IGNORED} is for padding.")
     for noun, codes in along.items():
         if codes is not None and (codes.dim() != 1 or len(codes) != len(inputs)):

@@ -48,7 +48,8 @@ def hub(
 
     `config`, `train` and `test` name its configuration and splits; without a test split a fifth is held out. `inputs`,
     `targets`, `clients` and `domains` name columns. Left open, inputs are the column of images, else the text, else all
-    columns of numbers; targets the column of class labels. Text without targets is next-word prediction.
+    columns of numbers; targets the column of class labels. Text without targets is next-word prediction. A column of
+    real numbers that is named as `targets` is for regression.
     """
     sets = _load(path, config, files, test_files, folder)
     if train not in sets:
@@ -193,7 +194,7 @@ def deal_by_flower(
     }
     kind = known(kinds, partitioner, "partitioner of flwr-datasets")
     columns = {
-        "label": pool.targets if pool.targets.dim() == 1 else None,
+        "label": pool.targets if pool.has_classes and pool.targets.dim() == 1 else None,
         "client": pool.clients,
         "domain": pool.domains,
     }

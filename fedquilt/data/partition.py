@@ -63,11 +63,13 @@ class Partition(ABC):
         return num_clients
 
     def _labels(self, pool: Pool) -> tuple[Tensor, Tensor]:
-        """One class a sample, for those who deal by class."""
-        if pool.targets.dim() > 1:
+        """Return the class of each sample, for partitions by class."""
+        if not pool.has_classes or pool.targets.dim() > 1:
+            kind = str(pool.targets.dtype).removeprefix("torch.")
             raise DataError(
                 f"{type(self).__name__} deals by class; a target of {pool.name} has shape "
-                f"{tuple(pool.targets.shape[1:])}. Iid, Quantity, Natural and Domains do without classes."
+                f"{tuple(pool.targets.shape[1:])} and is {kind}. It needs one class for each sample, as a whole "
+                "number. Iid, Quantity, Natural and Domains do without classes."
             )
         return pool.targets, pool.test_targets
 
@@ -264,7 +266,7 @@ class Flwr(Partition):
         from fedquilt.data.huggingface import deal_by_flower
 
         parts = deal_by_flower(self.partitioner, self.options, pool, num_clients, seed)
-        if pool.targets.dim() > 1:
+        if not pool.has_classes or pool.targets.dim() > 1:
             return parts, None
         return parts, _alike(parts, pool.targets, pool.test_targets, seed)
 

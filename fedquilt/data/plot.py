@@ -109,6 +109,11 @@ def _stack(axes: Axes, held: Tensor, names: list[str]) -> None:
 
 def _codes(data: FederatedData, by: By) -> tuple[Tensor, int]:
     if by == "class":
+        if not data.has_classes:
+            raise DataError(
+                f"{data.name} was asked for by class; its targets are not classes ({data.targets.dtype}). Data with "
+                "domains can be drawn by domain."
+            )
         return data.targets.cpu(), data.num_classes
     if data.domains is None:
         raise DataError(f"{data.name} does not say where its samples come from; it can be drawn by class.")

@@ -90,6 +90,28 @@ class Family:
             )
         return self.layout.axes["class"].size
 
+    @property
+    def num_outputs(self) -> int:
+        """Return the size of the output's class dimension. It may be 1, and needs no axis of its own."""
+        return self.layout.axes["class"].size if "class" in self.layout.axes else self.output_shape[1]
+
+    @cached_property
+    def output_shape(self) -> tuple[int, ...]:
+        """Return the shape of the whole model's output for the example: (sample, class, …).
+
+        Raises:
+            TraceError: The output has one dimension, so that it has no place for classes.
+        """
+        state = {name: plain(value) for name, value in _state(self._module, tuple(self.layout.dims)).items()}
+        with torch.no_grad():
+            outputs, _ = self.net(self.whole)(state, plain(self.example_inputs[0].detach()), Pass(statistics="stored"))
+        if outputs.dim() < 2:
+            raise TraceError(
+                f"{type(self._module).__name__} has an output of shape {tuple(outputs.shape)}; (sample, outputs) is "
+                "needed, also where there is one output for each sample. Leave out the squeeze behind the last layer."
+            )
+        return tuple(outputs.movedim(self.layout.class_dim, 1).shape)
+
     @cached_property
     def trainable(self) -> tuple[str, ...]:
         """Names of the weights that training moves."""

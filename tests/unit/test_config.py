@@ -36,6 +36,7 @@ from fedquilt.round import Evaluation
 from fedquilt.round.clients import Devices
 from fedquilt.round.training.optimizers import SGD, Adam
 from fedquilt.settings import read
+from fedquilt.tasks import MultiLabel
 from tests.conftest import assert_same
 
 OWN = """
@@ -416,12 +417,36 @@ def test_a_device_this_machine_has_not_is_refused(own: Path, device: str) -> Non
 
 def test_models_are_offered_what_the_data_is(own: Path) -> None:
     images = Pool.of((torch.zeros(4, 3, 16, 16), torch.arange(4)), (torch.zeros(1, 3, 16, 16), torch.tensor([6])))
-    assert offered(images) == {"num_classes": 7, "in_features": 768, "in_channels": 3, "image_size": 16}
+    assert offered(images) == {
+        "num_classes": 7,
+        "num_outputs": 7,
+        "in_features": 768,
+        "in_channels": 3,
+        "image_size": 16,
+    }
     rows = Pool.of((torch.zeros(4, 5), torch.arange(4)), (torch.zeros(1, 5), torch.tensor([0])))
-    assert offered(rows) == {"num_classes": 4, "in_features": 5}
+    assert offered(rows) == {"num_classes": 4, "num_outputs": 4, "in_features": 5}
     tokens = torch.zeros(4, 9, dtype=torch.int64)
     text = Pool.of((tokens, tokens), (tokens, tokens), num_classes=50)
-    assert offered(text) == {"num_classes": 50, "max_length": 9}
+    assert offered(text) == {"num_classes": 50, "num_outputs": 50, "max_length": 9}
+    numbers = Pool.of((torch.zeros(4, 5), torch.zeros(4)), (torch.zeros(1, 5), torch.zeros(1)))
+    assert offered(numbers) == {"num_classes": 1, "num_outputs": 1, "in_features": 5}
+    yes_or_no = torch.tensor([[0, 1, 1]] * 4)  # whole numbers are classes, unless a task says that they are labels
+    labels = Pool.of((torch.zeros(4, 5), yes_or_no), (torch.zeros(4, 5), yes_or_no))
+    assert offered(labels)["num_outputs"] == 2
+    assert offered(labels, MultiLabel())["num_outputs"] == 3
+
+
+@pytest.mark.parametrize("name", ["num_classes", "num_outputs"])
+def test_a_factory_gets_the_number_of_outputs_by_the_name_it_has(tmp_path: Path, name: str) -> None:
+    file = tmp_path / "mine.py"
+    text = f"from torch import nn\ndef net({name}: int, in_features: int):\n    return nn.Linear(in_features, {name})"
+    file.write_text(text)
+    y = torch.zeros(4, 3)
+    family = Model(f"{file}:net").trace(Pool.of((torch.zeros(4, 5), y), (torch.zeros(4, 5), y)))
+    assert family.layout.sizes["class"] == 3
+    assert Model("mlp").trace(fq.data.diabetes()).num_outputs == 1
+    assert Model("tiny_resnet").trace(fq.data.digits_labels()).num_classes == 3
 
 
 @pytest.mark.parametrize(

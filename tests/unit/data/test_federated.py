@@ -97,6 +97,35 @@ def test_data_is_told_in_a_line():
     assert "3 classes, domains a, b, c)" in repr(Pool.of((X, Y), (X, Y), **homes, domain_names=("a", "b", "c")))
 
 
+def test_real_numbers_and_labels_are_targets_too():
+    numbers = np.arange(12, dtype=np.float16).reshape(6, 2) - 3
+    real = Pool.of((X, numbers), (X, numbers), name="real")
+    assert real.targets.dtype == torch.float32
+    assert (real.has_classes, real.num_classes, real.num_outputs) == (False, 0, 2)
+    assert repr(real) == "Pool(real: 6 training and 6 test samples of (4,), real targets of (2,))"
+    assert real.to(CPU, torch.float64).test_targets.dtype == torch.float64
+    one = Pool.of((X, numbers[:, 0]), (X, numbers[:, 0]))
+    assert (one.num_outputs, one.deal(2).flaw(0)) == (1, "")
+    assert "a real target each" in repr(one)
+
+    labels = Pool.of((X, numbers > 0), (X, numbers > 0), public=X)
+    assert (labels.targets.dtype, labels.num_classes, labels.num_outputs) == (torch.bool, 0, 2)
+    assert "2 labels" in repr(labels)
+    assert labels.to(CPU, torch.float64).targets.dtype == torch.bool
+    assert labels.deal(2).flaw(1) == ""
+    classes = Pool.of((X, Y > 0), (X, Y > 0))  # one of two classes each, not a row of labels
+    assert (classes.num_classes, classes.targets.dtype) == (2, torch.int64)
+    assert Pool.of((X, Y), (X, Y)).num_outputs == 3
+
+
+def test_what_has_no_classes_is_not_asked_for_them():
+    real = Pool.of((X, Y / 2), (X, Y / 2), name="real").deal(2)
+    with pytest.raises(DataError, match=r"which classes client 1 holds; it has a real target each.*need one class"):
+        real.held(1, 3)
+    with pytest.raises(DataError, match=r"3 classes were announced; targets are torch\.float32"):
+        Pool.of((X, Y / 2), (X, Y / 2), num_classes=3)
+
+
 def test_held_classes_ignore_padding():
     data = of((X, torch.tensor([0, 2, -100, 1, 1, 1])))
     assert data.held(0, 3).tolist() == [True, False, True]
@@ -150,8 +179,10 @@ def test_ids_may_be_of_any_whole_kind():
         ({"train": TensorDataset(X, Y)}, r"the training set is a TensorDataset; \(inputs, targets\) belong there"),
         ({"test": {"x": X, "y": Y}}, r"the test set is a dict; \(inputs, targets\) belong there"),
         ({"train": (1.0, 0)}, "the training set has a single number for inputs or targets; one array or tensor"),
-        ({"train": (X, Y.double())}, "training targets are float64; classes are whole numbers"),
-        ({"test": (X, Y.float())}, "test targets are float32"),
+        ({"train": (X, Y.double())}, r"training targets are torch\.float64 and test targets torch\.int64; they must"),
+        ({"test": (X, Y.float())}, r"training targets are torch\.int64 and test targets torch\.float32"),
+        ({"train": (X, np.array(["a"] * 6))}, "training targets are <U1; classes are whole numbers .* real numbers"),
+        ({"train": (X, Y / 0)}, "training targets: 6 of 6 are not finite; leave out these samples"),
         ({"train": (np.array([["a"] * 4] * 6), Y)}, "inputs are <U1; bytes, real numbers or whole numbers fit"),
         ({"test": (torch.zeros(6, 5), Y)}, r"training samples have shape \(4,\).* and test samples \(5,\)"),
         ({"test": (X.to(torch.uint8), Y)}, r"training inputs are torch\.float32 and test inputs torch\.uint8"),

@@ -175,9 +175,21 @@ def test_impossible_labels_are_refused():
 def test_sequences_have_no_class_to_be_dealt_by(way):
     tokens = torch.zeros(9, 5, dtype=torch.int64)
     pool = Pool.of((tokens, tokens), (tokens, tokens))
-    with pytest.raises(DataError, match=r"deals by class; a target of data has shape \(5,\)\. Iid, Quantity"):
+    with pytest.raises(DataError, match=r"deals by class; a target of data has shape \(5,\) .* Iid, Quantity"):
         pool.deal(2, way)
     assert pool.deal(2, Quantity()).num_clients == pool.deal(2).num_clients == 2
+
+
+@pytest.mark.parametrize("way", [Labels(), Dirichlet()], ids=repr)
+@pytest.mark.parametrize("targets", [torch.linspace(0, 1, 9), torch.eye(9) > 0], ids=["real", "labels"])
+def test_only_classes_are_dealt_by(way, targets):
+    rows = torch.arange(9)
+    x = rows[:, None].float()
+    pool = Pool.of((x, targets), (x, targets), clients=rows % 3, test_clients=rows % 3, domains=rows % 2)
+    with pytest.raises(DataError, match=r"It needs one class for each sample, as a whole number\. Iid, Quantity"):
+        pool.deal(2, way)
+    for other in (Iid(), Quantity(), Natural(), Domains()):
+        assert pool.deal(2, other).num_clients == 2
 
 
 # --- Dirichlet --------------------------------------------------------------------------------------------------

@@ -72,3 +72,11 @@ def test_what_cannot_be_drawn_is_refused(tmp_path):
     (tmp_path / "file").touch()
     with pytest.raises(ConfigError, match="cannot be written"):
         figure(small(), tmp_path / "file" / "a.png")
+
+
+def test_real_numbers_are_not_drawn_by_class():
+    x, y = torch.zeros(4, 1), torch.linspace(0, 1, 4)
+    data = Pool.of((x, y), (x, y), domains=torch.tensor([0, 0, 1, 1])).dealt([[0, 1], [2, 3]])
+    with pytest.raises(DataError, match="asked for by class; its targets are not classes"):
+        blocks(data)
+    assert counts(data, "domain").tolist() == [[2, 0], [0, 2]]

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 
-from fedquilt.data import DATA, Domains, Labels, Natural, digits, npz, source
+from fedquilt.data import DATA, Domains, Labels, Natural, diabetes, digits, digits_labels, npz, source
 from fedquilt.errors import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
@@ -41,6 +41,52 @@ def test_a_fifth_of_the_digits_may_be_public():
     assert pool.public.shape == (288, 1, 8, 8)
     assert len(pool.targets) == 1438 - 288
     assert digits().public is None
+
+
+def test_digits_have_labels():
+    pool, plain = digits_labels(), digits()
+    assert DATA["digits-labels"] is source("digits-labels") is digits_labels
+    assert pool.class_names == ("even", "prime", "at least 5")
+    assert (pool.num_classes, pool.num_outputs, pool.targets.dtype) == (0, 3, torch.bool)
+    assert torch.equal(pool.inputs, plain.inputs)
+    rows = [pool.targets[plain.targets == digit].unique(dim=0).tolist() for digit in range(10)]
+    assert rows == [
+        [[even, prime, large]]
+        for even, prime, large in [
+            (True, False, False),
+            (False, False, False),
+            (True, True, False),
+            (False, True, False),
+            (True, False, False),
+            (False, True, True),
+            (True, False, True),
+            (False, True, True),
+            (True, False, True),
+            (False, False, True),
+        ]
+    ]
+    assert digits_labels(public=0.2).public.shape == (288, 1, 8, 8)
+
+
+def test_diabetes_is_a_regression_in_units_of_the_training_set():
+    pool = diabetes()
+    assert DATA["diabetes"] is source("diabetes") is diabetes
+    assert (len(pool.targets), len(pool.test_targets)) == (354, 88)
+    assert (pool.inputs.shape[1:], pool.inputs.dtype, pool.targets.dtype) == ((10,), torch.float32, torch.float32)
+    assert (pool.num_classes, pool.num_outputs) == (0, 1)
+    for values in (pool.inputs, pool.targets[:, None]):
+        torch.testing.assert_close(values.mean(0), torch.zeros(values.shape[1]), rtol=0, atol=1e-6)
+        torch.testing.assert_close(values.std(0, correction=0), torch.ones(values.shape[1]))
+    assert 0.7 < float(pool.test_targets.std()) < 1.3
+    assert diabetes(public=0.5).public.shape == (177, 10)
+    with pytest.raises(DataError, match=r"Labels deals by class; a target of diabetes has shape \(\) and is float32"):
+        pool.deal(4, Labels(2))
+
+
+def test_real_targets_and_rows_of_labels_in_a_file(tmp_path):
+    x, y = np.zeros((10, 2), np.float32), np.linspace(0, 1, 10)
+    assert npz(save(tmp_path / "real.npz", x_train=x, y_train=y)).targets.dtype == torch.float64
+    assert npz(save(tmp_path / "labels.npz", x_train=x, y_train=np.ones((10, 3), bool))).num_outputs == 3
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------
@@ -135,7 +181,7 @@ def test_public_arrays_in_the_file_are_handed_over(tmp_path):
             {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "x_test": np.zeros((1, 2))},
             "one of x_test and y_t",
         ),
-        ({"x_train": np.zeros((9, 2)), "y_train": np.zeros(9)}, "training targets are float64"),
+        ({"x_train": np.zeros((9, 2)), "y_train": np.full(9, np.nan)}, "training targets: 9 of 9 are not finite"),
         (
             {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "client_test": np.zeros(9)},
             "client_test but no cl",

@@ -575,3 +575,22 @@ def test_what_a_net_counts_for_itself_is_lost_and_said_so(make_data, caplog):
 def test_nets_that_draw_or_track_forget(residual, language):
     for family in (residual, language):  # batch norm, dropout
         family.check_forgets()
+
+
+@pytest.mark.parametrize(
+    ("model", "example", "shape"),
+    [
+        (nn.Linear(4, 3), torch.zeros(2, 4), (2, 3)),
+        (nn.Linear(4, 1), torch.zeros(2, 4), (2, 1)),  # one output is no axis, because it cannot be cut
+        (nn.Embedding(7, 5), torch.zeros(2, 6, dtype=torch.int64), (2, 5, 6)),  # classes come last, and are moved
+    ],
+)
+def test_the_shape_of_the_output_has_classes_in_dimension_1(model, example, shape):
+    family = fq.trace(model, example)
+    assert (family.output_shape, family.num_outputs) == (shape, shape[1])
+
+
+def test_an_output_without_a_dimension_for_classes_has_no_shape():
+    family = fq.trace(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.zeros(2, 4))
+    with pytest.raises(TraceError, match=r"an output of shape \(2,\); \(sample, outputs\) is needed"):
+        _ = family.output_shape
