@@ -19,17 +19,19 @@ T = TypeVar("T")
 
 
 def check_task(task: Task, outputs: Tensor, targets: Tensor, name: str = "data") -> None:
-    """Run the loss and all metrics on a few samples, and raise an error if one does not return what it should.
+    """Run the loss and all metrics on a few samples, and refuse what they should not return.
 
     Args:
         task: Task to try.
-        outputs: (sample, class, …) Outputs of a model for at least two samples, classes in dimension 1.
+        outputs: (sample, class, …) Outputs of a model for at least two samples, classes in
+            dimension 1.
         targets: (sample, …) Their targets.
         name: Name of the data set for messages.
 
     Raises:
         DataError: The targets do not fit the outputs.
-        ConfigError: The loss or a metric fails, or returns the wrong shape or type, alone or under vmap.
+        ConfigError: The loss or a metric fails, or returns the wrong shape or type, alone or under
+            vmap.
     """
     outputs = outputs.detach()
     task.check(targets, outputs.shape, name)
@@ -49,8 +51,10 @@ def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
     _check_tensor(task, "counted", counted)
     if losses.shape != counted.shape or losses.shape[:1] != targets.shape[:1]:
         raise ConfigError(
-            f"{type(task).__name__}.losses returned shape {tuple(losses.shape)} and `counted` {tuple(counted.shape)} "
-            f"for {len(targets)} samples with targets of shape {tuple(targets.shape[1:])}; both must be alike and "
+            f"{type(task).__name__}.losses returned shape {tuple(losses.shape)} and `counted` "
+            f"{tuple(counted.shape)} "
+            f"for {len(targets)} samples with targets of shape {tuple(targets.shape[1:])}; both "
+            "must be alike and "
             f"begin with the sample: ({len(targets)}, …)."
         )
 
@@ -60,14 +64,21 @@ def _check_loss(task: Task, outputs: Tensor, targets: Tensor) -> None:
         _check_tensor(task, "mean_loss", loss)
         if loss.shape or not loss.is_floating_point():
             raise ConfigError(
-                f"{type(task).__name__}.mean_loss returned {loss.dtype} of shape {tuple(loss.shape)}; one real number "
+                f"{type(task).__name__}.mean_loss returned {loss.dtype} of shape "
+                f"{tuple(loss.shape)}; one real number "
                 "fits, of shape ()."
             )
-    gradient = _called(task, "mean_loss under vmap", lambda: vmap(grad(task.mean_loss))(outputs[None], targets[None]))
+    gradient = _called(
+        task,
+        "mean_loss under vmap",
+        lambda: vmap(grad(task.mean_loss))(outputs[None], targets[None]),
+    )
     if not bool(gradient.any()):
         raise ConfigError(
-            f"{type(task).__name__}.mean_loss has a gradient of 0 at all outputs of the example, so that nothing would "
-            "be learnt. It must be computed from the outputs by operations of torch that have a gradient."
+            f"{type(task).__name__}.mean_loss has a gradient of 0 at all outputs of the example, "
+            "so that nothing would "
+            "be learnt. It must be computed from the outputs by operations of torch that have a "
+            "gradient."
         )
 
 
@@ -79,18 +90,23 @@ def _check_sums(task: Task, metric: SumMetric, outputs: Tensor, targets: Tensor)
     rest = _called(task, what, lambda: metric.sums(outputs[1:], targets[1:]))
     if not whole.shape == first.shape == rest.shape:
         raise ConfigError(
-            f"{type(task).__name__}: the sums of the {what} have shape {tuple(whole.shape)} for {len(targets)} samples "
+            f"{type(task).__name__}: the sums of the {what} have shape {tuple(whole.shape)} for "
+            f"{len(targets)} samples "
             f"and {tuple(first.shape)} for one; they must not depend on the number of samples."
         )
-    if not torch.allclose((first + rest).double(), whole.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
+    summed = (first + rest).double()
+    if not torch.allclose(summed, whole.double(), rtol=1e-4, atol=1e-6, equal_nan=True):
         raise ConfigError(
-            f"{type(task).__name__}: the sums of the {what} over one batch are {whole.tolist()}, and over two parts of "
+            f"{type(task).__name__}: the sums of the {what} over one batch are {whole.tolist()}, "
+            "and over two parts of "
             f"it {(first + rest).tolist()}; they must add up. Return sums, and divide in `value`."
         )
-    mapped = _called(task, f"{what} under vmap", lambda: vmap(metric.sums)(outputs[None], targets[None]))
+    stacked = vmap(metric.sums)
+    mapped = _called(task, f"{what} under vmap", lambda: stacked(outputs[None], targets[None]))
     if mapped.shape[1:] != whole.shape:
         raise ConfigError(
-            f"{type(task).__name__}: the sums of the {what} have shape {tuple(whole.shape)}, and under vmap "
+            f"{type(task).__name__}: the sums of the {what} have shape {tuple(whole.shape)}, and "
+            "under vmap "
             f"{tuple(mapped.shape[1:])}; they must be alike."
         )
     _check_figure(task, metric.name, _called(task, what, lambda: metric.value(whole)))
@@ -110,12 +126,14 @@ def _called(task: Task, what: str, function: Callable[[], T]) -> T:
 
 def _check_tensor(task: Task, what: str, value: object) -> None:
     if not isinstance(value, Tensor):
-        raise ConfigError(f"{type(task).__name__}: {what} returned a {type(value).__name__}; a tensor fits.")
+        found = type(value).__name__
+        raise ConfigError(f"{type(task).__name__}: {what} returned a {found}; a tensor fits.")
 
 
 def _check_figure(task: Task, name: str, value: object) -> None:
     if not isinstance(value, (int, float)) or isinstance(value, bool):
         raise ConfigError(
-            f"{type(task).__name__}: the value of the metric {name!r} is a {type(value).__name__}; a float fits, such "
+            f"{type(task).__name__}: the value of the metric {name!r} is a {type(value).__name__}; "
+            "a float fits, such "
             "as tensor.item()."
         )

@@ -22,11 +22,12 @@ from fedquilt.tasks.task import Task
 class Classification(Task):
     """One class for each sample, or for each position of it (pixels). The loss is cross-entropy.
 
-    With class weights the mean divides by the weights of the targets that count, as torch does. `losses` are
-    F.cross_entropy's with reduction="none", `mean_loss` without sample weights is F.cross_entropy itself.
+    With class weights the mean divides by the weights of the targets that count, as torch does.
+    `losses` are F.cross_entropy's with reduction="none", `mean_loss` without sample weights is
+    F.cross_entropy itself.
     """
 
-    label_smoothing: float = 0.0  # Share of each target that is spread over all classes. 0 has no effect
+    label_smoothing: float = 0.0  # Share of each target that is spread over all classes. 0: none
     class_weights: tuple[float, ...] = ()  # Factor of the loss of each class. Empty: 1 for all
     ignore: int = -100  # Targets of this value do not count
 
@@ -36,7 +37,7 @@ class Classification(Task):
     def __post_init__(self) -> None:
         wrong = outside(self, label_smoothing="[0, 1)", class_weights="[0, inf)")
         if self.class_weights and not any(self.class_weights):
-            wrong["class_weights"] = f"{self.class_weights} was asked for; at least one must be above 0."
+            wrong["class_weights"] = "only zeros were asked for; at least one must be above 0."
         refuse(self, wrong)
         super().__post_init__()
 
@@ -58,15 +59,18 @@ class Classification(Task):
             return f"targets are {targets.dtype}; classes are whole numbers from 0 on (int64)"
         if tuple(targets.shape[1:]) != positions:
             return (
-                f"targets have shape {tuple(targets.shape[1:])} a sample; the output has {classes} classes for each "
+                f"targets have shape {tuple(targets.shape[1:])} a sample; the output has {classes} "
+                "classes for each "
                 f"position of {positions}, so that targets of shape {positions} would fit"
             )
         if self.class_weights and len(self.class_weights) != classes:
-            return f"there are {len(self.class_weights)} class weights; the output has {classes} classes"
+            count = len(self.class_weights)
+            return f"there are {count} class weights; the output has {classes} classes"
         outliers = targets[(targets != self.ignore) & ((targets < 0) | (targets >= classes))]
         if len(outliers):
             return (
-                f"a target is {int(outliers[0])}; the output has {classes} classes, so that 0 to {classes - 1} fit, "
+                f"a target is {int(outliers[0])}; the output has {classes} classes, so that 0 to "
+                f"{classes - 1} fit, "
                 f"and {self.ignore} for targets that do not count"
             )
         return ""
@@ -114,8 +118,9 @@ class Classification(Task):
 def _constant(values: tuple[float, ...], dtype: torch.dtype, device: torch.device) -> Tensor:
     """Return values as a tensor that is made once.
 
-    It is kept, because numbers cannot be copied to a GPU while a CUDA graph is captured. It is made outside of
-    transforms and of inference mode, so that later calls can use it in others (test_class_weights_are_made_once).
+    It is kept, because numbers cannot be copied to a GPU while a CUDA graph is captured. It is
+    made outside of transforms and of inference mode, so that later calls can use it in others
+    (test_class_weights_are_made_once).
     """
     with untransformed(), torch.inference_mode(False):
         return torch.tensor(values, dtype=dtype, device=device)

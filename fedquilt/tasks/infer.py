@@ -14,16 +14,23 @@ from fedquilt.tasks.regression import Regression
 from fedquilt.tasks.task import Task
 
 
-def infer(targets: Tensor, output_shape: Sequence[int], class_dim: int = 1, name: str = "data") -> Task:
+def infer(
+    targets: Tensor,
+    output_shape: Sequence[int],
+    class_dim: int = 1,
+    name: str = "data",
+) -> Task:
     """Return the task that fits targets and the shape of a model's output.
 
-    Whole numbers are classes where the output has one dimension more than the targets, of tokens where targets have
-    shape (sample, length). Whole numbers that are all 0 or 1, one for each output, are labels. Real numbers, one for
-    each output, are to be predicted; if they are all 0 or 1 they may be labels as well.
+    Whole numbers are classes where the output has one dimension more than the targets, of tokens
+    where targets have shape (sample, length). Whole numbers that are all 0 or 1, one for each
+    output, are labels. Real numbers, one for each output, are to be predicted; if they are all 0
+    or 1 they may be labels as well.
 
     Args:
         targets: Targets of any number of samples. All of them are looked at.
-        output_shape: Shape of the model's output, which begins with the sample. The number of samples does not matter.
+        output_shape: Shape of the model's output, which begins with the sample. The number of
+            samples does not matter.
         class_dim: Dimension of the output with the classes, labels or columns.
         name: Name of the data set for messages.
 
@@ -42,14 +49,18 @@ def infer(targets: Tensor, output_shape: Sequence[int], class_dim: int = 1, name
     if fitting:
         names = " and ".join(type(task).__name__ for task in fitting)
         raise ConfigError(
-            f"{name}: {names} both fit targets of {targets.dtype} that are all 0 or 1 and outputs of shape "
-            f"{tuple(shape[1:])}. Choose one: task=MultiLabel() or task=Regression(), --task multilabel or --task "
+            f"{name}: {names} both fit targets of {targets.dtype} that are all 0 or 1 and outputs "
+            "of shape "
+            f"{tuple(shape[1:])}. Choose one: task=MultiLabel() or task=Regression(), --task "
+            "multilabel or --task "
             "regression."
         )
     told = "\n  ".join(f"{type(task).__name__}: {why}." for task, why in reasons.items())
     raise DataError(
-        f"{name}: targets are {targets.dtype} of shape {tuple(targets.shape[1:])} a sample, and the model's output has "
-        f"shape {tuple(output_shape[1:])} a sample; no task fits both.\n  {told}\nGive other targets or another model, "
+        f"{name}: targets are {targets.dtype} of shape {tuple(targets.shape[1:])} a sample, and "
+        "the model's output has "
+        f"shape {tuple(output_shape[1:])} a sample; no task fits both.\n  {told}\nGive other "
+        "targets or another model, "
         "or a task of your own: task=…, --task file.py:Task."
     )
 
@@ -62,7 +73,8 @@ def classes_second(output_shape: Sequence[int], class_dim: int) -> tuple[int, ..
     """
     if len(output_shape) < 2:
         raise DataError(
-            f"the model's output has shape {tuple(output_shape)}; (sample, outputs) is needed, also where there is one "
+            f"the model's output has shape {tuple(output_shape)}; (sample, outputs) is needed, "
+            "also where there is one "
             "output for each sample."
         )
     shape = list(output_shape)

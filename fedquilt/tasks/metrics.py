@@ -20,7 +20,8 @@ if TYPE_CHECKING:
     from fedquilt.tasks.task import Task
 
 Average = Literal["macro", "micro"]
-Kind = Literal["classes", "labels", "numbers"]  # What targets are: one class, yes or no for each label, real numbers
+# Targets are one class each, yes or no for each label, or real numbers.
+Kind = Literal["classes", "labels", "numbers"]
 
 _EVERY_KIND: tuple[Kind, ...] = get_args(Kind)
 
@@ -34,7 +35,7 @@ class Metric:
 
     higher_is_better: ClassVar[bool] = True
     kinds: ClassVar[tuple[Kind, ...]] = _EVERY_KIND  # Kinds of targets that the metric can read
-    of_predictions: ClassVar[bool] = False  # Reads predicted classes, so that absent classes may be hidden from it
+    of_predictions: ClassVar[bool] = False  # Absent classes may be hidden from it
 
     @property
     def name(self) -> str:
@@ -43,7 +44,7 @@ class Metric:
 
     @classmethod
     def for_task(cls, task: Task) -> Self:
-        """Make the metric with the options that a task settles, such as the target that is ignored."""
+        """Make the metric with what the task settles, such as the target that is ignored."""
         return cls()
 
     def unfit(self, output_shape: tuple[int, ...]) -> str:
@@ -56,7 +57,9 @@ class SumMetric(Metric, ABC):
 
     @abstractmethod
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the sums of one batch, of a shape that does not depend on the batch. Pure: may be vmapped.
+        """Return the sums of one batch. Pure: may be vmapped.
+
+        Their shape does not depend on the number of samples.
 
         Args:
             outputs: (sample, class, …), classes, labels or columns in dimension 1.
@@ -76,10 +79,10 @@ class CollectedMetric(Metric, ABC):
 
     @abstractmethod
     def value(self, outputs: Tensor, targets: Tensor) -> float:
-        """Return the metric of all outputs (sample, class, …) and targets, NaN where it is not defined."""
+        """Return the metric of outputs (sample, class, …) and targets, NaN if it is not defined."""
 
 
-# --- sums: classes ----------------------------------------------------------------------------------------------
+# --- sums: classes --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -96,7 +99,10 @@ class _OfClasses(SumMetric):
 
 @dataclass(frozen=True)
 class Accuracy(_OfClasses):
-    """Share of the targets whose class has the largest output. Sums: right predictions, counted targets (int64)."""
+    """Share of the targets whose class has the largest output.
+
+    Sums: right predictions and targets that count (int64).
+    """
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         counted = targets != self.ignore
@@ -109,7 +115,10 @@ class Accuracy(_OfClasses):
 
 @dataclass(frozen=True)
 class TopK(_OfClasses):
-    """Share of the targets whose class is among the k largest outputs; `top5` by name. k = 1 gives `Accuracy`."""
+    """Share of the targets whose class is among the k largest outputs. k = 1 gives `Accuracy`.
+
+    Its name is `top5` for k = 5. Sums: such targets and targets that count (int64).
+    """
 
     k: int = 5
 
@@ -122,7 +131,9 @@ class TopK(_OfClasses):
 
     def unfit(self, output_shape: tuple[int, ...]) -> str:
         classes = output_shape[1]
-        return f"{self.name} was asked for; the output has {classes} classes." if self.k > classes else ""
+        if self.k <= classes:
+            return ""
+        return f"{self.name} was asked for; the output has {classes} classes."
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         counted = targets != self.ignore
@@ -153,14 +164,15 @@ class Perplexity(_OfClasses):
             return math.inf
 
 
-# --- sums: classes or labels ------------------------------------------------------------------------------------
+# --- sums: classes or labels ----------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class F1(SumMetric):
     """F1 of classes (the largest output) or of labels (outputs above 0), from counts.
 
-    `macro` is the mean over the classes that occur among targets or predictions, `micro` counts all of them together.
+    `macro` is the mean over the classes that occur among targets or predictions, `micro` counts
+    all of them together.
     Sums: true positives, false positives and false negatives of each class, (3, class), int64.
     """
 
@@ -215,7 +227,7 @@ class MicroF1(F1):
 
 @dataclass(frozen=True)
 class LabelAccuracy(SumMetric):
-    """Share of right labels, outputs above 0 meaning yes. Sums: right labels, all labels (int64)."""
+    """Share of right labels, outputs above 0 meaning yes. Sums: right and all labels (int64)."""
 
     kinds: ClassVar[tuple[Kind, ...]] = ("labels",)
 
@@ -227,7 +239,7 @@ class LabelAccuracy(SumMetric):
         return _ratio(total[0], total[1])
 
 
-# --- sums: real numbers -----------------------------------------------------------------------------------------
+# --- sums: real numbers ---------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -267,8 +279,8 @@ class MAE(_OfNumbers):
 class R2(_OfNumbers):
     """Share of the targets' variance that the outputs explain, as the mean over columns.
 
-    Sums of each column, (4, column): squared errors, targets, squared targets, number of targets. A column whose
-    targets are all equal has no variance to explain and is left out.
+    Sums of each column, (4, column): squared errors, targets, squared targets, number of targets.
+    A column whose targets are all equal has no variance to explain and is left out.
     """
 
     higher_is_better: ClassVar[bool] = True
@@ -276,7 +288,12 @@ class R2(_OfNumbers):
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         errors = _columns(self._errors(outputs, targets))
         true = _columns(targets.double())
-        sums = [errors.square().sum(0), true.sum(0), true.square().sum(0), torch.ones_like(true).sum(0)]
+        sums = [
+            errors.square().sum(0),
+            true.sum(0),
+            true.square().sum(0),
+            torch.ones_like(true).sum(0),
+        ]
         return torch.stack(sums)
 
     def value(self, total: Tensor) -> float:
@@ -287,12 +304,15 @@ class R2(_OfNumbers):
         return float((1 - errors[varying] / spread[varying]).mean())
 
 
-# --- sums: every kind -------------------------------------------------------------------------------------------
+# --- sums: every kind -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Loss(SumMetric):
-    """Mean of the task's loss, as in training. Sums: losses, and what the mean divides them by (float64)."""
+    """Mean of the task's loss, as in training.
+
+    Sums: the losses, and what the mean divides them by (float64).
+    """
 
     task: Task
 
@@ -311,24 +331,24 @@ class Loss(SumMetric):
 
 
 def _are_columns(outputs: Tensor, targets: Tensor) -> bool:
-    """Return True if there is a target for each output, and not one class for all outputs of a position."""
+    """Return True if there is a target for each output, not one class for all of them."""
     return targets.dim() == outputs.dim() or outputs.shape[1] == 1
 
 
 def _columns(values: Tensor) -> Tensor:
-    """Return (sample, column, …) as (position, column). Values of shape (sample,) are one column."""
+    """Return (sample, column, …) as (position, column), and (sample,) as one column."""
     if values.dim() == 1:
         return values.unsqueeze(1)
     return values.movedim(1, -1).reshape(-1, values.shape[1])
 
 
 def _ratio(part: Tensor, whole: Tensor) -> float:
-    """Divide as Python does, so that ratios of counts are the same on every device. NaN stands for 0 / 0."""
+    """Divide as Python does, so that the ratio of counts is exact. NaN stands for 0 / 0."""
     count = whole.item()
     return part.item() / count if count else math.nan
 
 
-# --- collected --------------------------------------------------------------------------------------------------
+# --- collected ------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
@@ -348,9 +368,10 @@ class _OfScores(CollectedMetric):
 
     def value(self, outputs: Tensor, targets: Tensor) -> float:
         scores, true = self._scores(outputs.detach().cpu(), targets.cpu())
-        pairs = zip(scores.unbind(1), true.unbind(1), strict=True)
-        figures = [figure for own, yes in pairs if not math.isnan(figure := self._of_label(*_by_score(own, yes)))]
-        return sum(figures) / len(figures) if figures else math.nan
+        columns = zip(scores.unbind(1), true.unbind(1), strict=True)
+        figures = [self._of_label(*_by_score(*column)) for column in columns]
+        defined = [figure for figure in figures if not math.isnan(figure)]
+        return sum(defined) / len(defined) if defined else math.nan
 
     def _scores(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
         """Return scores and truth as (position, label). Classes are scored by their probability."""
@@ -364,12 +385,12 @@ class _OfScores(CollectedMetric):
 
     @abstractmethod
     def _of_label(self, positives: Tensor, negatives: Tensor) -> float:
-        """Return the figure of one label, from the samples at each distinct score, the highest first."""
+        """Return the figure of one label, from its samples at each score, the highest first."""
 
 
 @dataclass(frozen=True)
 class AveragePrecision(_OfScores):
-    """Precision at each distinct score, weighted by the recall gained there: Σ (R_n − R_{n−1}) P_n."""
+    """Precision weighted by the recall gained at each distinct score: Σ (R_n − R_{n−1}) P_n."""
 
     def _of_label(self, positives: Tensor, negatives: Tensor) -> float:
         if not float(positives.sum()):
@@ -380,7 +401,7 @@ class AveragePrecision(_OfScores):
 
 @dataclass(frozen=True)
 class AUROC(_OfScores):
-    """Probability that a random positive sample is scored above a random negative one, ties counting one half."""
+    """Probability that a positive sample is scored above a negative one, ties counting half."""
 
     def _of_label(self, positives: Tensor, negatives: Tensor) -> float:
         pairs = float(positives.sum() * negatives.sum())
@@ -391,7 +412,7 @@ class AUROC(_OfScores):
 
 
 def _by_score(scores: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
-    """Count positive and negative samples at each distinct score, the highest score first (float64)."""
+    """Count positive and negative samples at each distinct score, the highest first."""
     values, place = torch.unique(scores, return_inverse=True)
     counts = torch.zeros(2, len(values), dtype=torch.float64)
     for row, chosen in enumerate((true, ~true)):
@@ -400,7 +421,7 @@ def _by_score(scores: Tensor, true: Tensor) -> tuple[Tensor, Tensor]:
     return positives, negatives
 
 
-# --- by name ----------------------------------------------------------------------------------------------------
+# --- by name --------------------------------------------------------------------------------------
 
 METRICS: dict[str, type[Metric]] = {
     "accuracy": Accuracy,
@@ -419,10 +440,13 @@ METRICS: dict[str, type[Metric]] = {
 
 
 def find_metric(name: str, task: Task) -> Metric:
-    """Return the metric of a name for a task: an entry of `METRICS`, `top` and a number, or `file.py:Metric`.
+    """Return the metric of a name for a task.
+
+    A name is an entry of `METRICS`, `top` and a number, or `file.py:Metric`.
 
     Raises:
-        ConfigError: The name is unknown, does not stand for a metric, or the metric cannot read the task's targets.
+        ConfigError: The name is unknown, does not stand for a metric, or the metric cannot read
+            the task's targets.
     """
     if re.fullmatch(r"top[1-9]\d*", name):
         metric: Any = TopK(ignore=task.ignored, k=int(name.removeprefix("top")))
@@ -431,7 +455,8 @@ def find_metric(name: str, task: Task) -> Metric:
     if task.kind is not None and task.kind not in metric.kinds:
         fitting = [known for known, kind in METRICS.items() if task.kind in kind.kinds]
         raise ConfigError(
-            f"the metric {name!r} was asked for with {type(task).__name__}; it reads {' or '.join(metric.kinds)}, and "
+            f"the metric {name!r} was asked for with {type(task).__name__}; it reads "
+            f"{' or '.join(metric.kinds)}, and "
             f"this task has {task.kind} as targets. Metrics for these: {', '.join(fitting)}."
         )
     assert isinstance(metric, Metric)

@@ -31,7 +31,8 @@ class MultiLabel(Task):
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         logits = outputs.reshape(targets.shape)
-        return F.binary_cross_entropy_with_logits(logits, targets.to(logits.dtype), reduction="none")
+        labels = targets.to(logits.dtype)
+        return F.binary_cross_entropy_with_logits(logits, labels, reduction="none")
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
         """Return KL(teacher ‖ outputs) of each label, a Bernoulli variable."""

@@ -15,7 +15,8 @@ from fedquilt.tasks.classification import Classification
 class NextToken(Classification):
     """The next token at each position of a sequence. Targets have shape (sample, length).
 
-    The loss is the mean cross-entropy over all tokens that count, so that long texts count more than short ones.
+    The loss is the mean cross-entropy over all tokens that count, so that long texts count more
+    than short ones.
     """
 
     usual_metrics: ClassVar[tuple[str, ...]] = ("accuracy", "loss", "perplexity")
@@ -23,7 +24,8 @@ class NextToken(Classification):
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         if targets.dim() != 2:
             return (
-                f"targets have shape {tuple(targets.shape[1:])} a sample; one token for each position, (length,), "
+                f"targets have shape {tuple(targets.shape[1:])} a sample; one token for each "
+                "position, (length,), "
                 "would fit"
             )
         return super().unfit(targets, output_shape)

@@ -41,7 +41,7 @@ class Regression(Task):
 
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         if not targets.is_floating_point():
-            return f"targets are {targets.dtype}; real numbers (float32) fit, such as targets.float()"
+            return f"targets are {targets.dtype}; real numbers fit, such as targets.float()"
         if why := columns_unfit(targets, output_shape):
             return why
         wrong = int((~targets.isfinite()).sum())
@@ -50,7 +50,8 @@ class Regression(Task):
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         # A net's output may be bfloat16, and targets stay as exact as they are.
         dtype = torch.promote_types(outputs.dtype, targets.dtype)
-        return _LOSSES[self.loss](outputs.reshape(targets.shape).to(dtype), targets.to(dtype), self.delta)
+        predicted = outputs.reshape(targets.shape).to(dtype)
+        return _LOSSES[self.loss](predicted, targets.to(dtype), self.delta)
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
         """Return the loss of the outputs with the teacher's outputs as targets."""
@@ -69,4 +70,8 @@ def _huber(outputs: Tensor, targets: Tensor, delta: float) -> Tensor:
     return F.huber_loss(outputs, targets, reduction="none", delta=delta)
 
 
-_LOSSES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {"mse": _mse, "mae": _mae, "huber": _huber}
+_LOSSES: dict[str, Callable[[Tensor, Tensor, float], Tensor]] = {
+    "mse": _mse,
+    "mae": _mae,
+    "huber": _huber,
+}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
 from typing import ClassVar
 
@@ -21,15 +21,17 @@ from fedquilt.tasks.metrics import CollectedMetric, Kind, Metric, SumMetric, fin
 class Task(ABC):
     """What targets are, how wrong an output is (loss) and how good it is (metrics).
 
-    Outputs reach a task with their classes, labels or columns in dimension 1: (sample, class, …). The caller moves
-    that dimension there. `losses`, `total`, `mean_loss`, `divergences` and `sums` are pure: they may be vmapped,
-    differentiated by `torch.func.grad` and captured in a CUDA graph, so nothing in them depends on values.
+    Outputs reach a task with their classes, labels or columns in dimension 1: (sample, class, …).
+    The caller moves that dimension there. `losses`, `total`, `mean_loss`, `divergences` and `sums`
+    are pure: they may be vmapped, differentiated by `torch.func.grad` and captured in a CUDA
+    graph, so nothing in them depends on values.
 
     A subclass of one's own needs `losses`, and `usual_metrics` or `make_metrics`.
     """
 
-    metrics: tuple[str, ...] = field(default=(), kw_only=True)  # Metrics, main one first. Empty: the task's usual ones
-    max_samples: int = field(default=10_000, kw_only=True)  # Samples whose outputs are kept for metrics that need all
+    _: KW_ONLY
+    metrics: tuple[str, ...] = ()  # Metrics by name, main one first. Empty: the task's usual ones
+    max_samples: int = 10_000  # Test samples whose outputs are kept for metrics that need them all
 
     kind: ClassVar[Kind | None] = None  # What targets are. None: a kind of the user's own
     usual_metrics: ClassVar[tuple[str, ...]] = ("loss",)  # Names of metrics, the main one first
@@ -38,15 +40,15 @@ class Task(ABC):
         within(self, max_samples="[1, inf)")
         names = [metric.name for metric in self.measured]
         if not names:
-            raise ConfigError(f"{type(self).__name__} has no metrics; it needs at least one, the main figure.")
+            raise ConfigError(f"{type(self).__name__} has no metrics; it needs at least one.")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
             raise ConfigError(f"{type(self).__name__} has the metric {repeated[0]!r} more than once; name each once.")
 
-    # --- targets -----------------------------------------------------------------------------------------------
+    # --- targets ----------------------------------------------------------------------------------
 
     @property
     def has_classes(self) -> bool:
-        """Return True if every target is one class. Masked losses, label partitions and class rows need that."""
+        """Return True if every target is one class, as masked losses and class rows need it."""
         return self.kind == "classes"
 
     @property
@@ -55,7 +57,7 @@ class Task(ABC):
         return -100
 
     def num_outputs(self, targets: Tensor, num_classes: int) -> int:
-        """Return how many numbers a model has to put out for each sample: columns of the targets, or classes.
+        """Return how many numbers a model puts out for each sample: target columns, or classes.
 
         Args:
             targets: Targets of all samples.
@@ -68,7 +70,8 @@ class Task(ABC):
 
         Args:
             targets: Targets of any number of samples.
-            output_shape: Shape of a model's output with its classes in dimension 1. Its first entry does not matter.
+            output_shape: Shape of a model's output with its classes in dimension 1. Its first
+                entry does not matter.
         """
         return ""
 
@@ -77,7 +80,8 @@ class Task(ABC):
 
         Args:
             targets: Targets of any number of samples.
-            output_shape: Shape of a model's output with its classes in dimension 1. Its first entry does not matter.
+            output_shape: Shape of a model's output with its classes in dimension 1. Its first
+                entry does not matter.
             name: Name of the data set for the message.
 
         Raises:
@@ -86,7 +90,8 @@ class Task(ABC):
         """
         if len(output_shape) < 2:
             raise DataError(
-                f"{type(self).__name__}: the model's output has shape {tuple(output_shape)}; (sample, outputs) is "
+                f"{type(self).__name__}: the model's output has shape {tuple(output_shape)}; "
+                "(sample, outputs) is "
                 "needed, also where there is one output for each sample."
             )
         if why := self.unfit(targets, output_shape):
@@ -98,19 +103,21 @@ class Task(ABC):
     def augment_targets(self, targets: Tensor, augment: Callable[[Tensor], Tensor]) -> Tensor:
         """Apply to targets what local training does to their inputs (random crops and flips).
 
-        Most targets do not change with it. A task whose targets are images returns `augment(targets)`.
+        Most targets do not change with it. A task whose targets are images returns
+        `augment(targets)`.
 
         Args:
             targets: Targets of one batch.
-            augment: Crops and flips images (sample, channel, height, width) as the inputs were cropped and flipped.
+            augment: Crops and flips images (sample, channel, height, width) as the inputs were
+                cropped and flipped.
         """
         return targets
 
-    # --- loss --------------------------------------------------------------------------------------------------
+    # --- loss -------------------------------------------------------------------------------------
 
     @abstractmethod
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return the loss of every target, 0 for those that do not count. Its shape begins with the sample.
+        """Return the loss of every target, 0 for those that do not count: (sample, …).
 
         Args:
             outputs: (sample, class, …).
@@ -122,18 +129,20 @@ class Task(ABC):
         return torch.ones_like(targets, dtype=torch.bool)
 
     def total(self, targets: Tensor) -> Tensor:
-        """Return what the mean loss divides the summed losses by: the number of targets that count."""
+        """Return what the mean loss divides by: the number of targets that count."""
         return self.counted(targets).sum()
 
     def mean_loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
         """Return the mean loss over the targets that count: the scalar that training descends.
 
-        A sample with many targets (a text with many tokens) counts as often as it has targets that count.
+        A sample with many targets (a text with many tokens) counts as often as it has targets that
+        count.
 
         Args:
             outputs: (sample, class, …).
             targets: (sample, …).
-            weights: (sample,) Factor of each sample's losses. The mean still divides by `total`. None: 1 for each.
+            weights: (sample,) Factor of each sample's losses. The mean still divides by `total`.
+                None: 1 for each.
         """
         return self.mean(self.losses(outputs, targets), targets, weights)
 
@@ -144,9 +153,10 @@ class Task(ABC):
         return losses.sum() / self.total(targets).to(losses.dtype)
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        """Return how far outputs are from a teacher's, for every target: 0 where they agree or do not count.
+        """Return how far outputs are from a teacher's, for every target.
 
-        Distillation uses it. `divergences(…).sum() / counted(targets).sum()` is its mean.
+        It is 0 where they agree and where a target does not count. Distillation uses its mean,
+        `divergences(…).sum() / counted(targets).sum()`.
 
         Args:
             outputs: (sample, class, …) of the net that learns.
@@ -154,11 +164,13 @@ class Task(ABC):
             targets: (sample, …), which say what counts.
         """
         raise ConfigError(
-            f"{type(self).__name__} was asked for with a method that distils; it does not say how far outputs are from "
-            f"a teacher's. Define {type(self).__name__}.divergences, or choose a method that does not distil."
+            f"{type(self).__name__} was asked for with a method that distils; it does not say how "
+            "far outputs are from "
+            f"a teacher's. Define {type(self).__name__}.divergences, or choose a method that does "
+            "not distil."
         )
 
-    # --- metrics -----------------------------------------------------------------------------------------------
+    # --- metrics ----------------------------------------------------------------------------------
 
     @cached_property
     def measured(self) -> tuple[Metric, ...]:
@@ -181,15 +193,23 @@ class Task(ABC):
         return tuple(metric for metric in self.measured if isinstance(metric, CollectedMetric))
 
     def sums(
-        self, outputs: Tensor, targets: Tensor, present: Tensor | None = None, absent: float = -math.inf
+        self,
+        outputs: Tensor,
+        targets: Tensor,
+        present: Tensor | None = None,
+        absent: float = -math.inf,
     ) -> dict[str, Tensor]:
-        """Return the sums of one batch for every metric that has sums. They add over batches and devices.
+        """Return the sums of one batch for every metric that has sums, by name.
+
+        They add over batches and devices.
 
         Args:
             outputs: (sample, class, …).
             targets: (sample, …).
-            present: (class,) False for classes whose outputs are replaced by `absent` in predictions. None: nowhere.
-            absent: With -inf the class is never predicted. With 0 it is where all other outputs are negative.
+            present: (class,) False for classes whose outputs are replaced by `absent` in
+                predictions. None: nowhere.
+            absent: With -inf the class is never predicted. With 0 it is where all other outputs
+                are negative.
         """
         hidden = hide_absent(outputs, present, absent)
         return {
@@ -207,11 +227,11 @@ class Task(ABC):
         }
 
     def collected_values(self, outputs: Tensor, targets: Tensor) -> dict[str, float]:
-        """Return the metrics that need all outputs, by name. Give them the samples at `kept_positions`."""
+        """Return the metrics that need all outputs, of the samples at `kept_positions`."""
         return {metric.name: metric.value(outputs, targets) for metric in self.collected}
 
     def kept_positions(self, count: int) -> Tensor:
-        """Return which of `count` samples have their outputs kept: all, or `max_samples` at equal distances."""
+        """Return which of `count` samples are kept: all, or `max_samples` at equal distances."""
         kept = min(count, self.max_samples)
         return torch.arange(kept) * count // max(kept, 1)
 
@@ -224,7 +244,8 @@ class Task(ABC):
         if names := ", ".join(metric.name for metric in self.collected):
             others = [metric.name for metric in self.measured if isinstance(metric, SumMetric)]
             raise ConfigError(
-                f"{type(self).__name__} measures {names}, which needs the outputs of all samples; {who} does not let "
+                f"{type(self).__name__} measures {names}, which needs the outputs of all samples; "
+                f"{who} does not let "
                 f"outputs leave a device. task.metrics = {others} would work."
             )
 
@@ -243,7 +264,10 @@ def hide_absent(outputs: Tensor, present: Tensor | None, absent: float = -math.i
 
 
 def columns_unfit(targets: Tensor, output_shape: Sequence[int]) -> str:
-    """Return why targets are not one for each output: (sample, k, …) for k outputs, or (sample,) for one output."""
+    """Return why targets are not one for each output, or an empty string if they are.
+
+    They have shape (sample, k, …) for k outputs, or (sample,) for one output.
+    """
     wanted = tuple(output_shape[1:])
     found = tuple(targets.shape[1:])
     if found == wanted or (not found and wanted == (1,)):

@@ -138,7 +138,11 @@ def test_real_targets_stay_exact_beside_outputs_of_half_precision():
 
 def test_binary_cross_entropy_of_labels():
     outputs = torch.tensor([[math.log(3.0), 0.0]], dtype=torch.float64)
-    for targets in (torch.tensor([[1, 0]]), torch.tensor([[1.0, 0.0]]), torch.tensor([[True, False]])):
+    for targets in (
+        torch.tensor([[1, 0]]),
+        torch.tensor([[1.0, 0.0]]),
+        torch.tensor([[True, False]]),
+    ):
         losses = MultiLabel().losses(outputs, targets)
         assert losses.flatten().tolist() == pytest.approx([-math.log(3 / 4), -math.log(1 / 2)])
         assert float(MultiLabel().mean_loss(outputs, targets)) == pytest.approx(float(losses.mean()))
@@ -199,18 +203,30 @@ def test_targets_do_not_change_with_crops_and_flips():
     [
         (Regression, {"loss": "hubber"}, r"Did you mean 'huber'\? Known: mse, mae, huber"),
         (Regression, {"delta": 0.0}, r"delta = 0.0 was asked for; it must lie in \(0, inf\)"),
-        (Classification, {"label_smoothing": 1.0}, r"label_smoothing = 1.0 was asked for; it must lie in \[0, 1\)"),
+        (
+            Classification,
+            {"label_smoothing": 1.0},
+            r"label_smoothing = 1.0 was asked for; it must lie in \[0, 1\)",
+        ),
         (Classification, {"class_weights": (1.0, -1.0)}, "class_weights = -1.0 was asked for"),
         (Classification, {"class_weights": (0.0, 0.0)}, "at least one must be above 0"),
         (Classification, {"max_samples": 0}, "max_samples = 0 was asked for"),
-        (Classification, {"metrics": ("acuracy",)}, "no metric named 'acuracy'. Did you mean 'accuracy'"),
+        (
+            Classification,
+            {"metrics": ("acuracy",)},
+            "no metric named 'acuracy'. Did you mean 'accuracy'",
+        ),
         (Classification, {"metrics": ("loss", "loss")}, "has the metric 'loss' more than once"),
         (
             Regression,
             {"metrics": ("accuracy",)},
             "it reads classes, and this task has numbers as targets.*rmse, mae, r2",
         ),
-        (MultiLabel, {"metrics": ("rmse",)}, "Metrics for these: loss, f1, micro_f1, label_accuracy"),
+        (
+            MultiLabel,
+            {"metrics": ("rmse",)},
+            "Metrics for these: loss, f1, micro_f1, label_accuracy",
+        ),
     ],
 )
 def test_options_that_cannot_be_are_refused(kind, options, message):

@@ -10,8 +10,25 @@ from sklearn import metrics as reference
 from torch.func import vmap
 
 from fedquilt.errors import ConfigError
-from fedquilt.tasks import METRICS, Classification, MultiLabel, NextToken, Regression, SumMetric, hide_absent
-from fedquilt.tasks.metrics import AUROC, F1, R2, Accuracy, AveragePrecision, MicroF1, Perplexity, TopK
+from fedquilt.tasks import (
+    METRICS,
+    Classification,
+    MultiLabel,
+    NextToken,
+    Regression,
+    SumMetric,
+    hide_absent,
+)
+from fedquilt.tasks.metrics import (
+    AUROC,
+    F1,
+    R2,
+    Accuracy,
+    AveragePrecision,
+    MicroF1,
+    Perplexity,
+    TopK,
+)
 
 GENERATOR = torch.Generator().manual_seed(1)
 LOGITS = torch.randn(40, 4, generator=GENERATOR)
@@ -24,7 +41,11 @@ NUMBERS = torch.randn(40, 4, generator=GENERATOR) + 3
 
 SUM_NAMES = [name for name, kind in METRICS.items() if issubclass(kind, SumMetric)]
 EXAMPLES = [
-    (Classification(metrics=("accuracy", "top3", "loss", "perplexity", "f1", "micro_f1")), LOGITS, CLASSES),
+    (
+        Classification(metrics=("accuracy", "top3", "loss", "perplexity", "f1", "micro_f1")),
+        LOGITS,
+        CLASSES,
+    ),
     (Classification(label_smoothing=0.1, class_weights=(1.0, 2.0, 3.0, 4.0)), LOGITS, CLASSES),
     (NextToken(metrics=("accuracy", "top2", "loss", "perplexity", "f1")), TEXT, TOKENS),
     (MultiLabel(metrics=("label_accuracy", "f1", "micro_f1", "loss")), LOGITS, LABELS),
@@ -131,7 +152,10 @@ def test_f1_is_scikit_learns(average):
 
 
 def test_f1_by_hand():
-    outputs, targets = torch.tensor([[1.0, -1.0], [1.0, -1.0], [-1.0, -1.0]]), torch.tensor([[1, 0], [0, 0], [1, 1]])
+    outputs, targets = (
+        torch.tensor([[1.0, -1.0], [1.0, -1.0], [-1.0, -1.0]]),
+        torch.tensor([[1, 0], [0, 0], [1, 1]]),
+    )
     sums = F1().sums(outputs, targets)
     assert sums.tolist() == [[1, 0], [1, 0], [1, 1]]
     assert F1().value(sums) == pytest.approx((2 / 4 + 0) / 2)

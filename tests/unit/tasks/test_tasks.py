@@ -67,9 +67,21 @@ def test_where_two_tasks_fit_somebody_has_to_choose(targets):
 @pytest.mark.parametrize(
     ("targets", "shape", "message"),
     [
-        (CLASSES, (2, 2), "Classification: a target is 2; the output has 2 classes, so that 0 to 1 fit"),
-        (NUMBERS, (2, 3), r"Regression: the output of a sample has shape \(3,\).*they have shape \(2,\)"),
-        (NUMBERS[:, 0], (2, 2), "Classification: targets are torch.float32; classes are whole numbers"),
+        (
+            CLASSES,
+            (2, 2),
+            "Classification: a target is 2; the output has 2 classes, so that 0 to 1 fit",
+        ),
+        (
+            NUMBERS,
+            (2, 3),
+            r"Regression: the output of a sample has shape \(3,\).*they have shape \(2,\)",
+        ),
+        (
+            NUMBERS[:, 0],
+            (2, 2),
+            "Classification: targets are torch.float32; classes are whole numbers",
+        ),
         (TOKENS, (2, 3), r"targets are torch.int64 of shape \(3,\) a sample.*no task fits both"),
         (NUMBERS / 0, (2, 2), "Regression: 4 targets are not finite"),
         (CLASSES, (2,), r"the model's output has shape \(2,\); \(sample, outputs\) is needed"),
@@ -91,12 +103,32 @@ def test_the_classes_of_an_output_come_second():
 @pytest.mark.parametrize(
     ("task", "targets", "shape", "message"),
     [
-        (Classification(), NUMBERS[:, 0], (2, 3), "Classification was asked for on mine; targets are torch.float32"),
-        (Classification(), TOKENS, (2, 5), r"targets have shape \(3,\) a sample.*targets of shape \(\) would fit"),
-        (Classification(), -CLASSES, (2, 3), "a target is -1; .* 0 to 2 fit, and -100 for targets that do not count"),
-        (Classification(class_weights=(1.0, 2.0)), CLASSES, (2, 3), "2 class weights; the output has 3 classes"),
+        (
+            Classification(),
+            NUMBERS[:, 0],
+            (2, 3),
+            "Classification was asked for on mine; targets are torch.float32",
+        ),
+        (
+            Classification(),
+            TOKENS,
+            (2, 5),
+            r"targets have shape \(3,\) a sample.*targets of shape \(\) would fit",
+        ),
+        (
+            Classification(),
+            -CLASSES,
+            (2, 3),
+            "a target is -1; .* 0 to 2 fit, and -100 for targets that do not count",
+        ),
+        (
+            Classification(class_weights=(1.0, 2.0)),
+            CLASSES,
+            (2, 3),
+            "2 class weights; the output has 3 classes",
+        ),
         (NextToken(), CLASSES, (2, 3), r"one token for each position, \(length,\), would fit"),
-        (Regression(), CLASSES, (2, 1), "targets are torch.int64; real numbers .* fit"),
+        (Regression(), CLASSES, (2, 1), "targets are torch.int64; real numbers fit, such"),
         (Regression(), NUMBERS, (2, 1), r"asks for as many targets; they have shape \(2,\)"),
         (MultiLabel(), CLASSES, (2, 1), "a target is 2; labels are 0 or 1"),
         (MultiLabel(), NUMBERS, (2, 2), "a target is 0.5; labels are 0 or 1"),
