@@ -55,7 +55,7 @@ def test_the_tables_name_what_there_is():
         for option in re.findall(r"(\w+)=", row[1]):
             assert option in {field.name for field in fields(kind)}
     for name in DATA:
-        assert re.search(rf"`{name}\(", PAGE), name
+        assert re.search(rf"`{name.replace('-', '_')}\(", PAGE), name
     section = PAGE.split("### Text")[1].split("### ")[0]
     options = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert options == [name for name in signature(text).parameters if name != "path"]
