@@ -9,7 +9,7 @@ from fedquilt.errors import FedquiltError
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
-    from fedquilt import data, errors, fleets, methods, models
+    from fedquilt import data, errors, fleets, methods, models, tasks
     from fedquilt.checkpoint import Checkpointing
     from fedquilt.config import Experiment, load_run
     from fedquilt.customise import CustomisableModel
@@ -53,7 +53,7 @@ _HOMES = {
     "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
-_MODULES = ("data", "errors", "fleets", "methods", "models")
+_MODULES = ("data", "errors", "fleets", "methods", "models", "tasks")
 
 
 def __getattr__(name: str) -> Any:
@@ -120,5 +120,6 @@ __all__ = [
     "prepare",
     "run",
     "set_robustness",
+    "tasks",
     "trace",
 ]
