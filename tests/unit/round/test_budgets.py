@@ -174,7 +174,7 @@ def test_every_engine_compares_what_it_is_given(engine, perceptron, make_data):
     run = fq.prepare(HeteroFL(), perceptron, make_data(perceptron, (6,)), fleet, engine)
     job = Job(Client(0, fq.Budget(share=0.5), 6), prefix(perceptron.whole), 4)
     with pytest.raises(BudgetError, match="HeteroFL planned more for client 0 in round 5"):
-        run.engine.train(run.method, run.server, [job], run.method.fold(run.server, run.world))
+        run.engine.train(run.federation, run.server, [job], run.method.fold(run.server, run.world))
 
 
 def test_nets_of_a_client_count_together(perceptron):

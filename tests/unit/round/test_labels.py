@@ -14,8 +14,8 @@ import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.cli.show import show_clients, show_result
 from fedquilt.methods import FedAvg, HeteroFL
+from fedquilt.round.federation import World
 from fedquilt.round.labels import bounds_label, labels_by_share
-from fedquilt.terms import World
 from fedquilt.units import amount, size
 
 

@@ -16,6 +16,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.round.attack import PGD, AdversarialTraining
+from fedquilt.round.federation import World
 from fedquilt.round.training.filters import Parts
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
@@ -34,7 +35,7 @@ from fedquilt.round.training.objectives import (
     apart,
 )
 from fedquilt.settings import read, write
-from fedquilt.terms import Job, World
+from fedquilt.terms import Job
 from tests.conftest import assert_same
 
 SAMPLES = 5
