@@ -251,7 +251,7 @@ class EagerRounds(Eager):
 
     def _test(self, submodel: Submodel) -> None:
         net = self.case.family.module(submodel, self.server.weights).to(DEVICE).train()
-        if self.case.method.local.norm == "post":
+        if self.case.method.local.norm.measures:
             for layer in net.modules():
                 if isinstance(layer, nn.BatchNorm2d):
                     layer.momentum = None
@@ -285,7 +285,7 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     plain = 1e3 * statistics.median(r.seconds for r in run.records[-rounds:] if not r.grades.accuracy)
     tested = 1e3 * statistics.median(r.seconds for r in run.records[-rounds:] if r.grades.accuracy) - plain
     against, whole = base + exam / every, plain + tested / every
-    norms = "static norms" if case.method.local.norm == "post" else "test-batch norms"
+    norms = "static norms" if case.method.local.norm.measures else "test-batch norms"
     print(
         f"(e) rounds, {precision}, {norms}: eager {base:.0f} ms and {exam:.0f} ms an evaluation, {against:.0f} ms a "
         f"round in all; ours {plain:.0f} ms and {tested:.0f} ms an evaluation, {whole:.0f} ms a round in all "

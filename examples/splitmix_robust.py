@@ -34,7 +34,6 @@ from fedquilt.data import Domains, Pool, npz
 from fedquilt.fleets import Quarters
 from fedquilt.methods import FedAvg, Method, SplitMix
 from fedquilt.precision import DTYPES
-from fedquilt.round.training.local import NormPolicy
 
 Figure = Literal["full", "widths"]
 LAMBDAS = (0.0, 0.2, 0.5, 0.8, 1.0)  # of the mixed norms, when a net is used
@@ -61,7 +60,7 @@ def entrants(
     figure: Figure,
     rounds: int,
     weights: Sequence[float],
-    norm: NormPolicy = "tracked",
+    norm: str = "tracked",
 ) -> Iterator[Entrant]:
     """Return what the figure compares; learning rates fall to 0 over the rounds that are played."""
     base = 1.0 if figure == "full" else SMALLEST

@@ -48,7 +48,7 @@ def outside(owner: object, **intervals: str) -> dict[str, str]:
     }
 
 
-def one_of(owner: object, **words: object) -> None:
+def one_of(owner: object, /, **words: object) -> None:
     """Raise one error that names every field of the owner that is none of a Literal's words."""
     wrong = {
         name: f"{getattr(owner, name)!r} was asked for; it may be {', '.join(map(repr, get_args(literal)))}."

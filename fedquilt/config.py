@@ -32,6 +32,7 @@ from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import ConfigError, FedquiltError, RecordError, TraceError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
+from fedquilt.family.norms import NORM_POLICIES, NormPolicy
 from fedquilt.fleets import FLEETS, Budgets
 from fedquilt.memory import LIMIT
 from fedquilt.methods import METHODS, Method
@@ -63,6 +64,7 @@ TABLES |= {
     BaseCodec: Table("codec", CODECS, USUAL_CODEC),
     Wrapping: Table("objective", OBJECTIVES),
     Tracking: Table("tracker", TRACKERS),
+    NormPolicy: Table("norm policy", NORM_POLICIES, short=True),
 }
 
 

@@ -11,15 +11,15 @@ from torch import Tensor, nn
 
 from fedquilt.axes import Index, Positions
 from fedquilt.data.parts import Array
-from fedquilt.deploy import Shelf, check_nets, norms_of
+from fedquilt.deploy import Shelf, check_nets, has_statistics, norms_of
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.faithful import forget_statistics
+from fedquilt.family.norms import BatchStatistics, NormPolicy
 from fedquilt.files import Blob, why, write
 from fedquilt.portable import Note, about, under
-from fedquilt.round.training.local import NormPolicy
 from fedquilt.terms import Budget, Mix, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -136,16 +136,19 @@ class CustomisableModel(nn.Module):
         plan: Plan,
         weights: Sequence[Weights],
         statistics: Sequence[Weights],
-        norms: NormPolicy,
+        norms: str,
         note: Note | None = None,
     ) -> None:
-        """`weights` are those of the stocks, `statistics` those of the nets; `Run.customisable` puts it together."""
+        """`weights` are those of the stocks, `statistics` those of the nets; `Run.customisable` puts it together.
+
+        `norms` is the name of the norm policy. Norms without statistics in either normalize by the batch.
+        """
         super().__init__()
         self.plan, self.norms, self.note = plan, norms, note or {}
         self._family = family.bare()
         self.stocks = nn.ModuleList(map(family.assemble, plan.stocks, weights))
         self.statistics = nn.ModuleList(map(_Statistics, statistics))
-        if norms in ("post", "batch"):
+        if not all(has_statistics(family, state) for state in weights):
             forget_statistics(self.stocks)  # every net has its own, or none
         self.requires_grad_(False).eval()
         self._share = next(iter(plan.mixes))
@@ -198,8 +201,9 @@ class CustomisableModel(nn.Module):
             held, stock = self.plan.stocks[one.stock], self.stocks[one.stock]
             cut = self._family.cutter.narrow(_values(stock, self._family), held.index, one.net.index)
             assert isinstance(own, _Statistics)
-            module = self._family.assemble(one.net, {**cut, **own.values}, shared=True)
-            if self.norms == "batch":
+            state = {**cut, **own.values}
+            module = self._family.assemble(one.net, state, shared=True)
+            if not has_statistics(self._family, state):
                 forget_statistics(module)
             nets.append(module.requires_grad_(False).eval())
         self._members = {
@@ -269,7 +273,7 @@ def customisable(
     run: Run,
     shares: Iterable[float],
     client: int | None = None,
-    norms: NormPolicy | None = None,
+    norms: NormPolicy | str | None = None,
     samples: Array | None = None,
 ) -> CustomisableModel:
     """A run's nets for several shares as one module."""
@@ -285,13 +289,13 @@ def customisable(
         raise ConfigError("a customisable model was asked for without shares; give some, such as shares=(1, 0.5).")
     plan = Plan.of({share: shelf.nets(budget) for share, budget in budgets.items()})
     check_nets(run, (placed.net for placed in plan.nets), policy)
-    stored = policy in ("tracked", "local")  # with the weights: a narrower net's are a view of the wider one's
-    weights = shelf.settled(plan.stocks, policy if stored else "batch", samples)
+    stored = policy.tracks  # with the weights: a narrower net's are a view of the wider one's
+    weights = shelf.settled(plan.stocks, policy if stored else BatchStatistics(), samples)
     statistics: list[Weights] = [{} for _ in plan.nets]
-    if policy == "post" and family.statistics:
+    if policy.measures and family.statistics:
         states = shelf.settled([one.net for one in plan.nets], policy, samples)
         statistics = [{name: state[name] for name in family.statistics} for state in states]
-    return CustomisableModel(family, plan, weights, statistics, policy, {**about(run), "client": client})
+    return CustomisableModel(family, plan, weights, statistics, policy.name, {**about(run), "client": client})
 
 
 def resident_bytes(modules: Iterable[nn.Module]) -> int:

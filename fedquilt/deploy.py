@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from functools import cached_property, reduce
 from operator import add
-from typing import TYPE_CHECKING, get_args
+from typing import TYPE_CHECKING
 
-import torch
 from torch import Tensor, nn
 
 from fedquilt.checks import whole
@@ -20,19 +19,9 @@ from fedquilt.family.cost import Cost
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.faithful import forget_statistics
-from fedquilt.family.net import Pass
+from fedquilt.family.norms import NormPolicy, norm_policy
 from fedquilt.round.client import own_state
-from fedquilt.round.serve import (
-    arranged,
-    both_statistics,
-    compared_passes,
-    given,
-    mean_statistics,
-    owned,
-    trained_within,
-)
-from fedquilt.round.training.batches import batched
-from fedquilt.round.training.local import NormPolicy
+from fedquilt.round.serve import arranged, compared_passes, given, measured, owned, trained_within
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -63,12 +52,7 @@ class Deployed:
 
     def module(self, robustness: float | None = None) -> nn.Module:
         """A plain nn.Module that owns its weights, in evaluation."""
-        modules = [self.family.assemble(net, state) for net, state in zip(self.nets, self.states, strict=True)]
-        if self.norms == "batch":
-            for module in modules:
-                forget_statistics(module)
-        module = (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
-        return module if robustness is None else set_robustness(module, robustness)
+        return assembled(self.family, self.nets, self.states, robustness)
 
 
 @dataclass(frozen=True)
@@ -135,25 +119,27 @@ class Shelf:
         states, statistics = [self.weights(net) for net in nets], self.run.world.family.statistics
         if not statistics:
             return states
-        if norms in ("tracked", "local"):
-            if all(set(statistics) <= set(state) for state in states):
+        if norms.tracks:
+            if all(has_statistics(self.run.world.family, state) for state in states):
                 return states
-            if norms == "tracked":
-                raise ConfigError(
-                    f"norms='tracked' was asked for; {type(self.run.method).__name__} trained with norm = "
-                    f"{self.run.method.local.norm!r}, which stores no statistics with the weights. 'post' measures "
-                    "them over training data, and 'batch' does without."
-                )
+            raise ConfigError(
+                f"norms={norms.name!r} was asked for; {type(self.run.method).__name__} trained with norm = "
+                f"{self.run.method.local.norm.name!r}, which stores no statistics with the weights. 'post' measures "
+                "them over training data, and 'batch' does without."
+            )
         states = [{name: value for name, value in one.items() if name not in statistics} for one in states]
-        if norms == "batch":
+        if not norms.measures:
             return states
-        found = self._measured(nets, states, samples)
+        found = self._measured(nets, states, norms, samples)
         return [{**state, **own} for state, own in zip(states, found, strict=True)]
 
     def _measured(
-        self, nets: Sequence[Submodel], states: Sequence[Weights], samples: Array | None
+        self, nets: Sequence[Submodel], states: Sequence[Weights], norms: NormPolicy, samples: Array | None
     ) -> list[dict[str, Tensor]]:
         run, engine = self.run, self.run.engine
+        if samples is None and norms.needs_public and not run.absent:
+            norms.check_public(run.world.public is not None)
+            samples = run.world.public
         if samples is not None:
             with engine.computing():
                 return [
@@ -162,7 +148,7 @@ class Shelf:
                 ]
         if run.absent:
             raise ConfigError(
-                f"norms='post' measures the norms' statistics over the training data, which cannot be had: "
+                f"norms={norms.name!r} measures the norms' statistics over the training data, which cannot be had: "
                 f"{run.absent}\n  Give samples (samples=…), or ask for norms='batch' (--norms batch), which normalises "
                 "by the batch; norms='tracked' is for runs that sent statistics with their weights."
             )
@@ -174,7 +160,7 @@ def deployed(
     run: Run,
     budget: Budget,
     client: int | None = None,
-    norms: NormPolicy | None = None,
+    norms: NormPolicy | str | None = None,
     samples: Array | None = None,
 ) -> Deployed:
     """What a device of a budget gets: of the server's, or what a client ended with."""
@@ -182,6 +168,28 @@ def deployed(
     nets = shelf.nets(budget)
     check_nets(run, nets, policy)
     return Deployed(run.world.family, nets, tuple(shelf.settled(nets, policy, samples)), policy)
+
+
+def assembled(family: Family, nets: Mix, states: Sequence[Weights], robustness: float | None) -> nn.Module:
+    """Return one module of several nets whose logits are averaged, in evaluation mode.
+
+    Args:
+        family: What the nets were cut from.
+        nets: Sub-models, usually one.
+        states: Their weights. Norms without statistics among them normalize by the batch.
+        robustness: Of dual norms, from 0 (clean) to 1. None changes nothing.
+    """
+    modules = [family.assemble(net, state) for net, state in zip(nets, states, strict=True)]
+    for module, state in zip(modules, states, strict=True):
+        if not has_statistics(family, state):
+            forget_statistics(module)
+    module = (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
+    return module if robustness is None else set_robustness(module, robustness)
+
+
+def has_statistics(family: Family, state: Weights) -> bool:
+    """Return True if the statistics of all norms are among the weights."""
+    return set(family.statistics) <= set(state)
 
 
 def check_nets(run: Run, nets: Iterable[Submodel], norms: NormPolicy) -> None:
@@ -196,43 +204,30 @@ def check_client(run: Run, client: int) -> None:
         raise ConfigError(f"client {client} was asked for; the fleet has {run.fleet.num_clients}, from 0 on.")
 
 
-def norms_of(run: Run, asked: NormPolicy | None, client: int | None) -> NormPolicy:
+def norms_of(run: Run, asked: NormPolicy | str | None, client: int | None) -> NormPolicy:
     """The norm policy that was asked for, or what the method's own implies.
 
     Statistics that training stored are used. Where it stored none they are measured, so that a model answers sample by
     sample; also where training was tested on the batch's.
     """
+    own = run.method.local.norm
     if asked is None:
-        return run.method.local.norm if run.method.local.norm in ("tracked", "local") else "post"
-    if asked not in get_args(NormPolicy):
-        raise ConfigError(f"norms={asked!r} was asked for; it may be {', '.join(map(repr, get_args(NormPolicy)))}.")
-    if asked == "local" and (client is None or run.method.local.norm != "local"):
+        return own.deployed()
+    try:
+        policy = norm_policy(asked)
+    except ConfigError as error:
+        raise ConfigError(f"norms={error}") from error
+    if policy.keeps_statistics and (client is None or not own.keeps_statistics):
         raise ConfigError(
-            "norms='local' was asked for, the statistics that a client keeps; that is for client=… of a run whose "
-            f"norms are local, and this one's are {run.method.local.norm!r}. 'post' measures them over a client's data."
+            f"norms={policy.name!r} was asked for, the statistics that a client keeps; that is for client=… of a run "
+            f"whose norms are local, and this one's are {own.name!r}. 'post' measures them over a client's data."
         )
-    return asked
-
-
-def measured(family: Family, net: Submodel, state: Weights, samples: Array, batch_size: int) -> dict[str, Tensor]:
-    """A net's norm statistics over samples as the model sees them: the mean over batches."""
-    example, samples = family.example_inputs[0], torch.as_tensor(samples)
-    if samples.shape[1:] != example.shape[1:] or len(samples) < 2:
+    if policy.owner == "client" and client is None:
         raise ConfigError(
-            f"norms were to be measured over samples of shape {tuple(samples.shape)}; the model takes two or more of "
-            f"shape {tuple(example.shape[1:])}."
+            f"norms={policy.name!r} was asked for, which measures the norms' statistics over the samples of one "
+            "client. Say whose: client=0 in Python, --client 0 on the command line. 'post' measures over all."
         )
-    like = next(value for value in state.values() if value.is_floating_point())
-    inputs = samples.to(like.device, like.dtype if samples.is_floating_point() else samples.dtype)
-
-    def seen(robustness: float) -> dict[str, Tensor]:
-        mode = Pass(statistics="measure", robustness=robustness)
-        with torch.no_grad():  # copies: a net may begin with an operation in place
-            found = [family.member(net).net(state, some.clone(), mode)[1] for some in batched(inputs, batch_size)]
-        return mean_statistics(found, len(found))
-
-    # Without labels nothing can be attacked: both kinds of norms see the samples as they are.
-    return both_statistics(seen(0.0), seen(1.0)) if family.adjustable else seen(0.0)
+    return policy
 
 
 def total_cost(family: Family, nets: Mix) -> Cost:

@@ -27,6 +27,7 @@ from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
 from fedquilt.family.member import Member
+from fedquilt.family.norms import NormPolicy
 from fedquilt.loop import complete
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
@@ -40,7 +41,6 @@ from fedquilt.round.engine import Engine
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import compared_passes, members_by_share
-from fedquilt.round.training.local import NormPolicy
 from fedquilt.terms import Budget, Client, Job, Server
 from fedquilt.tracking import Tracking
 
@@ -150,14 +150,15 @@ class Run:
         self,
         budget: Budget,
         client: int | None = None,
-        norms: NormPolicy | None = None,
+        norms: NormPolicy | str | None = None,
         samples: Array | None = None,
         robustness: float | None = None,
     ) -> nn.Module:
         """A plain nn.Module within the budget, trained, norms settled; with `client`, that client's own.
 
-        `norms` is what they normalise by: statistics that were `tracked` in training, kept by the client (`local`), or
-        measured over the training data or `samples` (`post`), else the `batch`'s. None: what training left, or `post`.
+        `norms` names the norm policy whose statistics the module has: those that were `tracked` in training, kept by
+        the client (`local`), or measured over the training data or `samples` (`post`), else the `batch`'s. None: what
+        training left, or `post`. Affine weights are always those that were trained.
         Dual norms have the `robustness` asked for, from 0 (clean, as by default) to 1; `fq.set_robustness` changes it.
         """
         _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
@@ -174,7 +175,7 @@ class Run:
         self,
         shares: Iterable[float] = (1.0, 0.5, 0.25, 0.125),
         client: int | None = None,
-        norms: NormPolicy | None = None,
+        norms: NormPolicy | str | None = None,
         samples: Array | None = None,
     ) -> CustomisableModel:
         """One module for all of these shares that holds weights once: `model.set(share=0.5)` while it is in use."""
@@ -285,7 +286,7 @@ def prepare(
         known(DTYPES, precision, "precision")
         options = EngineOptions(device_of(device), precision)
         engine = known(ENGINES, engine, "engine").create(data, options)
-    world = World(family, seed, engine.precision, engine.data.public)
+    world = World(family, seed, engine.precision, engine.data.public_samples)
     federation = Federation(world, method, link)
     link.check_codec(world, engine.device)
     server = placed(method.init(world), engine.device)

@@ -20,14 +20,14 @@ from torch import Tensor, nn
 from fedquilt import noise
 from fedquilt.customise import CustomisableModel
 from fedquilt.data.parts import Array
-from fedquilt.deploy import Deployed, deployed, total_cost, total_share
+from fedquilt.deploy import Deployed, assembled, deployed, norms_of, total_cost, total_share
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.ensemble import Ensemble
+from fedquilt.family.norms import NormPolicy
 from fedquilt.files import Blob, parse, why, write
 from fedquilt.names import known, said
 from fedquilt.portable import Note, about, family_of, read, under
-from fedquilt.round.training.local import NormPolicy
 from fedquilt.terms import Budget, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -51,7 +51,7 @@ class Exported:
     share: float
     max_difference: float
     nets: int  # whose logits are averaged
-    norms: NormPolicy
+    norms: str  # name of the norm policy
     compared: str  # what it was fed for that: samples of the test set, or noise where there is no data
     robustness: float | None  # λ of dual or conditioned norms; None: there are none
     robustness_by_default: bool  # nobody asked for one, and 0, the clean net, was taken
@@ -76,7 +76,7 @@ def export(
     budget: Budget,
     format: str = "",
     client: int | None = None,
-    norms: NormPolicy | None = None,
+    norms: NormPolicy | str | None = None,
     samples: Array | None = None,
     robustness: float | None = None,
     force: bool = False,
@@ -96,14 +96,14 @@ def export(
     module = found.module(robustness).cpu().requires_grad_(False)
     if any(weight.dtype == torch.float64 for weight in module.parameters()):
         module = module.float()  # other runtimes have few kernels for more
-    batches, compared = _samples(run, [size for size in BATCHES if size > 1 or found.norms != "batch"])
+    batches, compared = _samples(run, [size for size in BATCHES if size > 1 or found.norms.stores])
     note = {
         **about(run),
         "format": "model",
         "budget": {name: value for name, value in vars(budget).items() if value is not None},
         "share": round(found.share, 4),
         "client": client,
-        "norms": found.norms,
+        "norms": found.norms.name,
         "robustness": robustness,
         "nets": [net.to_dict() for net in found.nets],
     }
@@ -121,7 +121,7 @@ def export(
         note["share"],
         difference,
         len(found.nets),
-        found.norms,
+        found.norms.name,
         compared,
         robustness,
         by_default,
@@ -134,7 +134,7 @@ def export_sizes(
     shares: Sequence[float],
     format: str = "",
     client: int | None = None,
-    norms: NormPolicy | None = None,
+    norms: NormPolicy | str | None = None,
     samples: Array | None = None,
     robustness: float | None = None,
     force: bool = False,
@@ -158,7 +158,7 @@ def export_sizes(
     model.set(robustness=robustness)
     if any(weight.dtype == torch.float64 for weight in model.parameters()):
         model = model.float()
-    batches, compared = _samples(run, [size for size in BATCHES if size > 1 or model.norms != "batch"])
+    batches, compared = _samples(run, [size for size in BATCHES if size > 1 or norms_of(run, norms, client).stores])
     data = b"".join(model.blob().chunks())
     tensors, note = parse(bytearray(data), torch.device("cpu"))
     again = CustomisableModel.restored(family, tensors, note)
@@ -397,7 +397,7 @@ def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
         return CustomisableModel.restored(family, tensors, note)
     nets = tuple(Submodel.from_dict(net) for net in note["nets"])
     states = tuple(under(_lead(place, len(nets)), tensors) for place in range(len(nets)))
-    return Deployed(family, nets, states, note["norms"]).module(note["robustness"])
+    return assembled(family, nets, states, note["robustness"])
 
 
 def _told(note: Note) -> str:

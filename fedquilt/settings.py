@@ -37,6 +37,7 @@ class Table(NamedTuple):
     what: str
     kinds: Mapping[str, Any]
     usual: str = ""  # Variant that a table without a name stands for. Empty if a name is needed.
+    short: bool = False  # True: a variant with default values is written as its name alone
 
 
 TABLES: dict[type, Table] = {}  # filled by config.py
@@ -383,6 +384,8 @@ def write(value: Any, kind: Any = None) -> Any:
     if is_dataclass(value):
         kinds = [one for one in _members(kind) if _is_table(one)]
         named = len(kinds) > 1 or any(one in TABLES for one in kinds)
+        if any(one in TABLES and TABLES[one].short for one in kinds) and _has_defaults(value):
+            return label(type(value))
         return ({"name": label(type(value))} if named else {}) | _write_fields(value, _fields_of(type(value)))
     if isinstance(value, Mapping):
         args = (
@@ -395,6 +398,11 @@ def write(value: Any, kind: Any = None) -> Any:
     if isinstance(value, (bool, int, float, str)):
         return value
     raise ConfigError(f"{_a(type(value).__name__)} cannot be written to a file: {value!r}.")
+
+
+def _has_defaults(value: Any) -> bool:
+    """Return True if all fields of a dataclass have their defaults."""
+    return all(getattr(value, key) == default(one) for key, one in _fields_of(type(value)).items())
 
 
 def _write_fields(value: Any, own: Mapping[str, Field[Any]]) -> dict[str, Any]:

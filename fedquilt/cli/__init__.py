@@ -173,7 +173,7 @@ class ListRequest(DataOptions):
     """
 
     what: What = (
-        "all"  # methods, models, data, partitions, fleets, links, engines, trackers or formats; all if not given
+        "all"  # methods, models, data, partitions, fleets, links, engines, trackers, formats or norms; all if not given
     )
     name: Name = ""  # one of them
     config: File = None  # for --plot: settings; the demo's if not given

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 Entry = dict[str, Any]
 
-LISTS = ("methods", "models", "data", "partitions", "fleets", "links", "engines", "trackers", "formats")
+LISTS = ("methods", "models", "data", "partitions", "fleets", "links", "engines", "trackers", "formats", "norms")
 
 
 def entries(what: str, name: str = "") -> dict[str, Entry]:
@@ -40,7 +40,7 @@ def options(what: str, name: str) -> dict[str, Entry]:
 
 
 def _known(what: str, name: str) -> Any:
-    return known(_table(what), name, "data set" if what == "data" else what.removesuffix("s"))
+    return known(_table(what), name, _NOUNS.get(what, what.removesuffix("s")))
 
 
 def _table(what: str) -> Mapping[str, Any]:
@@ -48,13 +48,14 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.data import DATA, PARTITIONS
     from fedquilt.engines import ENGINES
     from fedquilt.export import FORMATS
+    from fedquilt.family.norms import NORM_POLICIES
     from fedquilt.fleets import FLEETS
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
     from fedquilt.round.link import LINKS
     from fedquilt.tracking import TRACKERS
 
-    tables = (METHODS, MODELS, DATA, PARTITIONS, FLEETS, LINKS, ENGINES, TRACKERS, FORMATS)
+    tables = (METHODS, MODELS, DATA, PARTITIONS, FLEETS, LINKS, ENGINES, TRACKERS, FORMATS, NORM_POLICIES)
     return known(dict(zip(LISTS, tables, strict=True)), what, "list")
 
 
@@ -89,4 +90,5 @@ def _first_line(thing: object) -> str:
     return (thing.__doc__ or "").strip().split("\n")[0]
 
 
+_NOUNS = {"data": "data set", "norms": "norm policy"}  # what one entry of a list is called
 _ABOUT: dict[str, Callable[[Any], Entry]] = {"methods": _method, "models": _model, "engines": _engine, "links": _link}

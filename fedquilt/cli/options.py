@@ -35,8 +35,8 @@ Methods = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", **_quiet)]
 Format = Annotated[Literal["", "onnx", "pt2", "safetensors"], tyro.conf.arg(metavar="onnx|pt2|safetensors", **_quiet)]
 Norms = Annotated[
-    Literal["post", "tracked", "batch", "local"] | None,
-    tyro.conf.arg(metavar="post|tracked|batch|local", **_quiet),
+    str | None,
+    tyro.conf.arg(metavar="batch|tracked|local|post|post-own|post-public|local-all", **_quiet),
 ]
 Params = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-params",), **_quiet)]
 Macs = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-macs",), **_quiet)]

@@ -259,6 +259,11 @@ class Pool:
         """Test samples at positions, as a model sees them."""
         return self._seen(self.test_inputs[rows])
 
+    @property
+    def public_samples(self) -> Tensor | None:
+        """Public samples as a model sees them; None if there are none."""
+        return None if self.public is None else self._seen(self.public)
+
     def _seen(self, stored: Tensor) -> Tensor:
         return stored if self.scale is None else self.scale(stored)
 

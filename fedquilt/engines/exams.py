@@ -10,9 +10,9 @@ from torch import Tensor
 
 from fedquilt.axes import Index
 from fedquilt.data import FederatedData
+from fedquilt.family.norms import NormPolicy
 from fedquilt.round.attack import PGD
-from fedquilt.round.serve import Domain, Kind, Score, exam_pass
-from fedquilt.round.training.local import NormPolicy
+from fedquilt.round.serve import Domain, Kind, Score
 from fedquilt.terms import Mix, Weights
 
 
@@ -33,7 +33,7 @@ class Exam:
     def kind(self, norm: NormPolicy) -> Kind:
         """Return what is run, which is equal for exams that run the same kernels."""
         nets = tuple(replace(net, index=Index()) for net in self.nets)
-        return Kind(nets, replace(exam_pass(norm), robustness=self.robustness), self.attack, self.training)
+        return Kind(nets, replace(norm.evaluation_pass, robustness=self.robustness), self.attack, self.training)
 
 
 @dataclass(frozen=True)

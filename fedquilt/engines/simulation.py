@@ -22,7 +22,7 @@ from fedquilt.round.budgets import check_budgets
 from fedquilt.round.client import check_sent
 from fedquilt.round.engine import Engine, Outcome
 from fedquilt.round.federation import Federation, World
-from fedquilt.round.serve import EvalJob, Kind, Score, both_statistics, exam_pass
+from fedquilt.round.serve import EvalJob, Kind, Score, both_statistics
 from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.learner import Learner
 from fedquilt.terms import Job, Payload, Server, Submodel, Weights
@@ -184,7 +184,7 @@ class Simulation(Engine):
         with _failing("the evaluation failed"), self.computing():
             if not by_domain or self.data.test_domains is None:
                 return self._evaluate(own, batch_size)
-            depends_on_batch = self.world.family.mixes(exam_pass(self.method.local.norm))
+            depends_on_batch = self.world.family.mixes(self.method.local.norm.evaluation_pass)
             cut = pieces(own, self.data, depends_on_batch, batch_size)
             return summed(own, cut, self._evaluate([piece.exam for piece in cut], batch_size), self.data)
 

@@ -104,7 +104,9 @@ class Family:
         """
         state = {name: plain(value) for name, value in _state(self._module, tuple(self.layout.dims)).items()}
         with torch.no_grad():
-            outputs, _ = self.net(self.whole)(state, plain(self.example_inputs[0].detach()), Pass(statistics="stored"))
+            outputs, _ = self.member(self.whole).net(
+                state, plain(self.example_inputs[0].detach()), Pass(statistics="stored")
+            )
         if outputs.dim() < 2:
             raise TraceError(
                 f"{type(self._module).__name__} has an output of shape {tuple(outputs.shape)}; (sample, outputs) is "

@@ -65,7 +65,7 @@ class Method:
     @property
     def personal(self) -> bool:
         """Whether the result lives on the clients: then accuracy is the mean of theirs."""
-        return self.local.norm == "local"
+        return self.local.norm.personal
 
     @property
     def attack(self) -> PGD | None:
@@ -101,8 +101,10 @@ class Method:
                 type(self).__name__,
             )
         whole = family.member(family.whole)
-        tracked = whole.statistics if self.local.norm == "tracked" else ()  # local ones never come here
-        names = {*whole.trainable, *tracked, *whole.carried}
+        if whole.statistics:
+            self.local.norm.check_public(world.public is not None)
+        statistics = whole.statistics if self.local.norm.sends_statistics else ()
+        names = {*whole.trainable, *statistics, *whole.carried}
         initial = self.initial(world).items()
         return Server(0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names})
 

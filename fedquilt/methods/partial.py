@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
+from fedquilt.family.norms import BatchStatistics, MeasuredOnAll
 from fedquilt.methods.method import Presets
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.optimizers import SGD, Adam
@@ -12,7 +13,7 @@ from fedquilt.round.training.schedules import Steps
 
 # Static norms and a scaler (FedRolex, section 4). The loss over the client's own classes is HeteroFL's. FedRolex's
 # paper does not mention it, but its released code has it.
-PARTIAL = Local(norm="post", scaler=True, masked="client")
+PARTIAL = Local(norm=MeasuredOnAll(), scaler=True, masked="client")
 
 _CIFAR10 = replace(PARTIAL, optimiser=SGD(lr=2e-4, momentum=0.9, decay=5e-4), batch_size=10, crop=4)
 _CIFAR100 = replace(_CIFAR10, optimiser=replace(_CIFAR10.optimiser, lr=1e-4), batch_size=24)
@@ -28,7 +29,7 @@ def _at(local: Local, *milestones: int) -> dict[str, Any]:
 # Adam and batches of 128, without static norms. The scheduler steps before the first round, so that the rate falls one
 # round earlier than `--schedule 1200` says, or `--schedule 800 1200` on iid data.
 _RELEASED = replace(
-    PARTIAL, optimiser=Adam(lr=2e-4, decay=5e-4, clip=1.0), batch_size=128, norm="batch", crop=4, flip=True
+    PARTIAL, optimiser=Adam(lr=2e-4, decay=5e-4, clip=1.0), batch_size=128, norm=BatchStatistics(), crop=4, flip=True
 )
 
 

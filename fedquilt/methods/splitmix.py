@@ -15,6 +15,7 @@ from fedquilt.checks import within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.dual import HOW_TO
+from fedquilt.family.norms import Tracked
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
 from fedquilt.round.attack import PGD, AdversarialTraining
@@ -38,7 +39,7 @@ _RELEASED_ATTACK = AdversarialTraining(attack=PGD(size=10 / 255 / 7), search="ev
 
 def _robust(local: Local) -> dict[str, object]:
     """Track norm statistics, with both rescalings off, as the released adversarial runs do."""
-    tracked = replace(local, norm="tracked", scaler=False)
+    tracked = replace(local, norm=Tracked(), scaler=False)
     return {"local": tracked, "rescale_init": False, "robust": True}
 
 
@@ -56,11 +57,13 @@ class SplitMix(Method):
     - Half of the Digits images are for validation, so that a client trains on 111 to 113. Of
       CIFAR-10 it is a tenth. The checkpoint of the best validation accuracy is tested.
     - Adversarial runs split CIFAR-10 iid. On Digits they train one base net of share 1.
-      Their option `lbn` also keeps all of a norm on its client, affine weights included. Here
-      norms are averaged, as without that option. Tests attack with the steps of training:
-      `Evaluation(attack=PGD(size=10 / 255 / 7))`.
-    - Norms that are measured afterwards (`norm="post"`) are measured on each client's own data.
-      Here it is the data of all clients.
+      Tests attack with the steps of training: `Evaluation(attack=PGD(size=10 / 255 / 7))`.
+
+    Two of its options are norm policies here. `lbn`, which keeps all of a norm on its client, is
+    `norm="local-all"`; the presets average norms, as without that option. Norms that are measured
+    afterwards are measured on each client's own data: `norm="post-own"`. With `norm="post"` it is
+    the data of all clients. Under both of the former, clients have unequal nets, and accuracy is
+    the mean over clients.
     """
 
     local: Local = Local(optimiser=SPLITMIX_SGD, scaler=True)

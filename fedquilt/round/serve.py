@@ -12,14 +12,18 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.checks import one_of, within
+from fedquilt.data.parts import Array
 from fedquilt.errors import ConfigError, SubmodelError
 from fedquilt.family.net import Pass
+from fedquilt.family.norms import NormPolicy
+from fedquilt.precision import computing
 from fedquilt.round.attack import PGD, by_sample
 from fedquilt.round.client import own_state
 from fedquilt.round.clients import Fleet
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.labels import share_label
-from fedquilt.round.training.local import Local, NormPolicy
+from fedquilt.round.training.batches import batched
+from fedquilt.round.training.local import Local
 from fedquilt.round.training.step import train_pass
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
@@ -110,14 +114,9 @@ class Score:
         return Score(self.label, self.right + other.right, self.count + other.count)
 
 
-def exam_pass(norm: NormPolicy) -> Pass:
-    """How nets run when they are tested: on stored statistics where the policy stores any."""
-    return Pass(train=False, statistics="batch" if norm == "batch" else "stored")
-
-
 def compared_passes(local: Local, norm: NormPolicy) -> tuple[Pass, Pass]:
     """Return how nets run in training and once deployed, where they must equal their modules."""
-    return Pass(train=True, statistics=train_pass(local).statistics), exam_pass(norm)
+    return Pass(train=True, statistics=train_pass(local).statistics), norm.evaluation_pass
 
 
 def right(
@@ -365,11 +364,56 @@ def ready(
     for submodel in submodels:
         names = [name for name in family.layout.dims if submodel.scope + name in server.weights]
         cuts[submodel] = family.cutter.gather(server.weights, submodel, names)
-    if method.local.norm == "post" and family.statistics:
-        found = engine.calibrate(federation, list(cuts.items()), batch_size)
+    if method.local.norm.measures and family.statistics:
+        found = measured_statistics(federation, list(cuts.items()), engine, batch_size)
         for own, statistics in zip(cuts.values(), found, strict=True):
             own |= statistics
     return cuts
+
+
+def measured_statistics(
+    federation: Federation,
+    nets: Sequence[tuple[Submodel, Weights]],
+    engine: Engine,
+    batch_size: int,
+    client: int | None = None,
+) -> list[dict[str, Tensor]]:
+    """Measure the norm statistics of nets on the samples that the method's norm policy names.
+
+    Args:
+        federation: Its method's norm policy measures statistics.
+        nets: Sub-models and their weights.
+        engine: It has the samples of clients.
+        batch_size: Statistics are means over batches of this size.
+        client: The client whose training samples are meant. None: those of all clients.
+    """
+    world = federation.world
+    if not federation.method.local.norm.needs_public:
+        return engine.calibrate(federation, nets, batch_size, client)
+    assert world.public is not None, "a policy that needs public samples was refused where there are none"
+    with computing(world.precision, engine.device):
+        return [measured(world.family, net, weights, world.public, batch_size) for net, weights in nets]
+
+
+def measured(family: Family, net: Submodel, state: Weights, samples: Array, batch_size: int) -> dict[str, Tensor]:
+    """A net's norm statistics over samples as the model sees them: the mean over batches."""
+    example, samples = family.example_inputs[0], torch.as_tensor(samples)
+    if samples.shape[1:] != example.shape[1:] or len(samples) < 2:
+        raise ConfigError(
+            f"norms were to be measured over samples of shape {tuple(samples.shape)}; the model takes two or more of "
+            f"shape {tuple(example.shape[1:])}."
+        )
+    like = next(value for value in state.values() if value.is_floating_point())
+    inputs = samples.to(like.device, like.dtype if samples.is_floating_point() else samples.dtype)
+
+    def seen(robustness: float) -> dict[str, Tensor]:
+        mode = Pass(statistics="measure", robustness=robustness)
+        with torch.no_grad():  # copies: a net may begin with an operation in place
+            found = [family.member(net).net(state, some.clone(), mode)[1] for some in batched(inputs, batch_size)]
+        return mean_statistics(found, len(found))
+
+    # Without labels nothing can be attacked: both kinds of norms see the samples as they are.
+    return both_statistics(seen(0.0), seen(1.0)) if family.adjustable else seen(0.0)
 
 
 def _asked(federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
@@ -399,8 +443,8 @@ def own_exam(federation: Federation, server: Server, client: Client, engine: Eng
     nets = owned(method, server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]
     states = {job.submodel: own_state(federation, server, job, engine.device) for job in jobs}
-    if method.local.norm == "post" and world.family.statistics:
-        found = engine.calibrate(federation, list(states.items()), how.batch_size, client.id)
+    if method.local.norm.measures and world.family.statistics:
+        found = measured_statistics(federation, list(states.items()), engine, how.batch_size, client.id)
         states = {net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)}
     label, own_classes = share_label(method, client.budget, world), _among_own_classes(method)
     return EvalJob(label, nets, joined(nets, states), client.id, own_classes, how.logit)

@@ -24,6 +24,7 @@ import fedquilt as fq
 from fedquilt.cli import COMMANDS, main
 from fedquilt.cli.options import FLAGS, _single_valued, refuse_repeated
 from fedquilt.config import Experiment
+from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.fleets import Uniform
 from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
@@ -797,7 +798,11 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         "engines",
         "trackers",
         "formats",
+        "norms",
     ]
+    assert list(listed["norms"]) == list(NORM_POLICIES)
+    assert all(entry["summary"] for entry in listed["norms"].values())
+    assert listed["norms"]["local-all"]["defaults"] == {"affine": "local"}
     assert list(listed["models"]) == list(MODELS)
     assert listed["models"]["preresnet18"]["parameters"] == 11_172_170
     assert listed["data"]["digits"]["defaults"]["public"] == 0.0
@@ -892,7 +897,7 @@ def test_what_is_listed_can_be_set(name: str) -> None:
     for path, row in rows.items():
         if path.startswith(absent):
             continue
-        chosen = row["type"].startswith(("sgd", "constant", "plain"))  # by its name
+        chosen = row["type"].startswith(("sgd", "constant", "plain", "batch |"))  # by its name
         if row["default"] != "null" and "(" not in path:
             keys = ["method", *path.split("."), *(["name"] if chosen else [])]
             assign(settings, keys, row["default"] if chosen else json.loads(row["default"]))

@@ -6,14 +6,14 @@ import json
 import re
 import shlex
 from pathlib import Path
-from typing import Any, get_args
+from typing import Any
 
 import pytest
 import torch
 
 from fedquilt.cli import main
 from fedquilt.export import BATCHES, FORMATS, TOLERANCE, Exported
-from fedquilt.round.training.local import NormPolicy
+from fedquilt.family.norms import NORM_POLICIES
 from tests.conftest import shortened
 from tests.unit.test_export import HAS_ONNX
 
@@ -56,7 +56,7 @@ def test_commands_run_as_written(
 
 def test_the_page_names_what_there_is() -> None:
     table = PAGE.split("### Norms")[1].split("```")[0]
-    assert set(re.findall(r"^\| `(\w+)` \|", table, re.MULTILINE)) - {"norms"} == set(get_args(NormPolicy))
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) - {"norms"} == set(NORM_POLICIES)
     *most, last = map(str, sorted(BATCHES))
     assert f"{', '.join(most)} and {last}" in PAGE
     assert f"{TOLERANCE:.0e}".replace("e-0", "e-") in PAGE

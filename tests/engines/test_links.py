@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import Vectorised
-from fedquilt.methods import METHODS, FedRolex, HeteroFL
+from fedquilt.methods import METHODS, FedRolex, HeteroFL, SplitMix
 from fedquilt.round.cut import prefix
 from fedquilt.round.link import Trip
 from fedquilt.round.merge import Mean
@@ -41,10 +41,10 @@ def test_every_method_over_every_link_gives_the_same_numbers(name, link, residua
         assert [r.link_seconds for r in other.records] == [r.link_seconds for r in truth.records]
 
 
-@pytest.mark.parametrize("norm", ["tracked", "local"])
+@pytest.mark.parametrize("norm", ["tracked", "local", "post-own", "local-all"])
 @pytest.mark.parametrize(
     "method",
-    [HeteroFL(), FedRolex(shift=2), METHODS["sheterofl"].preset("released")],
+    [HeteroFL(), FedRolex(shift=2), METHODS["sheterofl"].preset("released"), SplitMix(base=0.25)],
     ids=lambda method: type(method).__name__,
 )
 def test_statistics_and_several_payloads_go_over_every_link(method, norm, residual, play, make_data):

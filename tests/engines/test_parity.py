@@ -10,7 +10,8 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import Vectorised
-from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly
+from fedquilt.family.norms import NORM_POLICIES
+from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.models import TransformerLM
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
@@ -175,14 +176,30 @@ def test_learners_of_equal_clients_are_equal_and_hashable(residual):
     assert Phase(moves=Between(0, 0.5)) == Phase(moves=Between(0, 0.5)) != Phase(moves=Between(0, 0.25))
 
 
+@pytest.mark.parametrize("norm", ["post-own", "local-all"])
+@pytest.mark.parametrize(
+    "method", [HeteroFL(), FedRolex(shift=2), SplitMix(base=0.25)], ids=lambda method: type(method).__name__
+)
+@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+def test_norms_of_each_client_give_the_same_numbers_on_every_engine(method, norm, family, play, make_data):
+    method = with_local(method, batch_size=4, optimiser=SHARP, norm=norm)
+    fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    how = fq.Evaluation(batch_size=3)
+    truth, others = both(play, method, family, make_data(family, RAGGED), fleet=fleet, evaluation=how, rounds=3)
+    assert bool(truth.server.memory) == (norm == "local-all")
+    for other in others:
+        assert_same(truth, other)
+
+
 # --- evaluation and calibration ---------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("norm", ["batch", "tracked", "post", "local"])
+@pytest.mark.parametrize("norm", NORM_POLICIES)
 def test_evaluation_is_the_same_on_every_engine(norm, residual, play, make_data):
     method = with_local(HeteroFL(), batch_size=4, norm=norm)
     how = fq.Evaluation(batch_size=7, local=True)  # 24 test samples: a tail of 3
     data = replace(make_data(residual, RAGGED), test_domains=torch.arange(24) % 5 // 3)  # 15 and 9
+    data = replace(data, public=torch.randn(8, 1, 6, 6, generator=torch.Generator().manual_seed(1)))
     truth, others = both(play, method, residual, data, shares=SHARES, evaluation=how)
     assert set(truth.accuracy) == {"1.0", "0.5", "0.25"}
     assert set(truth.summary["metrics"]) >= {"accuracy/0", "accuracy/1"}

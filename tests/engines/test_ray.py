@@ -21,7 +21,7 @@ import torch
 import fedquilt as fq
 from fedquilt.engines.ray import Cluster, Crew, Ray, _knock, cut
 from fedquilt.errors import ConfigError, TrainingError
-from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL
+from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, SplitMix
 from fedquilt.names import find
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Mean
@@ -95,6 +95,17 @@ def test_every_method_gives_the_numbers_of_the_sequential_engine_over_a_link(nam
         )
         assert_same(truth, other)
         assert [r.link_seconds for r in truth.records] == [r.link_seconds for r in other.records]
+
+
+@pytest.mark.parametrize("norm", ["post-own", "local-all"])
+@pytest.mark.parametrize("method", [FedRolex(shift=2), SplitMix(base=0.25)], ids=lambda method: type(method).__name__)
+def test_norms_of_each_client_give_the_numbers_of_the_sequential_engine(method, norm, residual, start):
+    method = with_local(method, norm=norm)
+    truth, other = (
+        start(method, residual, engine, link=LINKS["lossy"], sample=5, dynamic=True).train(3)
+        for engine in ("sequential", "ray")
+    )
+    assert_same(truth, other)
 
 
 def test_steps_of_all_rounds_weight_clients_on_workers_too(residual, start):

@@ -101,6 +101,6 @@ def test_the_variants_that_the_comments_name():
     assert strong.fleet.budgets == Clusters((1.0,))
     assert read("fedrescue/cifar10-clusters", assign=("method.samples=8",)).method.samples == 8
     plain = read("splitmix/digits", assign=("method.rescale_init=false", "method.local.norm=post"))
-    assert (plain.method.rescale_init, plain.method.local.norm) == (False, "post")
+    assert (plain.method.rescale_init, plain.method.local.norm.name) == (False, "post")
     iid = read("splitmix/cifar10", assign=("data.partition.name=iid", 'method.local.masked=""'))
     assert (iid.data.partition, iid.method.local.masked) == (Iid(), "")

@@ -329,7 +329,7 @@ def test_table_7_flops(table_7):
 def test_the_papers_setting_is_a_preset():
     local = FedRolex.preset("paper").local
     assert (local.optimiser.lr, local.optimiser.momentum, local.optimiser.decay) == (2e-4, 0.9, 5e-4)
-    assert (local.batch_size, local.epochs, local.crop, local.masked, local.norm) == (10, 1, 4, "client", "post")
+    assert (local.batch_size, local.epochs, local.crop, local.masked, local.norm.name) == (10, 1, 4, "client", "post")
     assert [local.schedule(round) for round in (0, 799, 800, 1500)] == pytest.approx([1, 1, 0.1, 0.01])
 
 

@@ -60,7 +60,7 @@ def numbers(local: Local) -> tuple[int, float, tuple[int, ...]]:
     assert isinstance(local.schedule, Steps)
     assert (local.epochs, local.schedule.factor) == (1, 0.1)
     assert local.optimiser == SGD(lr=local.optimiser.lr, momentum=0.9, decay=5e-4)
-    assert (local.norm, local.scaler) == ("post", True)  # section 4: static norms, a scaler after each convolution
+    assert (local.norm.name, local.scaler) == ("post", True)  # section 4: static norms, a scaler after each convolution
     return local.batch_size, local.optimiser.lr, local.schedule.milestones
 
 

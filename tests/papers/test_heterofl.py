@@ -85,7 +85,7 @@ def test_uploads_are_smaller_by_the_masked_rows(perceptron, play, make_data):
 
 def test_the_setting_of_the_paper_is_the_default():
     local = HeteroFL().local
-    assert (local.norm, local.scaler, local.masked, HeteroFL().weighting) == ("post", True, "client", "uniform")
+    assert (local.norm.name, local.scaler, local.masked, HeteroFL().weighting) == ("post", True, "client", "uniform")
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])

@@ -251,7 +251,7 @@ def test_schedules_crops_and_norms_are_the_released_ones():
         SHeteroFL.preset("cifar10-released"),
     ]
     assert {(method.local.crop, method.local.flip) for method in cropped} == {(4, True)}
-    assert [method.local.norm for method in cropped] == ["post", "batch", "batch", "batch"]
+    assert [method.local.norm.name for method in cropped] == ["post", "batch", "batch", "batch"]
     assert [method.local.batch_size for method in cropped] == [10, 128, 128, 128]
 
 

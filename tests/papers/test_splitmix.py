@@ -302,7 +302,7 @@ def test_settings_of_the_paper():
     assert (cifar.local.epochs, cifar.local.batch_size, cifar.local.masked) == (5, 128, "client")
     for method in (digits, cifar):
         assert method.local.optimiser == replace(method.local.optimiser, momentum=0.9, decay=5e-4)
-        assert (method.local.scaler, method.local.norm, method.rescale_init) == (True, "batch", True)
+        assert (method.local.scaler, method.local.norm.name, method.rescale_init) == (True, "batch", True)
 
 
 @pytest.mark.parametrize("engine", LOCAL)

@@ -76,7 +76,7 @@ def _trained(run: fq.Run, job: Job, state: dict[str, Tensor], share: float) -> d
     net = engine.world.family.module(job.submodel.arch).double().train()
     net.load_state_dict(state, strict=False)
     for layer in net.modules():
-        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and local.norm == "batch":
+        if isinstance(layer, (nn.BatchNorm1d, nn.BatchNorm2d)) and local.norm.name == "batch":
             layer.running_mean = layer.running_var = None
             layer.track_running_stats = False
         if isinstance(layer, (nn.Conv2d, nn.Linear)) and layer is not net[-1] and local.scaler:
@@ -158,7 +158,7 @@ def test_settings_of_the_released_code():
     assert (cifar.local.batch_size, cifar.local.epochs, cifar.local.masked) == (128, 5, "batch")
     assert (cifar.local.crop, cifar.local.flip, digits.local.crop) == (4, True, 0)
     for method in (digits, cifar):
-        assert (method.local.norm, method.local.scaler, method.rescale_init) == ("batch", True, True)
+        assert (method.local.norm.name, method.local.scaler, method.rescale_init) == ("batch", True, True)
 
 
 def test_settings_of_the_released_adversarial_runs():
@@ -167,7 +167,7 @@ def test_settings_of_the_released_adversarial_runs():
     assert [cifar.lr(at) for at in (0, 199, 200, 300)] == pytest.approx([0.1, 0.1, 0.01, 0.001])
     assert (cifar.local.crop, cifar.local.flip, cifar.local.masked) == (4, True, "")
     for method in (digits, cifar):
-        assert (method.local.norm, method.local.scaler) == ("tracked", False)
+        assert (method.local.norm.name, method.local.scaler) == ("tracked", False)
         assert not method.rescale_init
         assert method.attack.size * 255 == pytest.approx(1.4286, abs=1e-4)
         assert method.local.adversarial.search == "evaluation"

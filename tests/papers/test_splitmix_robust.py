@@ -396,7 +396,7 @@ def test_robust_runs_track_norms_without_rescaling():
     for name in ("robust", "digits-robust", "cifar10-robust"):
         method = SplitMix.preset(name)
         assert (method.local.scaler, method.rescale_init, method.robust) == (False, False, True)
-        assert method.local.norm == "tracked"
+        assert method.local.norm.name == "tracked"
         assert method.local.adversarial == AT(0.5)
     assert SplitMix.preset("digits-robust").lr(0) == 0.1
 
@@ -407,6 +407,8 @@ RAGGED = (7, 4, 9, 5, 8, 4)
 VARIANTS = {
     "splitmix": SplitMix.preset("robust", base=0.25),
     "splitmix-post": SplitMix(local=Local(norm="post"), base=0.25, robust=True),
+    "splitmix-post-own": SplitMix(local=Local(norm="post-own"), base=0.25, robust=True),
+    "splitmix-lbn": with_local(SplitMix.preset("robust", base=0.25), norm="local-all"),
     "splitmix-released": with_local(SplitMix.preset("cifar10-robust-released", base=0.25), epochs=1),
     "fedavg-evaluation": FedAvg(local=Local(adversarial=AT(search="evaluation"), scaler=True)),
     "fedavg": FedAvg(local=Local(adversarial=AT(0.3), norm="tracked")),

@@ -60,8 +60,8 @@ def test_it_compares_what_the_paper_does(example):
 
 def test_norms_are_tracked_unless_asked(example):
     for figure in ("full", "widths"):
-        assert {one.method.local.norm for one in example.entrants(figure, 400, (0, 0.5))} == {"tracked"}
-        assert {one.method.local.norm for one in example.entrants(figure, 400, (0, 0.5), "post")} == {"post"}
+        assert {one.method.local.norm.name for one in example.entrants(figure, 400, (0, 0.5))} == {"tracked"}
+        assert {one.method.local.norm.name for one in example.entrants(figure, 400, (0, 0.5), "post")} == {"post"}
 
 
 def test_parts_are_chosen_by_name_with_or_without_their_weight(example, file, capsys, tmp_path):

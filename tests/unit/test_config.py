@@ -113,7 +113,7 @@ def test_the_demo_is_what_the_readme_says() -> None:
     assert isinstance(experiment.method, HeteroFL)
     local = experiment.method.local
     assert (local.optimiser, local.batch_size, local.epochs) == (SGD(lr=0.1), 16, 2)
-    assert local.norm == "post"  # the method's own way of training is kept
+    assert local.norm.name == "post"  # the method's own way of training is kept
     assert experiment.names == {
         "method": "heterofl",
         "model": "tiny_resnet",

@@ -147,8 +147,10 @@ def test_a_run_can_be_saved_afterwards_and_go_on(start, tmp_path):
         Keeping(local=fq.Local(batch_size=4, norm="local")),
         LocalOnly(),
         fq.methods.FedRolex(local=fq.Local(batch_size=4, norm="local")),
+        fq.methods.SplitMix(local=fq.Local(batch_size=4, norm="local-all"), base=0.5),
+        fq.methods.FedRolex(local=fq.Local(batch_size=4, norm="post-own")),
     ],
-    ids=lambda method: type(method).__name__,
+    ids=lambda method: f"{type(method).__name__}-{method.local.norm.name}",
 )
 @pytest.mark.parametrize("limit", [0, 1 << 30], ids=["spilling", "held"])
 def test_a_run_that_was_interrupted_goes_on_to_the_same_result(limit, engine, method, start, tmp_path):

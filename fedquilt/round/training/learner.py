@@ -114,7 +114,7 @@ class Learner:
 
     def moved(self, member: Member) -> tuple[str, ...]:
         """The weights that training changes, and the statistics it tracks."""
-        return (*member.trainable, *(member.statistics if self.local.norm in ("tracked", "local") else ()))
+        return (*member.trainable, *(member.statistics if self.local.norm.tracks else ()))
 
     def names(self, member: Member) -> tuple[str, ...]:
         """The weights a client holds while it trains: what changes, and what is carried along."""
@@ -131,16 +131,12 @@ class Learner:
 
     def _shared(self, chosen: Filter, member: Member) -> tuple[str, ...]:
         """Return the names of a filter's weights that may leave a client or reach it, in the order of `names`."""
-        names = chosen.names(member)
-        if self.local.norm == "local":
-            names -= set(member.statistics)
+        names = chosen.names(member) - self.local.norm.kept(member)
         return tuple(name for name in self.names(member) if name in names)
 
     def kept(self, member: Member) -> tuple[str, ...]:
         """The weights that stay on the client for its next round."""
-        chosen = self.keep.names(member)
-        if self.local.norm == "local":
-            chosen |= set(member.statistics)
+        chosen = self.keep.names(member) | self.local.norm.kept(member)
         return tuple(name for name in self.names(member) if name in chosen)
 
     def upload(self, member: Member, submodel: Submodel, held: Tensor) -> Submodel:

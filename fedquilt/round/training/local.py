@@ -5,13 +5,14 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import Literal
 
-from fedquilt.checks import one_of, within
+from fedquilt.checks import one_of, refuse, within
+from fedquilt.errors import ConfigError
+from fedquilt.family.norms import BatchStatistics, NormPolicy, norm_policy
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy, Objective, Wrapping
 from fedquilt.round.training.optimizers import SGD, Adam
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 
-NormPolicy = Literal["batch", "tracked", "local", "post"]
 LastBatch = Literal["keep", "drop", "merge"]
 Masked = Literal["", "client", "batch"]
 
@@ -25,7 +26,7 @@ class Local:
     epochs: int = 1  # over its data, a round
     batch_size: int = 32  # samples a step
     last_batch: LastBatch = "keep"  # one that is not full: trained on, left out, or joined to the one before
-    norm: NormPolicy = "batch"  # statistics: the batch's, tracked and sent, tracked and kept, or measured afterwards
+    norm: NormPolicy = BatchStatistics()  # Norm policy: a name of `fedquilt list norms`, or file.py:Class
     scaler: bool = False  # Divide the outputs of all cut hidden layers by the client's share, in training only
     masked: Masked = ""  # mask the logits of classes absent from the client or the batch
     crop: int = 0  # random crops after padding by so many pixels
@@ -35,7 +36,11 @@ class Local:
 
     def __post_init__(self) -> None:
         within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
-        one_of(self, norm=NormPolicy, last_batch=LastBatch, masked=Masked)
+        one_of(self, last_batch=LastBatch, masked=Masked)
+        try:
+            object.__setattr__(self, "norm", norm_policy(self.norm))
+        except ConfigError as error:
+            refuse(self, {"norm": str(error)})
 
     def build_objective(self, share: float | None = None) -> Objective:
         """Return what clients minimize: the loss, on attacked samples too if asked for, inside the user's wrapper.

@@ -35,8 +35,7 @@ class Batch:
 
 def train_pass(local: Local) -> Pass:
     """How nets run in training."""
-    tracks = local.norm in ("tracked", "local")
-    return Pass(train=True, statistics="track" if tracks else "batch", scaler=local.scaler)
+    return local.norm.training_pass(local.scaler)
 
 
 def teach(member: Member, local: Local, state: State, batch: Batch) -> Tensor:

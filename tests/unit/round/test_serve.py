@@ -15,9 +15,10 @@ from fedquilt.engines import Sequential, Vectorised
 from fedquilt.engines.exams import Exam
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.family import Pass
+from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, Method
 from fedquilt.round.federation import World
-from fedquilt.round.serve import Score, _asked, exam_pass, mean_by_label, mean_statistics, right, share_label
+from fedquilt.round.serve import Score, _asked, mean_by_label, mean_statistics, right, share_label
 from tests.conftest import LOCAL, with_local
 
 
@@ -54,8 +55,9 @@ def test_when_an_evaluation_is_due():
 
 
 def test_nets_are_tested_on_the_statistics_the_policy_stores():
-    assert exam_pass("batch") == Pass(train=False, statistics="batch")
-    assert {exam_pass(norm) for norm in ("tracked", "local", "post")} == {Pass(train=False, statistics="stored")}
+    passes = {name: kind().evaluation_pass for name, kind in NORM_POLICIES.items()}
+    assert passes.pop("batch") == Pass(train=False, statistics="batch")
+    assert set(passes.values()) == {Pass(train=False, statistics="stored")}
 
 
 def test_mean_statistics():

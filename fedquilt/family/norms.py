@@ -1,0 +1,229 @@
+"""Norm policies: what happens to the norms of a model in training, evaluation and deployment."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, fields, replace
+from typing import ClassVar, Literal, Protocol
+
+from fedquilt.checks import one_of
+from fedquilt.errors import ConfigError
+from fedquilt.family.net import Pass
+from fedquilt.names import find, is_file, said
+
+Affine = Literal["shared", "local"]
+Statistics = Literal["batch", "tracked", "measured"]
+Owner = Literal["server", "client"]
+Samples = Literal["training", "public"]
+
+
+class Norms(Protocol):
+    """The names of a model's norms, as a family and its members have them."""
+
+    @property
+    def statistics(self) -> Sequence[str]:
+        """Names of the running statistics."""
+
+    @property
+    def parts(self) -> Mapping[str, Sequence[str]]:
+        """Names of weights by part. The part `norm` has the statistics and the affine weights."""
+
+
+@dataclass(frozen=True)
+class NormPolicy:
+    """A rule for the running statistics and the affine weights of norms.
+
+    Everything that the package asks about norms is answered here. A policy of your own is a
+    subclass that sets some of the class attributes:
+
+    - `statistics`: What norms normalize by once they are trained. `batch`: the batch that is
+      evaluated. `tracked`: running values that every training step updates. `measured`: means over
+      batches of training samples, taken when training is over. Training steps always normalize by
+      their own batch.
+    - `owner`: Who has the statistics. `server`: one set for all. Tracked ones are sent and
+      averaged, measured ones are taken over the training samples of all clients. `client`: each
+      client has a set of its own. It keeps tracked ones between rounds, and measures on its own
+      samples.
+    - `samples`: What statistics are measured on. `training`: the owner's training samples.
+      `public`: the data's public samples, for everyone.
+
+    Layer and group norms have no statistics, so that only `affine` concerns them.
+    """
+
+    affine: Affine = "shared"  # Weights and biases of norms: averaged, or local to each client
+
+    statistics: ClassVar[Statistics] = "batch"
+    owner: ClassVar[Owner] = "server"
+    samples: ClassVar[Samples] = "training"
+
+    def __post_init__(self) -> None:
+        one_of(self, affine=Affine, statistics=Statistics, owner=Owner, samples=Samples)
+
+    @property
+    def name(self) -> str:
+        """Return the name that files and flags have for the policy, or the name of its class."""
+        kind = type(self)
+        return next((name for name, known in NORM_POLICIES.items() if known is kind), kind.__name__)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return the name, with the values of fields that differ from their defaults."""
+        values = {one.name: getattr(self, one.name) for one in fields(self)}
+        changed = [one.name for one in fields(self) if values[one.name] != one.default]
+        told = ", ".join(f"{name}={values[name]}" for name in changed)
+        return f"{self.name}({told})" if changed else self.name
+
+    @property
+    def tracks(self) -> bool:
+        """Return True if training steps update running statistics."""
+        return self.statistics == "tracked"
+
+    @property
+    def measures(self) -> bool:
+        """Return True if statistics are measured when training is over."""
+        return self.statistics == "measured"
+
+    @property
+    def needs_public(self) -> bool:
+        """Return True if statistics are measured on public samples."""
+        return self.measures and self.samples == "public"
+
+    def check_public(self, has_public: bool) -> None:
+        """Raise a ConfigError if public samples are needed and the data has none."""
+        if self.needs_public and not has_public:
+            raise ConfigError(
+                f"the norm policy {self.name!r} was asked for, which measures statistics on public "
+                "samples; the data has none. data.public = 0.1 in a file, pool.with_public(0.1) in "
+                "Python, sets samples aside."
+            )
+
+    @property
+    def sends_statistics(self) -> bool:
+        """Return True if tracked statistics travel to the server and are averaged there."""
+        return self.tracks and self.owner == "server"
+
+    @property
+    def keeps_statistics(self) -> bool:
+        """Return True if each client keeps the statistics that it tracked."""
+        return self.tracks and self.owner == "client"
+
+    @property
+    def personal(self) -> bool:
+        """Return True if clients end with unequal norms, each with a result of its own."""
+        return self.owner == "client" or self.affine == "local"
+
+    def kept(self, model: Norms) -> frozenset[str]:
+        """Return the names of what stays on a client: it is neither sent nor received."""
+        statistics = frozenset(model.statistics)
+        affine = frozenset(model.parts.get("norm", ())) - statistics
+        kept_statistics = statistics if self.keeps_statistics else frozenset()
+        return kept_statistics | affine if self.affine == "local" else kept_statistics
+
+    def training_pass(self, scaler: bool = False) -> Pass:
+        """Return how nets run in a training step. `scaler` is HeteroFL's; False has no effect."""
+        return Pass(train=True, statistics="track" if self.tracks else "batch", scaler=scaler)
+
+    @property
+    def evaluation_pass(self) -> Pass:
+        """Return how nets run when they are evaluated."""
+        return Pass(train=False, statistics="batch" if self.statistics == "batch" else "stored")
+
+    @property
+    def stores(self) -> bool:
+        """Return True if evaluation uses stored statistics, whatever the batch."""
+        return self.evaluation_pass.statistics == "stored"
+
+    def deployed(self) -> NormPolicy:
+        """Return the policy of a deployed model if none is asked for.
+
+        Where no statistics are stored they are measured, because a device may have one sample at
+        a time.
+        """
+        return self if self.stores else MeasuredOnAll()
+
+    def localized(self) -> NormPolicy:
+        """Return the policy under which nothing of a norm leaves its client, as FedBN has it."""
+        return AllLocal() if self.tracks else replace(self, affine="local")
+
+
+@dataclass(frozen=True)
+class BatchStatistics(NormPolicy):
+    """Norms use the statistics of the batch, also in evaluation."""
+
+
+@dataclass(frozen=True)
+class Tracked(NormPolicy):
+    """Clients track statistics in training, and the server averages them like weights."""
+
+    statistics = "tracked"
+
+
+@dataclass(frozen=True)
+class KeptByClient(NormPolicy):
+    """Clients track statistics in training and keep them; affine weights are averaged."""
+
+    statistics = "tracked"
+    owner = "client"
+
+
+@dataclass(frozen=True)
+class MeasuredOnAll(NormPolicy):
+    """Statistics are measured on the training samples of all clients (HeteroFL's static norms)."""
+
+    statistics = "measured"
+
+
+@dataclass(frozen=True)
+class MeasuredByClient(NormPolicy):
+    """Clients measure the server's weights on their own samples, as Split-Mix's code does."""
+
+    statistics = "measured"
+    owner = "client"
+
+
+@dataclass(frozen=True)
+class MeasuredOnPublic(NormPolicy):
+    """Statistics are measured on public samples, so that no client's samples are needed."""
+
+    statistics = "measured"
+    samples = "public"
+
+
+@dataclass(frozen=True)
+class AllLocal(KeptByClient):
+    """Clients keep affine weights and tracked statistics (FedBN, Split-Mix's option lbn)."""
+
+    affine: Affine = "local"  # Weights and biases of norms: averaged, or local to each client
+
+
+NORM_POLICIES: dict[str, type[NormPolicy]] = {
+    "batch": BatchStatistics,
+    "tracked": Tracked,
+    "local": KeptByClient,
+    "post": MeasuredOnAll,
+    "post-own": MeasuredByClient,
+    "post-public": MeasuredOnPublic,
+    "local-all": AllLocal,
+}
+
+
+def norm_policy(given: NormPolicy | str) -> NormPolicy:
+    """Return a norm policy by its name or as `file.py:Class`; a policy is returned as it is.
+
+    Raises:
+        ConfigError: There is no such policy. The text begins with what was given.
+    """
+    if isinstance(given, NormPolicy):
+        return given
+    if isinstance(given, str) and (given in NORM_POLICIES or is_file(given)):
+        kind = find(NORM_POLICIES, given, "norm policy")
+        try:
+            made = kind()
+        except Exception as error:  # a class of the user's own may raise anything
+            told = f"{given!r} was called for a NormPolicy and failed: {said(error)}"
+            raise ConfigError(told) from error
+        if isinstance(made, NormPolicy):
+            return made
+    names = ", ".join(map(repr, NORM_POLICIES))
+    own = "a NormPolicy in a file, 'file.py:Class'"
+    raise ConfigError(f"{given!r} was asked for; it may be {names}, or {own}.")
