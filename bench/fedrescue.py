@@ -20,10 +20,10 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines.vectorised import Vectorised
+from fedquilt.family.cut import prefix
 from fedquilt.methods import FedResCuE, FjORD
 from fedquilt.methods.nested import Nested
 from fedquilt.precision import DTYPES, Precision
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Distilled

@@ -23,10 +23,10 @@ from measure import NUM_CLASSES, machine
 
 import fedquilt as fq
 from fedquilt import noise
+from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL
 from fedquilt.models import MODELS
 from fedquilt.precision import Precision, computing
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.training.step import Batch, clipped, gradient, move
 from fedquilt.terms import Arch, Client, Job

@@ -26,8 +26,8 @@ import fedquilt as fq
 from fedquilt.data import Pool
 from fedquilt.deploy import deployed
 from fedquilt.family import Pass
+from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL
-from fedquilt.round.cut import prefix
 
 MODELS = (
     "cspresnet50",

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.checks import within
+from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL, Method
 from fedquilt.methods.heterofl import PARTIAL
-from fedquilt.round.cut import prefix
 from fedquilt.round.merge import Fold, Mean, Weighting
 from fedquilt.terms import Slots, Weights
 

@@ -25,8 +25,8 @@ from reproducing import file
 import fedquilt as fq
 from fedquilt.config import Model
 from fedquilt.data import Domains, Pool, npz
+from fedquilt.family.cut import prefix
 from fedquilt.methods import Method
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.regions import Between, Everywhere

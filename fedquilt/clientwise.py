@@ -14,8 +14,8 @@ from torch import Tensor
 from fedquilt.axes import Index
 from fedquilt.deploy import check_client
 from fedquilt.errors import ConfigError
+from fedquilt.family.cut import inside
 from fedquilt.names import known
-from fedquilt.round.cut import inside
 from fedquilt.round.labels import share_label
 from fedquilt.round.link import Trip
 from fedquilt.round.serve import EvalJob, Score, arranged, given, joined, own_exam, ready, trained_within

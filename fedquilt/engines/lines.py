@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.axes import Index
-from fedquilt.round.cut import Cutter
+from fedquilt.family.cut import Cutter
 from fedquilt.round.training.optimizers import State
 
 _APART = 64  # a weight starts at a multiple of so many entries, where kernels of a GPU can load 16 bytes at once

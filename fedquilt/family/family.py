@@ -19,6 +19,7 @@ from fedquilt.axes import Axis, Index, axes_in, write
 from fedquilt.errors import BudgetError, SubmodelError, TraceError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, TrainingStep
+from fedquilt.family.cut import Cutter
 from fedquilt.family.dual import ConditionedNorm, DualNorm, is_adjustable
 from fedquilt.family.faithful import answer, plain, unlike
 from fedquilt.family.laid import agrees
@@ -26,7 +27,6 @@ from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.family.tracer import trace_layout
-from fedquilt.round.cut import Cutter
 from fedquilt.terms import Arch, Budget, Submodel, Weights
 
 Rounding = Literal["floor", "ceil"]

@@ -14,11 +14,11 @@ from fedquilt.axes import Index
 from fedquilt.devices import untransformed
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, Count, TrainingStep, float32_size, inference_activations, measure
+from fedquilt.family.cut import prefix
 from fedquilt.family.faithful import check_net
 from fedquilt.family.laid import LaidNet
 from fedquilt.family.net import Net, Pass
 from fedquilt.family.scaled import Scaled
-from fedquilt.round.cut import prefix
 from fedquilt.terms import Arch, Budget, Submodel, Weights
 
 if TYPE_CHECKING:

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedquilt.checks import within
+from fedquilt.family.cut import prefix
 from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
 from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import TABLE_9
 from fedquilt.methods.splitmix_settings import compared_presets
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel
 

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from typing import ClassVar
 
 from fedquilt import noise
+from fedquilt.family.cut import prefix, scattered
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_11, released_settings
-from fedquilt.round.cut import prefix, scattered
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.local import Local

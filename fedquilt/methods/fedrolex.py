@@ -9,10 +9,10 @@ from typing import ClassVar
 import torch
 
 from fedquilt.checks import within
+from fedquilt.family.cut import windows
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLE_12, TABLES_10_AND_11, released_settings
-from fedquilt.round.cut import windows
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.local import Local

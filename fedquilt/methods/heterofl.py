@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fedquilt.family.cut import prefix
 from fedquilt.family.family import Rounding
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.nested import WITHOUT_RATIOS
 from fedquilt.methods.partial import PARTIAL, TABLE_8, TABLES_10_AND_11
 from fedquilt.methods.splitmix_settings import compared_presets
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.local import Local

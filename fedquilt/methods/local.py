@@ -5,9 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import ClassVar
 
+from fedquilt.family.cut import prefix
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.nested import WITHOUT_RATIOS
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.training.filters import All, Nothing
 from fedquilt.round.training.learner import Learner

@@ -12,10 +12,10 @@ from torch import Tensor
 from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
 from fedquilt.family.cost import TrainingStep
+from fedquilt.family.cut import prefix
 from fedquilt.family.dual import HOW_TO_CONDITION
 from fedquilt.family.family import Rounding
 from fedquilt.round.attack import PGD
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.labels import bounds_label, share_label, short_share
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting

@@ -10,10 +10,10 @@ from typing import Any, ClassVar, Self
 from fedquilt import noise
 from fedquilt.checks import within
 from fedquilt.family.cost import TrainingStep
+from fedquilt.family.cut import prefix
 from fedquilt.family.member import Member
 from fedquilt.methods.method import Method, Presets
 from fedquilt.precision import Precision
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.learner import Learner, Phase, nets_of

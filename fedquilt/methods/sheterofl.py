@@ -6,9 +6,9 @@ from dataclasses import dataclass, replace
 from typing import Any, ClassVar
 
 from fedquilt.checks import within
+from fedquilt.family.cut import prefix
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import compared_presets
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.learner import Learner, Phase

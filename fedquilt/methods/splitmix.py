@@ -14,12 +14,12 @@ from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cost import TrainingStep
+from fedquilt.family.cut import windows
 from fedquilt.family.dual import HOW_TO
 from fedquilt.family.norms import Tracked
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
 from fedquilt.round.attack import PGD, AdversarialTraining
-from fedquilt.round.cut import windows
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.learner import Learner

@@ -16,8 +16,8 @@ from torch import Tensor
 from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.devices import onto
-from fedquilt.round.cut import Cutter, Tally
-from fedquilt.round.flat import Flat
+from fedquilt.family.cut import Cutter, Tally
+from fedquilt.tensors import Flat
 from fedquilt.terms import Server, Slots, Submodel, Update, Weights
 
 Weighting = Literal["uniform", "data", "model", "updates", "both"]

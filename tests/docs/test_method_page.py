@@ -14,9 +14,9 @@ import torch
 
 import fedquilt as fq
 from fedquilt.cli import main
+from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL, Method
 from fedquilt.names import find
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.terms import Job, Payload, Server, Update
 from tests.conftest import assert_same, shortened, with_local

@@ -7,7 +7,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.engines.lines import Lines
-from fedquilt.round.cut import prefix
+from fedquilt.family.cut import prefix
 
 KINDS = pytest.mark.parametrize("channels_last", [False, True])
 CLIENTS = pytest.mark.parametrize("clients", [1, 3])

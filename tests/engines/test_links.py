@@ -8,8 +8,8 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import Vectorised
+from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedRolex, HeteroFL, SplitMix
-from fedquilt.round.cut import prefix
 from fedquilt.round.link import Trip
 from fedquilt.round.merge import Mean
 from fedquilt.round.training.regions import Between

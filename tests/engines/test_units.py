@@ -13,9 +13,9 @@ import fedquilt as fq
 from fedquilt.engines.sweep import Sweep, by_turns
 from fedquilt.engines.units import CaptureError
 from fedquilt.engines.vectorised import Vectorised
+from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, HeteroFL
 from fedquilt.models import PreResNet
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.training.optimizers import Adam
 from fedquilt.terms import Client, Job

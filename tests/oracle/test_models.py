@@ -20,8 +20,8 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.axes import axes_in
 from fedquilt.family import Family
+from fedquilt.family.cut import prefix, put_at, scattered, windows
 from fedquilt.models import MODELS
-from fedquilt.round.cut import prefix, put_at, scattered, windows
 from fedquilt.terms import Arch, Submodel
 
 QUICK = [(1 / 16, "static"), (1 / 2, "rolling"), (1 / 4, "random")]

@@ -12,7 +12,7 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.data import npz
-from fedquilt.round.cut import prefix
+from fedquilt.family.cut import prefix
 from tests.conftest import load_example, save_images
 
 

@@ -8,8 +8,8 @@ import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, FedBN, FedRolex, HeteroFL
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.link import PERFECT, Trip
 from fedquilt.terms import Job

@@ -12,9 +12,9 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.engines.vectorised import Vectorised
 from fedquilt.family import Pass
+from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, FedRolex, FjORD, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import TransformerLM
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import Client, Job

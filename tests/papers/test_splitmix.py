@@ -11,9 +11,9 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import BudgetError
+from fedquilt.family.cut import windows
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.methods import FedAvg, SplitMix
-from fedquilt.round.cut import windows
 from fedquilt.round.federation import World
 from fedquilt.terms import Budget, Client, Job, Server
 from tests.conftest import LOCAL, Perceptron, with_local

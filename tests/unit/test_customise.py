@@ -13,9 +13,9 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.customise import CustomisableModel, resident_bytes
 from fedquilt.errors import ConfigError
+from fedquilt.family.cut import scattered
 from fedquilt.methods import METHODS, FedBN, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.models import MODELS
-from fedquilt.round.cut import scattered
 from tests.conftest import with_local
 
 SHARES = (1.0, 0.5, 0.25, 0.125)

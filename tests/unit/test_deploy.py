@@ -11,8 +11,8 @@ from torch.utils.flop_counter import FlopCounterMode
 import fedquilt as fq
 from fedquilt.deploy import deployed, total_share
 from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedAvg, FedBN, HeteroFL, LocalOnly, SplitMix
-from fedquilt.round.cut import prefix
 from tests.conftest import with_local
 
 ALL = [kind() for kind in METHODS.values()]

@@ -16,9 +16,9 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import BudgetError, ConfigError, DataError, FedquiltError, TraceError, TrainingError
+from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.round.client import send
-from fedquilt.round.cut import prefix
 from fedquilt.terms import Job, Payload
 from tests.conftest import LOCAL, assert_same, with_local
 

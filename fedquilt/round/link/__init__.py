@@ -17,13 +17,13 @@ from torch import Tensor
 from fedquilt.checks import refuse
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.round.flat import Flat
 from fedquilt.round.link.clock import Clock
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Codec, Keys
 from fedquilt.round.link.coding import NOTHING, check_codec, code
 from fedquilt.round.link.columns import Columns, Loss
 from fedquilt.round.link.trip import Arrival, Trip
 from fedquilt.round.link.wireless import Wireless
+from fedquilt.tensors import Flat
 from fedquilt.terms import Payload, Submodel, Weights
 
 if TYPE_CHECKING:

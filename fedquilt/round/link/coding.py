@@ -15,8 +15,8 @@ from fedquilt import noise
 from fedquilt.devices import onto
 from fedquilt.errors import ConfigError
 from fedquilt.names import said
-from fedquilt.round.flat import Flat
 from fedquilt.round.link.codec import BaseCodec, ChangeSpec, Keys
+from fedquilt.tensors import Flat
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:

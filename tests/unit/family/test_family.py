@@ -14,8 +14,8 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.errors import BudgetError, TraceError
+from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg
-from fedquilt.round.cut import prefix
 from tests.conftest import LOCAL
 
 WHOLE = 4 * 6 + 6 + 6 * 3 + 3  # the perceptron's parameters

@@ -7,8 +7,8 @@ import torch
 
 import fedquilt as fq
 from fedquilt.family import Member
+from fedquilt.family.cut import prefix
 from fedquilt.family.net import Pass
-from fedquilt.round.cut import prefix
 
 
 def test_a_member_is_kept_by_its_family(perceptron):

@@ -10,9 +10,9 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.errors import BudgetError, SubmodelError
+from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedAvg, FedBN, FedProx, FjORD, HeteroFL, LocalOnly, Method, SHeteroFL, SplitMix
 from fedquilt.round.budgets import check_budgets, planned
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.serve import members_by_share
 from fedquilt.terms import Client, Job, Server

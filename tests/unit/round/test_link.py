@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 import fedquilt as fq
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import ConfigError
-from fedquilt.round.cut import prefix
+from fedquilt.family.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.link import LINKS, Trip
 from fedquilt.terms import Arch, Submodel

@@ -143,7 +143,7 @@ def test_of_what_arrived_the_values_are_those_of_the_whole(seed, bits, keep):
 
 
 def trip_of(family, client=0, round=0, up=True) -> Trip:
-    from fedquilt.round.cut import prefix
+    from fedquilt.family.cut import prefix
 
     job = fq.Job(fq.Client(client, fq.Budget(share=1.0), 1), prefix(family.whole), round)
     return Trip(World(family), job, up=up)

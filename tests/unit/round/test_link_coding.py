@@ -75,7 +75,7 @@ def test_where_nothing_arrives_the_receiver_has_what_it_knew():
 
 
 def test_every_message_of_a_transmission_has_keys_of_its_own(perceptron):
-    from fedquilt.round.cut import prefix
+    from fedquilt.family.cut import prefix
 
     job = fq.Job(fq.Client(0, fq.Budget(share=1.0), 1), prefix(perceptron.whole), 0)
     trip = Trip(World(perceptron), job, up=True)

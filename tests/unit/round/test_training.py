@@ -18,8 +18,8 @@ import fedquilt as fq
 from fedquilt import noise
 from fedquilt.errors import ConfigError
 from fedquilt.family import Pass
+from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg
-from fedquilt.round.cut import prefix
 from fedquilt.round.federation import World
 from fedquilt.round.training.batches import augment, batched, itinerary
 from fedquilt.round.training.filters import All, Nothing, Parts
@@ -408,7 +408,7 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perce
 
 
 def _prefix(arch: Arch):
-    from fedquilt.round.cut import prefix
+    from fedquilt.family.cut import prefix
 
     return prefix(arch).index
 

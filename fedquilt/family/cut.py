@@ -17,7 +17,7 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.axes import Dims, Index, Positions, axes_in, positions_of, size_of
-from fedquilt.round.flat import Flat, Map
+from fedquilt.tensors import Flat, Map
 from fedquilt.terms import Arch, Submodel, Weights
 
 WHOLE = Index()  # every axis in full

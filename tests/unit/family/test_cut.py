@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedquilt.axes import Index, Positions
-from fedquilt.round.cut import WHOLE, add_at, count, is_blocky, prefix, put_at, rows, scattered, take, windows
-from fedquilt.round.flat import Flat
+from fedquilt.family.cut import WHOLE, add_at, count, is_blocky, prefix, put_at, rows, scattered, take, windows
+from fedquilt.tensors import Flat
 from fedquilt.terms import Arch
 from tests.unit.round import cuts
 
@@ -201,7 +201,7 @@ def test_a_full_window_is_the_whole_axis_in_order_so_that_equal_members_stack(si
 
 @pytest.mark.parametrize("few_runs", [1, 8])
 def test_counts_have_length_one_where_no_cut_narrows(monkeypatch, few_runs):
-    monkeypatch.setattr("fedquilt.round.cut._FEW_RUNS", few_runs)  # by index, and by slices
+    monkeypatch.setattr("fedquilt.family.cut._FEW_RUNS", few_runs)  # by index, and by slices
     shape = (4, 5, 3)
     first, second = (Positions.prefix(2), None, None), (Positions.chosen([0, 3]), None, None)
     counts = count(shape, [(first, 1.0), (second, 2.0)], 0.5, torch.zeros(0, dtype=torch.float64))
@@ -247,8 +247,8 @@ def test_flat_and_sliced_cuts_are_the_same_to_the_bit(submodel, other):
 
 
 def test_places_and_maps_are_forgotten_when_they_are_many(monkeypatch):
-    monkeypatch.setattr("fedquilt.round.cut._PLACES", 2)
-    monkeypatch.setattr("fedquilt.round.cut._MAPS", 1)
+    monkeypatch.setattr("fedquilt.family.cut._PLACES", 2)
+    monkeypatch.setattr("fedquilt.family.cut._MAPS", 1)
     cutter, whole = cuts.cutter(flat=True), cuts.state(1)
     for start in range(4):
         for width in (1, 2, 3):

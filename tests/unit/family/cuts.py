@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from fedquilt.axes import Index, Positions, parse, positions_of
-from fedquilt.round.cut import Cutter
+from fedquilt.family.cut import Cutter
 from fedquilt.terms import Arch, Submodel
 
 SIZES = {"a": 4, "b": 3, "head": 2, "d": 3, "class": 5}
