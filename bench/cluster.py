@@ -32,26 +32,30 @@ def in_chunks(run: fq.Run, chunks: int) -> float:
     """Seconds that `vectorised` takes for the next round's jobs, chunk by chunk; nothing comes of it."""
     method, server, engine = run.method, run.server, run.engine
     cohort = [run.fleet.client(id, server.round, 0, engine.data.size(id)) for id in run.fleet.cohort(server.round, 0)]
-    jobs = [Job(one, submodel, server.round) for one in cohort for submodel in method.plan(server, one, engine.world)]
+    jobs = [Job(one, submodel, server.round) for one in cohort for submodel in method.plan(server, one, run.world)]
     began = time.perf_counter()
     for chunk in cut(jobs, chunks):
-        engine.train(method, server, chunk, method.fold(server, engine.world))
+        engine.train(run.federation, server, chunk, method.fold(server, run.world))
     return time.perf_counter() - began
 
 
-def prepare(clients: int, samples: int, engine: str = "vectorised") -> fq.Run:
-    """HeteroFL with three shares on a small PreResNet, everybody in every round, nothing evaluated."""
+def prepare(clients: int, samples: int, workers: int = 0, chunks: int = 8) -> fq.Run:
+    """HeteroFL with three shares on a small PreResNet, everybody in every round, nothing evaluated.
+
+    With workers it runs on a cluster, else on `vectorised`.
+    """
     pool, parts = images(clients * samples, 3, 16, 16), torch.arange(clients * samples)
     data = fq.FederatedData.of(pool, images(100, 3, 16, 16), list(torch.split(parts, samples)))
     family = fq.trace(lambda: PreResNet((1, 1, 1), 10, 3, widths=(16, 32, 64)), data.example)
     fleet = fq.Fleet.of((1.0, 0.5, 0.25), clients, clients)
+    engine = Ray(data, cluster=Cluster(workers=workers), chunks=chunks) if workers else "vectorised"
     return fq.prepare(fq.methods.HeteroFL(), family, data, fleet, engine, evaluation=fq.Evaluation(every=0))
 
 
 def play(run: fq.Run) -> float:
     """Seconds of the next round. One more is announced than is played: the last would be evaluated."""
     rounds = run.server.round + 2
-    played = fq.round.play(run.method, run.server, run.fleet, run.engine, rounds, run.evaluation)
+    played = fq.round.play(run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation)
     run.server = played.server
     return played.record.seconds
 
@@ -60,9 +64,7 @@ def compare(clients: int = 20, samples: int = 64, rounds: int = 8, chunks: int =
     """The table: a round in every engine."""
     runs = {"vectorised": prepare(clients, samples)}
     for name, workers in (("ray, 1 worker", 1), ("ray, 2 workers", 2)):
-        run = runs[name] = prepare(clients, samples, "ray")
-        assert isinstance(run.engine, Ray)
-        run.engine.cluster, run.engine.chunks = Cluster(workers=workers), chunks
+        runs[name] = prepare(clients, samples, workers, chunks)
     chunked = "vectorised, in chunks"
     taken: dict[str, list[float]] = {name: [] for name in (*runs, chunked)}
     for _ in range(WARM + rounds):

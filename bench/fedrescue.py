@@ -20,10 +20,11 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines.vectorised import Vectorised
+from fedquilt.experiment import placed
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedResCuE, FjORD
 from fedquilt.methods.nested import Nested
-from fedquilt.precision import DTYPES, Precision
+from fedquilt.precision import Precision
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Distilled
@@ -119,15 +120,15 @@ def compare(
 ) -> tuple[float, float]:
     """Milliseconds of a cohort's local epoch: one client after another, and ours."""
     data = cohort(len(shares), images)
-    world = World(family, 0, torch.device(device), DTYPES[precision], precision=precision)
-    engine = Vectorised(world, data)
-    server = method.init(world)
+    world = World(family, precision=precision)
+    engine = Vectorised(data, torch.device(device), precision)
+    federation, server = fq.Federation(world, method), placed(method.init(world), engine.device)
     clients = [Client(id, fq.Budget(share=share), images) for id, share in enumerate(shares)]
     jobs = [Job(client, method.plan(server, client, world)[0], 0) for client in clients]
     learners = [method.learner(job, world) for job in jobs]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.benchmark = True
-    here = data.to(world.device, world.dtype)
+    here = engine.data
     eager = [Eager(family, job.submodel.arch, own, precision, device) for job, own in zip(jobs, learners, strict=True)]
 
     def one_by_one() -> None:
@@ -138,9 +139,9 @@ def compare(
 
     base = median(one_by_one, times, 1)
     began = time.perf_counter()
-    engine.train(method, server, jobs, method.fold(server, world))
+    engine.train(federation, server, jobs, method.fold(server, world))
     print(f"    first epoch {time.perf_counter() - began:.1f} s", flush=True)
-    ours = median(lambda: engine.train(method, server, jobs, method.fold(server, world)), times, 1)
+    ours = median(lambda: engine.train(federation, server, jobs, method.fold(server, world)), times, 1)
     return base, ours
 
 

@@ -112,7 +112,7 @@ class Turns:
         """A round of the framework is over."""
         self.theirs.append(time.perf_counter() - self._began)
         run, rounds = self.run, self.run.server.round + 2  # one more is announced than is played: none is the last
-        played = fq.round.play(run.method, run.server, run.fleet, run.engine, rounds, run.evaluation)
+        played = fq.round.play(run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation)
         run.server = played.server
         self.ours.append(played.record.seconds)
         self._began = time.perf_counter()

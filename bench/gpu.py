@@ -29,6 +29,7 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.engines.units import replay_time
 from fedquilt.engines.vectorised import Vectorised
+from fedquilt.experiment import placed
 from fedquilt.methods import FedRolex, HeteroFL, Method
 from fedquilt.precision import Precision
 from fedquilt.round.federation import World
@@ -166,13 +167,14 @@ def _put_back(own: list[nn.Parameter], free: list[Tensor], before: Sequence[Tens
 
 def ours(case: Case, precision: Precision) -> tuple[float, float]:
     """Milliseconds of one recorded step of the whole cohort, and of a step's part of a whole round's training."""
-    engine = Vectorised(World(case.family, 0, DEVICE, precision=precision), case.data, memory=MEMORY)
-    server = case.method.init(engine.world)
+    engine = Vectorised(case.data, DEVICE, precision, memory=MEMORY)
+    world = World(case.family, precision=precision)
+    federation, server = fq.Federation(world, case.method), placed(case.method.init(world), DEVICE)
     clients = [Client(id, fq.Budget(share=share), IMAGES) for id, share in enumerate(case.shares)]
-    jobs = [Job(client, case.method.plan(server, client, engine.world)[0], 0) for client in clients]
+    jobs = [Job(client, case.method.plan(server, client, world)[0], 0) for client in clients]
 
     def round() -> None:
-        engine.train(case.method, server, jobs, case.method.fold(server, engine.world))
+        engine.train(federation, server, jobs, case.method.fold(server, world))
 
     began = time.perf_counter()
     round()
@@ -220,8 +222,8 @@ class EagerRounds(Eager):
     def __init__(self, case: Case, precision: Precision) -> None:
         super().__init__(case, precision)
         case.family.cutter.flat = False
-        self.world = World(case.family, 0, DEVICE)
-        self.server = case.method.init(self.world)
+        self.world = World(case.family)
+        self.server = placed(case.method.init(self.world), DEVICE)
 
     def round(self) -> None:
         family, method = self.case.family, self.case.method

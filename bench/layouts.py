@@ -59,7 +59,8 @@ def main() -> None:
     family = fq.trace(partial(fq.models.MODELS["preresnet18"].factory, widths=widths), torch.zeros(2, 3, 32, 32))
     inputs, targets = images(SAMPLES, 3, 32, 32)
     data = fq.FederatedData.of((inputs, targets), (inputs, targets), [range(SAMPLES)])
-    engine = Vectorised(World(family), data)
+    engine = Vectorised(data)
+    engine.begin(fq.Federation(World(family), HeteroFL()))
     print(f"{'share':>8}{'clients':>9}" + "".join(f"{layout:>9}" for layout in LAYOUTS) + "   ms of CPU a client")
     for share in SHARES:
         for count in (2, 8):

@@ -100,7 +100,7 @@ def in_place(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
 
 def engine(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
     """Return one step as the engine `sequential` takes it."""
-    world = World(family, device=DEVICE, precision=case.precision)
+    world = World(family, precision=case.precision)
     method = method_of(case)
     learner = method.learner(Job(Client(0, fq.Budget(share=case.share)), prefix(arch), 0), world)
     initial = family.init(0, DEVICE)
@@ -142,7 +142,7 @@ def main() -> None:
     print("| share | optimizer | precision | batch | predicted MB | in place MB | ratio | engine MB | ratio |")
     print("|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
-        world = World(family, device=DEVICE, precision=case.precision)
+        world = World(family, precision=case.precision)
         arch = family.fit(fq.Budget(share=case.share))
         predicted = family.cost(arch, method_of(case).training_step(world)).memory
         found = [peak(lambda: make(family, arch, case)) for make in (in_place, engine)]  # noqa: B023  called at once

@@ -30,7 +30,7 @@ from fedquilt.methods import HeteroFL
 from fedquilt.models import PreResNet
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Exam, grade, ready
+from fedquilt.round.serve import EvalJob, grade, ready
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.terms import Job, Server
 
@@ -94,25 +94,23 @@ class Ours:
         with self.clock("training"):
             # One more is announced than is played: the last would be evaluated.
             rounds = run.server.round + 2
-            run.server = fq.round.play(run.method, run.server, run.fleet, run.engine, rounds, run.evaluation).server
+            run.server = fq.round.play(run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation).server
 
     def evaluate(self) -> float:
         run, batch_size = self.run, self.run.evaluation.batch_size
-        world, parts = run.world, run.data.test_parts
-        assert parts is not None
-        (whole,) = run.method.deploy(run.server, fq.Budget(share=1.0), world)
+        (whole,) = run.method.deploy(run.server, fq.Budget(share=1.0), run.world)
         with self.clock("calibration"):
-            weights = ready(run.method, run.server, [whole], run.engine, batch_size)[whole]
+            weights = ready(run.federation, run.server, [whole], run.engine, batch_size)[whole]
         with self.clock("evaluation"):
-            exam = Exam("1.0", (whole,), weights)
-            own = [replace(exam, samples=parts[id], held=run.engine.held(id)) for id in range(CLIENTS)]
-            return run.engine.evaluate(run.method, [exam, *own], batch_size)[0].accuracy
+            exam = EvalJob("1.0", (whole,), weights)
+            own = [replace(exam, client=id, own_classes=True) for id in range(CLIENTS)]
+            return run.engine.evaluate(run.federation, [exam, *own], batch_size)[0].accuracy
 
     def evaluate_all(self) -> None:
         """What a user gets instead: every share, each with norm statistics of its own."""
         run = self.run
         with self.clock("five shares"):
-            grade(run.method, run.server, run.fleet, run.engine, run.evaluation)
+            grade(run.federation, run.server, run.fleet, run.engine, run.evaluation)
 
 
 class Theirs:

@@ -16,8 +16,9 @@ from measure import batch_norms, cohort, median, versus
 
 import fedquilt as fq
 from fedquilt.engines.vectorised import Vectorised
+from fedquilt.experiment import placed
 from fedquilt.methods import SplitMix
-from fedquilt.precision import DTYPES, Precision
+from fedquilt.precision import Precision
 from fedquilt.round.federation import World
 from fedquilt.terms import Client, Job
 
@@ -28,8 +29,9 @@ IMAGES = 500
 def compare(family: fq.Family, batch_size: int, precision: Precision, device: str, times: int) -> None:
     local = fq.Local(optimiser=fq.SGD(lr=0.01, momentum=0.9, decay=5e-4), batch_size=batch_size, last_batch="drop")
     method, data = SplitMix(local=local), cohort(len(SHARES), IMAGES)
-    world = World(family, 0, torch.device(device), DTYPES[precision], precision=precision)
-    engine, server = Vectorised(world, data), method.init(world)
+    world = World(family, precision=precision)
+    engine = Vectorised(data, torch.device(device), precision)
+    federation, server = fq.Federation(world, method), placed(method.init(world), engine.device)
     clients = [Client(id, fq.Budget(share=share), IMAGES, id) for id, share in enumerate(SHARES)]
     jobs = [Job(client, net, 0) for client in clients for net in method.plan(server, client, world)]
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
@@ -37,7 +39,7 @@ def compare(family: fq.Family, batch_size: int, precision: Precision, device: st
     nets = [batch_norms(family.module(job.submodel.arch)).to(device).train() for job in jobs]
     settings = {"lr": 0.01, "momentum": 0.9, "weight_decay": 5e-4}
     optimisers = [torch.optim.SGD(net.parameters(), fused=True, **settings) for net in nets]
-    here = data.to(world.device, world.dtype)
+    here = engine.data
 
     def one_by_one() -> None:
         for job, net, optimiser in zip(jobs, nets, optimisers, strict=True):
@@ -52,9 +54,9 @@ def compare(family: fq.Family, batch_size: int, precision: Precision, device: st
 
     base = median(one_by_one, times, 1)
     began = time.perf_counter()
-    engine.train(method, server, jobs, method.fold(server, world))
+    engine.train(federation, server, jobs, method.fold(server, world))
     print(f"    first epoch {time.perf_counter() - began:.1f} s", flush=True)
-    ours = median(lambda: engine.train(method, server, jobs, method.fold(server, world)), times, 1)
+    ours = median(lambda: engine.train(federation, server, jobs, method.fold(server, world)), times, 1)
     print(
         f"{len(jobs)} nets of {len(SHARES)} clients, batches of {batch_size}, {precision}: one after another "
         f"{base:.0f} ms an epoch, ours {ours:.0f} ms: {base / ours:.1f} times",
