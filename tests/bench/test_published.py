@@ -48,7 +48,7 @@ def test_a_published_round_is_a_round(residual: fq.Family, make_data: Any, play:
     torch.testing.assert_close(dict(run.server.weights), weights, rtol=0, atol=1e-9)
 
     (whole,) = method.deploy(run.server, fq.Budget(share=1.0), run.world)
-    served = ready(method, run.server, [whole], run.engine, BATCH)[whole]
+    served = ready(run.federation, run.server, [whole], run.engine, BATCH)[whole]
     net = published.calibrate(_net, weights, data.inputs[run.engine.pooled], BATCH)
     measured = net.state_dict()
     for name in residual.statistics:
