@@ -169,7 +169,7 @@ class Method:
 
     def fold(self, server: Server, world: World) -> Fold:
         """How what comes back is put together."""
-        plain = frozenset(world.family.statistics)
+        plain = frozenset(world.family.member(world.family.whole).statistics)
         return Mean(world.family.cutter, self.weighting, self.server, plain=plain).begin(server)
 
     def label(self, budget: Budget, world: World) -> str:
