@@ -7,6 +7,7 @@ import torch
 
 import fedquilt as fq
 from fedquilt.methods import FedAvg, FedNova
+from fedquilt.round.federation import Federation
 from fedquilt.terms import Job
 from tests.conftest import with_local
 
@@ -62,7 +63,9 @@ def test_the_round_is_the_papers_update(engine, perceptron, play, make_data):
         client = run.fleet.client(id, 0, 0, data.size(id))
         plain = FedAvg(local=method.local)
         fold = plain.fold(start, run.world)
-        run.engine.train(plain, start, [Job(client, plain.plan(start, client, run.world)[0], 0)], fold)
+        run.engine.train(
+            Federation(run.world, plain), start, [Job(client, plain.plan(start, client, run.world)[0], 0)], fold
+        )
         for name, trained in fold.finish(start)[0].items():
             expected[name] += effective * portion * (trained - start.weights[name]) / pace
     for name, weight in expected.items():

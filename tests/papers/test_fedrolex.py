@@ -148,7 +148,7 @@ def test_equation_10(residual, make_data, play):
         client = run.fleet.client(id, 1, 0, data.size(id))
         submodel = method.plan(before.server, client, run.world)[0]
         alone = method.fold(before.server, run.world)
-        run.engine.train(method, before.server, [Job(client, submodel, 1)], alone)
+        run.engine.train(run.federation, before.server, [Job(client, submodel, 1)], alone)
         trained = alone.finish(before.server)[0]
         for name, weight in trained.items():
             mask = torch.ones([], dtype=torch.bool)
@@ -376,7 +376,7 @@ def by_hand(run: fq.Run, rounds: int, method: FedRolex) -> dict[str, Tensor]:
             (submodel,) = method.plan(server, client, world)
             job, taken[id] = Job(client, submodel, played), taken[id] + math.ceil(client.size / 4)
             fold = method.fold(server, world)
-            engine.train(method, server, [job], fold)
+            engine.train(run.federation, server, [job], fold)
             alone, weight = fold.finish(server)[0], taken[id]
             if method.weighting == "both":
                 weight *= world.family.cutter.kernels(submodel.arch)

@@ -62,7 +62,7 @@ def test_a_row_is_averaged_over_the_clients_that_hold_its_class(perceptron, play
     job = fq.Job(client, method.plan(Server(0, {}), client, run.world)[0], 0)
     start = method.init(run.world)
     alone = method.fold(start, run.world)
-    run.engine.train(method, start, [job], alone)
+    run.engine.train(run.federation, start, [job], alone)
     own = alone.finish(start)[0]
     torch.testing.assert_close(run.server.weights["last.bias"][0], own["last.bias"][0], rtol=0, atol=1e-14)
     torch.testing.assert_close(run.server.weights["last.weight"][0], own["last.weight"][0], rtol=0, atol=1e-14)

@@ -58,7 +58,7 @@ def merged(method, perceptron, data, play, engine, shares=(1.0, 1 / 3)):
         start = method.init(run.world)
         fold = method.fold(start, run.world)
         job = Job(client, method.plan(start, client, run.world)[0], 0)
-        run.engine.train(method, start, [job], fold)
+        run.engine.train(run.federation, start, [job], fold)
         alone.append(fold.finish(start)[0]["first.bias"])
     return run.server.weights["first.bias"], *alone
 
