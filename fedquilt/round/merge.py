@@ -126,18 +126,22 @@ class Fold(Protocol):
         """The new weights and the server optimiser's slots."""
 
 
+MAX_SHARED_SIZE = 1 << 16  # entries; on a CPU, larger weights are merged one by one
+
+
 class Piece(NamedTuple):
-    """Weights whose sums are one tensor, and which are merged at once.
+    """Weights whose sums are one vector, and which are merged at once.
 
     On a GPU they are all weights of a scope, because every operation there is a launch, however small its tensors. On a
-    CPU every weight is a piece of its own: what a merge allocates then stays below the 32 MB up to which glibc reuses
+    CPU a large weight is a piece of its own: what a merge allocates then stays below the 32 MB up to which glibc reuses
     memory (`keep_pages`), and its temporary tensors are as small as one weight. In one vector of 44 MB, as a
-    PreResNet-18 needs, the system has to provide and clear every page anew in every merge.
+    PreResNet-18 needs, the system has to provide and clear every page anew in every merge. Small weights share a piece,
+    because calls cost more than their arithmetic.
     """
 
     scope: str
     is_measured: bool  # Norm statistics are averaged apart from the weights that were learnt.
-    name: str  # Empty if the piece has all weights of the scope.
+    name: str  # Name of a large weight on a CPU. Empty for a piece of many weights.
 
 
 @dataclass
@@ -195,7 +199,9 @@ class Mean:
         """Group the weights of a scope by the piece that each of them belongs to."""
         pieces: dict[Piece, dict[str, Tensor]] = {}
         for name, value in weights.items():
-            piece = Piece(scope, name in self.plain, "" if self.cutter.is_flat(value) else name)
+            whole = self._old[scope + name]
+            is_alone = whole.numel() > MAX_SHARED_SIZE and not self.cutter.is_flat(whole)
+            piece = Piece(scope, name in self.plain, name if is_alone else "")
             pieces.setdefault(piece, {})[name] = value
         return pieces
 
