@@ -148,8 +148,8 @@ class Tally:
 def count(shape: Sequence[int], cuts: Sequence[tuple[Rows, float]], base: float, like: Tensor) -> Tensor:
     """Return how much every position of one weight was held.
 
-    A dimension that no cut narrows (the two of a 3×3 kernel, say) has length 1 while the cuts are added, because the
-    counts are the same along all of it.
+    A dimension that no cut narrows (the two of a 3×3 kernel, say) has length 1 while the cuts are
+    added, because the counts are the same along all of it.
 
     Args:
         shape: Shape of the weight.

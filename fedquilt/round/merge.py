@@ -132,11 +132,12 @@ MAX_SHARED_SIZE = 1 << 16  # entries; on a CPU, larger weights are merged one by
 class Piece(NamedTuple):
     """Weights whose sums are one vector, and which are merged at once.
 
-    On a GPU they are all weights of a scope, because every operation there is a launch, however small its tensors. On a
-    CPU a large weight is a piece of its own: what a merge allocates then stays below the 32 MB up to which glibc reuses
-    memory (`keep_pages`), and its temporary tensors are as small as one weight. In one vector of 44 MB, as a
-    PreResNet-18 needs, the system has to provide and clear every page anew in every merge. Small weights share a piece,
-    because calls cost more than their arithmetic.
+    On a GPU they are all weights of a scope, because every operation there is a launch, however
+    small its tensors. On a CPU a large weight is a piece of its own: what a merge allocates then
+    stays below the 32 MB up to which glibc reuses memory (`keep_pages`), and its temporary tensors
+    are as small as one weight. In one vector of 44 MB, as a PreResNet-18 needs, the system has to
+    provide and clear every page anew in every merge. Small weights share a piece, because calls
+    cost more than their arithmetic.
     """
 
     scope: str
