@@ -141,7 +141,7 @@ class Eager:
 
     def _half(self, client: int, x: Tensor) -> Tensor:
         family, own = self.case.family, dict(self.nets[client].named_parameters())
-        held = fq.round.cut.prefix(family.fit(fq.Budget(share=self.case.shares[client]))).index
+        held = fq.family.cut.prefix(family.fit(fq.Budget(share=self.case.shares[client]))).index
         weights = family.cutter.narrow({name: own[name] for name in family.trainable}, held, self.inner[client].index)
         logits: Tensor = torch.func.functional_call(self.halves[client], weights, (x,))
         return logits

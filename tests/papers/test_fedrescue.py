@@ -262,7 +262,7 @@ def test_a_round_is_the_algorithm_of_the_paper(kind, engine, perceptron, play, m
     data = make_data(perceptron, (8,))
     run = play(method, perceptron, data, engine=engine, rounds=1)
     own, theta = learner(method, perceptron), doubles(perceptron)
-    job = Job(fq.Client(0, fq.Budget(share=1.0), 8), fq.round.cut.prefix(perceptron.whole), 0)
+    job = Job(fq.Client(0, fq.Budget(share=1.0), 8), fq.family.cut.prefix(perceptron.whole), 0)
     for step, rows in enumerate(run.engine.batches(job, own)):
         shares = nested_shares(perceptron, own.phases_at(step))
         units = tuple(round(6 * share) for share in dict.fromkeys(shares))

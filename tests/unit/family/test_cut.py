@@ -11,7 +11,7 @@ from fedquilt.axes import Index, Positions
 from fedquilt.family.cut import WHOLE, add_at, count, is_blocky, prefix, put_at, rows, scattered, take, windows
 from fedquilt.tensors import Flat
 from fedquilt.terms import Arch
-from tests.unit.round import cuts
+from tests.unit.family import cuts
 
 few = settings(max_examples=50, deadline=None)
 ARCH = Arch((("a", 2), ("b", 2)))

@@ -17,7 +17,7 @@ from fedquilt.round.federation import World
 from fedquilt.round.link import LINKS, Trip
 from fedquilt.terms import Arch, Submodel
 from tests.conftest import _traced
-from tests.unit.round import cuts
+from tests.unit.family import cuts
 
 
 def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0) -> Trip:

@@ -18,7 +18,7 @@ from fedquilt.axes import Index, Positions, size_of
 from fedquilt.methods import SplitMix
 from fedquilt.round.merge import Mean, Plain, ServerAdam, ServerMomentum, client_weight
 from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
-from tests.unit.round import cuts
+from tests.unit.family import cuts
 
 WEIGHTINGS = ("uniform", "data", "model", "updates", "both")
 few = settings(max_examples=50, deadline=None)
