@@ -161,7 +161,7 @@ class Runs:
             run = error.run  # type: ignore[attr-defined]
         self.engine = run.engine
         # Clients' own parts are tested once, at the end.
-        final = grade(run.method, run.server, run.fleet, run.engine, replace(how, local=local))
+        final = grade(run.federation, run.server, run.fleet, run.engine, replace(how, local=local))
         line = {**known, **_outcome(run, final)}
         if run.server.round < rounds:
             line["diverged"] = run.server.round + 1

@@ -47,7 +47,8 @@ class NormPolicy:
     - `samples`: What statistics are measured on. `training`: the owner's training samples.
       `public`: the data's public samples, for everyone.
 
-    Layer and group norms have no statistics, so that only `affine` concerns them.
+    Where affine weights are local, tracked statistics are too, whoever their owner is. Layer and
+    group norms have no statistics, so that only `affine` concerns them.
     """
 
     affine: Affine = "shared"  # Weights and biases of norms: averaged, or local to each client
@@ -98,14 +99,14 @@ class NormPolicy:
             )
 
     @property
-    def sends_statistics(self) -> bool:
-        """Return True if tracked statistics travel to the server and are averaged there."""
+    def has_server_statistics(self) -> bool:
+        """Return True if the server's state has tracked statistics."""
         return self.tracks and self.owner == "server"
 
     @property
     def keeps_statistics(self) -> bool:
         """Return True if each client keeps the statistics that it tracked."""
-        return self.tracks and self.owner == "client"
+        return self.tracks and self.personal
 
     @property
     def personal(self) -> bool:
@@ -143,7 +144,7 @@ class NormPolicy:
 
     def localized(self) -> NormPolicy:
         """Return the policy under which nothing of a norm leaves its client, as FedBN has it."""
-        return AllLocal() if self.tracks else replace(self, affine="local")
+        return replace(self, affine="local")
 
 
 @dataclass(frozen=True)

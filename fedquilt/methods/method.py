@@ -103,7 +103,7 @@ class Method:
         whole = family.member(family.whole)
         if whole.statistics:
             self.local.norm.check_public(world.public is not None)
-        statistics = whole.statistics if self.local.norm.sends_statistics else ()
+        statistics = whole.statistics if self.local.norm.has_server_statistics else ()
         names = {*whole.trainable, *statistics, *whole.carried}
         initial = self.initial(world).items()
         return Server(0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names})

@@ -46,7 +46,7 @@ def test_files_are_read(tmp_path: Path) -> None:
 
 def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
     exec(compile("\n".join(blocks("python")), "fleets.md", "exec"), {})
-    assert "Member(share=" in capsys.readouterr().out
+    assert "MemberSummary(share=" in capsys.readouterr().out
 
 
 def test_every_preset_is_on_the_page() -> None:

@@ -29,7 +29,7 @@ def distance(one: fq.Run, other: fq.Run) -> float:
     apart = sum(
         float((w.double() - other.server.weights[n].double()).norm() ** 2) for n, w in one.server.weights.items()
     )
-    moved = sum(float((w - first[n]).norm() ** 2) for n, w in one.server.weights.items())
+    moved = sum(float((w.cpu() - first[n]).norm() ** 2) for n, w in one.server.weights.items())
     return (apart / moved) ** 0.5
 
 

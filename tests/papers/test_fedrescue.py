@@ -41,7 +41,7 @@ def test_table_17():
     assert FedResCuE().ratios[:2] == (0.1, 0.15)
     assert FedResCuE.preset("fedrescue-digits").ratios == tuple(place / 8 for place in range(1, 9))
     assert TABLE_17.optimiser == fq.SGD(lr=0.1, momentum=0.9, nesterov=True, decay=1e-4)
-    assert (TABLE_17.batch_size, TABLE_17.epochs, TABLE_17.norm) == (32, 1, "batch")
+    assert (TABLE_17.batch_size, TABLE_17.epochs, TABLE_17.norm.name) == (32, 1, "batch")
     assert (FedResCuE().samples, FedResCuE().weighting) == (4, "uniform")
 
 

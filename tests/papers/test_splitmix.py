@@ -89,7 +89,7 @@ def test_a_cohort_goes_through_the_cycle_together(residual, make_data):
             asked.append((client.turn, plan(server, client, world)[0].scope))
             return plan(server, client, world)
 
-    run.method = Spy(local=run.method.local, **QUARTER)
+    run.federation = replace(run.federation, method=Spy(local=run.method.local, **QUARTER))
     run.train(4)
     turns = dict(asked)
     for start in (0, 4):

@@ -190,11 +190,6 @@ def test_data_that_does_not_fit_the_model(inputs, targets, message, theirs):
         fq.prepare(FedAvg(), theirs, deal(inputs, targets), fq.Fleet.of((1.0,), 1))
 
 
-def test_float_targets_are_refused():
-    with pytest.raises(DataError, match="classes are whole numbers"):
-        deal(torch.zeros(4, 1, 8, 8), torch.zeros(4))
-
-
 def test_an_unknown_engine_gets_the_nearest_name(theirs, make_data):
     with pytest.raises(ConfigError, match=r"no engine named 'vectorized'\. Did you mean 'vectorised'"):
         fq.run(FedAvg(), theirs, make_data(theirs, (4,)), fq.Fleet.of((1.0,), 1), engine="vectorized")
@@ -404,11 +399,16 @@ def test_a_run_whose_engine_another_has_used_goes_on_with_its_own_data_and_seed(
     assert_same(fq.run(method, residual, one, fleet, rounds=2, precision="fp64"), first.train(2), atol=0)
 
 
-def test_an_engine_of_another_family_is_refused(perceptron, residual, make_data):
-    run = fq.prepare(fq.methods.FedAvg(), perceptron, make_data(perceptron, (5, 6)), fq.Fleet.of([1], 2, 2))
-    data = make_data(residual, (5, 6))
-    with pytest.raises(fq.errors.ConfigError, match="another family"):
-        fq.prepare(fq.methods.FedAvg(), residual, data, fq.Fleet.of([1], 2, 2), run.engine)
+@pytest.mark.parametrize("engine", LOCAL)
+def test_an_engine_serves_another_family_with_its_options(engine, perceptron, residual, make_data, play):
+    fleet, method = fq.Fleet.of([1], 2, 2), fq.methods.FedAvg()
+    first = fq.prepare(method, perceptron, make_data(perceptron, (5, 6)), fleet, engine, precision="fp64").train(1)
+    data, never = make_data(residual, (5, 6)), fq.Evaluation(every=0)
+    run = fq.prepare(method, residual, data, fleet, first.engine, evaluation=never).train(2)
+    assert run.world.precision == "fp64"
+    torch.testing.assert_close(
+        dict(run.server.weights), dict(play(method, residual, data, engine=engine).server.weights), rtol=0, atol=0
+    )
 
 
 def test_what_clients_outside_of_the_fleet_hold_is_nobodys(residual, make_data):

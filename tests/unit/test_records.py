@@ -403,7 +403,7 @@ def test_a_round_that_fails_leaves_the_state_before_it(start, tmp_path):
 def test_an_evaluation_that_fails_leaves_the_memories_before_it(start, monkeypatch):
     from fedquilt.engines import Sequential
 
-    def broken(self, method, exams, batch_size):
+    def broken(self, federation, exams, batch_size, by_domain=False):
         raise Stop
 
     run = start(rounds=1, evaluation=fq.Evaluation(every=2))

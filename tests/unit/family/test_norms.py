@@ -40,7 +40,7 @@ QUARTER = {"base": 0.25}
     ("name", "states"),
     {
         "batch": [],
-        "tracked": ["tracks", "sends_statistics", "stores"],
+        "tracked": ["tracks", "has_server_statistics", "stores"],
         "local": ["tracks", "keeps_statistics", "personal", "stores"],
         "post": ["measures", "stores"],
         "post-own": ["measures", "personal", "stores"],
@@ -50,7 +50,7 @@ QUARTER = {"base": 0.25}
 )
 def test_what_each_policy_states(name, states):
     policy = NORM_POLICIES[name]()
-    asked = ["tracks", "measures", "needs_public", "sends_statistics", "keeps_statistics", "personal", "stores"]
+    asked = ["tracks", "measures", "needs_public", "has_server_statistics", "keeps_statistics", "personal", "stores"]
     assert [one for one in asked if getattr(policy, one)] == [one for one in asked if one in states]
     assert policy.training_pass().statistics == ("track" if policy.tracks else "batch")
     assert policy.name == policy.fingerprint == name
@@ -72,8 +72,8 @@ def test_what_stays_on_a_client(residual, language):
         for name in ("batch", "tracked", "post", "post-own", "post-public")
     )
     assert KeptByClient().kept(residual) == statistics
-    assert AllLocal().kept(residual) == norms
-    assert BatchStatistics("local").kept(residual) == Tracked("local").kept(residual) == norms - statistics
+    assert AllLocal().kept(residual) == Tracked("local").kept(residual) == norms
+    assert BatchStatistics("local").kept(residual) == norms - statistics
     assert AllLocal().kept(language) == set(language.parts["norm"])  # layer norms have weights and no statistics
     assert KeptByClient().kept(language) == set()
 
@@ -84,7 +84,7 @@ def test_fedbn_keeps_all_of_a_norm_under_every_policy(name, residual):
     assert policy.personal
     affine = set(residual.parts["norm"]) - set(residual.statistics)
     assert policy.kept(residual) >= affine
-    assert not policy.sends_statistics
+    assert policy.keeps_statistics == policy.tracks
     assert policy.measures == NORM_POLICIES[name]().measures
     assert FedBN(local=fq.Local(norm=name)).local.norm == policy
     assert policy.localized() == policy
@@ -264,13 +264,13 @@ def test_the_norms_of_a_single_client_are_as_if_averaged(method, engine, residua
         play(with_local(method, batch_size=4, norm=norm), residual, data, (0.5,), engine, rounds=3)
         for norm in ("local-all", "tracked")
     ]
-    own, tracked = (run.method.own(run.server, run.fleet.client(0, 2, 0, 9), run.engine.world) for run in runs)
+    own, tracked = (run.method.own(run.server, run.fleet.client(0, 2, 0, 9), run.world) for run in runs)
     assert own == tracked
     one, other = runs[0].deploy(fq.Budget(share=0.5), client=0), runs[1].deploy(fq.Budget(share=0.5))
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=1e-9)
     norms = set(residual.parts["norm"])
     assert all(set(memory.weights) == norms for memory in runs[0].server.memory.values())
-    fresh = runs[0].method.init(runs[0].engine.world).weights
+    fresh = runs[0].method.init(runs[0].world).weights
     for name, weight in runs[0].server.weights.items():
         assert torch.equal(weight, fresh[name]) or name[name.rfind("/") + 1 :] not in norms
 
