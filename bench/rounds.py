@@ -60,7 +60,7 @@ def net(width: int, share: float = 1.0) -> nn.Module:
 class Neighbours(fq.Fleet):
     """The next ten in every round: shares are dealt in turn, so it is two of each."""
 
-    def cohort(self, round: int, seed: int) -> list[int]:
+    def cohort(self, round: int, seed: int, online: Sequence[int] | None = None) -> list[int]:
         first = COHORT * round % CLIENTS
         return list(range(first, first + COHORT))
 

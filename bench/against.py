@@ -1,0 +1,163 @@
+"""Compare this tree's speed with another checkout's, in alternation: `python bench/against.py ../before`.
+
+    git worktree add ../before COMMIT
+    python bench/against.py ../before                          # rounds, scaling, population
+    python bench/against.py ../before --only gpu-a gpu-b gpu-e  # on a GPU
+
+Every case runs in a process of its own, once for each tree, as often as `--times` says. Printed are the medians of both
+and their ratio. Times are seconds of CPU of all threads, on a GPU milliseconds of wall time. A case measures fedquilt
+alone. The scripts that the cases come from compare it with other ways.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+CPU_CASES = ("rounds", "scaling", "population")
+Times = dict[str, float]
+
+
+def rounds() -> Times:
+    """Two rounds and evaluations of bench/rounds.py."""
+    import rounds as script
+    import torch
+
+    import fedquilt as fq
+
+    torch.set_num_threads(1)
+    fq.keep_pages()
+    ours: Any = script.Ours(16, script.data(100, 2_000))
+    ours.train()
+    ours.evaluate()
+    ours.clock.reset()
+    for _ in range(2):
+        ours.train()
+        ours.evaluate()
+    return {f"rounds: {stage}": seconds for stage, seconds in ours.clock.cpu.items()}
+
+
+def scaling() -> Times:
+    """Rounds of 10 and 50 clients of bench/scaling.py."""
+    import cluster
+    import torch
+
+    torch.set_num_threads(1)
+    found: Times = {}
+    for clients in (10, 50):
+        run = cluster.prepare(clients, 64)
+        taken = []
+        for _ in range(cluster.WARM + 5):
+            began = time.process_time()
+            cluster.play(run)
+            taken.append(time.process_time() - began)
+        found[f"scaling: {clients} clients"] = statistics.median(taken[cluster.WARM :])
+    return found
+
+
+def population() -> Times:
+    """Rounds of 200 clients out of 2,000 and of 342,477, as in bench/population.py."""
+    import population as script
+
+    return {
+        f"population: {count:,} clients": script.measure(count, 200, 15, "vectorised", "")["cpu"]
+        for count in (2_000, 342_477)
+    }
+
+
+def gpu_cohort(name: str, count: int, shares: list[float]) -> Times:
+    import gpu
+    import torch
+
+    import fedquilt as fq
+
+    family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
+    case = gpu.Case(name, family, gpu.images(count), shares, gpu.HeteroFL(local=gpu.LOCAL))
+    step, whole = gpu.ours(case, "tf32")
+    return {f"gpu ({name}): recorded step": step, f"gpu ({name}): step in a round": whole}
+
+
+def gpu_a() -> Times:
+    """Ten clients of five sizes, bench/gpu.py (a)."""
+    import gpu
+
+    return gpu_cohort("a", 10, [share for share in gpu.SHARES for _ in range(2)])
+
+
+def gpu_b() -> Times:
+    """Forty clients of share 1/8, bench/gpu.py (b)."""
+    return gpu_cohort("b", 40, [1 / 8] * 40)
+
+
+def gpu_e() -> Times:
+    """Whole rounds with evaluations, bench/gpu.py (e) with test-batch norms."""
+    import gpu
+    import torch
+
+    import fedquilt as fq
+
+    family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
+    fleet, how = fq.Fleet.of(gpu.SHARES, 100, 10), fq.Evaluation(5, gpu.EXAM)
+    method, data = gpu.HeteroFL(local=gpu.LOCAL), gpu.images(100, 10_000)
+    run = fq.prepare(method, family, data, fleet, device="cuda", precision="tf32", evaluation=how)
+    run.engine.memory = gpu.MEMORY
+    run.train(30)
+    records = run.records[15:]
+    plain = statistics.median(one.seconds for one in records if not one.grades.accuracy)
+    tested = statistics.median(one.seconds for one in records if one.grades.accuracy)
+    return {"gpu (e): round": 1e3 * plain, "gpu (e): evaluation": 1e3 * (tested - plain)}
+
+
+CASES: dict[str, Callable[[], Times]] = {
+    "rounds": rounds,
+    "scaling": scaling,
+    "population": population,
+    "gpu-a": gpu_a,
+    "gpu-b": gpu_b,
+    "gpu-e": gpu_e,
+}
+
+
+def measured(case: str, tree: Path) -> Times:
+    """Run a case on a tree, in a process that imports the tree's package and scripts."""
+    path = os.pathsep.join(filter(None, (str(tree), str(tree / "bench"), os.environ.get("PYTHONPATH", ""))))
+    command = [sys.executable, __file__, str(tree), "--child", case]
+    # Without PYTHONSAFEPATH the folder of this script would come first, whatever the tree.
+    environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
+    answer = subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True, env=environment)
+    found: Times = json.loads(answer.stdout.splitlines()[-1])
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("other", type=Path, help="the other checkout")
+    parser.add_argument("--only", nargs="+", default=CPU_CASES, choices=CASES)
+    parser.add_argument("--times", type=int, default=5)
+    parser.add_argument("--child", choices=CASES, help=argparse.SUPPRESS)
+    asked = parser.parse_args()
+    if asked.child:
+        print(json.dumps(CASES[asked.child]()))
+        return
+    trees = {"other": asked.other.resolve(), "this": Path(__file__).resolve().parents[1]}
+    print(f"{'':<36}{'other':>10}{'this':>10}{'ratio':>8}   medians of {asked.times}", flush=True)
+    for case in asked.only:
+        taken: dict[str, list[Times]] = {name: [] for name in trees}
+        for time_ in range(asked.times):
+            for name in list(trees)[:: 1 if time_ % 2 == 0 else -1]:
+                taken[name].append(measured(case, trees[name]))
+        for line in taken["this"][0]:
+            other, this = (statistics.median(one[line] for one in taken[name]) for name in ("other", "this"))
+            print(f"{line:<36}{other:>10.4g}{this:>10.4g}{this / other:>8.2f}", flush=True)
+
+
+if __name__ == "__main__":
+    main()
