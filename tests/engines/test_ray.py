@@ -17,6 +17,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import Tensor
 
 import fedquilt as fq
 from fedquilt.engines.ray import Cluster, Crew, Ray, _knock, cut
@@ -25,7 +26,8 @@ from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, SplitMix
 from fedquilt.names import find
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Mean
-from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.objectives import View, Wrapping
 from fedquilt.terms import Job, Server
 from tests.conftest import assert_same, with_local
 from tests.engines.test_links import LINKS
@@ -141,7 +143,14 @@ class Watching(FedAvg):
     """Says in what its clients are trained, by refusing to."""
 
     def learner(self, job: Job, world: World) -> Learner:
-        raise ConfigError(f"autocast is {torch.is_autocast_enabled('cpu')}, weights are {world.dtype}")
+        return replace(super().learner(job, world), phases=(Phase(Refusing(self.local.build_objective())),))
+
+
+@dataclass(frozen=True)
+class Refusing(Wrapping):
+    def __call__(self, view: View) -> Tensor:
+        weights = next(iter(view.weights.values()))
+        raise ConfigError(f"autocast is {torch.is_autocast_enabled('cpu')}, weights are {weights.dtype}")
 
 
 @pytest.mark.parametrize(("precision", "found"), [("bf16", "True, .*32"), ("fp32", "False, .*32"), ("fp64", "F.*64")])
@@ -218,10 +227,10 @@ def test_workers_killed_between_rounds_are_replaced(residual, start, crew):
 
 @dataclass(frozen=True)
 class Failing(FedAvg):
-    """Client 2 cannot."""
+    """Client 4 cannot."""
 
     def learner(self, job: Job, world: World) -> Learner:
-        if job.client.id == 2:
+        if job.client.id == 4:
             raise ValueError("on purpose")
         return super().learner(job, world)
 
@@ -230,7 +239,8 @@ def test_what_diverges_in_a_worker_is_told_as_on_one_machine(residual, start):
     told = []
     for engine in ("vectorised", "ray"):
         run = start(HeteroFL(), residual, engine)
-        run.method = with_local(run.method, optimiser=fq.SGD(lr=1e300))
+        method = with_local(run.method, optimiser=fq.SGD(lr=1e300))
+        run.federation = replace(run.federation, method=method)
         with pytest.raises(TrainingError, match=r"client \d .* in round 1, step \d") as caught:
             run.train(1)
         told.append(str(caught.value).split(" in round")[1])
@@ -240,10 +250,10 @@ def test_what_diverges_in_a_worker_is_told_as_on_one_machine(residual, start):
 def test_a_failing_method_names_the_clients_and_the_round(residual, start):
     run = start(Failing(), residual)
     with pytest.raises(
-        TrainingError, match=r"trained clients 2 in round 1 failed: ValueError: on purpose \(in process"
+        TrainingError, match=r"trained clients 4 in round 1 failed: ValueError: on purpose \(in process"
     ):
         run.train(1)
-    run.method = start(FedAvg(), residual).method  # the crew is as good as before
+    run.federation = start(FedAvg(), residual).federation  # the crew is as good as before
     assert run.train(1).server.round == 1
 
 
