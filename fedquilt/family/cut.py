@@ -17,6 +17,7 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.axes import Dims, Index, Positions, axes_in, positions_of, size_of
+from fedquilt.errors import SubmodelError
 from fedquilt.tensors import Flat, Map
 from fedquilt.terms import Arch, Submodel, Weights
 
@@ -44,6 +45,34 @@ def scattered(arch: Arch, sizes: Mapping[str, int], key: int) -> Submodel:
     for place, (axis, width) in enumerate(arch.widths):
         drawn = noise.order(noise.key(key, place), sizes[axis])[:width]
         index[axis] = Positions.chosen(sorted(drawn.tolist()))
+    return Submodel(arch, Index(index))
+
+
+def highest(arch: Arch, scores: Mapping[str, Tensor]) -> Submodel:
+    """Return the sub-model of the positions with the highest scores on every axis, in ascending order.
+
+    Args:
+        arch: Member that says how many positions of each axis are kept.
+        scores: (position,) for every axis of the member. Of equal scores the lower position counts more.
+
+    Raises:
+        SubmodelError: An axis has no scores, fewer than the member has channels, or one that is not a number.
+    """
+    index = {}
+    for axis, width in arch.widths:
+        scored = scores.get(axis)
+        if scored is None or scored.dim() != 1 or len(scored) < width:
+            found = "none" if scored is None else f"scores of shape {tuple(scored.shape)}"
+            raise SubmodelError(
+                f"the {width} highest positions of axis {axis!r} were asked for; {found} were found. "
+                "One score for every position of the axis fits, as channel_scores returns them."
+            )
+        if bool(scored.isnan().any()):
+            raise SubmodelError(
+                f"the {width} highest positions of axis {axis!r} were asked for; some scores are not numbers."
+            )
+        ranked = torch.argsort(scored, descending=True, stable=True)
+        index[axis] = Positions.chosen(sorted(ranked[:width].tolist()))
     return Submodel(arch, Index(index))
 
 

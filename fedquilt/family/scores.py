@@ -1,0 +1,118 @@
+"""Scores of channels: how large the weights are at every position of every axis."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from fedquilt.axes import Expr, Product, Sum, axes_in, size_of
+from fedquilt.errors import ConfigError
+from fedquilt.family.member import Member
+from fedquilt.terms import Weights
+
+Norm = Literal[1, 2]
+
+
+def channel_scores(member: Member, weights: Weights, norm: Norm = 2, scope: str = "") -> dict[str, Tensor]:
+    """Score every position of every axis by the size of the weights that belong to it.
+
+    The score of a position is a sum over all trainable weights that have the axis. Each weight
+    counts with the norm of those of its entries that a member without the position would lack. A
+    weight with the axis in several dimensions counts an entry once. A tied weight counts once.
+
+        scores = channel_scores(world.family.member(world.family.whole), server.weights)
+        submodel = highest(self.fit(client.budget, world), scores)
+
+    Args:
+        member: The network that the weights belong to. The server's weights are the whole model's.
+        weights: Tensors of the member, by scope and name. Weights that are missing do not count.
+        norm: 1 for the sum of absolute values, 2 for the square root of the sum of squares.
+        scope: Prefix of the names, where one state has several nets.
+
+    Returns:
+        A vector (position,) in float64 for every axis, also for inputs and classes. It is on the
+        device of the weights. An axis that no weight has is scored 0.
+
+    Raises:
+        ConfigError: `norm` is another number.
+    """
+    if norm not in (1, 2):
+        raise ConfigError(f"channel_scores was asked for norm={norm!r}; 1 and 2 are known.")
+    layout = member.family.layout
+    names = [name for name in member.trainable if scope + name in weights]
+    device = weights[scope + names[0]].device if names else torch.device("cpu")
+    scores = {axis: torch.zeros(member.sizes[axis], dtype=torch.float64, device=device) for axis in layout.axes}
+
+    for name in names:
+        dims = layout.dims[name]
+        weight = weights[scope + name].detach().double()
+        powers = weight.abs() if norm == 1 else weight.square()
+        for axis in dict.fromkeys(axis for dim in dims for axis in axes_in(dim)):
+            sums = _sums_by_position(powers, dims, axis, member.sizes)
+            scores[axis] += sums if norm == 1 else sums.sqrt()
+    return scores
+
+
+def _sums_by_position(values: Tensor, dims: Sequence[Expr], axis: str, sizes: Mapping[str, int]) -> Tensor:
+    """Add up the entries of a weight that belong to each position of an axis, each entry once."""
+    carrying = [place for place, dim in enumerate(dims) if axis in axes_in(dim)]
+    others = [place for place in range(len(dims)) if place not in carrying]
+    values = values.sum(others) if others else values
+    owners = [_owners(dims[place], axis, sizes).to(values.device) for place in carrying]
+    size = sizes[axis]
+
+    if len(owners) == 1 and owners[0].shape[1] == 1:
+        owner = owners[0][:, 0]
+        sums = values.new_zeros(size)
+        return sums.index_add_(0, owner.clamp(min=0), values * (owner >= 0))
+
+    # An entry may belong to a position by several dimensions. It is counted by the first of them.
+    positions = torch.arange(size, device=values.device)
+    belongs = [(owner[None] == positions[:, None, None]).any(2).double() for owner in owners]
+    sums = values.new_zeros(size)
+    for first, rows in enumerate(belongs):
+        masks = [1 - earlier for earlier in belongs[:first]] + [rows]
+        sums += _masked_sums(values, masks)
+    return sums
+
+
+def _masked_sums(values: Tensor, masks: Sequence[Tensor]) -> Tensor:
+    """Sum values over all dimensions for each position.
+
+    Args:
+        values: (row of dimension 1, row of dimension 2, …)
+        masks: (position, row) for the first dimensions. Later ones are summed as they are.
+    """
+    values = values.sum(tuple(range(len(masks), values.dim()))) if values.dim() > len(masks) else values
+    sums = torch.tensordot(masks[0], values, 1)  # (position, row of dimension 2, …)
+    for mask in masks[1:]:
+        sums = (mask.reshape(*mask.shape, *[1] * (sums.dim() - 2)) * sums).sum(1)
+    return sums
+
+
+def _owners(expr: Expr, axis: str, sizes: Mapping[str, int]) -> Tensor:
+    """Return the positions of an axis that each row of a dimension belongs to.
+
+    Returns:
+        (row, occurrence of the axis), with -1 where a row belongs to none.
+    """
+    match expr:
+        case Sum(terms):
+            parts = [_owners(term, axis, sizes) for term in terms]
+            most = max(part.shape[1] for part in parts)
+            padded = [torch.nn.functional.pad(part, (0, most - part.shape[1]), value=-1) for part in parts]
+            return torch.cat(padded)
+        case Product(factors):
+            owners = torch.zeros(1, 0, dtype=torch.int64)
+            for factor in factors:
+                inner = _owners(factor, axis, sizes)
+                outer_rows, inner_rows = len(owners), len(inner)
+                owners = torch.cat([owners.repeat_interleave(inner_rows, 0), inner.repeat(outer_rows, 1)], 1)
+            return owners
+        case str() if expr == axis:
+            return torch.arange(sizes[axis])[:, None]
+        case _:
+            return torch.zeros(size_of(expr, sizes), 0, dtype=torch.int64)
