@@ -1,0 +1,180 @@
+"""All that an author of a method imports, in one place.
+
+    from fedquilt.methods.api import Method, Server, Client, World, prefix
+
+A method in a file of your own imports from here and from `fedquilt` itself, and from nothing below.
+The names in `__all__` and the arguments of the calls in docs/add-a-method.md are stable: a change to
+one of them is announced in the changelog, and the old name raises an error that states the new one.
+Names that begin with an underscore, and modules below `fedquilt.round`, `fedquilt.family` and
+`fedquilt.engines`, may move without notice.
+
+The names are grouped by the order in which a round uses them:
+
+- what a method is given: `World`, `Server`, `Client`, `Job`, `Budget`, `Memory`, and the `Family`
+  with its `Member`s
+- what a client trains (`plan`, `deploy`): `Submodel`, and `prefix`, `windows`, `scattered` and
+  `highest`, which make one
+- how it trains (`learner`): `Learner`, `Phase`, `Local`, objectives, regions, filters, optimizers,
+  schedules and norm policies
+- how what comes back is merged (`fold`): `Fold`, `Mean`, `Update`, `Payload` and server optimizers
+- randomness (`noise`), checks of settings (`within`, `one_of`), and the errors that a method raises
+"""
+
+from fedquilt import noise
+from fedquilt.axes import Index, Positions
+from fedquilt.checks import one_of, within
+from fedquilt.errors import BudgetError, ConfigError, FedquiltError, SubmodelError, TrainingError
+from fedquilt.family.cost import Cost, TrainingStep
+from fedquilt.family.cut import Cutter, highest, prefix, scattered, windows
+from fedquilt.family.family import Family, Rounding
+from fedquilt.family.member import Member
+from fedquilt.family.norms import (
+    AllLocal,
+    BatchStatistics,
+    KeptByClient,
+    MeasuredByClient,
+    MeasuredOnAll,
+    MeasuredOnPublic,
+    NormPolicy,
+    Tracked,
+)
+from fedquilt.family.scores import channel_scores
+from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
+from fedquilt.precision import Precision
+from fedquilt.round.attack import PGD, AdversarialTraining
+from fedquilt.round.federation import Federation, World
+from fedquilt.round.merge import (
+    Fold,
+    Mean,
+    Plain,
+    ServerAdam,
+    ServerMomentum,
+    ServerOptimiser,
+    Weighting,
+    client_weight,
+)
+from fedquilt.round.training.filters import All, Filter, Nothing, Parts
+from fedquilt.round.training.learner import Freeze, Learner, Phase, nets_of
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import (
+    RECEIVED,
+    Adversarial,
+    CrossEntropy,
+    Distilled,
+    MaskedCrossEntropy,
+    Objective,
+    Passes,
+    Proximal,
+    Summed,
+    View,
+    Wrapping,
+)
+from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.round.training.regions import Between, Everywhere, Part, Region
+from fedquilt.round.training.schedules import Constant, Cosine, Steps
+from fedquilt.tasks import Task
+from fedquilt.terms import (
+    Arch,
+    Budget,
+    Client,
+    Job,
+    Memory,
+    Mix,
+    Payload,
+    Server,
+    Slots,
+    Submodel,
+    Update,
+    Weights,
+)
+
+__all__ = [
+    "PGD",
+    "RECEIVED",
+    "SGD",
+    "Adam",
+    "Adversarial",
+    "AdversarialTraining",
+    "All",
+    "AllLocal",
+    "Arch",
+    "BatchStatistics",
+    "Between",
+    "Budget",
+    "BudgetError",
+    "Client",
+    "ConfigError",
+    "Constant",
+    "Cosine",
+    "Cost",
+    "CrossEntropy",
+    "Cutter",
+    "Distilled",
+    "Everywhere",
+    "Family",
+    "Federation",
+    "FedquiltError",
+    "Filter",
+    "Fold",
+    "Freeze",
+    "Index",
+    "Job",
+    "KeptByClient",
+    "Learner",
+    "Local",
+    "MaskedCrossEntropy",
+    "Mean",
+    "MeasuredByClient",
+    "MeasuredOnAll",
+    "MeasuredOnPublic",
+    "Member",
+    "Memory",
+    "Method",
+    "Mix",
+    "NormPolicy",
+    "Nothing",
+    "Objective",
+    "Part",
+    "Parts",
+    "Passes",
+    "Payload",
+    "Phase",
+    "Plain",
+    "Positions",
+    "Precision",
+    "Presets",
+    "Proximal",
+    "Region",
+    "Rounding",
+    "Server",
+    "ServerAdam",
+    "ServerMomentum",
+    "ServerOptimiser",
+    "Slots",
+    "Steps",
+    "Submodel",
+    "SubmodelError",
+    "Summed",
+    "Task",
+    "Tracked",
+    "TrainingError",
+    "TrainingStep",
+    "Update",
+    "View",
+    "Weighting",
+    "Weights",
+    "World",
+    "Wrapping",
+    "channel_scores",
+    "client_weight",
+    "highest",
+    "narrower",
+    "nets_of",
+    "noise",
+    "one_of",
+    "prefix",
+    "scattered",
+    "whatever_the_budget",
+    "windows",
+    "within",
+]
