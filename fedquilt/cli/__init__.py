@@ -1,7 +1,7 @@
-"""The command line: `fedquilt run`, `compare`, `export`, `clients`, `list` and `probe`.
+"""The command line: `fedquilt run`, `compare`, `export`, `clients`, `list`, `probe` and `check`.
 
-Exit status: 0 done, 1 the run failed, 2 the request was wrong, 130 interrupted. Nothing here imports torch before a
-request has been understood.
+Exit status: 0 done, 1 the run or a check failed, 2 the request was wrong, 130 interrupted. Nothing
+here imports torch before a request has been understood.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ import tyro
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fedquilt.cli.options import (
+    Assignments,
     By,
     Config,
     DataOptions,
@@ -33,6 +34,7 @@ from fedquilt.cli.options import (
     Folder,
     Format,
     Macs,
+    MethodName,
     Methods,
     Name,
     Norms,
@@ -54,6 +56,7 @@ from fedquilt.version import __version__
 if TYPE_CHECKING:
     from rich.console import Console
 
+    from fedquilt.methods import Method
     from fedquilt.probe import Probe
     from fedquilt.terms import Budget
 
@@ -266,6 +269,51 @@ class ProbeRequest:
 
 
 @dataclass(frozen=True)
+class CheckRequest:
+    """Check a method as its author would: budgets, engines, links, resume, determinism and export.
+
+    It is trained on a small federation for some seconds. The exit status is 1 if a check failed.
+    """
+
+    method: MethodName  # a name of `fedquilt list methods`, or file.py:factory
+    assign: Assignments = ()  # a setting of the method by its path, such as method.shift=2; may be given again
+    json: Flag = False  # print the findings as JSON on standard output, and nothing else there
+
+    def __call__(self) -> int:
+        from fedquilt.cli.show import check_progress, print_json, show_findings
+
+        with _output(self.json) as (console, stdout):
+            import torch
+
+            from fedquilt.conformance import CHECKS, check_method
+
+            method = self.chosen()
+            torch.set_num_threads(1)  # For so small a net threads would only wait for each other.
+            with check_progress(console, len(CHECKS)) as watch:
+                findings = check_method(method, watch=watch)
+            has_failed = any(one.status == "failed" for one in findings)
+            if self.json:
+                checks = [one.to_dict() for one in findings]
+                print_json({"method": self.method, "passed": not has_failed, "checks": checks}, stdout)
+            else:
+                show_findings(console, self.method, findings)
+        return int(has_failed)
+
+    def chosen(self) -> Method:
+        """Return the method with its own defaults and the settings that were asked for."""
+        from fedquilt.config import Experiment, defaults, parse_assignment
+
+        others = [text for text in self.assign if parse_assignment(text)[0][0] != "method"]
+        if others:
+            raise ConfigError(
+                f"check {self.method} --set {others[0]} was asked for; methods are checked on a federation of their "
+                "own, and only settings of the method fit, such as --set method.local.norm=tracked."
+            )
+        settings, asked = DataOptions(assign=self.assign).layers(defaults(self.method))
+        return Experiment.of(settings, asked).method
+
+
+@dataclass(frozen=True)
 class ExportRequest:
     """Write the trained model of a run for a device of some size, as ONNX, torch's .pt2 or safetensors.
 
@@ -370,6 +418,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "clients": ClientsRequest,
     "list": ListRequest,
     "probe": ProbeRequest,
+    "check": CheckRequest,
 }
 
 
@@ -385,7 +434,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         except ConfigError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
-    request: Callable[[], None] = tyro.extras.subcommand_cli_from_dict(
+    request: Callable[[], int | None] = tyro.extras.subcommand_cli_from_dict(
         COMMANDS,
         prog="fedquilt",
         description="Federated learning on unequal devices: each trains the piece of one model that fits it.",
@@ -394,7 +443,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     try:
         with _terminated_like_interrupted():
-            request()
+            return request() or 0
     except FedquiltError as error:
         print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 1 if isinstance(error, (TrainingError, SubmodelError, RecordError, ExportError)) else 2
@@ -409,7 +458,6 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{error.filename} cannot be used: {error.strerror}.", file=sys.stderr)
         return 2
-    return 0
 
 
 @contextmanager

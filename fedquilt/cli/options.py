@@ -32,6 +32,7 @@ Assignments = Annotated[
 Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)]
 Config = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", **_quiet)]
 Methods = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD…", **_quiet)]
+MethodName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="METHOD", **_quiet)]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", **_quiet)]
 Format = Annotated[Literal["", "onnx", "pt2", "safetensors"], tyro.conf.arg(metavar="onnx|pt2|safetensors", **_quiet)]
 Norms = Annotated[

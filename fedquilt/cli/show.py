@@ -6,6 +6,7 @@ import json
 import math
 import sys
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
     from rich.progress import Progress
 
     from fedquilt.clientwise import Clientwise
+    from fedquilt.conformance import Finding
     from fedquilt.export import Exported
     from fedquilt.probe import Probe
     from fedquilt.round import Record
@@ -97,6 +99,24 @@ def _bars(console: Console) -> Progress:
         console=console,
         transient=True,
     )
+
+
+@contextmanager
+def check_progress(console: Console, count: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar with the name of the check that is running on a terminal, and nothing elsewhere."""
+    if not console.is_terminal:
+        yield lambda name: None
+        return
+    with _bars(console) as bars:
+        task = bars.add_task("check", total=count, rate="", accuracy="")
+        begun = 0
+
+        def watch(name: str) -> None:
+            nonlocal begun
+            bars.update(task, completed=begun, rate=name)
+            begun += 1
+
+        yield watch
 
 
 def _say_round(console: Console, lead: str, rounds: int, labels: Labels, record: Record) -> None:
@@ -272,6 +292,15 @@ def show_probe(console: Console, found: Probe) -> None:
         f"proposed: {found.budget}, with which {target.samples} samples take at most {target.epoch_seconds:g} s an "
         f"epoch and {target.memory:.0%} of the memory",
     )
+
+
+def show_findings(console: Console, method: str, findings: Sequence[Finding]) -> None:
+    """Show a row for each check of a method, and how many passed, failed and were skipped."""
+    rows = {one.check: {"result": one.status, "finding": one.detail} for one in findings}
+    show_table(console, "check", rows)
+    counts = Counter(one.status for one in findings)
+    told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
+    say(console, f"{method}: {told} in {sum(one.seconds for one in findings):.1f} s")
 
 
 def show_export(console: Console, found: Sequence[Exported]) -> None:

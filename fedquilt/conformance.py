@@ -1,0 +1,577 @@
+"""Checks of a method: what its author needs to know before others run it.
+
+Each check is one function that is given a small federation and returns a sentence about what it
+found. It raises `CheckError` if the method does not do what is asked, and `NotApplicableError` if the
+question does not apply. Any other exception is a failure of the method too.
+"""
+
+from __future__ import annotations
+
+import copy
+import logging
+import random
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from dataclasses import asdict, dataclass, fields, is_dataclass, replace
+from functools import cache, cached_property
+from pathlib import Path
+from typing import Any, Literal
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+import fedquilt as fq
+from fedquilt.config import Experiment, Model, Source
+from fedquilt.data import FederatedData, Pool
+from fedquilt.engines.sequential import Sequential
+from fedquilt.engines.simulation import Simulation
+from fedquilt.errors import FedquiltError
+from fedquilt.experiment import Run
+from fedquilt.family import Family
+from fedquilt.methods import FedAvg, Method
+from fedquilt.models import PreResNet
+from fedquilt.names import said
+from fedquilt.round import Evaluation, Fleet, Record
+from fedquilt.round.budgets import check_budgets, planned
+from fedquilt.round.engine import Outcome
+from fedquilt.round.federation import World
+from fedquilt.round.labels import share_label
+from fedquilt.round.link import Codec, Link
+from fedquilt.round.merge import Fold
+from fedquilt.round.serve import arranged, given, joined, mixed, ready
+from fedquilt.round.training.learner import Learner
+from fedquilt.terms import Budget, Client, Job, Server, Submodel
+
+TOLERANCE = 1e-9  # Largest difference between two runs in float64 that count as equal.
+SHARES = (1.0, 0.5, 0.25, 0.125)
+NUM_CLIENTS = 6
+COHORT = 4
+SAMPLES_PER_CLIENT = 8
+TEST_SAMPLES = 120
+TEST_BATCH = 40
+ROUNDS = 3
+Status = Literal["passed", "failed", "skipped"]
+
+
+class CheckError(Exception):
+    """The method does not do what a check asks."""
+
+
+class NotApplicableError(Exception):
+    """A check does not apply to the method."""
+
+
+@dataclass(frozen=True)
+class Finding:
+    """The result of one check."""
+
+    check: str
+    status: Status
+    detail: str
+    seconds: float
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return plain values, as `fedquilt check --json` prints them."""
+        return asdict(self)
+
+
+class StoppedError(Exception):
+    """A run was stopped on purpose, to be resumed."""
+
+
+@dataclass
+class Joining(Sequential):
+    """Trains clients in two groups with a fold each, and joins the folds as the engine `ray` does."""
+
+    def _train(self, server: Server, jobs: Sequence[Job], fold: Fold, outcome: Outcome) -> None:
+        middle = len(jobs) // 2
+        for group in (jobs[:middle], jobs[middle:]):
+            partial = self.method.fold(server, self.world)
+            super()._train(server, group, partial, outcome)
+            fold.join(partial)
+
+
+# --- the federation that methods are checked on -----------------------------------------------------------------
+
+
+@cache
+def small_data() -> FederatedData:
+    """Return digits for six clients: 48 training samples sorted by class, 120 for tests, 8 public."""
+    pool = fq.data.digits()
+    count = NUM_CLIENTS * SAMPLES_PER_CLIENT
+    order = torch.argsort(pool.targets[:count], stable=True)
+    few = Pool.of(
+        (pool.inputs[order], pool.targets[order]),
+        (pool.test_inputs[:TEST_SAMPLES], pool.test_targets[:TEST_SAMPLES]),
+        public=pool.inputs[count : count + SAMPLES_PER_CLIENT],
+        num_classes=pool.num_classes,
+        name="digits",
+        scale=pool.scale,
+    )
+    parts = torch.arange(count).chunk(NUM_CLIENTS)
+    test_parts = torch.arange(TEST_SAMPLES).chunk(NUM_CLIENTS)
+    return few.dealt(parts, test_parts)
+
+
+@cache  # Tracing it takes longer than most checks.
+def small_family(norms: Literal["single", "dual", "conditioned"]) -> Family:
+    """Return a residual net of 5,090 parameters, with the norms that adversarial training needs."""
+    data = small_data()
+
+    def module() -> nn.Module:
+        net = PreResNet((1, 1), data.num_classes, 1, widths=(8, 16))
+        if norms == "single":
+            return net
+        return fq.dual(net) if norms == "dual" else fq.conditioned(net)
+
+    return fq.trace(module, data.example)
+
+
+@dataclass(frozen=True, eq=False)
+class Case:
+    """A method on a small federation: digits, a residual net with batch norm, and unequal clients.
+
+    Every client holds samples of few classes, and four of six clients take part in a round.
+    """
+
+    method: Method
+
+    @property
+    def data(self) -> FederatedData:
+        return small_data()
+
+    @property
+    def family(self) -> Family:
+        adversarial = self.method.local.adversarial
+        if adversarial is None:
+            return small_family("single")
+        return small_family("conditioned" if adversarial.draws else "dual")
+
+    @cached_property
+    def fleet(self) -> Fleet:
+        return Fleet.of(SHARES, NUM_CLIENTS, COHORT)
+
+    @cached_property
+    def world(self) -> World:
+        """Return what a method may look at. It is the same for all methods."""
+        return fq.prepare(FedAvg(), self.family, self.data, self.fleet, "sequential", precision="fp64").world
+
+    @cached_property
+    def settled(self) -> Method:
+        """Return the method as a run has it, with what depends on the number of rounds fixed."""
+        return self.method.settled(ROUNDS)
+
+    @cached_property
+    def server(self) -> Server:
+        """Return the state before the first round."""
+        return self.settled.init(self.world)
+
+    @cached_property
+    def clients(self) -> list[Client]:
+        """Return one client of every share."""
+        return [Client(place, Budget(share=share), SAMPLES_PER_CLIENT) for place, share in enumerate(SHARES)]
+
+    def run(self, engine: str | Simulation = "sequential", rounds: int = ROUNDS, **options: Any) -> Run:
+        """Train in float64, and evaluate after the last round."""
+        options.setdefault("evaluation", Evaluation(every=0, batch_size=TEST_BATCH))
+        return fq.run(
+            self.method,
+            self.family,
+            self.data,
+            self.fleet,
+            engine,
+            rounds,
+            precision="fp64",
+            **options,
+        )
+
+    @cached_property
+    def outcome(self) -> Run | Exception:
+        """Return a run on `sequential`, or what it raised."""
+        try:
+            return self.run()
+        except Exception as error:
+            return error
+
+    @property
+    def reference(self) -> Run:
+        """Return the run with which other runs are compared.
+
+        Raises:
+            NotApplicableError: The run failed, which the check "run" reports.
+        """
+        if isinstance(self.outcome, Exception):
+            raise NotApplicableError("it needs a run that succeeds; the check 'run' says why there is none")
+        return self.outcome
+
+
+# --- the checks -------------------------------------------------------------------------------------------------
+
+
+def check_settings(case: Case) -> str:
+    """Check that settings survive a config.toml, and that `settled` may be called twice."""
+    import tomllib
+
+    experiment = Experiment(case.method, Model("tiny_resnet"), Source("digits"))
+    text = experiment.to_toml()
+    again = Experiment.of(tomllib.loads(text)).method
+    for field in fields(case.method):
+        written, read = getattr(case.method, field.name), getattr(again, field.name)
+        if read != written:
+            raise CheckError(
+                f"{field.name} is {read!r} when it is read back from a config.toml, and was {written!r}; a resumed run "
+                "would be another one."
+            )
+
+    if case.settled.settled(ROUNDS) != case.settled:
+        raise CheckError(
+            f"settled({ROUNDS}) of a method that is settled changes it, so that a resumed run is another one."
+        )
+    return f"{len(fields(case.method))} fields are read back as they were written"
+
+
+def check_plan(case: Case) -> str:
+    """Check that plans are sub-models of the family, and depend on nothing but their arguments."""
+    plans = 0
+    for client in case.clients:
+        for round in range(ROUNDS):
+            server = replace(case.server, round=round)
+            with random_state(1):
+                first = planned(case.settled, server, client, case.world)
+            with random_state(2):
+                second = planned(case.settled, server, client, case.world)
+            if first != second:
+                raise CheckError(
+                    f"plan returned {_positions(first)} for client {client.id} in round {round + 1}, and "
+                    f"{_positions(second)} when it was called again. It may depend on its arguments "
+                    "alone; for random choices use noise.key(world.seed, server.round, …)."
+                )
+            for submodel in first:
+                case.family.check(submodel, f"client {client.id} (budget {client.budget})")
+            plans += 1
+    return f"{plans} plans are sub-models of the family, and equal when asked again"
+
+
+def check_budgets_kept(case: Case) -> str:
+    """Check that no plan costs more than the budget of its client."""
+    if case.method.ignores_budgets:
+        raise NotApplicableError("the method ignores budgets on purpose (ignores_budgets = True)")
+    half = case.family.member(case.family.fit(Budget(share=0.5)))
+    cost = half.cost(case.settled.training_step(case.world))
+    budgets = [
+        *(Budget(share=share) for share in SHARES),
+        Budget(params=cost.params),
+        Budget(macs=cost.macs),
+        Budget(memory=cost.memory),
+    ]
+    for place, budget in enumerate(budgets):
+        client = Client(place, budget, SAMPLES_PER_CLIENT)
+        for round in range(ROUNDS):
+            server = replace(case.server, round=round)
+            plan = planned(case.settled, server, client, case.world)
+            check_budgets(case.settled, [Job(client, submodel, round) for submodel in plan], case.world)
+    return f"plans keep within {len(budgets)} budgets of shares, params, macs and memory"
+
+
+def check_learner(case: Case) -> str:
+    """Check that a learner is a value that depends on the job and the world alone."""
+    learners = 0
+    for client in case.clients:
+        for submodel in planned(case.settled, case.server, client, case.world):
+            job = Job(client, submodel, 0)
+            with random_state(1):
+                first = case.settled.learner(job, case.world)
+            with random_state(2):
+                second = case.settled.learner(copy.deepcopy(job), case.world)
+            _check_value(first)
+            if first != second or hash(first) != hash(second):
+                raise CheckError(
+                    f"learner returned {first} for client {client.id}, and {second} when it was "
+                    "called again. It may depend on the job and the world alone, because every "
+                    "device builds its own."
+                )
+            learners += 1
+    return f"{learners} learners are hashable values, and equal when asked again"
+
+
+def _check_value(learner: Learner) -> None:
+    """Refuse a learner that engines cannot group clients by."""
+    if not isinstance(learner, Learner):
+        raise CheckError(f"learner returned a {type(learner).__name__}; it must return a Learner.")
+    try:
+        hash(learner)
+    except TypeError as error:
+        raise CheckError(
+            f"the learner {type(learner).__name__} cannot be hashed ({error}). Engines group clients by it: "
+            "its fields and its objectives must be frozen dataclasses, tuples, numbers or text."
+        ) from error
+
+
+def check_run(case: Case) -> str:
+    """Check that a run succeeds."""
+    run = case.outcome
+    if isinstance(run, Exception):
+        raise CheckError(_told(run)) from run
+    return f"{run.server.round} rounds of {COHORT} clients succeed"
+
+
+def check_engines(case: Case) -> str:
+    """Check that training clients together gives the numbers of training them one after another."""
+    _check_same(case.reference, case.run("vectorised"), "sequential", "vectorised")
+    return f"sequential and vectorised agree to {TOLERANCE:g}"
+
+
+def check_join(case: Case) -> str:
+    """Check that folds of parts of a cohort can be joined, as the engine `ray` does."""
+    reference = case.reference
+    try:
+        joined = case.run(Joining(case.data, precision="fp64"))
+    except (AttributeError, NotImplementedError, TypeError) as error:
+        fold = type(case.settled.fold(reference.server, case.world)).__name__
+        raise CheckError(f"the fold {fold} cannot take another's partial result: {said(error)}") from error
+    _check_same(reference, joined, "one fold", "two joined folds")
+    return f"two folds that are joined give what one gives, to {TOLERANCE:g}"
+
+
+def check_determinism(case: Case) -> str:
+    """Check that a run is the same whatever the global random state is."""
+    reference = case.reference
+    with random_state(7):
+        again = case.run()
+    _check_same(reference, again, "a run", "the same run with another global random state", 0.0)
+    return "two runs with unequal global random states are equal to the last bit"
+
+
+def check_resume(case: Case) -> str:
+    """Check that a run that was stopped after its first round ends as one that was not."""
+    reference = case.reference
+
+    def stop(record: Record) -> None:
+        raise StoppedError
+
+    with tempfile.TemporaryDirectory() as folder:
+        out = Path(folder) / "run"
+        with suppress(StoppedError):
+            case.run(out=out, watch=stop)
+        resumed = case.run(out=out, resume=True)
+    _check_same(reference, resumed, "a run", "the same run stopped after round 1 and resumed")
+    return "a run that is stopped after round 1 and resumed ends with the same state"
+
+
+def check_lossy_link(case: Case) -> str:
+    """Check that the method runs where some of what is sent does not arrive."""
+    return _over(case, Link.preset("lossy-mild"), "a link that loses columns")
+
+
+def check_coded_link(case: Case) -> str:
+    """Check that the method runs where changes are coded with four bits and error feedback."""
+    return _over(case, Link(codec=Codec(bits=4, feedback=True)), "a link of four bits")
+
+
+def _over(case: Case, link: Link, what: str) -> str:
+    first = case.run(link=link)
+    _check_same(first, case.run("vectorised", link=link), "sequential", "vectorised")
+    return f"runs over {what}; sequential and vectorised agree to {TOLERANCE:g}"
+
+
+def check_deploy(case: Case) -> str:
+    """Check that deployed nets are within budgets, and are those that the run evaluated."""
+    run = case.reference
+    whole = Budget(share=1.0)
+    if case.method.personal:
+        for client in range(NUM_CLIENTS):
+            own = run.fleet.budget(client, run.server.last(client), run.world.seed)
+            run.deploy(whole if case.method.ignores_budgets else own, client=client)
+        return f"the nets of {NUM_CLIENTS} clients are deployed"
+
+    budgets = (whole,) if case.method.ignores_budgets else run.fleet.kinds
+    for budget in budgets:
+        module = run.deploy(budget, norms=case.method.local.norm)
+        outputs = _outputs(module, run)
+        distance = float((outputs - _outputs(_evaluated(run, budget), run)).abs().max())
+        accuracy = float((outputs.argmax(1) == run.data.test_targets).double().mean())
+        evaluated = run.accuracy[share_label(run.method, budget, run.world)]
+        if distance > TOLERANCE or abs(accuracy - evaluated) > TOLERANCE:
+            raise CheckError(
+                f"the net that is deployed for {budget} has an accuracy of {accuracy:.2%}, and the one that was "
+                f"evaluated {evaluated:.2%}; outputs differ by {distance:.2g}. Both come from deploy, which may "
+                "depend on its arguments alone."
+            )
+    return f"deployed nets give the outputs of the evaluated ones (number of budgets: {len(budgets)})"
+
+
+def _outputs(net: Callable[[Tensor], Tensor], run: Run) -> Tensor:
+    """Run a net on the test samples in the batches of the run's evaluation."""
+    rows = torch.arange(len(run.data.test_targets)).chunk(TEST_SAMPLES // TEST_BATCH)
+    with torch.no_grad():
+        return torch.cat([net(run.data.test_samples(batch)) for batch in rows])
+
+
+def _evaluated(run: Run, budget: Budget) -> Callable[[Tensor], Tensor]:
+    """Return the nets of a budget as an evaluation runs them."""
+    federation, world = run.federation, run.world
+    server = arranged(federation, run.server, run.engine)
+    nets = given(run.method, server, budget, world)
+    weights = joined(nets, ready(federation, server, nets, run.engine, run.evaluation.batch_size))
+    mode = run.method.local.norm.evaluation_pass
+    return lambda inputs: mixed(world.family, nets, weights, inputs, mode)
+
+
+def check_export(case: Case) -> str:
+    """Check that an exported file gives the outputs of the deployed net."""
+    run = case.reference
+    client = 0 if case.method.personal else None
+    with tempfile.TemporaryDirectory() as folder:
+        found = run.export(Path(folder) / "model.safetensors", Budget(share=1.0), client=client)
+    return f"a safetensors file is read back; outputs differ by at most {found.max_difference:.1g}"
+
+
+CHECKS: Mapping[str, Callable[[Case], str]] = {
+    "settings": check_settings,
+    "plan": check_plan,
+    "budgets": check_budgets_kept,
+    "learner": check_learner,
+    "run": check_run,
+    "engines": check_engines,
+    "join": check_join,
+    "determinism": check_determinism,
+    "resume": check_resume,
+    "lossy link": check_lossy_link,
+    "coded link": check_coded_link,
+    "deploy": check_deploy,
+    "export": check_export,
+}
+
+
+def check_method(
+    method: Method,
+    checks: Sequence[str] = tuple(CHECKS),
+    watch: Callable[[str], None] | None = None,
+) -> list[Finding]:
+    """Check a method on a small federation. It takes some seconds on one core.
+
+    Clients train for one epoch with batches of 4, whatever the method's own local settings say, so
+    that the checks are quick. Everything else is as the method has it.
+
+    Args:
+        method: An instance, with the settings that are to be checked.
+        checks: Names of `CHECKS`.
+        watch: Called with the name of every check before it begins.
+
+    Returns:
+        A finding for each check, in their order.
+    """
+    case = Case(method.with_local(epochs=1, batch_size=4))
+    found = []
+    with _quiet():
+        for name in checks:
+            if watch:
+                watch(name)
+            began = time.perf_counter()
+            status, detail = _asked(CHECKS[name], case)
+            found.append(Finding(name, status, detail, time.perf_counter() - began))
+    return found
+
+
+def _asked(check: Callable[[Case], str], case: Case) -> tuple[Status, str]:
+    """Run a check. A method is anybody's code, so that whatever it raises is a finding."""
+    try:
+        return "passed", check(case)
+    except NotApplicableError as reason:
+        return "skipped", str(reason)
+    except CheckError as reason:
+        return "failed", str(reason)
+    except Exception as error:
+        return "failed", _told(error)
+
+
+def _told(error: BaseException) -> str:
+    """Return what an error says. The kind of error is named where it is not one of fedquilt's."""
+    return str(error) if isinstance(error, FedquiltError) else said(error)
+
+
+# --- comparing runs ---------------------------------------------------------------------------------------------
+
+
+def _check_same(one: Run, other: Run, first: str, second: str, tolerance: float = TOLERANCE) -> None:
+    """Refuse two runs that do not end with the same state, or whose records differ."""
+    states = [dict(_tensors(run.server, "")) for run in (one, other)]
+    if states[0].keys() != states[1].keys():
+        odd = sorted(states[0].keys() ^ states[1].keys())
+        raise CheckError(f"{first} and {second} keep unequal tensors: only one of them has {', '.join(odd[:3])}.")
+    for name, value in states[0].items():
+        theirs = states[1][name]
+        if value.shape != theirs.shape:
+            shapes = f"{tuple(value.shape)} and {tuple(theirs.shape)}"
+            raise CheckError(f"{first} and {second} give {name} unequal shapes: {shapes}.")
+        distance = float((value.double() - theirs.double()).abs().max()) if value.numel() else 0.0
+        if not distance <= tolerance:
+            raise CheckError(
+                f"{first} and {second} differ by {distance:.2g} in {name}; at most {tolerance:g} counts as equal."
+            )
+    for mine, theirs_of in zip(one.records, other.records, strict=True):
+        _check_same_record(mine, theirs_of, first, second)
+
+
+def _check_same_record(one: Record, other: Record, first: str, second: str) -> None:
+    for name in ("bytes_down", "bytes_up", "macs", "clients"):
+        if getattr(one, name) != getattr(other, name):
+            raise CheckError(
+                f"{first} and {second} count unequal {name} in round {one.round}: {getattr(one, name):,} and "
+                f"{getattr(other, name):,}."
+            )
+    if one.grades != other.grades:
+        raise CheckError(f"{first} and {second} have unequal metrics after round {one.round}.")
+
+
+def _tensors(value: object, path: str) -> Iterator[tuple[str, Tensor]]:
+    """Yield the tensors of a server's state with their names, whatever mappings they are in."""
+    if isinstance(value, Tensor):
+        yield path, value
+    elif isinstance(value, Mapping):
+        for key, part in value.items():
+            yield from _tensors(part, f"{path} {key}".strip())
+    elif is_dataclass(value) and not isinstance(value, Submodel):
+        for field in fields(value):
+            yield from _tensors(getattr(value, field.name), f"{path} {field.name}".strip())
+
+
+def _positions(plan: Sequence[Submodel]) -> str:
+    """Describe a plan by the positions of its first axis."""
+    if not plan or not plan[0].index:
+        return "no positions"
+    axis, kept = next(iter(plan[0].index.items()))
+    return f"positions {list(kept)[:6]} of axis {axis!r}"
+
+
+# --- surroundings -----------------------------------------------------------------------------------------------
+
+
+@contextmanager
+def random_state(seed: int) -> Iterator[None]:
+    """Seed the global generators of Python, NumPy and torch, and restore their states afterwards."""
+    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
+    random.seed(seed)
+    np.random.seed(seed)
+    torch.manual_seed(seed)
+    try:
+        yield
+    finally:
+        random.setstate(before[0])
+        np.random.set_state(before[1])
+        torch.set_rng_state(before[2])
+
+
+@contextmanager
+def _quiet() -> Iterator[None]:
+    """Leave out warnings of the runs, which are about the checks' own small federation."""
+    logger = logging.getLogger("fedquilt")
+    before = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(before)
