@@ -87,7 +87,7 @@ def _masked_sums(values: Tensor, masks: Sequence[Tensor]) -> Tensor:
         masks: (position, row) for the first dimensions. Later ones are summed as they are.
     """
     values = values.sum(tuple(range(len(masks), values.dim()))) if values.dim() > len(masks) else values
-    sums = torch.tensordot(masks[0], values, 1)  # (position, row of dimension 2, …)
+    sums: Tensor = torch.tensordot(masks[0], values, 1)  # (position, row of dimension 2, …)
     for mask in masks[1:]:
         sums = (mask.reshape(*mask.shape, *[1] * (sums.dim() - 2)) * sums).sum(1)
     return sums

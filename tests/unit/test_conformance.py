@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import random
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
@@ -11,7 +10,6 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fedquilt.cli import main
 from fedquilt.conformance import CHECKS, Finding, check_method, random_state
 from fedquilt.methods import METHODS, FedAvg
 from fedquilt.methods.api import (
@@ -334,53 +332,3 @@ def test_checks_are_announced_before_they_begin():
     names: list[str] = []
     check_method(Method(), ["settings", "learner"], names.append)
     assert names == ["settings", "learner"]
-
-
-# --- the command ------------------------------------------------------------------------------------------------
-
-BROKEN_FILE = """
-from dataclasses import dataclass
-from fedquilt.methods.api import Method, prefix
-
-@dataclass(frozen=True)
-class Mine(Method):
-    extra: int = 1  # Channels
-
-    def plan(self, server, client, world):
-        return [prefix(world.family.whole if self.extra else self.fit(client.budget, world))]
-"""
-
-
-def test_the_command_prints_a_table_and_fails(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(BROKEN_FILE)
-    assert main(["check", "mine.py:Mine"]) == 1
-    table, summary = capsys.readouterr().out.rsplit("\n", 2)[:2]
-    lines = {line.split("  ")[0]: line for line in table.splitlines()}
-    assert list(lines)[1:] == list(CHECKS)
-    assert "failed   Mine planned more for client 1" in lines["budgets"]
-    assert summary.startswith("mine.py:Mine: 3 passed, 4 failed, 6 skipped in ")
-
-
-def test_the_command_prints_json_and_takes_settings(tmp_path, monkeypatch, capsys):
-    monkeypatch.chdir(tmp_path)
-    (tmp_path / "mine.py").write_text(BROKEN_FILE)
-    assert main(["check", "mine.py:Mine", "--set", "method.extra=0", "--json"]) == 0
-    found = json.loads(capsys.readouterr().out)
-    assert found["passed"]
-    assert found["method"] == "mine.py:Mine"
-    assert {one["status"] for one in found["checks"]} == {"passed"}
-
-
-@pytest.mark.parametrize(
-    ("args", "told"),
-    [
-        (["fedrolx"], "Did you mean 'fedrolex'?"),
-        (["fedrolex", "--set", "rounds=3"], "only settings of the method fit"),
-        (["fedrolex", "--set", "method.shft=3"], "Did you mean 'shift'?"),
-        (["nowhere.py:Mine"], "there is no file 'nowhere.py'"),
-    ],
-)
-def test_a_wrong_request_is_refused(args, told, capsys):
-    assert main(["check", *args]) == 2
-    assert told in capsys.readouterr().err
