@@ -101,24 +101,6 @@ def _bars(console: Console) -> Progress:
     )
 
 
-@contextmanager
-def check_progress(console: Console, count: int) -> Iterator[Callable[[str], None]]:
-    """Show a bar with the name of the check that is running on a terminal, and nothing elsewhere."""
-    if not console.is_terminal:
-        yield lambda name: None
-        return
-    with _bars(console) as bars:
-        task = bars.add_task("check", total=count, rate="", accuracy="")
-        begun = 0
-
-        def watch(name: str) -> None:
-            nonlocal begun
-            bars.update(task, completed=begun, rate=name)
-            begun += 1
-
-        yield watch
-
-
 def _say_round(console: Console, lead: str, rounds: int, labels: Labels, record: Record) -> None:
     if record.grades.accuracy:
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
@@ -294,15 +276,6 @@ def show_probe(console: Console, found: Probe) -> None:
     )
 
 
-def show_findings(console: Console, method: str, findings: Sequence[Finding]) -> None:
-    """Show a row for each check of a method, and how many passed, failed and were skipped."""
-    rows = {one.check: {"result": one.status, "finding": one.detail} for one in findings}
-    show_table(console, "check", rows)
-    counts = Counter(one.status for one in findings)
-    told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
-    say(console, f"{method}: {told} in {sum(one.seconds for one in findings):.1f} s")
-
-
 def show_export(console: Console, found: Sequence[Exported]) -> None:
     """What was written, one share or several, and that it answers as it should."""
     rows = {
@@ -368,6 +341,40 @@ def _spread(group: Clientwise, of: str, scale: float = 1.0, unit: str = "") -> s
         return "–"
     digits = ".1f" if unit else ",.0f"
     return f"{mean:{digits}}{unit}" + (f" ± {deviation:{digits}}" if deviation else "")
+
+
+# --- checks of a method -----------------------------------------------------------------------------------------
+
+
+@contextmanager
+def check_progress(console: Console, count: int) -> Iterator[Callable[[str], None]]:
+    """Show a bar with the name of the check that is running on a terminal, and nothing elsewhere."""
+    if not console.is_terminal:
+        yield lambda name: None
+        return
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
+
+    columns = (MofNCompleteColumn(), BarColumn(), TextColumn("{task.description}"))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task("", total=count)
+        begun = 0
+
+        def watch(name: str) -> None:
+            nonlocal begun
+            bar.update(task, completed=begun, description=name)
+            begun += 1
+
+        yield watch
+
+
+def show_findings(console: Console, method: str, findings: Sequence[Finding]) -> None:
+    """Show a row for each check of a method, and how many passed, failed and were skipped."""
+    rows = {one.check: {"result": one.status, "finding": one.detail} for one in findings}
+    show_table(console, "check", rows)
+    counts = Counter(one.status for one in findings)
+    told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
+    say(console, f"{method}: {told} in {sum(one.seconds for one in findings):.1f} s")
 
 
 # --- tables -----------------------------------------------------------------------------------------------------
