@@ -17,7 +17,6 @@ from fedquilt.methods.api import (
     Arch,
     Budget,
     Client,
-    CrossEntropy,
     Fold,
     Job,
     Learner,
@@ -106,7 +105,8 @@ class Unhashable(Method):
     """Has a list in its learner."""
 
     def learner(self, job: Job, world: World) -> Learner:
-        return replace(super().learner(job, world), phases=(Phase(Listed(CrossEntropy(), [1.0, 2.0])),))
+        base = super().learner(job, world)
+        return replace(base, phases=(Phase(Listed(base.phases[0].objective, [1.0, 2.0])),))
 
 
 @dataclass(frozen=True)
