@@ -2,7 +2,7 @@
 
     checkpoint/
     ├── 00000012.json                 the manifest, written last: what belongs to round 12, with a checksum of each
-    ├── 00000012.safetensors          the server's weights and its optimiser's slots
+    ├── 00000012.safetensors          the server's weights, slots and extras
     └── memory-00000012.safetensors   the client memories that changed since the checkpoint before; manifests list
                                       the packs that together hold all of them
 
@@ -116,7 +116,7 @@ class Checkpoints:
             draft = server.memory.save(self.folder / f"memory-{name}.safetensors")
             written = write(
                 self.folder / f"{name}.safetensors",
-                Blob.of_state(server.weights, server.slots, round=server.round).chunks(),
+                Blob.of_state(server.weights, server.slots, server.extras, round=server.round).chunks(),
             )
             manifest = Manifest(server.round, written, tuple(pack.written for pack in draft.packs), about)
             write(self.folder / manifest.name, [manifest.to_json().encode()])
@@ -157,9 +157,9 @@ class Checkpoints:
             for line in damaged:
                 _log.warning("Checkpoint %s. Going on from round %d instead.", line, manifest.round)
             self._intact = [manifest]
-            weights, slots, _ = parse_state(bytearray((self.folder / manifest.server.name).read_bytes()), device)
+            state = parse_state(bytearray((self.folder / manifest.server.name).read_bytes()), device)
             memory.open(self.folder, manifest.memory)
-            return Server(manifest.round, weights, memory, slots), manifest
+            return Server(manifest.round, state.weights, memory, state.slots, state.extras), manifest
         if damaged:
             raise RecordError(f"no checkpoint in {self.folder} is intact:\n  " + "\n  ".join(damaged))
         return None

@@ -286,7 +286,8 @@ def prepare(
         known(DTYPES, precision, "precision")
         options = EngineOptions(device_of(device), precision)
         engine = known(ENGINES, engine, "engine").create(data, options)
-    world = World(family, seed, engine.precision, engine.data.public_samples)
+    public = engine.data.public_samples
+    world = World(family, seed, engine.precision, public, num_clients=fleet.num_clients)
     federation = Federation(world, method, link)
     link.check_codec(world, engine.device)
     server = placed(method.init(world), engine.device)
@@ -300,8 +301,13 @@ def prepare(
 
 
 def placed(server: Server, device: torch.device) -> Server:
-    """Return a state with its weights on a device."""
-    return replace(server, weights={name: value.to(device) for name, value in server.weights.items()})
+    """Return a state with its tensors on a device."""
+    return replace(
+        server,
+        weights={name: value.to(device) for name, value in server.weights.items()},
+        slots={slot: {name: value.to(device) for name, value in own.items()} for slot, own in server.slots.items()},
+        extras={name: value.to(device) for name, value in server.extras.items()},
+    )
 
 
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands

@@ -15,13 +15,13 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fedquilt.errors import RecordError
-from fedquilt.terms import Slots, Weights
+from fedquilt.terms import Extras, Slots, Weights
 
 Bytes = bytes | bytearray | memoryview
 
@@ -143,11 +143,12 @@ class Blob:
         return Blob(header(shapes, note), tuple(tensors.values()))
 
     @staticmethod
-    def of_state(weights: Weights, slots: Slots, **note: Any) -> Blob:
-        """Weights and an optimiser's slots, of a server or of a client."""
+    def of_state(weights: Weights, slots: Slots, extras: Extras, **note: Any) -> Blob:
+        """Return the weights, slots and extras of a server or of a client."""
         tensors = {f"weights/{name}": value for name, value in weights.items()}
         for slot, values in slots.items():
             tensors |= {f"slots/{slot}/{name}": value for name, value in values.items()}
+        tensors |= {f"extras/{name}": value for name, value in extras.items()}
         return Blob.of(tensors, {**note, "slots": list(slots)})
 
     @property
@@ -193,16 +194,28 @@ def parse(data: bytearray, device: torch.device) -> tuple[dict[str, Tensor], Any
     return tensors, note
 
 
-def parse_state(data: bytearray, device: torch.device) -> tuple[dict[str, Tensor], dict[str, dict[str, Tensor]], Any]:
-    """The weights, slots and note of `Blob.of_state`."""
+class State(NamedTuple):
+    """What `Blob.of_state` was given."""
+
+    weights: dict[str, Tensor]
+    slots: dict[str, dict[str, Tensor]]
+    extras: dict[str, Tensor]
+    note: Any
+
+
+def parse_state(data: bytearray, device: torch.device) -> State:
+    """Read what `Blob.of_state` wrote. Files of earlier versions have no extras."""
     tensors, note = parse(data, device)
     weights: dict[str, Tensor] = {}
     slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in note["slots"]}
+    extras: dict[str, Tensor] = {}
     for path, value in tensors.items():
         kind, _, name = path.partition("/")
         if kind == "weights":
             weights[name] = value
+        elif kind == "extras":
+            extras[name] = value
         else:
             slot, _, name = name.partition("/")
             slots[slot][name] = value
-    return weights, slots, note
+    return State(weights, slots, extras, note)

@@ -24,7 +24,7 @@ import torch
 
 from fedquilt.errors import RecordError
 from fedquilt.files import Blob, Bytes, Written, header, parse_state, read_header, settled, why, write
-from fedquilt.terms import Memory, Submodel
+from fedquilt.terms import Memory, Submodel, in_slots
 
 Key = tuple[int, str]  # client and scope
 
@@ -350,13 +350,16 @@ class Spill(Log):
 def encode(memory: Memory) -> Blob:
     """A memory as bytes, without loss."""
     submodel = json.dumps(memory.submodel.to_dict())
-    return Blob.of_state(memory.weights, memory.slots, submodel=submodel, steps=memory.steps, round=memory.round)
+    note = {"submodel": submodel, "steps": memory.steps, "round": memory.round}
+    return Blob.of_state(memory.weights, memory.slots, memory.extras, **note)
 
 
 def decode(data: bytearray, device: torch.device) -> Memory:
     """What `encode` wrote."""
-    weights, slots, note = parse_state(data, device)
-    return Memory(_submodel(note["submodel"]), weights, slots, note["steps"], note.get("round", -1))
+    state = parse_state(data, device)
+    note = state.note
+    submodel = _submodel(note["submodel"])
+    return Memory(submodel, state.weights, state.slots, note["steps"], note.get("round", -1), state.extras)
 
 
 @lru_cache(maxsize=1024)  # clients that hold the same positions hold the same object
@@ -367,11 +370,11 @@ def _submodel(text: str) -> Submodel:
 def _settled(memory: Memory) -> Memory:
     weights = settled(memory.weights)
     slots = {slot: settled(values) for slot, values in memory.slots.items()}
-    return replace(memory, weights=weights, slots=slots)
+    return replace(memory, weights=weights, slots=slots, extras=settled(memory.extras))
 
 
 def _size(memory: Memory) -> int:
-    tensors = [*memory.weights.values(), *(value for values in memory.slots.values() for value in values.values())]
+    tensors = [*memory.weights.values(), *in_slots(memory.slots), *memory.extras.values()]
     return sum(tensor.nbytes + _TENSOR for tensor in tensors)
 
 

@@ -26,6 +26,7 @@ from fedquilt.methods import Method
 from fedquilt.precision import DTYPES, Precision, computing
 from fedquilt.round.federation import World
 from fedquilt.round.training.local import Local
+from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient, move
 from fedquilt.terms import Arch, Budget, Client, Job
 
@@ -218,7 +219,7 @@ def _training_step(
     def step() -> None:
         nonlocal state, slots
         for phase in learner.phases_at(0):
-            grads, _ = gradient(learner, member, phase.objective, state, state, batch)
+            grads, _ = gradient(learner, member, phase.objective, state, Received(state, {}), batch)
             state, slots = move(learner, phase, state, slots, grads, learner.masks(member, phase, where), 0)
         if where.type == "cuda":
             torch.cuda.synchronize(where)

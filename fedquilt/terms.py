@@ -13,7 +13,8 @@ from fedquilt.axes import Index, Positions
 from fedquilt.errors import BudgetError
 
 Weights = Mapping[str, Tensor]
-Slots = Mapping[str, Weights]  # an optimiser's memory: "momentum" → one tensor a weight
+Slots = Mapping[str, Weights]  # State by position: "momentum" → one tensor for every trainable weight
+Extras = Mapping[str, Tensor]  # State of a method that belongs to no position: named tensors of any shape
 
 
 @dataclass(frozen=True)
@@ -62,6 +63,11 @@ class Submodel:
         arch = Arch(tuple((axis, width) for axis, width in note["widths"]), note["kind"])
         index = {axis: Positions(tuple((start, stop) for start, stop in runs)) for axis, runs in note["index"].items()}
         return Submodel(arch, Index(index), note["scope"])
+
+
+def in_slots(slots: Slots) -> list[Tensor]:
+    """Return the tensors of all slots."""
+    return [value for values in slots.values() for value in values.values()]
 
 
 Mix = tuple[Submodel, ...]  # nets whose logits are averaged; most methods give a device one
@@ -138,10 +144,14 @@ class Payload:
 
     submodel: Submodel
     weights: Weights  # by the family's names, without the scope
+    slots: Slots = field(default_factory=dict)  # State of the method, cut as the weights are
+    extras: Extras = field(default_factory=dict)  # State of the method that is not cut
+    coded_extras: tuple[str, ...] = ()  # Extras that a link with a codec codes; it sends the others as they are
 
     @property
     def bytes(self) -> int:
-        return sum(weight.numel() * weight.element_size() for weight in self.weights.values())
+        """Return the bytes of all tensors, uncoded."""
+        return sum(value.nbytes for value in (*self.weights.values(), *in_slots(self.slots), *self.extras.values()))
 
 
 @dataclass(frozen=True)
@@ -155,6 +165,11 @@ class Update:
     metrics: Mapping[str, float] = field(default_factory=dict)
     times: int = 1  # that the client counts in the merge
 
+    @property
+    def extras(self) -> Extras:
+        """Return the whole tensors that arrived from the client."""
+        return self.sent[0].extras if self.sent else {}
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -165,6 +180,7 @@ class Memory:
     slots: Slots = field(default_factory=dict)
     steps: int = 0  # optimizer steps over all rounds, where the slots or the merge depend on them
     round: int = -1  # in which it trained last; -1: nobody wrote it down
+    extras: Extras = field(default_factory=dict)  # State of the method that is not cut
 
 
 @dataclass(frozen=True)
@@ -174,7 +190,8 @@ class Server:
     round: int
     weights: Weights
     memory: MutableMapping[tuple[int, str], Memory] = field(default_factory=dict)  # by client and scope
-    slots: Slots = field(default_factory=dict)
+    slots: Slots = field(default_factory=dict)  # of the server's optimizer and of the method, by scope and name
+    extras: Extras = field(default_factory=dict)  # State of the method that is not cut
 
     def last(self, client: int) -> int:
         """The round in which a client trained last, as far as it remembers; else the last one of all."""

@@ -6,6 +6,7 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import ENGINES
-from fedquilt.methods import Method
+from fedquilt.methods import Method, Scaffold
 from fedquilt.models import PreResNet, TransformerLM
 from fedquilt.round.client import Start, memory_of, receive
 
@@ -162,7 +163,10 @@ def shortened(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def with_local(method: Method, **changes: Any) -> Method:
-    """The method with other local settings."""
+    """Return the method with other local settings. SCAFFOLD gets SGD without momentum and clipping."""
+    optimiser = changes.get("optimiser")
+    if isinstance(method, Scaffold) and isinstance(optimiser, fq.SGD):
+        changes["optimiser"] = replace(optimiser, momentum=0.0, nesterov=False, clip=0.0)
     return method.with_local(**changes)
 
 
@@ -180,6 +184,8 @@ def start_of(run: fq.Run, job: fq.Job) -> Start:
 def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:
     """Both runs stand at the same weights and memories, and told the same story on the way."""
     torch.testing.assert_close(dict(one.server.weights), dict(other.server.weights), rtol=0, atol=atol)
+    torch.testing.assert_close(dict(one.server.slots), dict(other.server.slots), rtol=0, atol=atol)
+    torch.testing.assert_close(dict(one.server.extras), dict(other.server.extras), rtol=0, atol=atol)
     assert one.server.memory.keys() == other.server.memory.keys()
     for key, memory in one.server.memory.items():
         theirs = other.server.memory[key]
@@ -187,6 +193,7 @@ def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:
         assert memory.steps == theirs.steps
         torch.testing.assert_close(dict(memory.weights), dict(theirs.weights), rtol=0, atol=atol)
         torch.testing.assert_close(dict(memory.slots), dict(theirs.slots), rtol=0, atol=atol)
+        torch.testing.assert_close(dict(memory.extras), dict(theirs.extras), rtol=0, atol=atol)
     for mine, theirs in zip(one.records, other.records, strict=True):
         assert (mine.bytes_down, mine.bytes_up, mine.macs) == (theirs.bytes_down, theirs.bytes_up, theirs.macs)
         assert mine.loss == pytest.approx(theirs.loss, abs=atol)

@@ -181,6 +181,8 @@ def _shared(federation: Federation) -> dict[str, object]:
 def _known(federation: Federation, server: Server) -> dict[str, object]:
     """Return the same once a round has begun: a fold may hold the server's weights, which need not come back."""
     weights = {f"weight {name}": value for name, value in server.weights.items()}
+    for slot, values in server.slots.items():
+        weights |= {f"slot {slot} {name}": value for name, value in values.items()}
     return {**_shared(federation), "server": server, **weights}
 
 

@@ -11,15 +11,31 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.engines.exams import Exam
 from fedquilt.engines.simulation import Simulation
-from fedquilt.round.client import Start, blamed, memory_of, receive, remember, send, steps_behind, update_of
+from fedquilt.round.client import (
+    Start,
+    blamed,
+    check_left,
+    check_state,
+    finish,
+    kept_state,
+    memory_of,
+    receive,
+    remember,
+    send,
+    steps_behind,
+    update_of,
+    upload_of,
+)
 from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Kind, Score, mean_statistics, right
 from fedquilt.round.training.batches import augment, batched
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.optimizers import OptimiserState, State
-from fedquilt.round.training.step import Batch, clipped, gradient, move, teach
-from fedquilt.terms import Job, Payload, Server, Weights
+from fedquilt.round.training.passes import ClientPass
+from fedquilt.round.training.state import Received
+from fedquilt.round.training.step import Batch, clipped, gradient, move, run_pass, teach
+from fedquilt.terms import Job, Server, Weights
 
 
 @dataclass
@@ -35,17 +51,27 @@ class Sequential(Simulation):
             start = receive(federation, job, learner, payload, memory, self.initial)
             batches = self.batches(job, learner)
             with self.computing():
+                passes = self.run_passes(job, learner, learner.before, start.state, start.received)
                 state, slots, losses = self.train_client(job, learner, start, batches)
+                passes |= self.run_passes(job, learner, learner.after, state, start.received)
+                left = finish(job, learner, start, state, len(batches), passes)
             self.check_finite(job, losses, [state[name] for name in learner.moved(member)])
             own = {name: state[name] for name in learner.sent(member)}
             wanted = learner.upload(member, job.submodel, self.held(job.client.id))
-            upload = Payload(wanted, family.cutter.narrow(own, job.submodel.held, wanted.held))
+            if learner.state:
+                check_left(job, learner, member, left)
+                check_state(job, left.tensors)
+            narrowed = family.cutter.narrow(own, job.submodel.held, wanted.held)
+            upload = upload_of(federation, job, learner, wanted, narrowed, left)
             delivery = send(federation, job, upload, start.known, memory, self.initial)
             steps = steps_behind(memory, learner, len(batches))
-            kept = remember(federation, job, learner, state, slots, steps, delivery.slots, memory, self.initial)
+            own_state = kept_state(federation, learner, start.state_slots, start.extras, left)
+            kept = remember(
+                federation, job, learner, state, slots, steps, delivery.slots, memory, self.initial, own_state
+            )
             if kept:
                 outcome.memory[job.client.id, job.submodel.scope] = kept
-            macs = learner.macs(member, list(map(len, batches)))
+            macs = self.macs(job, learner, list(map(len, batches)))
             outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
             outcome.losses.append(float(losses.mean()))
             outcome.stacks += 1
@@ -60,7 +86,7 @@ class Sequential(Simulation):
             Its weights and optimizer slots, and (step,) the losses.
         """
         member = self.world.family.member(job.submodel)
-        state, received = start.state, start.state
+        state, received = start.state, start.received
         slots = learner.start_slots(state, member) if start.slots is None else start.slots
         held, losses = self.held(job.client.id).to(self.device), []
         with blamed(job, "training"):
@@ -77,6 +103,37 @@ class Sequential(Simulation):
                     state = {**state, **seen}
                 losses.append(loss)
         return state, slots, torch.stack(losses)
+
+    def run_passes(
+        self,
+        job: Job,
+        learner: Learner,
+        passes: Sequence[ClientPass],
+        state: State,
+        received: Received,
+    ) -> dict[str, State]:
+        """Run passes that are not steps for one client.
+
+        Returns:
+            The result of each, by the name of the pass.
+        """
+        member = self.world.family.member(job.submodel)
+        found = {}
+        for one in passes:
+            rows = self.pass_batches(job, learner, one)
+            with blamed(job, f"running its pass {one.name!r}"):
+                parts = [
+                    run_pass(learner, member, one, state, received, self._pass_batch(job, learner, one, some, place))
+                    for place, some in enumerate(rows)
+                ]
+                found[one.name] = one.merged(parts, [len(some) for some in rows])
+        return found
+
+    def _pass_batch(self, job: Job, learner: Learner, one: ClientPass, rows: Tensor, place: int) -> Batch:
+        inputs, targets = self.pass_samples(one, rows.to(self.device))
+        key = noise.fold_in(torch.tensor(self.pass_key(job, learner, one), device=self.device), place)
+        share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
+        return Batch(inputs, targets, self.held(job.client.id).to(self.device), key, share)
 
     def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
         rows = rows.to(self.device)

@@ -25,6 +25,7 @@ from fedquilt.round.federation import Federation, World
 from fedquilt.round.serve import EvalJob, Kind, Score, both_statistics
 from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.passes import ClientPass
 from fedquilt.terms import Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -70,7 +71,7 @@ class Simulation(Engine):
             raise ConfigError(f"precision = {why}")
         self.data = self.data.to(self.device, DTYPES[self.precision])
         self._federation: Federation | None = None
-        self._cuts: dict[tuple[Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
+        self._cuts: dict[tuple[str, Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
         self._cut_from: Weights | None = None
         self._classes: dict[int, Tensor] = {}
         self._attackable: set[PGD] = set()
@@ -262,12 +263,26 @@ class Simulation(Engine):
         if self._cut_from is not server.weights:
             self._cuts.clear()
             self._cut_from = server.weights
-        key = job.submodel, learner.received(self.world.family.member(job.submodel))
+        member = self.world.family.member(job.submodel)
+        weights = self._cut("", server.weights, job.submodel, learner.received(member))
+        if not learner.state:
+            return Payload(job.submodel, weights)
+        check_downloads(server, job, learner)
+        names = learner.slotted(member)
+        down = learner.state.slots_down
+        slots = {slot: self._cut(slot, server.slots[slot], job.submodel, names) for slot in down}
+        extras = {name: server.extras[name] for name in learner.state.extras_down}
+        coded = tuple(name for name in learner.state.coded_extras if name in extras)
+        return Payload(job.submodel, weights, slots, extras, coded)
+
+    def _cut(self, slot: str, whole: Weights, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
+        """Return the named weights of a sub-model, or a slot for them. The slot "" is the weights themselves."""
+        key = slot, submodel, names
         if key not in self._cuts:
             if len(self._cuts) >= MAX_CACHED_CUTS:
                 self._cuts.pop(next(iter(self._cuts)))
-            self._cuts[key] = self.world.family.cutter.gather(server.weights, *key)
-        return Payload(job.submodel, self._cuts[key])
+            self._cuts[key] = self.world.family.cutter.gather(whole, submodel, names)
+        return self._cuts[key]
 
     def keys(self, job: Job) -> tuple[int, int]:
         """Return the seeds of a job's batch order and of its noise. All nets of a client see equal batches."""
@@ -279,6 +294,39 @@ class Simulation(Engine):
         part = self.data.parts[job.client.id]
         batches = itinerary(len(part), learner.local, self.keys(job)[0])
         return list(part[torch.cat(batches)].split_with_sizes([len(batch) for batch in batches]))
+
+    def pass_batches(self, job: Job, learner: Learner, one: ClientPass) -> list[Tensor]:
+        """Return the positions of every batch that a pass runs on: in the pool, or among the public samples."""
+        size = learner.local.batch_size
+        if one.public:
+            if self.world.public is None:
+                raise ConfigError(
+                    f"{type(self.method).__name__} was asked for, whose pass {one.name!r} runs on public samples; the "
+                    "data has none. data.public = 0.1 in a file, pool.with_public(0.1) in Python, sets samples aside."
+                )
+            return batched(torch.arange(len(self.world.public)), size)
+        part = self.data.parts[job.client.id]
+        return batched(part[noise.order(self.pass_key(job, learner, one), len(part))], size)
+
+    def pass_key(self, job: Job, learner: Learner, one: ClientPass) -> int:
+        """Return the seed of the order of a pass's samples and of its noise."""
+        return noise.key(4, self.world.seed, job.client.id, job.round, learner.passes.index(one))
+
+    def pass_samples(self, one: ClientPass, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return inputs and targets of a pass. Public samples have no targets, and get zeros."""
+        if not one.public:
+            return self.data.samples(rows), self.data.targets[rows]
+        assert self.world.public is not None
+        return self.world.public[rows], torch.zeros_like(rows)
+
+    def macs(self, job: Job, learner: Learner, sizes: Sequence[int]) -> int:
+        """Return the multiply-adds of a job: of its steps, on batches of these sizes, and of passes that are none."""
+        member = self.world.family.member(job.submodel)
+        steps = learner.macs(member, sizes)
+        if not learner.passes:
+            return steps
+        public = 0 if self.world.public is None else len(self.world.public)
+        return steps + learner.pass_macs(member, self.data.size(job.client.id), public)
 
     def held(self, client: int) -> Tensor:
         """Return (class,) True where the client has samples of the class, on the CPU."""
@@ -319,6 +367,19 @@ class Simulation(Engine):
         if attack not in self._attackable:
             attack.check(self.data)
             self._attackable.add(attack)
+
+
+def check_downloads(server: Server, job: Job, learner: Learner) -> None:
+    """Refuse state that a learner declares as downloaded and that the server does not have."""
+    for what, wanted, there in (
+        ("slots", learner.state.slots_down, server.slots),
+        ("extras", learner.state.extras_down, server.extras),
+    ):
+        if unknown := [name for name in wanted if name not in there]:
+            raise TrainingError(
+                f"client {job.client.id} (budget {job.client.budget}) was to receive the {what} {unknown} in round "
+                f"{job.round + 1}; the server has {sorted(there)}. Method.init has to give the server a first value."
+            )
 
 
 _CONSTRUCTED = ("data", "device", "precision")  # Fields that a run's own settings have.

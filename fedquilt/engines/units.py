@@ -31,6 +31,7 @@ from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Objective, apart
 from fedquilt.round.training.optimizers import State
 from fedquilt.round.training.regions import Everywhere
+from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, laid_gradient, train_pass
 from fedquilt.terms import Arch, Weights
 
@@ -91,7 +92,10 @@ class Unit:
         self._lines = Lines({name: fresh[name].shape for name in member.trainable}, self._channels_last)
         if learner.drawn or any(not isinstance(phase.moves, Everywhere) for phase in learner.phases):
             self._line_up()
-        self.received = {name: value.clone() for name, value in self.state.items()}
+        slotted = learner.slotted(member)
+        # Slots of the method, which objectives read.
+        own_slots = {slot: {n: torch.zeros_like(self.state[n]) for n in slotted} for slot in learner.state.slots}
+        self.received = Received({name: value.clone() for name, value in self.state.items()}, own_slots)
         most = 2 * learner.local.batch_size  # a short tail may be joined to the batch before
         self.rows = torch.zeros(_CHUNK, count, most, dtype=torch.int64, device=device)
         self.active = torch.ones(_CHUNK, count, dtype=torch.bool, device=device)
@@ -185,7 +189,9 @@ class Unit:
         """Take over what the clients of a stack start from; from here on its tensors are the unit's own."""
         self._stack, self._learner = stack, stack.learner
         rewrite(self.state, stack.state)
-        rewrite(self.received, self.state)  # laid out alike, which is one launch
+        rewrite(self.received.weights, self.state)  # laid out alike, which is one launch
+        for slot, values in self.received.slots.items():
+            rewrite(values, stack.received.slots[slot])
         for slot, values in self.slots.items():
             if stack.slots is None:
                 torch._foreach_zero_(list(values.values()))
@@ -411,7 +417,11 @@ class Unit:
             (inner,) = objective.nets(member)
             own_member = member.family.member(inner.arch)  # by itself it is a client's whole net
             rest = {name: value for name, value in self.state.items() if name not in nested.lines.shapes}
-            rest, received = (member.narrowed(own, inner, lead=1) for own in (rest, self.received))
+            rest = member.narrowed(rest, inner, lead=1)
+            received = Received(
+                member.narrowed(self.received.weights, inner, lead=1),
+                {slot: member.narrowed(values, inner, lead=1) for slot, values in self.received.slots.items()},
+            )
             own = nested.lines.views(nested.cut(self._moving[0][_LINE]))
             with _unsearched():
                 grads, (losses, seen) = self._gradients(objective, batch, own_member, {**rest, **own}, received)
@@ -440,7 +450,7 @@ class Unit:
         return self.engine.taught(learner, member, self.state, batch)
 
     def _gradients(
-        self, objective: Objective, batch: Batch, member: Member, state: State, received: State
+        self, objective: Objective, batch: Batch, member: Member, state: State, received: Received
     ) -> tuple[State, tuple[Tensor, State]]:
         learner = self.shape.learner
         if self._net is not None and member == self.member:

@@ -10,7 +10,8 @@ import logging
 import warnings
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
 from functools import cached_property, partial
 from itertools import groupby
 from typing import TYPE_CHECKING, Any, Literal, Self
@@ -19,6 +20,7 @@ from weakref import WeakValueDictionary
 import torch
 from torch import Tensor
 from torch.func import vmap
+from torch.utils._pytree import tree_flatten, tree_map
 
 from fedquilt import noise
 from fedquilt.devices import onto
@@ -40,8 +42,13 @@ from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError
 from fedquilt.family.member import Member
 from fedquilt.round.client import (
+    NOTHING_LEFT,
     Start,
+    are_finite,
     blamed,
+    check_left,
+    check_state,
+    kept_state,
     memory_of,
     names_kept,
     receive,
@@ -49,6 +56,7 @@ from fedquilt.round.client import (
     send,
     steps_behind,
     update_of,
+    upload_of,
 )
 from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
@@ -58,9 +66,11 @@ from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.regions import Region
-from fedquilt.round.training.step import Batch, clipped, gradient, move, teach
-from fedquilt.terms import Arch, Job, Payload, Server, Submodel, Weights
+from fedquilt.round.training.state import Left, Received, Trained
+from fedquilt.round.training.step import Batch, clipped, gradient, move, run_pass, teach
+from fedquilt.terms import Arch, Extras, Job, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -94,7 +104,8 @@ class Stack:
     jobs: list[Job]
     state: State
     slots: OptimiserState | None  # None: empty
-    received: State
+    received: Received
+    extras: list[Extras]  # of each client, state of the method that is not cut
     known: list[Weights]  # of each client, what the server knows that it received, where links code changes
     held: Tensor  # (client, class)
     keys: Tensor  # (client,)
@@ -102,6 +113,8 @@ class Stack:
     batches: list[list[Tensor]]  # of each client, the positions of its samples in the pool
     ages: list[int]  # the optimiser steps behind each client's slots; all equal where a step depends on them
     losses: Tensor  # (step, client)
+    passes: list[dict[str, State]]  # of each client, the results of passes that are not steps
+    left: list[Left] = field(default_factory=list)  # of each client, what it keeps and sends of the method's state
 
     @property
     def arch(self) -> Arch:
@@ -215,8 +228,7 @@ class Vectorised(Simulation):
         wave: list[tuple[Learner, list[Job]]] = []
         room = 0
         needs = {
-            key: self.need(key[0], key[1].local.batch_size * self._sets(*key[:2]), len(key[1].local.optimiser.slots))
-            for key in alike
+            key: self.need(key[0], key[1].local.batch_size * self._sets(*key[:2]), key[1].num_slots) for key in alike
         }
         for key in sorted(alike, key=lambda key: -needs[key]):  # the largest take longest: they begin
             (arch, learner, _), members, need = key, alike[key], needs[key]
@@ -294,7 +306,8 @@ class Vectorised(Simulation):
             jobs=jobs,
             state=state,
             slots=self._slots(starts, learner, self.world.family.member(jobs[0].submodel)),
-            received=state,
+            received=Received(state, self._state_slots(starts, learner)),
+            extras=[start.extras for start in starts],
             known=[start.known for start in starts],
             held=onto(device, torch.stack([self.held(job.client.id) for job in jobs])),
             keys=onto(device, torch.tensor([self.keys(job)[1] for job in jobs])),
@@ -302,7 +315,13 @@ class Vectorised(Simulation):
             batches=batches,
             ages=[start.steps for start in starts],
             losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
+            passes=[{} for _ in jobs],
         )
+
+    @staticmethod
+    def _state_slots(starts: Sequence[Start], learner: Learner) -> dict[str, State]:
+        """Return the method's slots of a whole stack."""
+        return {slot: stacked([start.state_slots[slot] for start in starts]) for slot in learner.state.slots}
 
     def _slots(self, starts: Sequence[Start], learner: Learner, member: Member) -> OptimiserState | None:
         """The optimisers' memory of a whole stack; None if nobody has any."""
@@ -316,6 +335,7 @@ class Vectorised(Simulation):
         playing, plain = [], []
         for learner, jobs in work:
             stack = self._stack(server, learner, jobs, shares)
+            self._run_passes(stack, learner.before)
             unit = self._unit(stack)
             if unit is None:
                 plain.append(stack)
@@ -332,7 +352,99 @@ class Vectorised(Simulation):
             self._put_by(unit)
         for stack in plain:
             self._run_one(stack)
-        return [*(stack for stack, _ in playing), *plain]
+        stacks = [*(stack for stack, _ in playing), *plain]
+        for stack in stacks:
+            self._run_passes(stack, stack.learner.after)
+            self._finish(stack)
+        return stacks
+
+    # --- passes that are not steps, and the method's state -----------------------------------------------------
+
+    def _run_passes(self, stack: Stack, passes: Sequence[ClientPass]) -> None:
+        """Run passes for all clients of a stack. Those whose batches have the same size run as one."""
+        learner = stack.learner
+        for one in passes:
+            rows = [self.pass_batches(job, learner, one) for job in stack.jobs]
+            keys = onto(self.device, torch.tensor([self.pass_key(job, learner, one) for job in stack.jobs]))
+            parts: list[list[State]] = [[] for _ in stack.jobs]
+            for place in range(max(map(len, rows))):
+                by_size: dict[int, list[int]] = {}
+                for client, own in enumerate(rows):
+                    if place < len(own):
+                        by_size.setdefault(len(own[place]), []).append(client)
+                for clients in by_size.values():
+                    some = torch.stack([rows[client][place] for client in clients]).to(self.device)
+                    who = torch.tensor(clients, device=self.device)
+                    inputs, targets = self.pass_samples(one, some)
+                    folded = noise.fold_in(keys[who], place)
+                    batch = Batch(inputs, targets, stack.held[who], folded, stack.shares[who])
+                    with self._together(stack, clients, f"running the pass {one.name!r}"):
+                        found = self._pass(stack, one, who, batch)
+                    for at, client in enumerate(clients):
+                        parts[client].append({name: value[at] for name, value in found.items()})
+            for client, own in enumerate(rows):
+                stack.passes[client][one.name] = one.merged(parts[client], [len(some) for some in own])
+
+    def _pass(self, stack: Stack, one: ClientPass, who: Tensor, batch: Batch) -> State:
+        """Return what a pass gives for one batch of some clients of a stack, who are in the first dimension."""
+        learner, member = stack.learner, self.world.family.member(stack.arch)
+        state, received = _of(stack.state, who), _of_received(stack.received, who)
+        if len(who) == 1:  # as the truth does it: not all that a net may do can be stacked
+            alone = _first(state), _first_received(received), _first_batch(batch)
+            return _lead(run_pass(learner, member, one, *alone))
+
+        def run(
+            state: State, received: Received, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, share: Tensor
+        ) -> State:
+            return run_pass(learner, member, one, state, received, Batch(inputs, targets, held, key, share))
+
+        own = batch.inputs, batch.targets, batch.held, batch.key, batch.share
+        found: State = vmap(run)(state, received, *own)
+        return found
+
+    def _finish(self, stack: Stack) -> None:
+        """Let the method update its state, for all clients of a stack at once where their tensors have equal shapes."""
+        learner = stack.learner
+        if not learner.state:
+            stack.left = [NOTHING_LEFT] * len(stack.jobs)
+            return
+        counts = [learner.moves(len(own)) for own in stack.batches]
+        steps = onto(self.device, torch.tensor(counts, dtype=self.world.dtype))
+        names = [*stack.received.weights]
+        weights = {name: stack.state[name] for name in names}
+        whole = list(zip(stack.extras, stack.passes, strict=True))
+        everyone = list(range(len(stack.jobs)))
+
+        def run(received: Received, weights: State, extras: State, passes: dict[str, State], steps: Tensor) -> Any:
+            trained = Trained(received.weights, weights, received.slots, extras, steps, learner.lr, passes)
+            left = learner.state.finish(trained)
+            slots = [{slot: dict(values) for slot, values in own.items()} for own in (left.kept, left.sent)]
+            return *slots, dict(left.kept_extras), dict(left.sent_extras)
+
+        if len(stack.jobs) > 1 and len({_signature(own) for own in whole}) == 1:
+            extras, passes = tree_map(lambda *own: torch.stack(own), *whole)
+            with self._together(stack, everyone, "updating the method's state"):
+                found = vmap(run)(stack.received, weights, extras, passes, steps)
+            stack.left = [Left(*tree_map(lambda value, at=at: value[at], found)) for at in everyone]
+        else:
+            for at, (extras, passes) in enumerate(whole):
+                with blamed(stack.jobs[at], "updating the method's state"):
+                    own = _at_received(stack.received, at), {name: value[at] for name, value in weights.items()}
+                    stack.left.append(Left(*run(*own, dict(extras), passes, steps[at])))
+        member = self.world.family.member(stack.arch)
+        for job, left in zip(stack.jobs, stack.left, strict=True):
+            check_left(job, learner, member, left)
+
+    @contextmanager
+    def _together(self, stack: Stack, clients: Sequence[int], stage: str) -> Iterator[None]:
+        """Turn an error of several clients into one that says whether they would run one by one."""
+        try:
+            yield
+        except Exception as error:
+            if len(clients) == 1 or fails_alone(error):
+                with blamed(stack.jobs[clients[0]], stage):
+                    raise
+            raise _UnstackableError(stack.arch, error) from error
 
     def _put_by(self, unit: Unit) -> None:
         """Keep a unit for its like; of all that nobody uses, those used last: rebuilt every round they would cost."""
@@ -346,10 +458,8 @@ class Vectorised(Simulation):
         local = shape.learner.local
         if self.device.type != "cuda":
             weights = self.world.family.member(shape.arch).weight_bytes * self.world.dtype.itemsize // 4
-            return len(self._idle[shape]) * shape.count * weights * (2 + len(local.optimiser.slots))
-        return (
-            len(self._idle[shape]) * shape.count * self.need(shape.arch, local.batch_size, len(local.optimiser.slots))
-        )
+            return len(self._idle[shape]) * shape.count * weights * (2 + shape.learner.num_slots)
+        return len(self._idle[shape]) * shape.count * self.need(shape.arch, local.batch_size, shape.learner.num_slots)
 
     def _play(self, stack: Stack, unit: Unit, step: int) -> None:
         self._tried(stack, step, range(len(stack.jobs)), partial(unit.play, step))
@@ -472,7 +582,7 @@ class Vectorised(Simulation):
         state, slots, received = stack.state, stack.slots, stack.received
         assert slots is not None
         if not everyone:
-            state, received = _of(state, who), _of(received, who)
+            state, received = _of(state, who), _of_received(received, who)
             slots = {slot: _of(values, who) for slot, values in slots.items()}
         rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
         inputs, targets, keys = self.data.samples(rows), self.data.targets[rows], noise.fold_in(stack.keys[who], step)
@@ -513,16 +623,16 @@ class Vectorised(Simulation):
         return vmap(one)(state, batch.inputs, batch.targets, batch.held, batch.key, batch.share)
 
     def gradients(
-        self, learner: Learner, member: Member, objective: Objective, state: State, received: State, batch: Batch
+        self, learner: Learner, member: Member, objective: Objective, state: State, received: Received, batch: Batch
     ) -> tuple[State, tuple[Tensor, State]]:
         if len(batch.inputs) == 1:  # as the truth does it: not all that a net may do can be stacked
-            alone, own = (_first(state), _first(received)), _first_batch(batch)
+            alone, own = (_first(state), _first_received(received)), _first_batch(batch)
             grads, (loss, seen) = gradient(learner, member, objective, *alone, own)
             return _lead(grads), (loss.unsqueeze(0), _lead(seen))
 
         def one(
             state: State,
-            received: State,
+            received: Received,
             inputs: Tensor,
             targets: Tensor,
             held: Tensor,
@@ -597,20 +707,27 @@ class Vectorised(Simulation):
         member = self.world.family.member(stack.arch)
         for place, client in enumerate(clients):
             job, learner = stack.jobs[client], stack.learner
-            payload = Payload(wanted, {name: value[place] for name, value in state.items()})
+            weights = {name: value[place] for name, value in state.items()}
+            payload = upload_of(self.federation, job, learner, wanted, weights, stack.left[client])
             memory = memory_of(stack.server, job)
             delivery = send(self.federation, job, payload, stack.known[client], memory, self.initial)
             intact = intact and delivery.intact
-            macs = learner.macs(member, stack.sizes[client])
+            macs = self.macs(job, learner, stack.sizes[client])
             outcome.charge(job.client.id, stack.received_bytes[client], delivery.bytes, macs)
             own = {name: stack.state[name][client] for name in names_kept(self.federation, learner, member)}
             kept = (stack.slots or {}) if learner.keep_slots else {}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             batches = len(stack.batches[client])
             steps = steps_behind(memory, learner, batches)
-            left = remember(self.federation, job, learner, own, slots, steps, delivery.slots, memory, self.initial)
-            if left:
-                outcome.memory[job.client.id, job.submodel.scope] = left
+            left = stack.left[client]
+            if learner.state:
+                given = _at_received(stack.received, client).slots
+                left = kept_state(self.federation, learner, given, stack.extras[client], left)
+            kept_memory = remember(
+                self.federation, job, learner, own, slots, steps, delivery.slots, memory, self.initial, left
+            )
+            if kept_memory:
+                outcome.memory[job.client.id, job.submodel.scope] = kept_memory
             updates.append(update_of(job, learner, delivery.sent, steps, batches))
         if intact:
             fold.add_stack(updates, [state])
@@ -623,6 +740,11 @@ class Vectorised(Simulation):
         members = [self.world.family.member(stack.arch) for stack in stacks]
         moved = [stack.learner.moved(member) for stack, member in zip(stacks, members, strict=True)]
         learnt = [stack.state[name] for stack, names in zip(stacks, moved, strict=True) for name in names]
+        method_state = [value for stack in stacks for left in stack.left for value in left.tensors]
+        if method_state and not are_finite(method_state):
+            for stack in stacks:
+                for job, left in zip(stack.jobs, stack.left, strict=True):
+                    check_state(job, left.tensors)
         norms = torch._foreach_norm([*learnt, *(stack.losses for stack in stacks)])
         if not bool(torch.stack(list(norms)).isfinite().all()):
             for stack, names in zip(stacks, moved, strict=True):
@@ -645,6 +767,28 @@ class Vectorised(Simulation):
 def _first(state: Weights) -> State:
     """The only client's."""
     return {name: value[0] for name, value in state.items()}
+
+
+def _first_received(received: Received) -> Received:
+    return _at_received(received, 0)
+
+
+def _at_received(received: Received, client: int) -> Received:
+    """Return what one client of a stack received."""
+    found: Received = tree_map(lambda value: value[client], received)
+    return found
+
+
+def _of_received(received: Received, who: Tensor) -> Received:
+    """Return what some clients of a stack received."""
+    found: Received = tree_map(lambda value: value.index_select(0, who), received)
+    return found
+
+
+def _signature(tensors: Any) -> Hashable:
+    """Return the names, shapes and types of nested named tensors, which are equal where they can be stacked."""
+    leaves, spec = tree_flatten(tensors)
+    return str(spec), tuple((tuple(leaf.shape), leaf.dtype) for leaf in leaves)
 
 
 def _first_batch(batch: Batch) -> Batch:

@@ -11,6 +11,7 @@ from fedquilt.methods.fjord import FjORD
 from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.local import LocalOnly
 from fedquilt.methods.method import Method
+from fedquilt.methods.scaffold import Scaffold
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 
@@ -18,6 +19,7 @@ METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
     "fedprox": FedProx,
     "fednova": FedNova,
+    "scaffold": Scaffold,
     "fedbn": FedBN,
     "local": LocalOnly,
     "heterofl": HeteroFL,
@@ -49,5 +51,6 @@ __all__ = [
     "LocalOnly",
     "Method",
     "SHeteroFL",
+    "Scaffold",
     "SplitMix",
 ]

@@ -79,12 +79,13 @@ def play(
     outcome = engine.train(federation, server, jobs, fold)
     for client, why in outcome.missing.items():
         _log.warning("client %d did not answer in round %d: %s", client, server.round + 1, why)
-    weights, slots = fold.finish(server)
+    merged = fold.finish(server)
     after = replace(
         server,
         round=server.round + 1,
-        weights=settled(weights),
-        slots={slot: settled(values) for slot, values in slots.items()},
+        weights=settled(merged.weights),
+        slots={slot: settled(values) for slot, values in merged.slots.items()},
+        extras=settled(merged.extras),
     )
     grades = Grades()
     if evaluation.due(after.round, rounds):

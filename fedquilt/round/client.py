@@ -7,7 +7,7 @@ the engine's: one client after another, or many as one stack.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 
@@ -20,7 +20,11 @@ from fedquilt.round.federation import Federation
 from fedquilt.round.link import PERFECT, Trip
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.optimizers import OptimiserState, State
-from fedquilt.terms import Job, Memory, Payload, Server, Slots, Update, Weights
+from fedquilt.round.training.state import Left, Received, Trained
+from fedquilt.terms import Extras, Job, Memory, Payload, Server, Slots, Submodel, Update, Weights, in_slots
+
+Results = Mapping[str, Weights]  # of passes over samples, by the name of the pass
+NOTHING_LEFT = Left()
 
 
 @dataclass(frozen=True)
@@ -32,6 +36,13 @@ class Start:
     steps: int  # Optimizer steps behind the slots.
     bytes: int  # Bytes that arrived.
     known: Weights = field(default_factory=dict)  # What both sides know that it received, where a codec needs it.
+    state_slots: dict[str, State] = field(default_factory=dict)  # Slots of the method: the server's, and its own.
+    extras: Extras = field(default_factory=dict)  # Extras of the method: the server's, and its own.
+
+    @property
+    def received(self) -> Received:
+        """Return what stays as it is while the client trains."""
+        return Received(self.state, self.state_slots)
 
 
 @dataclass(frozen=True)
@@ -90,8 +101,86 @@ def receive(
             slots = learner.start_slots(state, member)
             for slot, values in slots.items():
                 slots[slot] = cutter.overlay(values, held, memory.slots.get(slot, {}), memory.submodel.held)
+        state_slots: dict[str, State] = {}
+        extras: Extras = {}
+        if learner.state:
+            state_slots = _state_slots(federation, job, learner, state, arrived, memory)
+            extras = _state_extras(learner, arrived, memory)
     steps = memory.steps if memory and learner.keep_slots else 0
-    return Start(state, slots, steps, arrival.bytes, known)
+    return Start(state, slots, steps, arrival.bytes, known, state_slots, extras)
+
+
+def _state_slots(
+    federation: Federation,
+    job: Job,
+    learner: Learner,
+    state: State,
+    arrived: Payload | None,
+    memory: Memory | None,
+) -> dict[str, State]:
+    """Return the method's slots at a job's positions: what arrived, else what the client remembers, else zero."""
+    cutter, held = federation.world.family.cutter, job.submodel.held
+    names = learner.slotted(federation.world.family.member(job.submodel))
+    like = {name: state[name] for name in names}
+    found = {}
+    for slot in learner.state.slots:
+        values = arrived.slots.get(slot) if arrived and slot in learner.state.slots_down else None
+        if arrived and values is not None and arrived.submodel == job.submodel:
+            found[slot] = dict(values)
+            continue
+        found[slot] = _recalled(federation, job, slot, like, memory)
+        if arrived and values is not None:
+            found[slot] = cutter.overlay(found[slot], held, values, arrived.submodel.held)
+    return found
+
+
+def _state_extras(learner: Learner, arrived: Payload | None, memory: Memory | None) -> Extras:
+    """Return the method's extras: what arrived, else what the client remembers."""
+    known = {**(memory.extras if memory else {}), **(arrived.extras if arrived else {})}
+    names = (*learner.state.extras_down, *learner.state.extras_kept)
+    return {name: known[name] for name in names if name in known}
+
+
+def finish(job: Job, learner: Learner, start: Start, trained: State, batches: int, passes: Results) -> Left:
+    """Return what a client keeps and sends of its method's state.
+
+    Args:
+        job: What the client was asked to train.
+        learner: How it trained.
+        start: What it started from.
+        trained: Its weights after training.
+        batches: Number of batches that it trained on.
+        passes: Results of the learner's passes, by name.
+    """
+    if not learner.state:
+        return Left()
+    like = next(iter(trained.values()))
+    steps = torch.tensor(learner.moves(batches), dtype=like.dtype, device=like.device)
+    with blamed(job, "updating the method's state"):
+        return learner.state.finish(
+            Trained(start.state, trained, start.state_slots, start.extras, steps, learner.lr, passes)
+        )
+
+
+def upload_of(
+    federation: Federation, job: Job, learner: Learner, wanted: Submodel, weights: Weights, left: Left
+) -> Payload:
+    """Return what a client uploads.
+
+    Args:
+        federation: World, method and link.
+        job: What the client was asked to train.
+        learner: How it trained.
+        wanted: Positions that are sent.
+        weights: Weights that are sent, already narrowed to these positions.
+        left: State of the method, at all positions that the client holds.
+    """
+    if not learner.state:
+        return Payload(wanted, weights)
+    narrow, held = federation.world.family.cutter.narrow, job.submodel.held
+    slots = {slot: narrow(values, held, wanted.held) for slot, values in left.sent.items()}
+    coded = tuple(name for name in learner.state.coded_extras if name in left.sent_extras)
+    return Payload(wanted, weights, slots, left.sent_extras, coded)
 
 
 def send(
@@ -121,6 +210,7 @@ def send(
         if arrival.payload:
             if link.codec:  # A codec's range may exceed that of the numbers it decodes to.
                 check_sent(job, arrival.payload.weights.values())
+                check_state(job, in_slots(arrival.payload.slots))
             if arrival.error:  # The residual of what did not arrive stays as it was.
                 lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.held)
         slots = {"residual": lost} if lost else {}
@@ -141,6 +231,7 @@ def remember(
     kept: Slots,
     memory: Memory | None,
     initial: Weights,
+    left: Left = NOTHING_LEFT,
 ) -> Memory | None:
     """Return what a client keeps for its next round, or None if that is nothing.
 
@@ -156,16 +247,45 @@ def remember(
         kept: What it keeps because of the link (`Delivery.slots`).
         memory: What it kept from earlier rounds.
         initial: All weights before the first round.
+        left: What it keeps of its method's state (`kept_state`).
     """
     member = federation.world.family.member(job.submodel)
     weights = {name: trained[name].clone() for name in names_kept(federation, learner, member)}
-    if not weights and not kept and not learner.keep_slots and not learner.counts_steps:
+    kept = {**kept, **left.kept}
+    if not weights and not kept and not left.kept_extras and not _counts_steps(learner):
         return None
     own = {**slots, **kept} if learner.keep_slots else kept
-    new = Memory(job.submodel, weights, own, steps if _counts_steps(learner) else 0, job.round)
+    counted = steps if _counts_steps(learner) else 0
+    new = Memory(job.submodel, weights, own, counted, job.round, left.kept_extras)
     if memory is None or not (weights or own) or memory.submodel.index == new.submodel.index:
         return new
     return _joined(federation, memory, new, initial)
+
+
+def kept_state(federation: Federation, learner: Learner, slots: Slots, extras: Extras, left: Left) -> Left:
+    """Return what a client keeps of its method's state.
+
+    Where a link may lose some, it also keeps what it received, to replace what is lost in its next round.
+
+    Args:
+        federation: World, method and link.
+        learner: How the client trained.
+        slots: Slots that it started from.
+        extras: Extras that it started from.
+        left: What it left after training.
+    """
+    if not learner.state:
+        return left
+    kept, kept_extras = dict(left.kept), dict(left.kept_extras)
+    if federation.link.lossy:
+        kept |= {slot: slots[slot] for slot in learner.state.slots_down}
+        kept_extras |= {name: extras[name] for name in learner.state.extras_down if name in extras}
+    # Copies, because an engine may use the memory of these tensors for the next clients.
+    return replace(
+        left,
+        kept={slot: {name: value.clone() for name, value in values.items()} for slot, values in kept.items()},
+        kept_extras={name: value.clone() for name, value in kept_extras.items()},
+    )
 
 
 def names_kept(federation: Federation, learner: Learner, member: Member) -> tuple[str, ...]:
@@ -214,14 +334,70 @@ def blamed(job: Job, stage: str) -> Iterator[None]:
         ) from error
 
 
+def check_left(job: Job, learner: Learner, member: Member, left: Left) -> None:
+    """Refuse state of a method that is not as its learner declares it. Values are not looked at."""
+    who = f"client {job.client.id} (budget {job.client.budget}) of round {job.round + 1}"
+    state = learner.state
+    for what, found, declared in (("keeps", left.kept, state.slots_kept), ("sends", left.sent, state.slots_up)):
+        if set(found) != set(declared):
+            raise TrainingError(
+                f"{who} {what} the slots {sorted(found)}; its learner declares {sorted(declared)}. "
+                "MethodState.finish has to return those that are declared, and no others."
+            )
+        for slot, values in found.items():
+            _check_slot(f"{who} {what} the slot {slot!r}", values, learner, member)
+    for what, extras, names in (
+        ("keeps", left.kept_extras, state.extras_kept),
+        ("sends", left.sent_extras, state.extras_up),
+    ):
+        if unknown := sorted(set(extras) - set(names)):
+            raise TrainingError(
+                f"{who} {what} the extras {unknown}; its learner declares {sorted(names)}. "
+                "MethodState.finish may return those that are declared."
+            )
+
+
+def _check_slot(what: str, values: Weights, learner: Learner, member: Member) -> None:
+    names = learner.slotted(member)
+    if set(values) != set(names):
+        missing, unknown = sorted(set(names) - set(values)), sorted(set(values) - set(names))
+        raise TrainingError(
+            f"{what}, in which {missing or 'nothing'} is missing and {unknown or 'nothing'} is unknown; a tensor for "
+            "every weight that is trained and travels both ways would work."
+        )
+    for name in names:
+        if tuple(values[name].shape) != member.shape(name):
+            raise TrainingError(
+                f"{what}, in which {name!r} has the shape {tuple(values[name].shape)}; the shape of the weight that "
+                f"it belongs to, {member.shape(name)}, would work."
+            )
+
+
+def check_state(job: Job, tensors: Iterable[Tensor]) -> None:
+    """Refuse state of a method that is not finite before it reaches the server."""
+    if not are_finite(tensors):
+        raise TrainingError(
+            f"client {job.client.id} (budget {job.client.budget}) left state of its method that is not finite in "
+            f"round {job.round + 1}; it was refused, and the server's state is that of the round before. Finite "
+            "values would work; a smaller learning rate may give them."
+        )
+
+
+def are_finite(tensors: Iterable[Tensor]) -> bool:
+    """Return True if all values of floating-point tensors are finite."""
+    real = [value for value in tensors if value.is_floating_point()]
+    if not real:
+        return True
+    # One transfer from the device decides. A norm may be infinite although its values are not.
+    norms = [norm.to(real[0].dtype) for norm in torch._foreach_norm(real)]
+    if bool(torch.stack(norms).isfinite().all()):
+        return True
+    return all(bool(value.isfinite().all()) for value in real)
+
+
 def check_sent(job: Job, weights: Iterable[Tensor]) -> None:
     """Refuse weights that are not finite before they reach the server."""
-    sent = list(weights)
-    # One transfer from the device decides. A norm may be infinite although its weights are not.
-    norms = torch._foreach_norm(sent) if sent else ()
-    if not sent or bool(torch.stack(list(norms)).isfinite().all()):
-        return
-    if not all(bool(weight.isfinite().all()) for weight in sent):
+    if not are_finite(weights):
         raise TrainingError(
             f"client {job.client.id} (budget {job.client.budget}) sent weights that are not finite in round "
             f"{job.round + 1}; they were refused, and the server's state is that of the round before."

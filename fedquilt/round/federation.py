@@ -29,6 +29,7 @@ class World:
     seed: int = 0
     precision: Precision = "fp32"  # Precision of products.
     public: Tensor | None = None  # Inputs without targets that everybody has.
+    num_clients: int = 0  # Clients of the fleet. 0: unknown, as on a machine without a fleet.
 
     @property
     def dtype(self) -> torch.dtype:

@@ -1,13 +1,14 @@
 """Folds: how what came back becomes the next server state.
 
 A fold is a stream: `add` takes one update (or a stack of them) and forgets it, so that a cohort need not fit in memory;
-`join` adds the partial sums of another worker; `finish` gives the new weights.
+`join` adds the partial sums of another worker; `finish` gives the new weights, slots and extras.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
 from typing import Literal, NamedTuple, Protocol, Self
 
 import torch
@@ -18,7 +19,7 @@ from fedquilt.checks import within
 from fedquilt.devices import onto
 from fedquilt.family.cut import Cutter, Tally
 from fedquilt.tensors import Flat
-from fedquilt.terms import Server, Slots, Submodel, Update, Weights
+from fedquilt.terms import Extras, Payload, Server, Slots, Submodel, Update, Weights
 
 Weighting = Literal["uniform", "data", "model", "updates", "both"]
 
@@ -109,6 +110,20 @@ class ServerAdam:
         return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
 
 
+@dataclass(frozen=True)
+class ServerStep:
+    """Go a part of the way to the mean, or beyond it; lr 1 gives the mean."""
+
+    lr: float = 1.0  # of the mean's change
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ()
+
+    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        return self.lr * change, {}
+
+
 # --- folds ------------------------------------------------------------------------------------------------------
 
 
@@ -122,8 +137,16 @@ class Fold(Protocol):
     def join(self, other: Self) -> None:
         """Take another worker's partial result."""
 
-    def finish(self, server: Server) -> tuple[Weights, Slots]:
-        """The new weights and the server optimiser's slots."""
+    def finish(self, server: Server) -> Merged:
+        """Return the new weights, slots and extras of the server."""
+
+
+class Merged(NamedTuple):
+    """The server's tensors after a round."""
+
+    weights: Weights
+    slots: Slots = MappingProxyType({})  # By slot, scope and name.
+    extras: Extras = MappingProxyType({})
 
 
 MAX_SHARED_SIZE = 1 << 16  # entries; on a CPU, larger weights are merged one by one
@@ -237,7 +260,7 @@ class Mean:
             for place, value in enumerate(sums):
                 held[place] += value
 
-    def finish(self, server: Server) -> tuple[Weights, Slots]:
+    def finish(self, server: Server) -> Merged:
         weights = dict(server.weights)
         slots = {slot: dict(values) for slot, values in server.slots.items()}
         for piece, sums in self._sums.items():
@@ -254,11 +277,11 @@ class Mean:
             touched = None
             if not tally.complete and isinstance(counts, Tensor):
                 touched = counts > 0
-            if self.optimiser.slots and not piece.is_measured:
+            if not isinstance(self.optimiser, Plain) and not piece.is_measured:
                 mean = self._step(scope, sums, old, mean, touched, slots)
             merged = mean if touched is None else torch.where(touched, mean, old)
             weights |= {scope + name: part for name, part in sums.same(merged).parts.items()}
-        return weights, slots
+        return Merged(weights, slots, server.extras)
 
     def _step(
         self,
@@ -289,6 +312,110 @@ class Mean:
             if submodel.scope == scope
         ]
         return self.cutter.tally(sums, held)
+
+
+@dataclass
+class Sum(Mean):
+    """Per position, the old value plus the scaled sum of what clients sent; untouched positions keep their value."""
+
+    scale: float = 1.0  # Factor of the sum
+
+    def finish(self, server: Server) -> Merged:
+        weights = dict(server.weights)
+        for piece, sums in self._sums.items():
+            new = sums.same(sums.read(server.weights, piece.scope) + self.scale * sums.vector)
+            weights |= {piece.scope + name: part for name, part in new.parts.items()}
+        return Merged(weights, server.slots, server.extras)
+
+
+@dataclass
+class Stateful:
+    """A fold for the weights, and one for each slot and extra that clients send.
+
+    A slot has a tensor for every weight, so that any fold of weights serves it: it is given the slot
+    in the place of the weights. Extras are averaged as whole tensors.
+
+        Stateful(mean, {"control": Sum(cutter, scale=1 / num_clients)}).begin(server)
+    """
+
+    weights: Fold
+    slots: Mapping[str, Fold] = field(default_factory=dict)
+    extras: ExtrasMean | None = None  # None: extras of the server stay as they are
+
+    def add(self, update: Update) -> None:
+        self.weights.add(update)
+        for slot, fold in self.slots.items():
+            fold.add(_of_slot(update, slot))
+        if self.extras is not None:
+            self.extras.add(update)
+
+    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
+        self.weights.add_stack(updates, stacked)
+        for slot, fold in self.slots.items():
+            own = [_of_slot(update, slot) for update in updates]
+            fold.add_stack(
+                own, [_stacked([update.sent[place].weights for update in own]) for place in range(len(stacked))]
+            )
+        if self.extras is not None:
+            for update in updates:
+                self.extras.add(update)
+
+    def join(self, other: Self) -> None:
+        self.weights.join(other.weights)
+        for slot, fold in self.slots.items():
+            fold.join(other.slots[slot])
+        if self.extras is not None and other.extras is not None:
+            self.extras.join(other.extras)
+
+    def finish(self, server: Server) -> Merged:
+        merged = self.weights.finish(server)
+        slots = dict(merged.slots)
+        for slot, fold in self.slots.items():
+            slots[slot] = fold.finish(as_weights(server, slot)).weights
+        extras = merged.extras if self.extras is None else self.extras.finish(server)
+        return Merged(merged.weights, slots, extras)
+
+
+@dataclass
+class ExtrasMean:
+    """Of each extra, the weighted mean over the clients that sent it; one that nobody sent stays as it is."""
+
+    cutter: Cutter
+    weighting: Weighting = "uniform"
+    _sums: dict[str, tuple[Tensor, float]] = field(default_factory=dict)  # Σ p·value and Σ p
+
+    def add(self, update: Update) -> None:
+        weight = client_weight(update, self.weighting, self.cutter)
+        for name, value in update.extras.items():
+            self._add(name, weight * value, weight)
+
+    def _add(self, name: str, value: Tensor, weight: float) -> None:
+        total, count = self._sums.get(name, (torch.zeros_like(value), 0.0))
+        self._sums[name] = total + value, count + weight
+
+    def join(self, other: Self) -> None:
+        for name, (value, weight) in other._sums.items():
+            self._add(name, value, weight)
+
+    def finish(self, server: Server) -> Extras:
+        """Return the server's new extras."""
+        return {**server.extras, **{name: total / count for name, (total, count) in self._sums.items()}}
+
+
+def as_weights(server: Server, slot: str) -> Server:
+    """Return a state that has a slot in the place of the weights, for the fold of the slot."""
+    return replace(server, weights=server.slots[slot])
+
+
+def _of_slot(update: Update, slot: str) -> Update:
+    """Return an update that has a slot in the place of the weights."""
+    sent = tuple(Payload(payload.submodel, payload.slots.get(slot, {})) for payload in update.sent)
+    return replace(update, sent=sent)
+
+
+def _stacked(states: Sequence[Weights]) -> dict[str, Tensor]:
+    """Return the tensors of several clients with the clients in front."""
+    return {name: torch.stack([state[name] for state in states]) for name in states[0]}
 
 
 _RATIO, _WEIGHT, _PACED = range(3)  # what `Mean._held` adds up: p/a, p and p·a

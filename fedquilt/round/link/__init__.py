@@ -8,8 +8,8 @@ method runs over any of them, on every engine.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, ClassVar
+from dataclasses import dataclass, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -118,38 +118,85 @@ class Link:
         known: Weights,
         residual: Weights,
     ) -> Arrival:
-        reach = self.reach(payload.submodel, trip) if payload.weights else payload.submodel
+        sends = payload.weights or payload.extras
+        reach = self.reach(payload.submodel, trip) if sends else payload.submodel
         if reach is None:
             return Arrival(None, 0)
         changes = {name: value for name, value in payload.weights.items() if name in known}
-        if codec is None or not changes:
-            arrived = payload if reach is payload.submodel else Payload(reach, _part(payload, reach, trip))
+        if codec is None or not (changes or payload.slots or payload.coded_extras):
+            arrived = _part(payload, reach, trip)
             return Arrival(arrived, arrived.bytes)
-        arrives = None if reach is payload.submodel else _arriving(payload, changes, reach, trip)
-        coded = code(codec, changes, trip.codec_keys(), known, residual, arrives)
-        weights = {**payload.weights, **coded.tensors}
-        arrived = Payload(reach, _part(Payload(payload.submodel, weights), reach, trip))
-        plain = sum(value.nbytes for name, value in arrived.weights.items() if name not in changes)
+
+        sent = 0
         error = None
-        if coded.error is not None:
-            error = _part(Payload(payload.submodel, coded.error), reach, trip)
-        return Arrival(arrived, coded.bytes + plain, error)
+        decoded = payload
+        if changes:
+            arrives = _arriving(payload, changes, reach, trip)
+            coded = code(codec, changes, trip.codec_keys(), known, residual, arrives)
+            decoded = replace(payload, weights={**payload.weights, **coded.tensors})
+            sent += coded.bytes
+            if coded.error is not None:
+                error = _part(Payload(payload.submodel, coded.error), reach, trip).weights
+        decoded, state_bytes = _code_state(codec, decoded, reach, trip)
+        arrived = _part(decoded, reach, trip)
+        plain = [value for name, value in arrived.weights.items() if name not in changes]
+        plain += [value for name, value in arrived.extras.items() if name not in payload.coded_extras]
+        return Arrival(arrived, sent + state_bytes + sum(value.nbytes for value in plain), error)
 
 
-def _part(payload: Payload, reach: Submodel, trip: Trip) -> Weights:
-    """The weights of a payload that arrived."""
+def _code_state(codec: BaseCodec, payload: Payload, reach: Submodel, trip: Trip) -> tuple[Payload, int]:
+    """Code a payload's slots and the extras that are to be coded, each as a message of its own.
+
+    They are coded against zero and without error feedback. Feedback repairs a change that the next change adds to, but
+    a slot is a value of this round. So a codec that sends some values has to scale them up here.
+
+    Returns:
+        The payload as it is decoded, and the bytes of the messages.
+    """
+    codec = _without_feedback(codec)
+    slots = dict(payload.slots)
+    extras = dict(payload.extras)
+    total = 0
+    message = 0  # The message of the weights.
+    for slot, values in sorted(payload.slots.items()):
+        message += 1
+        if values:
+            arrives = _arriving(payload, values, reach, trip)
+            coded = code(codec, values, trip.codec_keys(message), arrives=arrives)
+            slots[slot] = coded.tensors
+            total += coded.bytes
+    for name in sorted(payload.coded_extras):
+        message += 1
+        if name in extras:
+            coded = code(codec, {name: extras[name]}, trip.codec_keys(message))
+            extras |= coded.tensors
+            total += coded.bytes
+    return replace(payload, slots=slots, extras=extras), total
+
+
+def _without_feedback(codec: BaseCodec) -> BaseCodec:
+    changes: dict[str, Any] = {one.name: False for one in fields(codec) if one.name == "feedback"}
+    return replace(codec, **changes)
+
+
+def _part(payload: Payload, reach: Submodel, trip: Trip) -> Payload:
+    """Return what arrived of a payload. Extras arrive whole."""
     if reach is payload.submodel:
-        return payload.weights
-    return trip.world.family.cutter.narrow(payload.weights, payload.submodel.held, reach.held)
+        return payload
+    narrow, held = trip.world.family.cutter.narrow, payload.submodel.held
+    slots = {slot: narrow(values, held, reach.held) for slot, values in payload.slots.items()}
+    return replace(payload, submodel=reach, weights=narrow(payload.weights, held, reach.held), slots=slots)
 
 
-def _arriving(payload: Payload, weights: Weights, reach: Submodel, trip: Trip) -> dict[str, Tensor]:
-    """Return boolean tensors that are True at the values of a payload's weights that arrive."""
+def _arriving(payload: Payload, weights: Weights, reach: Submodel, trip: Trip) -> dict[str, Tensor] | None:
+    """Return boolean tensors that are True at the values of some of a payload's tensors that arrive. None: all do."""
+    if reach is payload.submodel:
+        return None
     device = next(iter(weights.values())).device
     count = sum(value.numel() for value in weights.values())
     shapes = {name: value.shape for name, value in weights.items()}
     numbered = Flat(torch.arange(count, device=device), shapes)
-    there = Flat.of(_part(Payload(payload.submodel, numbered.parts), reach, trip)).vector
+    there = Flat.of(_part(Payload(payload.submodel, numbered.parts), reach, trip).weights).vector
     mask = torch.zeros(count, dtype=torch.bool, device=device).index_fill_(0, there, True)
     return numbered.same(mask).parts
 

@@ -10,13 +10,16 @@ import torch
 from torch import Tensor
 
 from fedquilt.axes import Index, Positions
+from fedquilt.checks import refuse
 from fedquilt.family.cost import TrainingStep
 from fedquilt.precision import Precision
 from fedquilt.round.training.filters import All, Filter, Nothing
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import CrossEntropy, Objective
 from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.regions import Everywhere, Region, masks_of
+from fedquilt.round.training.state import MethodState
 from fedquilt.terms import Submodel
 
 if TYPE_CHECKING:
@@ -51,10 +54,48 @@ class Learner:
     counts_steps: bool = False  # the client remembers its optimizer steps over all rounds, which the merge weights by
     paced: bool = False  # FedNova: report the effective step count
     mu: float = 0.0  # the proximal weight, which changes that count
+    state: MethodState = MethodState()  # Slots and extras of the method on the client
+    before: tuple[ClientPass, ...] = ()  # Passes over samples before the first step, with the received weights
+    after: tuple[ClientPass, ...] = ()  # Passes over samples after the last step, with the trained weights
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
     # Share of the client's net, which the scaler divides by. Learners that differ in it alone are equal, so that
     # clients of unequal shares and equal members still train as one stack, each with its own share.
     share: float = field(default=1.0, compare=False)
+
+    def __post_init__(self) -> None:
+        if self.state or self.passes:
+            self._check_names()
+
+    def _check_names(self) -> None:
+        """Refuse slots that the optimizer has, and passes with the same name."""
+        wrong = {}
+        if taken := set(self.state.slots) & set(self.local.optimiser.slots):
+            wrong["state"] = (
+                f"the slot {min(taken)!r} was asked for, which the local optimizer has; another name would work."
+            )
+        names = [one.name for one in self.passes]
+        if repeated := sorted(name for name in set(names) if names.count(name) > 1):
+            wrong["before and after"] = (
+                f"two passes named {repeated[0]!r} were asked for; passes with unequal names would work."
+            )
+        refuse(self, wrong)
+
+    @property
+    def passes(self) -> tuple[ClientPass, ...]:
+        """Return the passes over samples that are not steps."""
+        return (*self.before, *self.after)
+
+    @property
+    def num_slots(self) -> int:
+        """Return how many slots a client has while it trains, of its optimizer and of the method."""
+        return len(self.local.optimiser.slots) + len(self.state.slots)
+
+    def slotted(self, member: Member) -> tuple[str, ...]:
+        """Return the names of the weights that the method's slots belong to: trained ones that travel both ways."""
+        if not self.state:
+            return ()
+        shared = {*self.sent(member)} & {*self.received(member)}
+        return tuple(name for name in member.trainable if name in shared)
 
     @property
     def drawn(self) -> bool:
@@ -102,7 +143,7 @@ class Learner:
         passes, nested = max(found, key=lambda one: one[0] + len(one[1]))
         local = self.local
         copies = frozenset[str]().union(*(phase.objective.copies for phase in self.phases))
-        slots = len(local.optimiser.slots) + len(copies)
+        slots = self.num_slots + len(copies)
         # A last batch that is not full may be joined to the one before it.
         batch_size = 2 * local.batch_size - 1 if local.last_batch == "merge" else local.batch_size
         return TrainingStep(batch_size, slots, precision, passes, nested)
@@ -159,6 +200,16 @@ class Learner:
         if not self.drawn:
             return sum(sizes) * self._macs(member, self.phases)
         return sum(size * self._macs(member, self.phases_at(step)) for step, size in enumerate(sizes))
+
+    def pass_macs(self, member: Member, own: int, public: int) -> int:
+        """Return the multiply-adds of the passes that are not steps.
+
+        Args:
+            member: The client's net.
+            own: Number of the client's samples.
+            public: Number of public samples.
+        """
+        return sum(one.macs(member) * (public if one.public else own) for one in self.passes)
 
     def _macs(self, member: Member, phases: tuple[Phase, ...]) -> int:
         teaching = member.macs if self.taught else 0

@@ -19,7 +19,7 @@ from fedquilt import noise
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.training.optimizers import State
-from fedquilt.terms import Weights
+from fedquilt.terms import Slots, Weights
 
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
@@ -47,6 +47,7 @@ class View:
     condition: Tensor | None = None  # a robustness for each sample, instead of the pass's
     importance: Tensor | None = None  # what each sample's loss is multiplied by
     share: float | Tensor = 1.0  # of the client's net, which the scaler divides by
+    slots: Slots = field(default_factory=dict)  # State of the method: slots received, and the client's own
 
     def logits(self, net: Member | None = None) -> Tensor:
         """Run a net on the batch; objectives of a sum that ask for the same net share the run.

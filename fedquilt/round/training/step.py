@@ -15,6 +15,8 @@ from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Objective, View
 from fedquilt.round.training.optimizers import OptimiserState, State
+from fedquilt.round.training.passes import ClientPass
+from fedquilt.round.training.state import Received
 
 if TYPE_CHECKING:
     from fedquilt.family.laid import LaidNet
@@ -46,7 +48,7 @@ def teach(member: Member, local: Local, state: State, batch: Batch) -> Tensor:
 
 
 def gradient(
-    learner: Learner, member: Member, objective: Objective, state: State, received: State, batch: Batch
+    learner: Learner, member: Member, objective: Objective, state: State, received: Received, batch: Batch
 ) -> tuple[State, tuple[Tensor, State]]:
     """One client's gradient of one objective, with the loss and the norm statistics seen. May be vmapped."""
     mode = train_pass(learner.local)
@@ -56,12 +58,32 @@ def gradient(
     def loss_of(weights: State) -> tuple[Tensor, tuple[Tensor, State]]:
         own = {**weights, **rest}
         sample = batch.inputs, batch.targets, batch.held
-        view = View(member, own, *sample, received, mode, batch.key, batch.taught, share=batch.share)
+        view = View(
+            member,
+            own,
+            *sample,
+            received.weights,
+            mode,
+            batch.key,
+            batch.taught,
+            share=batch.share,
+            slots=received.slots,
+        )
         loss = objective(view)
         return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
 
     grads, aux = grad(loss_of, has_aux=True)(moving)
     return grads, aux
+
+
+def run_pass(
+    learner: Learner, member: Member, one: ClientPass, state: State, received: Received, batch: Batch
+) -> State:
+    """Return what a pass gives for one batch of one client. May be vmapped."""
+    sample = batch.inputs, batch.targets, batch.held
+    mode = one.mode(learner.local)
+    view = View(member, state, *sample, received.weights, mode, batch.key, share=batch.share, slots=received.slots)
+    return {name: value.detach() for name, value in one(view).items()}
 
 
 def clipped(grads: State, clip: float) -> State:
@@ -79,7 +101,7 @@ def laid_gradient(
     objective: Objective,
     net: LaidNet,
     state: State,
-    received: State,
+    received: Received,
     batch: Batch,
 ) -> tuple[State, tuple[Tensor, State]]:
     """What `vmap(gradient)` gives, with the clients' own net run side by side instead of stacked."""
@@ -89,7 +111,7 @@ def laid_gradient(
 
     def one(
         weights: State,
-        received: State,
+        received: Received,
         own: tuple[Tensor, Tensor, Tensor, Tensor, Tensor],
         taught: Tensor | None,
         logits: Tensor | None,
@@ -97,7 +119,19 @@ def laid_gradient(
         inputs, targets, held, key, share = own
         known = {} if logits is None else {member: logits}
         sample = inputs, targets, held
-        return objective(View(member, weights, *sample, received, mode, key, taught, known, share=share))
+        view = View(
+            member,
+            weights,
+            *sample,
+            received.weights,
+            mode,
+            key,
+            taught,
+            known,
+            share=share,
+            slots=received.slots,
+        )
+        return objective(view)
 
     def loss_of(weights: State) -> tuple[Tensor, Tensor]:
         logits = None

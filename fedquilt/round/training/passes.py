@@ -1,0 +1,151 @@
+"""Passes that are not steps: what a client computes over samples before or after its training."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+from torch.func import grad
+
+from fedquilt.family.net import Pass
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import CrossEntropy, Objective, Passes, View
+from fedquilt.round.training.optimizers import State
+from fedquilt.terms import Weights
+
+if TYPE_CHECKING:
+    from fedquilt.family.member import Member
+
+
+@dataclass(frozen=True)
+class ClientPass(ABC):
+    """A computation over a client's samples, batch by batch, or over the public samples.
+
+    Learners list passes in `before` and `after`. Every engine runs them, and their results reach
+    `MethodState.finish` as `Trained.passes[name]`. Subclasses are frozen dataclasses.
+    """
+
+    name: str  # Name of the result. Passes of one learner have unequal names.
+
+    @property
+    def public(self) -> bool:
+        """Return True if it runs on the public samples instead of the client's own."""
+        return False
+
+    def mode(self, local: Local) -> Pass:
+        """Return how nets run. By default they run as in a training step."""
+        return local.norm.training_pass(local.scaler)
+
+    @abstractmethod
+    def __call__(self, view: View) -> State:
+        """Return the named tensors of one batch. The function must be pure, because it may be vmapped."""
+
+    @abstractmethod
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        """Return how often it runs each net on a batch."""
+
+    def merged(self, parts: Sequence[Weights], sizes: Sequence[int]) -> State:
+        """Return the result of all batches: by default the mean over samples.
+
+        Args:
+            parts: Results of the batches.
+            sizes: Number of samples of each batch.
+        """
+        total = sum(sizes)
+        weights = [size / total for size in sizes]
+        return {
+            name: torch.stack([weight * part[name] for weight, part in zip(weights, parts, strict=True)]).sum(0)
+            for name in parts[0]
+        }
+
+    def macs(self, member: Member) -> int:
+        """Return the multiply-adds for one sample."""
+        return sum(one.macs for one in self.passes(member))
+
+
+@dataclass(frozen=True)
+class GradientPass(ClientPass):
+    """Gradient of an objective, by weight: its mean over the client's samples."""
+
+    name: str = "gradient"
+    objective: Objective = CrossEntropy()  # Objective whose gradient is taken
+
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        return self.objective.passes(member)
+
+    def __call__(self, view: View) -> State:
+        moving = {name: view.weights[name] for name in view.member.trainable}
+
+        def loss_of(weights: State) -> Tensor:
+            return self.objective(replace(view, weights={**view.weights, **weights}, known={}, seen={}))
+
+        found: State = grad(loss_of)(moving)
+        return found
+
+
+@dataclass(frozen=True)
+class LossPass(ClientPass):
+    """Value of an objective, as `loss`: its mean over the client's samples."""
+
+    name: str = "loss"
+    objective: Objective = CrossEntropy()  # Objective that is evaluated
+
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        # Nothing goes back to the weights. What an attack needs to find its samples stays.
+        return tuple(replace(one, backward=0) for one in self.objective.passes(member))
+
+    def __call__(self, view: View) -> State:
+        return {"loss": self.objective(view)}
+
+
+@dataclass(frozen=True)
+class LogitsPass(ClientPass):
+    """Logits of the client's net on the public samples, as `logits` (sample, class, …).
+
+    Norms use tracked statistics if the policy tracks them, else those of each batch.
+    """
+
+    name: str = "logits"
+
+    @property
+    def public(self) -> bool:
+        return True
+
+    def mode(self, local: Local) -> Pass:
+        return Pass(train=False, statistics="stored" if local.norm.tracks else "batch")
+
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        return (Passes(member, backward=0),)
+
+    def __call__(self, view: View) -> State:
+        return {"logits": view.logits()}
+
+    def merged(self, parts: Sequence[Weights], sizes: Sequence[int]) -> State:
+        return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
+
+
+@dataclass(frozen=True)
+class StatisticsPass(ClientPass):
+    """Norm statistics that the client's samples give, by name: their plain mean over batches.
+
+    That is torch's cumulative average. A net without norms has none.
+    """
+
+    name: str = "statistics"
+
+    def mode(self, local: Local) -> Pass:
+        return Pass(statistics="measure")
+
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        return (Passes(member, backward=0),)
+
+    def __call__(self, view: View) -> State:
+        view.logits()
+        return dict(view.seen)
+
+    def merged(self, parts: Sequence[Weights], sizes: Sequence[int]) -> State:
+        return super().merged(parts, [1] * len(parts))
