@@ -170,6 +170,7 @@ class Keeping(FedAvg):
 LINKS = {"": fq.Link(), "-lossy-mild": fq.Link.preset("lossy-mild"), "-four-bits": FOUR_BITS}
 NETS = {"splitmix": seeded_net}
 DATA = {"fednova": unequal_digits}
+OPTIMISERS = {"scaffold": fq.SGD(lr=0.03, momentum=0.0)}  # it refuses momentum
 
 # The first three records are older than the others. Their learning rate is larger, and clients have fewer classes.
 FIRST_RUNS = {
@@ -179,6 +180,7 @@ FIRST_RUNS = {
 METHOD_RUNS = {
     name + ending: Case(
         method(),
+        {"optimiser": OPTIMISERS[name]} if name in OPTIMISERS else {},
         net=NETS.get(name, residual_net),
         data=DATA.get(name, digits),
         link=link,

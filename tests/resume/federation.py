@@ -30,6 +30,7 @@ METHODS = {
     "fedbn": fq.methods.FedBN(local=replace(LOCAL, norm="local")),
     "keeping": Keeping(local=replace(LOCAL, norm="local")),
     "lossy": fq.methods.FedRolex(local=LOCAL),
+    "scaffold": fq.methods.Scaffold(local=replace(LOCAL, optimiser=fq.SGD(momentum=0.0))),
 }
 LINKS = {"lossy": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock())}
 
