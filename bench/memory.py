@@ -28,6 +28,7 @@ from fedquilt.methods import HeteroFL
 from fedquilt.models import MODELS
 from fedquilt.precision import Precision, computing
 from fedquilt.round.federation import World
+from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, clipped, gradient, move
 from fedquilt.terms import Arch, Client, Job
 
@@ -106,6 +107,7 @@ def engine(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
     initial = family.init(0, DEVICE)
     received = family.cutter.gather(initial, prefix(arch), learner.names(family.member(arch)))
     received = {name: value.clone() for name, value in received.items()}
+    start = Received(received)
     state, slots = received, learner.start_slots(received, family.member(arch))
     held = torch.ones(NUM_CLASSES, dtype=torch.bool, device=DEVICE)
     batch = Batch(*random_batch(case), held, torch.tensor(noise.key(0), device=DEVICE))
@@ -114,7 +116,7 @@ def engine(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
         nonlocal state, slots
         with computing(case.precision, DEVICE):
             for phase in learner.phases:
-                grads, (_, seen) = gradient(learner, family.member(arch), phase.objective, state, received, batch)
+                grads, (_, seen) = gradient(learner, family.member(arch), phase.objective, state, start, batch)
                 grads = clipped(grads, case.optimizer.clip)
                 masks = learner.masks(family.member(arch), phase, DEVICE)
                 state, slots = move(learner, phase, state, slots, grads, masks, 0)

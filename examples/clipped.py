@@ -14,8 +14,8 @@ from fedquilt.checks import within
 from fedquilt.family.cut import prefix
 from fedquilt.methods import HeteroFL, Method
 from fedquilt.methods.heterofl import PARTIAL
-from fedquilt.round.merge import Fold, Mean, Weighting
-from fedquilt.terms import Slots, Weights
+from fedquilt.round.merge import Fold, Mean, Merged, Weighting
+from fedquilt.terms import Weights
 
 
 @dataclass(frozen=True)
@@ -71,7 +71,7 @@ class FlatClip:
     def join(self, other: Self) -> None:
         self.mean.join(other.mean)
 
-    def finish(self, server: fq.Server) -> tuple[Weights, Slots]:
+    def finish(self, server: fq.Server) -> Merged:
         return self.mean.finish(server)
 
 

@@ -219,7 +219,7 @@ def _training_step(
     def step() -> None:
         nonlocal state, slots
         for phase in learner.phases_at(0):
-            grads, _ = gradient(learner, member, phase.objective, state, Received(state, {}), batch)
+            grads, _ = gradient(learner, member, phase.objective, state, Received(state), batch)
             state, slots = move(learner, phase, state, slots, grads, learner.masks(member, phase, where), 0)
         if where.type == "cuda":
             torch.cuda.synchronize(where)

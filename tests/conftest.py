@@ -6,7 +6,6 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -165,8 +164,8 @@ def shortened(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 def with_local(method: Method, **changes: Any) -> Method:
     """Return the method with other local settings. SCAFFOLD gets SGD without momentum and clipping."""
     optimiser = changes.get("optimiser")
-    if isinstance(method, Scaffold) and isinstance(optimiser, fq.SGD):
-        changes["optimiser"] = replace(optimiser, momentum=0.0, nesterov=False, clip=0.0)
+    if isinstance(method, Scaffold) and optimiser is not None:
+        changes["optimiser"] = fq.SGD(optimiser.lr, momentum=0.0, decay=optimiser.decay)
     return method.with_local(**changes)
 
 

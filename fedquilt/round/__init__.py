@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.files import settled
 from fedquilt.round.budgets import planned
 from fedquilt.round.clients import Fleet
+from fedquilt.round.merge import Merged
 from fedquilt.round.serve import Evaluation, Grades, grade
 from fedquilt.terms import Job, Memory, Server
 
@@ -79,7 +80,7 @@ def play(
     outcome = engine.train(federation, server, jobs, fold)
     for client, why in outcome.missing.items():
         _log.warning("client %d did not answer in round %d: %s", client, server.round + 1, why)
-    merged = fold.finish(server)
+    merged = Merged(*fold.finish(server))
     after = replace(
         server,
         round=server.round + 1,

@@ -17,6 +17,7 @@ from torch import Tensor
 from fedquilt.axes import Index
 from fedquilt.checks import within
 from fedquilt.devices import onto
+from fedquilt.errors import ConfigError
 from fedquilt.family.cut import Cutter, Tally
 from fedquilt.tensors import Flat
 from fedquilt.terms import Extras, Payload, Server, Slots, Submodel, Update, Weights
@@ -335,12 +336,21 @@ class Stateful:
     A slot has a tensor for every weight, so that any fold of weights serves it: it is given the slot
     in the place of the weights. Extras are averaged as whole tensors.
 
-        Stateful(mean, {"control": Sum(cutter, scale=1 / num_clients)}).begin(server)
+        change = Sum(cutter, scale=1 / num_clients).begin(as_weights(server, "control"))
+        fold = Stateful(mean, {"control": change})
     """
 
     weights: Fold
     slots: Mapping[str, Fold] = field(default_factory=dict)
     extras: ExtrasMean | None = None  # None: extras of the server stay as they are
+
+    def __post_init__(self) -> None:
+        optimiser = self.weights.optimiser if isinstance(self.weights, Mean) else Plain()
+        if taken := set(optimiser.slots) & set(self.slots):
+            raise ConfigError(
+                f"a fold was asked for with the slot {min(taken)!r}, which the server's optimizer "
+                f"{type(optimiser).__name__} has; another name would work."
+            )
 
     def add(self, update: Update) -> None:
         self.weights.add(update)
@@ -353,9 +363,8 @@ class Stateful:
         self.weights.add_stack(updates, stacked)
         for slot, fold in self.slots.items():
             own = [_of_slot(update, slot) for update in updates]
-            fold.add_stack(
-                own, [_stacked([update.sent[place].weights for update in own]) for place in range(len(stacked))]
-            )
+            sent = zip(*(update.sent for update in own), strict=True)
+            fold.add_stack(own, [_stacked([payload.weights for payload in payloads]) for payloads in sent])
         if self.extras is not None:
             for update in updates:
                 self.extras.add(update)

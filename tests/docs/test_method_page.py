@@ -91,7 +91,7 @@ def test_flat_clip_by_hand(length, arrives, example, perceptron):
     sent = Payload(submodel, {name: torch.full_like(weight, each) for name, weight in cut.items()})
     fold = example.Clipped(clip=1.0).fold(server, world)
     fold.add(Update(Job(fq.Client(0, fq.Budget(share=0.5), 1), submodel, 0), (sent,), steps=1))
-    weights, _ = fold.finish(server)
+    weights = fold.finish(server).weights
     moved = torch.cat([weight.flatten() for weight in weights.values()])
     assert float(moved.norm()) == pytest.approx(arrives, rel=1e-5)
     assert weights["first.weight"][3:].abs().max() == 0

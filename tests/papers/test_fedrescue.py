@@ -17,6 +17,7 @@ from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import CrossEntropy, Distilled, Summed
 from fedquilt.round.training.regions import Between, Everywhere
+from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient, move, teach
 from fedquilt.terms import Job, Server
 from tests.conftest import with_local
@@ -123,7 +124,7 @@ def test_equation_3_by_hand(perceptron):
     taught = replace(batch, taught=teach(perceptron.member(perceptron.whole), local, teacher, batch))
     own = learner(FedResCuE(**SIXTHS), perceptron)
     objective = Summed((CrossEntropy(0.5), Distilled(0.5)))
-    grads, (loss, _) = gradient(own, perceptron.member(perceptron.whole), objective, state, state, taught)
+    grads, (loss, _) = gradient(own, perceptron.member(perceptron.whole), objective, state, Received(state), taught)
     leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
     student = logits_of(leaves, batch.inputs, 3)
     expected = F.cross_entropy(student, batch.targets) + F.kl_div(
@@ -140,7 +141,9 @@ def test_the_kl_term_vanishes_at_ratio_1(perceptron):
     state, batch = doubles(perceptron), batch_of(5)
     taught = replace(batch, taught=teach(perceptron.member(perceptron.whole), TABLE_17, state, batch))
     own = learner(FedResCuE(**SIXTHS), perceptron)
-    grads, (loss, _) = gradient(own, perceptron.member(perceptron.whole), Distilled(1.0), state, state, taught)
+    grads, (loss, _) = gradient(
+        own, perceptron.member(perceptron.whole), Distilled(1.0), state, Received(state), taught
+    )
     assert float(loss) == pytest.approx(0, abs=1e-15)
     assert all(float(value.abs().max()) < 1e-15 for value in grads.values())
     whole = perceptron.member(perceptron.whole)
@@ -160,7 +163,7 @@ def test_padding_does_not_count_in_the_kl_term(language):
         taught = teach(language.member(language.whole), TABLE_17, doubles(language, 4), batch)
         taught = taught + other * (targets == -100)[:, None] * torch.arange(language.num_classes)[None, :, None]
         objective, given = Distilled(0.5), replace(batch, taught=taught)
-        losses.append(gradient(own, language.member(language.whole), objective, state, state, given)[1][0])
+        losses.append(gradient(own, language.member(language.whole), objective, state, Received(state), given)[1][0])
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-13)
 
 
@@ -173,7 +176,7 @@ def test_equation_2_freezes_what_earlier_nets_have_learnt(freeze, perceptron):
     batch = batch_of(6)
     batch = replace(batch, taught=teach(perceptron.member(perceptron.whole), own.local, state, batch))
     for phase in own.phases_at(0)[:-1]:
-        grads, _ = gradient(own, perceptron.member(perceptron.whole), phase.objective, state, state, batch)
+        grads, _ = gradient(own, perceptron.member(perceptron.whole), phase.objective, state, Received(state), batch)
         masks = own.masks(perceptron.member(perceptron.whole), phase, CPU)
         moved, after = move(own, phase, state, slots, grads, masks, 0)
         frozen = {name: ~(mask if isinstance(mask, Tensor) else torch.tensor(mask)) for name, mask in masks.items()}

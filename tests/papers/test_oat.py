@@ -22,6 +22,7 @@ from fedquilt.models import PreResNet
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
+from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import Budget
 from tests.conftest import LOCAL, assert_same, with_local
@@ -99,7 +100,7 @@ def test_the_loss_by_hand(conditioned, make_data):
         name: value + 0.1 * noise.uniform(key + len(name), value.shape, value.dtype) for name, value in state.items()
     }
     grads, (loss, _) = gradient(
-        learner, conditioned.member(conditioned.whole), local.build_objective(), moved, moved, batch
+        learner, conditioned.member(conditioned.whole), local.build_objective(), moved, Received(moved), batch
     )
     net = conditioned.module(conditioned.whole).double().train()
     net.load_state_dict(moved, strict=False)

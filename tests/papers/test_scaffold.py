@@ -358,7 +358,7 @@ def test_optimizers_whose_steps_are_no_gradients_are_refused(optimiser):
 
 
 def test_a_step_size_beside_a_server_optimizer_is_refused():
-    with pytest.raises(ConfigError, match="server_lr = 0.5 was asked for beside server = ServerMomentum"):
+    with pytest.raises(ConfigError, match=r"server_lr = 0.5 was asked for beside server = ServerMomentum"):
         Scaffold(server_lr=0.5, server=ServerMomentum())
     Scaffold(server=ServerMomentum())
 

@@ -16,6 +16,7 @@ from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, FedRolex, FjORD, HeteroFL, SHeteroFL, SplitMix
 from fedquilt.models import TransformerLM
 from fedquilt.round.federation import World
+from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import Client, Job
 from tests.conftest import assert_same, with_local
@@ -214,7 +215,7 @@ def test_a_nested_net_is_divided_by_its_own_share():
     learner, (_, w) = method.learner(job, world), cut(family, 1.0)
     targets, held = torch.tensor([0, 1, 2, 0, 1, 2]), torch.ones(3, dtype=torch.bool)
     batch = Batch(x, targets, held, torch.tensor(0), torch.tensor(learner.share))
-    _, (loss, _) = gradient(learner, family.member(family.whole), learner.phases[0].objective, w, w, batch)
+    _, (loss, _) = gradient(learner, family.member(family.whole), learner.phases[0].objective, w, Received(w), batch)
     half, narrow = cut(family, 0.5)
     logits = (
         family.member(family.whole).net(w, x, Pass(train=True))[0],

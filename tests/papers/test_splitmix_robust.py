@@ -25,6 +25,7 @@ from fedquilt.round.serve import Kind
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy
+from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import Budget, Client, Job, Submodel
 from tests.conftest import LOCAL, Perceptron, assert_same, with_local
@@ -337,7 +338,7 @@ def gradients(family, weight, images, attack=fq.PGD()):
     state = {name: value.double() for name, value in family.init(0).items()}
     data = images(family, (8,))
     batch = Batch(data.inputs, data.targets, torch.ones(4, dtype=torch.bool), torch.tensor(5))
-    return gradient(learner, family.member(family.whole), local.build_objective(), state, state, batch)
+    return gradient(learner, family.member(family.whole), local.build_objective(), state, Received(state), batch)
 
 
 def test_norms_learn_from_their_own_loss_alone(pairs, images):

@@ -25,7 +25,8 @@ class Received(NamedTuple):
     """What stays as it is while a client trains. It is a tuple so that vmap can look inside."""
 
     weights: State  # Weights that the round started from.
-    slots: dict[str, State]  # Slots of the method: those that were received, and the client's own.
+    # Slots of the method: those that were received, and the client's own.
+    slots: dict[str, State] = {}  # noqa: RUF012 (nobody writes to it, and vmap wants a dict)
 
 
 @dataclass(frozen=True)

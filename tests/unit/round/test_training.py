@@ -29,6 +29,7 @@ from fedquilt.round.training.objectives import CrossEntropy, MaskedCrossEntropy,
 from fedquilt.round.training.optimizers import SGD, Adam, State
 from fedquilt.round.training.regions import Between, Everywhere, Part
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
+from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, clipped, gradient, move, train_pass
 from fedquilt.terms import Arch, Job
 from tests.conftest import with_local
@@ -67,7 +68,7 @@ def take_steps(family: fq.Family, learner: Learner, state: State, batches: list[
     received, slots, count = state, learner.start_slots(state, member), 0
     for batch in batches:
         for phase in learner.phases:
-            grads, _ = gradient(learner, member, phase.objective, state, received, batch)
+            grads, _ = gradient(learner, member, phase.objective, state, Received(received), batch)
             grads = clipped(grads, learner.local.optimiser.clip)
             masks = learner.masks(member, phase, CPU)
             state, slots = move(learner, phase, state, slots, grads, masks, count)
@@ -121,7 +122,9 @@ def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
 
 def test_a_gradient_within_the_bound_is_not_clipped(perceptron):
     state, batch = doubles(perceptron), batch_of(4)
-    plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), CrossEntropy(), state, state, batch)
+    plain, _ = gradient(
+        learner_of(), perceptron.member(perceptron.whole), CrossEntropy(), state, Received(state), batch
+    )
     assert all(torch.equal(plain[name], value) for name, value in clipped(plain, 1e6).items())
 
 
@@ -288,14 +291,16 @@ def test_masked_logits_have_no_gradient(perceptron):
     batch = replace(batch_of(5, held=held), targets=torch.tensor([0, 2, 2, 0, 2]))
     state = doubles(perceptron)
     phase = Phase(MaskedCrossEntropy())
-    grads, _ = gradient(learner_of(), perceptron.member(perceptron.whole), phase.objective, state, state, batch)
+    grads, _ = gradient(
+        learner_of(), perceptron.member(perceptron.whole), phase.objective, state, Received(state), batch
+    )
     assert float(grads["last.weight"][1].abs().sum()) == float(grads["last.bias"][1]) == 0
     assert float(grads["last.weight"][0].abs().sum()) > 0
 
 
 def test_the_proximal_gradient_pulls_back(perceptron):
     state, received, batch = doubles(perceptron, 1), doubles(perceptron, 2), batch_of(5)
-    args = (state, received, batch)
+    args = (state, Received(received), batch)
     plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), CrossEntropy(), *args)
     pulled, (loss, _) = gradient(
         learner_of(), perceptron.member(perceptron.whole), Proximal(CrossEntropy(), 0.3), *args
@@ -321,7 +326,7 @@ def test_the_proximal_term_counts_what_is_trained_and_nothing_else(residual):
 def test_summed_objectives_sum_their_gradients(perceptron):
     state, batch = doubles(perceptron), batch_of(5)
     objectives = (CrossEntropy(), CrossEntropy(share=0.5))
-    args = (state, state, batch)
+    args = (state, Received(state), batch)
     one, other, both = (
         gradient(learner_of(), perceptron.member(perceptron.whole), objective, *args)[0]
         for objective in (*objectives, Summed(objectives))
@@ -394,7 +399,7 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perce
     learner = learner_of(optimiser=optimiser)
     state, slots = take_steps(perceptron, learner, state, [batch_of(4, 9)], arch)  # slots that are not zero
     phase = Phase(CrossEntropy(), Between(1 / 3, 1.0))
-    grads, _ = gradient(learner, perceptron.member(arch), phase.objective, state, state, batch_of(4, 1))
+    grads, _ = gradient(learner, perceptron.member(arch), phase.objective, state, Received(state), batch_of(4, 1))
     masks = learner.masks(perceptron.member(arch), phase, CPU)
     moved, after = move(learner, phase, state, slots, grads, masks, step=1)
     for name in perceptron.trainable:
