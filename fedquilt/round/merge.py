@@ -413,6 +413,11 @@ class ExtrasMean:
 
 def as_weights(server: Server, slot: str) -> Server:
     """Return a state that has a slot in the place of the weights, for the fold of the slot."""
+    if slot not in server.slots:
+        raise ConfigError(
+            f"a fold of the slot {slot!r} was asked for; the server has {sorted(server.slots)}. Method.init has to "
+            "give the server a first value."
+        )
     return replace(server, weights=server.slots[slot])
 
 

@@ -1,0 +1,498 @@
+"""State of a method: slots and extras that travel and stay, and passes that are not steps."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.func import functional_call
+
+import fedquilt as fq
+from fedquilt.engines import Vectorised
+from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.family.cut import prefix
+from fedquilt.family.net import Pass
+from fedquilt.files import Blob, parse_state
+from fedquilt.methods import FedAvg, HeteroFL
+from fedquilt.round.link import Trip
+from fedquilt.round.merge import ExtrasMean, Fold, Mean, ServerMomentum, Stateful, Sum, as_weights
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import CrossEntropy
+from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
+from fedquilt.round.training.state import Left, MethodState, Trained
+from fedquilt.terms import Client, Job, Memory, Payload, Server, Update
+from tests.conftest import assert_same
+from tests.engines.test_links import LINKS
+
+CPU = torch.device("cpu")
+RAGGED = (7, 4, 9, 5, 8, 4)
+SHARES = (1.0, 0.5, 0.25)
+LOCAL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1))
+
+
+@dataclass(frozen=True)
+class Everything(MethodState):
+    """One slot and one extra of each kind, with values that depend on all that `finish` is given."""
+
+    slots_down: tuple[str, ...] = ("sum",)
+    slots_kept: tuple[str, ...] = ("own",)
+    slots_up: tuple[str, ...] = ("sum",)
+    extras_down: tuple[str, ...] = ("table",)
+    extras_kept: tuple[str, ...] = ("rounds",)
+    extras_up: tuple[str, ...] = ("table",)
+
+    def finish(self, trained: Trained) -> Left:
+        own = {
+            name: 0.5 * value + trained.slots["sum"][name] + trained.weights[name] - trained.received[name]
+            for name, value in trained.slots["own"].items()
+        }
+        rounds = trained.extras.get("rounds", torch.zeros(2, dtype=trained.steps.dtype)) + 1
+        loss = trained.passes["loss"]["loss"] + trained.passes["later"]["loss"]
+        table = (
+            trained.extras.get("table", torch.ones_like(trained.steps)) * 0.5
+            + trained.passes["logits"]["logits"][:3].detach()
+        )
+        sent = {name: value / trained.steps for name, value in own.items()}
+        return Left({"own": own}, {"sum": sent}, {"rounds": rounds * loss}, {"table": table + rounds.sum()})
+
+
+@dataclass(frozen=True)
+class Stating(HeteroFL):
+    """HeteroFL with state of all kinds."""
+
+    local: Local = LOCAL
+    state: MethodState = field(default=Everything(), metadata={"setting": False})
+
+    def init(self, world: fq.World) -> Server:
+        server = super().init(world)
+        zeros = {name: torch.zeros_like(value) for name, value in server.weights.items()}
+        return replace(server, slots={"sum": zeros}, extras={"table": torch.zeros(3, 3, dtype=world.dtype)})
+
+    def learner(self, job: Job, world: fq.World) -> Learner:
+        before = (LossPass(), LogitsPass())
+        return replace(super().learner(job, world), state=self.state, before=before, after=(LossPass(name="later"),))
+
+    def fold(self, server: Server, world: fq.World) -> Fold:
+        cutter = world.family.cutter
+        mean = Mean(cutter, self.weighting, self.server).begin(server)
+        slot = Sum(cutter, scale=0.1).begin(as_weights(server, "sum"))
+        return Stateful(mean, {"sum": slot}, ExtrasMean(cutter, "data"))
+
+
+@pytest.fixture
+def public_data(perceptron, make_data):
+    """Samples of six clients, and five public ones."""
+    public = torch.randn(5, 4, generator=torch.Generator().manual_seed(3), dtype=torch.float64)
+    return replace(make_data(perceptron, RAGGED), public=public)
+
+
+ENGINES = {
+    "vectorised": lambda data: "vectorised",
+    **{
+        f"recorded-{layout}": lambda data, layout=layout: Vectorised(data, precision="fp64", record=True, layout=layout)
+        for layout in ("alone", "laid", "stack")
+    },
+    "ray": lambda data: "ray",
+}
+
+
+@pytest.mark.parametrize("link", [fq.Link(), *LINKS.values()], ids=["perfect", *LINKS])
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in ENGINES]
+)
+def test_state_of_all_kinds_is_the_same_on_every_engine(engine, link, perceptron, public_data, play):
+    fleet = fq.Fleet.of(SHARES, 6, 4, dynamic=True)
+    runs = [
+        play(Stating(), perceptron, public_data, fleet=fleet, engine=one, link=link, rounds=3)
+        for one in ("sequential", ENGINES[engine](public_data))
+    ]
+    assert_same(*runs)
+    assert all({"own"} <= memory.slots.keys() for memory in runs[0].server.memory.values())
+    assert float(runs[0].server.extras["table"].abs().max()) > 0
+
+
+def test_state_is_counted_in_bytes_both_ways(perceptron, public_data, play):
+    fleet = fq.Fleet.of((1.0,), 6, 6)
+    plain = play(HeteroFL(local=LOCAL), perceptron, public_data, fleet=fleet, rounds=1).records[0]
+    record = play(Stating(), perceptron, public_data, fleet=fleet, rounds=1).records[0]
+    extras = 6 * 9 * 8  # clients, numbers, bytes
+    assert (record.bytes_down, record.bytes_up) == (2 * plain.bytes_down + extras, 2 * plain.bytes_up + extras)
+
+
+def test_passes_are_counted_in_macs(perceptron, public_data, play):
+    fleet = fq.Fleet.of((1.0,), 6, 6)
+    plain = play(HeteroFL(local=LOCAL), perceptron, public_data, fleet=fleet, rounds=1).records[0]
+    record = play(Stating(), perceptron, public_data, fleet=fleet, rounds=1).records[0]
+    macs = perceptron.member(perceptron.whole).macs
+    assert record.macs - plain.macs == macs * (2 * sum(RAGGED) + 6 * 5)
+
+
+@pytest.mark.parametrize("link", ["perfect", "everything"])
+def test_state_of_all_kinds_survives_a_stop(link, perceptron, public_data, tmp_path):
+    def federate(name: str, rounds: int) -> fq.Run:
+        return fq.run(
+            Stating(),
+            perceptron,
+            public_data,
+            fq.Fleet.of(SHARES, 6, 4, dynamic=True),
+            rounds=rounds,
+            precision="fp64",
+            link=LINKS.get(link, fq.Link()),
+            out=tmp_path / name,
+            resume=True,
+            memory_limit=1000,
+        )
+
+    for rounds in (1, 3):
+        stopped = federate("stopped", rounds)
+    assert_same(federate("whole", 3), stopped, atol=0)
+    assert set(fq.load(tmp_path / "stopped").extras) == {"table"}
+
+
+def test_files_without_extras_are_read():
+    blob = Blob.of({"weights/a": torch.ones(2)}, {"round": 3, "slots": []})
+    state = parse_state(bytearray(b"".join(bytes(chunk) for chunk in blob.chunks())), CPU)
+    assert (list(state.weights), state.slots, state.extras) == (["a"], {}, {})
+
+
+# --- what a link does to it -----------------------------------------------------------------------------------------
+
+
+def trip_of(family: fq.Family, share: float = 1.0) -> Trip:
+    submodel = prefix(family.fit(fq.Budget(share=share)))
+    return Trip(fq.World(family), Job(Client(0, fq.Budget(share=share), 1), submodel, 0), up=True)
+
+
+def sent(family: fq.Family, trip: Trip, **more: Any) -> Payload:
+    weights = family.cutter.gather(family.init(), trip.job.submodel, family.trainable)
+    slots = {"control": {name: value + 1 for name, value in weights.items()}}
+    return Payload(trip.job.submodel, weights, slots, {"table": torch.arange(5.0)}, **more)
+
+
+class Half(fq.Columns):
+    """A link that loses all columns but some."""
+
+    arrive = 2
+
+    def arrived(self, trip: Trip, count: int) -> int:
+        return self.arrive
+
+
+class Lost(Half):
+    arrive = 0
+
+
+def test_slots_lose_the_columns_of_their_weights_and_extras_arrive_whole(perceptron):
+    trip = trip_of(perceptron)
+    payload = sent(perceptron, trip)
+    arrival = fq.Link(loss=Half(0.1, granularity=0.25)).up(payload, trip)
+    arrived = arrival.payload
+    assert arrived is not None
+    assert arrived.submodel != payload.submodel
+    for name, value in arrived.slots["control"].items():
+        assert torch.equal(value, arrived.weights[name] + 1)
+    assert torch.equal(arrived.extras["table"], payload.extras["table"])
+    assert arrival.bytes == 2 * sum(value.nbytes for value in arrived.weights.values()) + 5 * 4
+
+
+def test_extras_are_lost_with_the_first_column(perceptron):
+    trip = trip_of(perceptron)
+    arrival = fq.Link(loss=Lost(0.1)).up(sent(perceptron, trip), trip)
+    assert (arrival.payload, arrival.bytes) == (None, 0)
+    alone = Payload(trip.job.submodel, {}, extras={"table": torch.ones(3)})
+    assert fq.Link(loss=Lost(0.1)).up(alone, trip).payload is None
+
+
+def test_slots_are_coded_against_zero_and_extras_on_request(perceptron):
+    trip = trip_of(perceptron)
+    link = fq.Link(codec=fq.Codec(bits=8, feedback=True))
+    known = dict(sent(perceptron, trip).weights)
+    plain, asked = (link.up(sent(perceptron, trip, coded_extras=coded), trip, known) for coded in ((), ("table",)))
+    assert plain.payload is not None
+    assert asked.payload is not None
+    for name, value in sent(perceptron, trip).slots["control"].items():
+        step = float(value.max() - value.min()) / 255
+        torch.testing.assert_close(plain.payload.slots["control"][name], value, rtol=0, atol=step + 1e-6)
+    assert torch.equal(plain.payload.extras["table"], torch.arange(5.0))
+    torch.testing.assert_close(asked.payload.extras["table"], torch.arange(5.0), rtol=0, atol=4 / 255 + 1e-6)
+    assert plain.bytes - asked.bytes == 5 * 4 - (5 + 8)  # five bytes and two bounds, instead of float32
+
+
+def test_messages_of_one_payload_draw_unequal_random_numbers(perceptron):
+    trip = trip_of(perceptron)
+    weights = {"first.weight": torch.linspace(0, 1, 24).view(6, 4)}
+    payload = Payload(trip.job.submodel, weights, {"a": weights, "b": weights})
+    arrived = fq.Link(codec=fq.Codec(bits=2)).up(payload, trip, {"first.weight": torch.zeros(6, 4)}).payload
+    assert arrived is not None
+    found = [arrived.weights, arrived.slots["a"], arrived.slots["b"]]
+    assert len({tuple(one["first.weight"].flatten().tolist()) for one in found}) == 3
+
+
+def test_sparse_slots_are_scaled_up_although_the_codec_feeds_errors_back(perceptron):
+    """They are coded without feedback, so that their mean is right."""
+    trip = trip_of(perceptron)
+    ones = {"first.weight": torch.ones(6, 4)}
+    payload = Payload(trip.job.submodel, ones, {"a": ones})
+    arrived = fq.Link(codec=fq.Codec(keep=0.5, feedback=True)).up(payload, trip, {}).payload
+    assert arrived is not None
+    assert float(arrived.slots["a"]["first.weight"].sum()) == pytest.approx(24)
+
+
+# --- folds ----------------------------------------------------------------------------------------------------------
+
+
+def updates(family: fq.Family) -> tuple[Server, list[Update]]:
+    whole = {name: torch.zeros_like(value) for name, value in family.init(dtype=torch.float64).items()}
+    server = Server(0, whole, slots={"a": whole}, extras={"table": torch.zeros(2), "still": torch.ones(1)})
+    found = []
+    for client in range(3):
+        net = prefix(family.fit(fq.Budget(share=0.5)))
+        cut = family.cutter.gather(whole, net, family.trainable)
+        weights = {name: value + client for name, value in cut.items()}
+        slots = {"a": {name: value + 10.0**client for name, value in cut.items()}}
+        payload = Payload(net, weights, slots, {"table": torch.tensor([1.0, client])})
+        found.append(Update(Job(Client(client, fq.Budget(share=0.5), client + 1), net, 0), (payload,), 1))
+    return server, found
+
+
+def stateful(family: fq.Family, server: Server) -> Stateful:
+    slot = Sum(family.cutter, scale=0.5).begin(as_weights(server, "a"))
+    return Stateful(Mean(family.cutter).begin(server), {"a": slot}, ExtrasMean(family.cutter, "data"))
+
+
+def test_slots_are_summed_and_extras_averaged(perceptron):
+    server, found = updates(perceptron)
+    fold = stateful(perceptron, server)
+    for update in found:
+        fold.add(update)
+    merged = fold.finish(server)
+    bias = merged.slots["a"]["first.bias"]
+    assert torch.equal(bias, torch.tensor([55.5] * 3 + [0.0] * 3, dtype=torch.float64))
+    assert torch.equal(merged.weights["first.bias"], torch.tensor([1.0] * 3 + [0.0] * 3, dtype=torch.float64))
+    torch.testing.assert_close(merged.extras["table"], torch.tensor([1.0, (0 * 1 + 1 * 2 + 2 * 3) / 6]))
+    assert torch.equal(merged.extras["still"], torch.ones(1))
+
+
+def test_stacks_and_partial_folds_give_the_same(perceptron):
+    server, found = updates(perceptron)
+    one, stacked, first, second = (stateful(perceptron, server) for _ in range(4))
+    for update in found:
+        one.add(update)
+    names = found[0].sent[0].weights
+    stacked.add_stack(found, [{name: torch.stack([u.sent[0].weights[name] for u in found]) for name in names}])
+    first.add(found[0])
+    for update in found[1:]:
+        second.add(update)
+    first.join(second)
+    expected = one.finish(server)
+    for other in (stacked, first):
+        torch.testing.assert_close(tuple(map(dict, other.finish(server))), tuple(map(dict, expected)))
+
+
+def test_nothing_that_arrived_leaves_the_state_as_it_is(perceptron):
+    server, found = updates(perceptron)
+    fold = stateful(perceptron, server)
+    fold.add(replace(found[0], sent=()))
+    merged = fold.finish(server)
+    assert all(torch.equal(value, server.slots["a"][name]) for name, value in merged.slots["a"].items())
+    assert merged.extras == dict(server.extras)
+
+
+def test_a_fold_of_a_slot_that_the_server_does_not_have_is_refused(perceptron):
+    server, _ = updates(perceptron)
+    with pytest.raises(ConfigError, match=r"the slot 'b' was asked for; the server has \['a'\]. Method.init"):
+        as_weights(server, "b")
+
+
+def test_a_slot_of_the_servers_optimizer_is_refused(perceptron):
+    server, _ = updates(perceptron)
+    mean = Mean(perceptron.cutter, optimiser=ServerMomentum()).begin(server)
+    with pytest.raises(ConfigError, match="'momentum', which the server's optimizer ServerMomentum has"):
+        Stateful(mean, {"momentum": Sum(perceptron.cutter)})
+
+
+# --- bad input ------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Bad(Everything):
+    """State that is wrong in one way."""
+
+    how: str = ""
+
+    def finish(self, trained: Trained) -> Left:
+        left = super().finish(trained)
+        own, table = left.kept["own"], left.sent_extras["table"]
+        name = "first.bias"
+        match self.how:
+            case "unknown slot":
+                return replace(left, sent={**left.sent, "other": own})
+            case "missing slot":
+                return replace(left, kept={})
+            case "missing weight":
+                return replace(left, kept={"own": {name: own[name]}})
+            case "shape":
+                return replace(left, sent={"sum": {**left.sent["sum"], name: own[name][:1]}})
+            case "unknown extra":
+                return replace(left, sent_extras={"other": table})
+            case "not finite":
+                return replace(left, sent={"sum": {**left.sent["sum"], name: own[name] / 0}})
+            case "extra not finite":
+                return replace(left, sent_extras={"table": table / 0})
+        raise AssertionError(self.how)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+@pytest.mark.parametrize(
+    ("how", "told"),
+    [
+        ("unknown slot", r"sends the slots \['other', 'sum'\]; its learner declares \['sum'\]"),
+        ("missing slot", r"keeps the slots \[\]; its learner declares \['own'\]"),
+        ("missing weight", r"keeps the slot 'own', in which \['first.weight', .* is missing"),
+        ("shape", r"'first.bias' has the shape \(1,\); the shape of the weight that it belongs to, \(6,\), would work"),
+        ("unknown extra", r"sends the extras \['other'\]; its learner declares \['table'\]"),
+        ("not finite", "left state of its method that is not finite in round 1; it was refused"),
+        ("extra not finite", "left state of its method that is not finite"),
+    ],
+)
+def test_wrong_state_is_refused(how, told, engine, perceptron, public_data, play):
+    with pytest.raises(TrainingError, match=rf"client \d \(budget share 1\).*{told}"):
+        play(Stating(state=Bad(how=how)), perceptron, public_data, engine=engine, rounds=1)
+
+
+@pytest.mark.parametrize(("kind", "name"), [("slots", "sum"), ("extras", "table")])
+def test_state_that_the_server_does_not_have_is_refused(kind, name, perceptron, public_data, play):
+    @dataclass(frozen=True)
+    class Forgetful(Stating):
+        def init(self, world: fq.World) -> Server:
+            return replace(super().init(world), **{kind: {}})
+
+        def fold(self, server: Server, world: fq.World) -> Fold:
+            return Mean(world.family.cutter).begin(server)
+
+    with pytest.raises(
+        TrainingError, match=rf"client 0 .* was to receive the {kind} \['{name}'\] in round 1; .*Method.init"
+    ):
+        play(Forgetful(), perceptron, public_data, rounds=1)
+
+
+def test_names_that_others_have_are_refused():
+    with pytest.raises(ConfigError, match=r"slots_kept = \['a'\] is among slots_down as well"):
+        MethodState(slots_down=("a",), slots_kept=("a",))
+    with pytest.raises(ConfigError, match=r"\['residual'\] was asked for, which links have"):
+        MethodState(slots_kept=("residual",))
+    with pytest.raises(ConfigError, match=r"coded_extras = \['b'\] does not travel"):
+        MethodState(extras_kept=("b",), coded_extras=("b",))
+    with pytest.raises(ConfigError, match="the slot 'momentum' was asked for, which the local optimizer has"):
+        Learner((Phase(),), LOCAL, 0.1, state=MethodState(slots_kept=("momentum",)))
+    with pytest.raises(ConfigError, match="two passes named 'loss' were asked for"):
+        Learner((Phase(),), LOCAL, 0.1, before=(LossPass(),), after=(LossPass(),))
+
+
+def test_a_pass_over_public_samples_that_are_not_there_is_refused(perceptron, play, make_data):
+    with pytest.raises(ConfigError, match="Stating was asked for, whose pass 'logits' runs on public samples"):
+        play(Stating(), perceptron, make_data(perceptron, RAGGED), rounds=1)
+
+
+# --- passes ---------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Keep(MethodState):
+    """Keep the results of all passes."""
+
+    extras_kept: tuple[str, ...] = ()
+
+    def finish(self, trained: Trained) -> Left:
+        found = {f"{one}/{name}": value for one, values in trained.passes.items() for name, value in values.items()}
+        return Left(kept_extras=found)
+
+
+@dataclass(frozen=True)
+class Passing(FedAvg):
+    """FedAvg that runs passes before and after its steps."""
+
+    local: Local = LOCAL
+    before: tuple[ClientPass, ...] = field(default=(), metadata={"setting": False})
+    after: tuple[ClientPass, ...] = field(default=(), metadata={"setting": False})
+
+    def learner(self, job: Job, world: fq.World) -> Learner:
+        member = world.family.member(job.submodel)
+        names = {"gradient": member.trainable, "statistics": member.statistics}
+        kept = [f"{one.name}/{name}" for one in self._passes for name in names.get(one.name, (one.name,))]
+        state = Keep(extras_kept=tuple(kept))
+        return replace(super().learner(job, world), state=state, before=self.before, after=self.after)
+
+    @property
+    def _passes(self) -> tuple[ClientPass, ...]:
+        return (*self.before, *self.after)
+
+
+def results(run: fq.Run, client: int) -> dict[str, torch.Tensor]:
+    return dict(run.server.memory[client, ""].extras)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_gradient_loss_and_logits_are_those_of_torch(engine, perceptron, public_data, play):
+    method = Passing(before=(GradientPass(), LossPass(), LogitsPass()))
+    run = play(method, perceptron, public_data, engine=engine, rounds=1)
+    weights = {name: value.requires_grad_() for name, value in method.initial(run.world).items()}
+    net = perceptron.module(perceptron.whole).double()
+    for client, part in enumerate(public_data.parts):
+        outputs = functional_call(net, weights, public_data.inputs[part])
+        loss = nn.functional.cross_entropy(outputs, public_data.targets[part])
+        grads = torch.autograd.grad(loss, list(weights.values()))
+        found = results(run, client)
+        torch.testing.assert_close(found["loss/loss"], loss.detach(), rtol=0, atol=1e-12)
+        for name, grad in zip(weights, grads, strict=True):
+            torch.testing.assert_close(found[f"gradient/{name}"], grad, rtol=0, atol=1e-12)
+        logits = functional_call(net, weights, public_data.public).detach()
+        torch.testing.assert_close(found["logits/logits"], logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_pass_after_training_has_the_trained_weights(engine, perceptron, public_data, play):
+    run = play(Passing(after=(LogitsPass(),)), perceptron, public_data, engine=engine, rounds=1, shares=(1.0,))
+    alone = play(Passing(after=(LogitsPass(),)), perceptron, public_data.among(1), engine=engine, rounds=1)
+    net = perceptron.module(perceptron.whole).double()
+    logits = functional_call(net, dict(alone.server.weights), public_data.public)
+    torch.testing.assert_close(results(alone, 0)["logits/logits"], logits, rtol=0, atol=1e-12)
+    torch.testing.assert_close(results(run, 0)["logits/logits"], logits, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_norm_statistics_are_the_mean_over_batches(engine, residual, play, make_data):
+    data = make_data(residual, (8, 8, 5))
+    method = Passing(before=(StatisticsPass(),))
+    run = play(method, residual, data, engine=engine, rounds=1)
+    member = residual.member(residual.whole)
+    weights = method.initial(run.world)
+    job = Job(Client(0, fq.Budget(share=1.0), 8), member.prefix, 0)
+    learner = method.learner(job, run.world)
+    batches = run.engine.pass_batches(job, learner, learner.before[0])
+    assert sorted(torch.cat(batches).tolist()) == list(range(8))
+    seen = [member.net(weights, data.inputs[rows], Pass(statistics="measure"))[1] for rows in batches]
+    assert len(seen) == 2
+    for name in member.statistics:
+        expected = (seen[0][name] + seen[1][name]) / 2
+        torch.testing.assert_close(results(run, 0)[f"statistics/{name}"], expected, rtol=0, atol=1e-12)
+
+
+def test_macs_of_passes_count_forward_and_backward(perceptron):
+    member = perceptron.member(perceptron.whole)
+    passes = (GradientPass(), LossPass(), LogitsPass(), StatisticsPass())
+    assert [one.macs(member) for one in passes] == [3 * member.macs, member.macs, member.macs, member.macs]
+    learner = Learner((Phase(),), LOCAL, 0.1, before=passes)
+    assert learner.pass_macs(member, own=10, public=100) == (5 * 10 + 100) * member.macs
+
+
+def test_learners_without_state_have_nothing_more_to_do(perceptron):
+    learner = Learner((Phase(CrossEntropy()),), LOCAL, 0.1)
+    assert not learner.state
+    assert learner.slotted(perceptron.member(perceptron.whole)) == ()
+    assert learner.num_slots == 1
+    assert Memory(prefix(perceptron.whole), {}).extras == {}
