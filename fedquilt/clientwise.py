@@ -13,12 +13,14 @@ from torch import Tensor
 
 from fedquilt.axes import Index
 from fedquilt.deploy import check_client
+from fedquilt.engines.simulation import classes_held
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import inside
 from fedquilt.names import known
 from fedquilt.round.labels import share_label
 from fedquilt.round.link import Trip
 from fedquilt.round.serve import EvalJob, Score, arranged, given, joined, own_exam, ready, trained_within
+from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
@@ -38,6 +40,8 @@ class Device:
     accuracy_own_size: float | None  # of what its budget gets, on its own test part; None: it has none
     accuracy_whole_model: float | None  # of the widest model on the same; None: also where results live on clients
     label: str = ""  # Name of its size in tables: the share, or the bounds of its budget
+    main_own_size: float | None = None  # The task's main figure of what its budget gets. None: it has no test part
+    main_whole_model: float | None = None  # The same of the widest model. None: also where results live on clients
 
 
 @dataclass(frozen=True)
@@ -46,9 +50,11 @@ class Clientwise:
 
     devices: tuple[Device, ...]
     trained: dict[str, float]  # by domain: the part of all parameters that arrived from its clients
+    main: str = "accuracy"  # Name of the task's main figure
+    percent: bool = True  # The main figure is a rate
 
     def spread(self, of: str) -> tuple[float, float]:
-        """Mean and deviation over clients of `accuracy_own_size`, `accuracy_whole_model`, `macs` or `params`."""
+        """Return mean and deviation over clients of one number, such as `main_own_size` or `macs`."""
         known({one: one for one in _SPREAD}, of, "number of a client")
         values = [value for device in self.devices if (value := getattr(device, of)) is not None]
         return (statistics.fmean(values), statistics.pstdev(values)) if values else (float("nan"), float("nan"))
@@ -60,17 +66,22 @@ class Clientwise:
         for device in self.devices:
             groups.setdefault(getattr(device, what), []).append(device)
         keys = sorted(groups, key=float, reverse=True) if what == "share" else sorted(groups)
-        return {key: Clientwise(tuple(groups[key]), self.trained) for key in keys}
+        return {key: replace(self, devices=tuple(groups[key])) for key in keys}
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
         spreads = {of: dict(zip(("mean", "deviation"), self.spread(of), strict=True)) for of in _SPREAD}
-        return {"clients": [asdict(device) for device in self.devices], "spread": spreads, "trained": self.trained}
+        return {
+            "clients": [asdict(device) for device in self.devices],
+            "spread": spreads,
+            "trained": self.trained,
+            "main": self.main,
+        }
 
 
-_SPREAD = ("accuracy_own_size", "accuracy_whole_model", "macs", "params")
+_SPREAD = ("accuracy_own_size", "accuracy_whole_model", "main_own_size", "main_whole_model", "macs", "params")
 _Cut = tuple[Submodel, Index]  # what arrived, and what its positions count within
-_Accuracies = tuple[float | None, float | None]  # of its own size, and of the whole model
+_Figures = tuple[float | None, float | None]  # of its own size, and of the whole model
 
 
 def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
@@ -84,12 +95,12 @@ def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
     devices = [
         run.fleet.client(id, round, run.world.seed, run.data.size(id)) for id, round in zip(chosen, when, strict=True)
     ]
-    scores = _accuracies(run, devices)
+    scores, main = _figures(run, devices), run.world.task.main
     found = tuple(_device(run, client, own) for client, own in zip(devices, scores, strict=True))
-    return Clientwise(found, ever_trained(run))
+    return Clientwise(found, ever_trained(run), main.name, main.is_rate)
 
 
-def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
+def _device(run: Run, client: Client, figures: _Figures) -> Device:
     world, method = run.world, run.method
     macs = params = 0
     for submodel in method.plan(run.server, client, world):
@@ -101,12 +112,13 @@ def _device(run: Run, client: Client, accuracies: _Accuracies) -> Device:
         params += _entries(world.family, upload, learner.sent(member))
     params *= method.copies
     share, label = share_label(method, client.budget, world), method.label(client.budget, world)
-    return Device(client.id, share, domain_of(run, client.id), macs, params, *accuracies, label)
+    accuracies = figures if world.task.main.name == "accuracy" else (None, None)
+    return Device(client.id, share, domain_of(run, client.id), macs, params, *accuracies, label, *figures)
 
 
 def _classes(run: Run, client: Client) -> Tensor:
     """Return (class,) True where a client has samples of the class."""
-    return run.data.held(client.id, run.world.family.num_classes).cpu()
+    return classes_held(run.world, run.data, client.id)
 
 
 def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
@@ -115,7 +127,7 @@ def _entries(family: Family, submodel: Submodel, names: Iterable[str]) -> int:
     return sum(math.prod(family.layout.shape(name, sizes)) for name in names)
 
 
-def _accuracies(run: Run, clients: list[Client]) -> list[_Accuracies]:
+def _figures(run: Run, clients: list[Client]) -> list[_Figures]:
     """On each client's own part of the test set; where results live on clients, each has its own and no whole one."""
     method, world, engine, size = run.method, run.world, run.engine, run.evaluation.batch_size
     federation = run.federation
@@ -124,21 +136,24 @@ def _accuracies(run: Run, clients: list[Client]) -> list[_Accuracies]:
     server = arranged(federation, run.server, engine)
     if method.personal:
         own = [own_exam(federation, server, client, engine, run.evaluation) for client in clients]
-        return [(_accuracy(score), None) for score in engine.evaluate(federation, own, size)]
+        return [(_figure(score, world.task), None) for score in engine.evaluate(federation, own, size)]
     whole = given(method, server, Budget(share=1.0), world)
     budgets = [trained_within(method, client.budget, world) for client in clients]
     sized = [given(method, server, budget, world) for budget in budgets]
     submodels = list(dict.fromkeys(net for nets in (*sized, whole) for net in nets))
     weights = ready(federation, server, submodels, engine, size)
-    # Each once: a client that can hold the whole model has one accuracy.
+    # Each once: a client that can hold the whole model has one figure.
     pairs = dict.fromkeys((kind, c.id) for c, nets in zip(clients, sized, strict=True) for kind in (nets, whole))
     exams = [EvalJob("", nets, joined(nets, weights), id) for nets, id in pairs]
-    scores = dict(zip(pairs, map(_accuracy, engine.evaluate(federation, exams, size)), strict=True))
+    found = [_figure(score, world.task) for score in engine.evaluate(federation, exams, size)]
+    scores = dict(zip(pairs, found, strict=True))
     return [(scores[nets, c.id], scores[whole, c.id]) for c, nets in zip(clients, sized, strict=True)]
 
 
-def _accuracy(score: Score) -> float | None:
-    return score.accuracy if score.count else None
+def _figure(score: Score, task: Task) -> float | None:
+    """Return the main figure; None where it is not defined, as without samples."""
+    value = score.main(task)
+    return None if math.isnan(value) else value
 
 
 def domain_of(run: Run, client: int) -> str:

@@ -45,7 +45,7 @@ from fedquilt.round.clients import Devices
 from fedquilt.round.link import CODECS, LOSSES, USUAL_CODEC, BaseCodec, Link, Loss
 from fedquilt.round.training.objectives import OBJECTIVES, Wrapping
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
-from fedquilt.tasks import Task
+from fedquilt.tasks import TASKS, Task
 from fedquilt.tracking import TRACKERS, Tracking
 
 Settings = dict[str, Any]
@@ -63,6 +63,7 @@ TABLES |= {
     Loss: Table("loss", LOSSES),
     BaseCodec: Table("codec", CODECS, USUAL_CODEC),
     Wrapping: Table("objective", OBJECTIVES),
+    Task: Table("task", TASKS),
     Tracking: Table("tracker", TRACKERS),
     NormPolicy: Table("norm policy", NORM_POLICIES, short=True),
 }
@@ -97,9 +98,21 @@ class Model(Choice):
         """The layers its paper leaves whole."""
         return MODELS[self.name].fixed if self.name in MODELS else ()
 
-    def trace(self, data: Pool, init: str = "") -> Family:
-        """The family of the model that fits the data: classes and sizes nobody set are the data's."""
-        offers = offered(data)
+    @staticmethod
+    def usual(data: Pool) -> Model:
+        """Return the model for data where nobody named one: the demo's for images, a perceptron for rows of numbers."""
+        names = (DEMO["model"]["name"], "mlp")
+        return Model(next((name for name in names if MODELS[name].takes(data.example[0])), names[0]))
+
+    def trace(self, data: Pool, init: str = "", task: Task | None = None) -> Family:
+        """Trace the model for data. Numbers of outputs and sizes that nobody set are those of the data.
+
+        Args:
+            data: Samples that the model is for.
+            init: Weights to start from, as `load_weights` takes them. Empty: those of the seed.
+            task: Task that was asked for. None: what the data says of its targets.
+        """
+        offers = offered(data, task)
 
         def module() -> nn.Module:
             made = self.make(nn.Module, offers)
@@ -240,6 +253,7 @@ class Ground:
     family: Family
     fleet: Fleet
     partition: Partition | None  # by which the data was dealt; None: it came so
+    model: Model  # as asked for, or the usual one for the data
     # What one method's run has recorded on a GPU serves the next.
     engines: dict[tuple[Machine, int], Simulation] = field(default_factory=dict, compare=False)
 
@@ -252,8 +266,9 @@ class Experiment:
     """A whole federation as values."""
 
     method: Method
-    model: Model
     data: Source
+    model: Model | None = None  # None: tiny_resnet for images, mlp for rows of numbers
+    task: Task | None = None  # Task by its name, or file.py:Class. None: found from the targets and the model's output
     fleet: Devices = Devices()
     engine: Machine = Machine()
     link: Link = Link()
@@ -276,10 +291,11 @@ class Experiment:
             tracking.check()
         data, partition = dealt or self.data.deal(self.fleet.clients, self.seed)
         fleet = self.fleet.fleet(data.num_clients, self.seed)
-        family = self.model.trace(data, self.init)
+        model = self.model or Model.usual(data)
+        family = model.trace(data, self.init, self.task)
         # Moved once: the engines of all methods that are compared share it.
         here = data.to(device, DTYPES[self.engine.precision])
-        return Ground(here, family, fleet, partition)
+        return Ground(here, family, fleet, partition, model)
 
     def prepare(self, ground: Ground | None = None) -> Run:
         """A run that has not begun; with `ground`, on what another experiment has laid."""
@@ -306,6 +322,7 @@ class Experiment:
             evaluation=looks,
             memory_limit=self.engine.memories,
             link=self.link,
+            task=self.task,
         )
         ground.engines[self.engine, self.seed] = run.engine
         return run
@@ -315,6 +332,8 @@ class Experiment:
         return replace(
             self,
             method=run.method,
+            model=ground.model,
+            task=run.world.task,
             data=replace(self.data, partition=ground.partition),
             fleet=replace(self.fleet, clients=run.fleet.num_clients),
             engine=replace(
@@ -336,7 +355,7 @@ class Experiment:
             method = kind.__name__
         return {
             "method": method,
-            "model": self.model.name,
+            "model": self.model.name if self.model else AUTO,
             "data": self.data.name,
             "engine": self.engine.name,
         }
@@ -388,7 +407,8 @@ def load_run(path: str | Path, device: str = "cpu") -> Run:
     if dealt is None:
         if "sample" not in found[1].about:  # written by an earlier version
             raise ConfigError(f"{asked}; its data cannot be had: {absent}")
-        dealt = _stand_in(found[1].about["sample"], experiment.fleet.clients or CLIENTS, experiment.data.name), None
+        clients = experiment.fleet.clients or CLIENTS
+        dealt = _stand_in(found[1].about["sample"], clients, experiment.data.name), None
     run = experiment.prepare(experiment.ground(dealt))
     run.absent = absent
     return reopen(path, run, found)
@@ -411,7 +431,10 @@ def _without_data(settings: Settings, config: Path) -> tuple[Experiment, str]:
 def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> FederatedData:
     """Data of the same shape without anything in it: one sample that all clients hold."""
     inputs = torch.zeros((2, *sample["shape"]), dtype=getattr(torch, sample["dtype"]))
-    targets = torch.zeros(2, dtype=torch.int64)
+    # Earlier versions had classes alone: one for each sample, or for each token.
+    usual = {"shape": [] if inputs.is_floating_point() else sample["shape"], "dtype": "int64"}
+    like = sample.get("targets", usual)
+    targets = torch.zeros((2, *like["shape"]), dtype=getattr(torch, like["dtype"]))
     pool = Pool.of((inputs, targets), (inputs, targets), num_classes=sample["classes"], name=name)
     all_alike = Parts.split(torch.zeros(num_clients, dtype=torch.int64), torch.ones(num_clients, dtype=torch.int64))
     return pool.dealt(all_alike)
@@ -458,12 +481,16 @@ def demo(method: str = DEMO["method"]["name"], preset: bool = False) -> Settings
     return assign(copy.deepcopy(DEMO), ["method"], {"name": method} | local)
 
 
-def defaults(method: str = DEMO["method"]["name"]) -> Settings:
+def defaults(method: str = DEMO["method"]["name"], names_model: bool = True) -> Settings:
     """Return settings that leave all but the names of method, model and data to the defaults of each.
 
     The default fleet is named too, so that `--set fleet.budgets.shares=[1.0]` changes its shares.
+
+    Args:
+        method: Name of the method.
+        names_model: True: the demo's model is named. False: no model is, so that the data decides it.
     """
-    named = {part: copy.deepcopy(DEMO[part]) for part in ("model", "data")}
+    named = {part: copy.deepcopy(DEMO[part]) for part in (("model", "data") if names_model else ("data",))}
     return {"method": {"name": method}, **named, "fleet": {"budgets": {"name": label(type(Devices().budgets))}}}
 
 

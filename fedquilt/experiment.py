@@ -17,30 +17,33 @@ from fedquilt.checkpoint import Checkpointing
 from fedquilt.checks import whole
 from fedquilt.clientwise import Clientwise, clientwise
 from fedquilt.customise import CustomisableModel, customisable
-from fedquilt.data import FederatedData
+from fedquilt.data import FederatedData, Pool
 from fedquilt.data.parts import Array
 from fedquilt.deploy import deployed
 from fedquilt.devices import device_of
 from fedquilt.engines import ENGINES
 from fedquilt.engines.options import EngineOptions
-from fedquilt.engines.simulation import Simulation
+from fedquilt.engines.simulation import Simulation, check_inputs
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
 from fedquilt.family.member import Member
+from fedquilt.family.net import Pass
 from fedquilt.family.norms import NormPolicy
 from fedquilt.loop import complete
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
-from fedquilt.milestones import Milestone, reached
+from fedquilt.milestones import Milestone, check_target, reached
 from fedquilt.names import known
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, rounds_planned, summarise, undisturbed
-from fedquilt.round import Evaluation, Fleet, Record, play
+from fedquilt.round import Evaluation, Fleet, Grades, Record, play
 from fedquilt.round.budgets import check_budgets, planned, too_small
 from fedquilt.round.engine import Engine
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import compared_passes, members_by_share
+from fedquilt.round.training.learner import Learner
+from fedquilt.tasks import Task, check_task, find_task, infer, is_own
 from fedquilt.terms import Budget, Client, Job, Server
 from fedquilt.tracking import Tracking
 
@@ -89,8 +92,18 @@ class Run:
 
     @property
     def accuracy(self) -> dict[str, float]:
-        """The last evaluation, by share."""
-        return next((r.grades.accuracy for r in reversed(self.records) if r.grades.accuracy), {})
+        """Return accuracy in the last evaluation, by share; empty where the task has none."""
+        return self.grades.accuracy
+
+    @property
+    def metrics(self) -> dict[str, dict[str, float]]:
+        """Return every metric in the last evaluation, by name and then by share."""
+        return self.grades.metrics
+
+    @property
+    def grades(self) -> Grades:
+        """Return the last evaluation."""
+        return next((record.grades for record in reversed(self.records) if record.grades.main), Grades())
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -112,9 +125,18 @@ class Run:
         """Return what readers of the results must know: the method's note, and how many devices are too small."""
         return "; ".join(part for part in (self.method.note, self._too_small) if part)
 
-    def reached(self, target: float, share: float = 1.0, metric: str = "accuracy") -> Milestone | None:
-        """When a share first had so good a metric, and what that took; None: never so far."""
-        return reached(self.records, target, share, metric)
+    def reached(self, target: float, share: float = 1.0, metric: str = "") -> Milestone | None:
+        """Return when a share first had so good a metric, and what that took; None: never so far.
+
+        Args:
+            target: Value of the metric: at least this, or at most, as is better for the metric.
+            share: Share of the model.
+            metric: Name of a metric of the records, such as `accuracy/svhn`. Empty: the task's main one.
+        """
+        task = self.world.task
+        name = metric or task.main.name
+        check_target(target, name, task.metric_of(name).is_rate)
+        return reached(self.records, target, share, name, task.metric_of(name).higher_is_better)
 
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
@@ -200,9 +222,12 @@ def run(
     memory_limit: int = LIMIT,
     trackers: Sequence[Tracking] = (),
     link: Link = PERFECT,
+    task: Task | str | None = None,
 ) -> Run:
     """Train a family on a fleet's data and return the finished run. `watch` is called after every round.
 
+    A `task` has the loss and the metrics: fq.tasks.Regression(loss="huber"), or a name of `fedquilt list tasks`. If
+    none is given it is found from the targets and the model's output.
     What travels goes over `link`: fq.Link(loss=…, codec=…, clock=…), or fq.Link.preset("lossy-mild").
 
     With `out` the run is recorded in that folder, and with `resume` it goes on from what is there, if anything is.
@@ -215,7 +240,9 @@ def run(
     _check_kind("run", method, Method, "fq.methods.FedAvg()")
     goes_on = resume and out is not None and holds_a_run(Path(out))
     method = method.settled(rounds_planned(Path(out), rounds) if out and goes_on else rounds)
-    prepared = prepare(method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link)
+    prepared = prepare(
+        method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link, task
+    )
     try:
         with ExitStack() as stack:
             folder = None
@@ -260,8 +287,11 @@ def prepare(
     evaluation: Evaluation | None = None,
     memory_limit: int = LIMIT,
     link: Link = PERFECT,
+    task: Task | str | None = None,
 ) -> Run:
     """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk.
+
+    Without a `task` it is found from all training targets and the model's output.
 
     An engine may be given instead of its name, such as that of another run. Its device and precision count then, and
     what it has recorded is used where it is of the same family and the same samples.
@@ -280,24 +310,62 @@ def prepare(
         )
     data = data.among(fleet.num_clients)
     family.check_forgets()
+    check_inputs(family, data)
     if isinstance(engine, Simulation):
         engine = engine.with_data(data)
     else:
         known(DTYPES, precision, "precision")
         options = EngineOptions(device_of(device), precision)
         engine = known(ENGINES, engine, "engine").create(data, options)
-    public = engine.data.public_samples
-    world = World(family, seed, engine.precision, public, num_clients=fleet.num_clients)
+    task = found_task(task, family, data)
+    world = World(family, seed, engine.precision, engine.data.public_samples, task, fleet.num_clients)
     federation = Federation(world, method, link)
     link.check_codec(world, engine.device)
     server = placed(method.init(world), engine.device)
     engine.begin(federation)
+    _check_task(federation, engine)
     _check_budgets(federation, server, fleet, engine)
     evaluation = evaluation or Evaluation()
     _check_nets(federation, server, fleet, engine, evaluation)
     memory = Memories(memory_limit, engine.device)
     memory.update(server.memory)
     return Run(federation, fleet, engine, evaluation, replace(server, memory=memory))
+
+
+def found_task(task: Task | str | None, family: Family, data: Pool) -> Task:
+    """Return the task that was asked for, or the one that fits all training targets and the model's output.
+
+    Args:
+        task: A task, its name, or None if none was asked for.
+        family: Family of the model.
+        data: Samples with their targets.
+    """
+    if task is None:
+        return infer(data.targets, family.output_shape, name=data.name)
+    if isinstance(task, str):
+        return find_task(task)
+    _check_kind("run", task, Task, "fq.tasks.Regression()")
+    return task
+
+
+def _check_task(federation: Federation, engine: Simulation) -> None:
+    """Refuse a task that the method or the engine cannot have, or whose loss or metrics are not what they should be.
+
+    Raises:
+        ConfigError: As above. Tasks and metrics that are part of fedquilt are not tried out.
+    """
+    task, method, world = federation.world.task, federation.method, federation.world
+    method.check_task(task)
+    if not engine.outputs_may_leave:
+        task.refuse_collected(f"the engine {type(engine).__name__}")
+    if not is_own(task):
+        return
+    member = world.family.member(world.family.whole)
+    state = world.family.init(world.seed, engine.device, world.dtype)
+    rows = torch.arange(2, device=engine.device) % len(engine.data.targets)
+    with torch.no_grad(), engine.computing():
+        outputs, _ = member.net(state, engine.data.samples(rows), Pass(train=False, statistics="batch"))
+    check_task(task, outputs.movedim(member.class_dim, 1), engine.data.targets[rows], engine.data.name)
 
 
 def placed(server: Server, device: torch.device) -> Server:
@@ -349,10 +417,25 @@ def _members_in_use(
         client = Client(first, budget, engine.size(first))
         for submodel in planned(method, server, client, world):
             member = world.family.member(submodel)
+            learner = method.learner(Job(client, submodel, server.round), world)
+            _check_learner(method, learner, world)
             yield member
-            yield from method.learner(Job(client, submodel, server.round), world).nets(member)
+            yield from learner.nets(member)
     for nets in members_by_share(method, server, budgets, world, evaluation.shares).values():
         yield from (world.family.member(net) for net in nets)
+
+
+def _check_learner(method: Method, learner: Learner, world: World) -> None:
+    """Refuse a learner that has another loss than the run, and one that distils what the task cannot."""
+    task = world.task
+    if learner.task != task:
+        raise ConfigError(
+            f"{type(method).__name__}.learner returned a learner for {learner.task}; the run's task is {task}. Begin "
+            "with super().learner(job, world), or pass task=world.task."
+        )
+    if learner.taught and type(task).divergences is Task.divergences:
+        nothing = torch.zeros(world.family.output_shape)
+        task.divergences(nothing, nothing, nothing)  # which says what is missing
 
 
 def _whole(what: str, given: int) -> int:

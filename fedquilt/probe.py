@@ -213,7 +213,7 @@ def _training_step(
     example = family.example_inputs[0]
     inputs = here(example[torch.arange(batch_size) % len(example)])
     targets = _targets(member, state, inputs)
-    held = torch.ones(family.num_classes, dtype=torch.bool, device=where)
+    held = torch.ones(family.num_outputs, dtype=torch.bool, device=where)
     batch = Batch(inputs, targets, held, torch.tensor(noise.key(0), device=where))
 
     def step() -> None:
@@ -232,7 +232,7 @@ def _targets(member: Member, state: dict[str, Tensor], inputs: Tensor) -> Tensor
     with torch.no_grad():
         logits, _ = member.net(state, inputs, Pass(train=False, statistics="batch"))
     shape = logits.movedim(member.class_dim, 1)[:, 0].shape
-    drawn = noise.uniform(torch.tensor(noise.key(1)), shape, torch.float64) * member.family.num_classes
+    drawn = noise.uniform(torch.tensor(noise.key(1)), shape, torch.float64) * member.family.num_outputs
     return drawn.long().to(inputs.device)
 
 

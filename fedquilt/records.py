@@ -36,9 +36,10 @@ from fedquilt.devices import device_of
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.files import why, write
 from fedquilt.memory import Memories
-from fedquilt.round import Grades, Record
+from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share
 from fedquilt.round.serve import members_by_share
+from fedquilt.tasks import TASKS, Classification, NextToken
 from fedquilt.terms import Server
 from fedquilt.version import __version__
 
@@ -371,6 +372,8 @@ def identity(run: Run) -> dict[str, Any]:
         "seed": world.seed,
         "device": run.engine.device.type,
         "precision": world.precision,
+        # Runs of earlier versions had these tasks, and nothing about them in their checkpoints.
+        **({} if world.task in (Classification(), NextToken()) else {"task": world.task}),
     }
     return dict(leaf for name, value in parts.items() for leaf in _leaves(name, value))
 
@@ -426,7 +429,9 @@ def _sample(run: Run) -> dict[str, Any]:
     """What the model must know of the data to be made again where that cannot be had."""
     example = run.world.family.example_inputs[0]
     shape, kind = list(example.shape[1:]), str(example.dtype).removeprefix("torch.")
-    return {"shape": shape, "dtype": kind, "classes": run.data.num_classes}
+    targets = run.data.targets
+    like = {"shape": list(targets.shape[1:]), "dtype": str(targets.dtype).removeprefix("torch.")}
+    return {"shape": shape, "dtype": kind, "classes": run.data.num_classes, "targets": like}
 
 
 def _choices(run: Run) -> dict[str, Any]:
@@ -471,6 +476,7 @@ def portrait(run: Run, rounds: int) -> dict[str, Any]:
         "precision": world.precision,
         "link": str(run.link),
         "method": repr(run.method),
+        "task": repr(world.task),
         "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
         "data": run.data.name,
         "model": type(world.family._module).__name__,
@@ -494,7 +500,7 @@ def summarise(run: Run) -> dict[str, Any]:
     members = members_by_share(run.method, run.server, run.fleet.kinds, run.world, run.evaluation.shares)
     labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
     nets = {share: [family.member(net) for net in mix] for share, mix in members.items()}
-    last = next((record.grades for record in reversed(run.records) if record.grades.accuracy), Grades())
+    last, task = run.grades, run.world.task
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
     return {
         "method": registered(METHODS, run.method),
@@ -510,6 +516,10 @@ def summarise(run: Run) -> dict[str, Any]:
         **({"link_seconds": sum(over)} if over else {}),
         "accuracy": last.accuracy,
         "metrics": last.metrics,
+        "task": registered(TASKS, task),
+        "main": task.main.name,
+        "higher_is_better": task.main.higher_is_better,
+        "percent": task.main.is_rate,
         "members": {
             share: {"params": sum(net.count for net in own), "macs": sum(net.macs for net in own)}
             for share, own in nets.items()

@@ -79,7 +79,9 @@ class Tracking(ABC):
 def scalars(record: Record) -> dict[str, float]:
     """A record as numbers by name: `loss`, `bytes_up`, `accuracy/0.5` …; what is no number is left out."""
     plain = record.to_dict()
-    grades = {"accuracy": plain.pop("accuracy", {}), **plain.pop("metrics", {})}
+    plain.pop("accuracy", None)  # the metrics have it
+    plain.pop("main", None)
+    grades = plain.pop("metrics", {})
     plain |= {f"{name}/{label}": value for name, values in grades.items() for label, value in values.items()}
     del plain["round"]
     return {name: value for name, value in plain.items() if value is not None and math.isfinite(value)}
@@ -278,7 +280,7 @@ def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
     from fedquilt.round.labels import share_label
 
     id, shares = _id(folder), [share_label(run.method, budget, run.world) for budget in run.fleet.kinds]
-    measures = ("loss", *(f"accuracy/{share}" for share in shares))
+    measures = ("loss", *(f"{run.world.task.main.name}/{share}" for share in shares))
     return About(id, f"{run.summary['method'].lower()}-{id}", flat(config), run.server.round, measures, folder)
 
 

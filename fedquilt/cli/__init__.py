@@ -84,6 +84,7 @@ class RunRequest(Options):
             else:
                 experiment = self.experiment(self.config, self.method)
                 playing = begun(experiment, self.source(self.config, self.method), self.out, stack)
+            playing.check_target(self.target)
             if playing.run:
                 say(console, "\n".join([*settings_lines([playing]), playing.title]))
                 with progress(console, [""], playing.experiment.rounds) as begin:
@@ -116,6 +117,8 @@ class CompareRequest(Options):
                 all_of_them = self._resumed(self.resume, stack)
             else:
                 all_of_them = self._begun(stack)
+            for one in all_of_them:
+                one.check_target(self.target)
             if left := [one for one in all_of_them if one.run]:
                 title = f"{', '.join(one.name for one in all_of_them)} {left[0].title.partition(' ')[2]}"
                 say(console, "\n".join([*settings_lines(left), title]))
@@ -175,9 +178,7 @@ class ListRequest(DataOptions):
     `list data --plot` draws who holds what, for the data and partition asked for.
     """
 
-    what: What = (
-        "all"  # methods, models, data, partitions, fleets, links, engines, trackers, formats or norms; all if not given
-    )
+    what: What = "all"  # methods, models, data, partitions, tasks, metrics, fleets, links …; all if not given
     name: Name = ""  # one of them
     config: File = None  # for --plot: settings; the demo's if not given
     plot: Flag = False  # draw who holds what
@@ -259,12 +260,13 @@ class ProbeRequest:
         given = {key: value for key, value in asked.items() if value is not None}
         machine = resolved(Machine, given, {key: f"--{key}" for key in given})
         device_of(machine.device)
-        model = Model(self.model or DEMO["model"]["name"])
-        if model.name in MODELS and self.data is None:
-            spec = MODELS[model.name]
+        name = self.model or DEMO["model"]["name"]
+        if name in MODELS and self.data is None:
+            spec = MODELS[name]
             family = fq.trace(spec.factory, spec.example(), fixed=spec.fixed)
         else:
-            family = model.trace(Source(self.data or DEMO["data"]["name"]).make(Pool))
+            data = Source(self.data or DEMO["data"]["name"]).make(Pool)
+            family = (Model(self.model) if self.model else Model.usual(data)).trace(data)
         return probe(family, machine.device, precision=machine.precision)
 
 
@@ -376,8 +378,8 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ClientsRequest:
-    """What the clients of a run spent and got: costs of a round, accuracy on each one's own test samples, of a model of
-    its own size and of the whole one, and how much of the model every domain has trained.
+    """What the clients of a run spent and got: costs of a round, the main figure (accuracy …) on each one's own test
+    samples, of a model of its own size and of the whole one, and how much of the model every domain has trained.
     """
 
     run: Folder  # its folder: --out of `fedquilt run`

@@ -12,10 +12,24 @@ if TYPE_CHECKING:
     from fedquilt.methods import Method
     from fedquilt.models import ModelSpec
     from fedquilt.round.link import Link
+    from fedquilt.tasks import Metric, Task
 
 Entry = dict[str, Any]
 
-LISTS = ("methods", "models", "data", "partitions", "fleets", "links", "engines", "trackers", "formats", "norms")
+LISTS = (
+    "methods",
+    "models",
+    "data",
+    "partitions",
+    "tasks",
+    "metrics",
+    "fleets",
+    "links",
+    "engines",
+    "trackers",
+    "formats",
+    "norms",
+)
 
 
 def entries(what: str, name: str = "") -> dict[str, Entry]:
@@ -53,9 +67,23 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
     from fedquilt.round.link import LINKS
+    from fedquilt.tasks import METRICS, TASKS
     from fedquilt.tracking import TRACKERS
 
-    tables = (METHODS, MODELS, DATA, PARTITIONS, FLEETS, LINKS, ENGINES, TRACKERS, FORMATS, NORM_POLICIES)
+    tables: tuple[Mapping[str, Any], ...] = (
+        METHODS,
+        MODELS,
+        DATA,
+        PARTITIONS,
+        TASKS,
+        METRICS,
+        FLEETS,
+        LINKS,
+        ENGINES,
+        TRACKERS,
+        FORMATS,
+        NORM_POLICIES,
+    )
     return known(dict(zip(LISTS, tables, strict=True)), what, "list")
 
 
@@ -82,6 +110,16 @@ def _link(link: Link) -> Entry:
     return {"summary": str(link), "settings": write(link), **described(type(link))}
 
 
+def _task(kind: type[Task]) -> Entry:
+    task = kind()
+    return {"main": task.main.name, **_plain(kind), "metrics": [metric.name for metric in task.measured]}
+
+
+def _metric(kind: type[Metric]) -> Entry:
+    better = "higher" if kind.higher_is_better else "lower"
+    return {"better": better, "for": ", ".join(kind.kinds), **_plain(kind)}
+
+
 def _plain(kind: Callable[..., Any]) -> Entry:
     return {"summary": _first_line(kind), **described(kind)}
 
@@ -91,4 +129,11 @@ def _first_line(thing: object) -> str:
 
 
 _NOUNS = {"data": "data set", "norms": "norm policy"}  # what one entry of a list is called
-_ABOUT: dict[str, Callable[[Any], Entry]] = {"methods": _method, "models": _model, "engines": _engine, "links": _link}
+_ABOUT: dict[str, Callable[[Any], Entry]] = {
+    "methods": _method,
+    "models": _model,
+    "tasks": _task,
+    "metrics": _metric,
+    "engines": _engine,
+    "links": _link,
+}

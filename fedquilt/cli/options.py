@@ -50,6 +50,7 @@ FLAGS = {
     "method": "method.name",
     "model": "model.name",
     "data": "data.name",
+    "task": "task.name",
     "engine": "engine.name",
     "device": "engine.device",
     "precision": "engine.precision",
@@ -158,6 +159,7 @@ class Options(DataOptions):
     """What `run` and `compare` have in common."""
 
     model: Text = None  # a name of `fedquilt list models`, or file.py:factory
+    task: Text = None  # a name of `fedquilt list tasks`, or file.py:Class; if not given what fits targets and model
     engine: Text = None  # a name of `fedquilt list engines`
     rounds: Whole = None  # how many are played
     cohort: Number = None  # clients that take part in a round: a number, or below 1 a part of all
@@ -170,7 +172,7 @@ class Options(DataOptions):
     init: File = None  # weights to start from: a safetensors file, or a run's folder
     out: Place = None  # write the run's records and checkpoints into this folder
     track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
-    target: Real = None  # an accuracy, as 0.6: also tell the rounds, bytes and seconds it took to reach it
+    target: Real = None  # an accuracy, as 0.6, or the task's main figure: also tell what it took to reach it
     resume: Place = None  # go on with the run in this folder; only --rounds, --target and --json go with it
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 
@@ -182,7 +184,7 @@ class Options(DataOptions):
         if config:
             base = read_toml(config)
         elif self._names_model_or_data():
-            base = defaults(name)
+            base = defaults(name, self._names_model())
         else:
             base = demo(name, bool(self._preset()))
         settings, asked = self.layers(base, method)
@@ -205,6 +207,11 @@ class Options(DataOptions):
         paths = {text.partition("=")[0].strip() for text in self.assign}
         return bool(self.model or self.data or paths & {"model", "model.name", "data", "data.name"})
 
+    def _names_model(self) -> bool:
+        """Return True if a flag names the model, or `--set` one of its options. Else the data decides it."""
+        paths = [text.partition("=")[0].strip() for text in self.assign]
+        return bool(self.model) or any(path.split(".")[0] == "model" for path in paths)
+
     def _preset(self) -> str:
         """Return the preset that `--set` asks for, or an empty string."""
         preset = ""
@@ -215,7 +222,7 @@ class Options(DataOptions):
         return preset
 
     def check_target(self) -> None:
-        """Before anything heavy."""
+        """Refuse what is no number, before anything heavy. What the task's main figure can be is known later."""
         from fedquilt.milestones import check_target
 
         if self.target is not None:

@@ -91,7 +91,7 @@ class Playing:
                 path=folder.path if folder else None,
                 trackers=self.experiment.tracking,
                 settings=write(self.experiment),
-                watch=begin(self.name, run.server.round, labels),
+                watch=begin(self.name, run.server.round, labels, run.world.task.main.is_rate),
                 names=self.experiment.names,
             )
         except KeyboardInterrupt as error:
@@ -113,6 +113,18 @@ class Playing:
             return self.finished
         return self.run.summary | self.experiment.names
 
+    def check_target(self, target: float | None) -> None:
+        """Refuse a target that the task's main figure cannot have."""
+        from fedquilt.milestones import check_target
+
+        if target is None:
+            return
+        if self.run:
+            main = self.run.world.task.main
+            check_target(target, main.name, main.is_rate)
+        else:
+            check_target(target, self.summary.get("main", "accuracy"), self.summary.get("percent", True))
+
     def told(self, target: float | None) -> dict[str, Any]:
         """The summary, and, if a target was asked for, when each share reached it."""
         if target is None:
@@ -121,7 +133,9 @@ class Playing:
         from fedquilt.records import read
 
         records = self.run.records if self.run else read(self.rounds) if self.rounds else []
-        reached = {share: found and asdict(found) for share, found in milestones(records, target).items()}
+        main, higher = self.summary.get("main", "accuracy"), self.summary.get("higher_is_better", True)
+        found = milestones(records, target, main, higher)
+        reached = {share: milestone and asdict(milestone) for share, milestone in found.items()}
         return {**self.summary, "target": target, "reached": reached}
 
 

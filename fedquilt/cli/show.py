@@ -27,7 +27,8 @@ if TYPE_CHECKING:
 
 Watch = Callable[["Record"], None]
 Labels = Mapping[str, str]  # names of shares in tables, for those whose name is not the number
-Begin = Callable[[str, int, Labels], Watch]  # of a run by its name, the rounds behind it, and its labels
+# Of a run by its name: the rounds behind it, its labels, and whether its main figure is shown in percent.
+Begin = Callable[[str, int, Labels, bool], Watch]
 _UNDER_ATTACK = ("standard", "robust")  # metrics of nets whose robustness was asked for
 
 
@@ -65,12 +66,17 @@ def progress(console: Console, names: Sequence[str], rounds: int) -> Iterator[Be
     """
     wide = max(map(len, names)) if len(names) > 1 else 0
     if not console.is_terminal:
-        yield lambda name, _, labels: partial(_say_round, console, f"{name:<{wide}}  " if wide else "", rounds, labels)
+
+        def by_line(name: str, done: int, labels: Labels, percent: bool) -> Watch:
+            lead = f"{name:<{wide}}  " if wide else ""
+            return partial(_say_round, console, lead, rounds, labels, percent)
+
+        yield by_line
         return
     with _bars(console) as bars:
-        tasks = {name: bars.add_task(name if wide else "round", False, rounds, rate="", accuracy="") for name in names}
+        tasks = {name: bars.add_task(name if wide else "round", False, rounds, rate="", figures="") for name in names}
 
-        def begin(name: str, done: int, labels: Labels) -> Watch:
+        def begin(name: str, done: int, labels: Labels, percent: bool) -> Watch:
             task, began = tasks[name], time.perf_counter()
             bars.start_task(task)
             bars.update(task, completed=done)
@@ -78,8 +84,8 @@ def progress(console: Console, names: Sequence[str], rounds: int) -> Iterator[Be
             def watch(record: Record) -> None:
                 rate = (record.round - done) / (time.perf_counter() - began)
                 bars.update(task, completed=record.round, rate=f"{rate:.1f} rounds/s")
-                if record.grades.accuracy:
-                    bars.update(task, accuracy=_accuracies(record, labels))
+                if record.grades.main:
+                    bars.update(task, figures=_figures(record, labels, percent))
 
             return watch
 
@@ -95,22 +101,24 @@ def _bars(console: Console) -> Progress:
         BarColumn(),
         TextColumn("{task.fields[rate]}"),
         TimeRemainingColumn(),
-        TextColumn("{task.fields[accuracy]}"),
+        TextColumn("{task.fields[figures]}"),
         console=console,
         transient=True,
     )
 
 
-def _say_round(console: Console, lead: str, rounds: int, labels: Labels, record: Record) -> None:
-    if record.grades.accuracy:
+def _say_round(console: Console, lead: str, rounds: int, labels: Labels, percent: bool, record: Record) -> None:
+    if record.grades.main:
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
         loss = "–" if record.loss is None else f"{record.loss:.3f}"  # nobody was there
-        say(console, f"{lead}round {count}  loss {loss}  {_accuracies(record, labels)}")
+        say(console, f"{lead}round {count}  loss {loss}  {_figures(record, labels, percent)}")
 
 
-def _accuracies(record: Record, labels: Labels) -> str:
-    shown = {_short(share, labels): accuracy for share, accuracy in record.grades.accuracy.items()}
-    return "  ".join(f"{label}: {accuracy:.1%}" for label, accuracy in shown.items())
+def _figures(record: Record, labels: Labels, percent: bool) -> str:
+    """Return the main figure of each share. Accuracy needs no name, because every number is a percentage."""
+    lead = "" if record.grades.main == "accuracy" else f"{record.grades.main}  "
+    shown = {_short(share, labels): _number(value, percent) for share, value in record.grades.figures.items()}
+    return lead + "  ".join(f"{label}: {value}" for label, value in shown.items())
 
 
 # --- when it is over --------------------------------------------------------------------------------------------
@@ -118,8 +126,9 @@ def _accuracies(record: Record, labels: Labels) -> str:
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
     """A table of the shares and a note, tables of domains and of robustness if there are any, bytes and seconds."""
-    labels = _labels(summary)
-    columns = {"accuracy": {_short(share, labels): _percent(value) for share, value in summary["accuracy"].items()}}
+    labels, main = _labels(summary), _main(summary)
+    shares, percent = _shares(summary), _in_percent(summary)
+    columns = {main: {_short(share, labels): _number(value, percent) for share, value in shares.items()}}
     if "reached" in summary:
         reached = summary["reached"].items()
         columns[_to(summary)] = {_short(share, labels): _milestone(found) for share, found in reached}
@@ -131,21 +140,19 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
     _say_notes(console, {summary["method"]: summary})
     if domains := _domains(summary):
         say(console, "")
-        shares = summary["accuracy"]
-        show_table(console, "domain", {name: _row(values, shares, labels) for name, values in domains.items()})
+        show_table(console, "domain", {name: _row(values, shares, labels, percent) for name, values in domains.items()})
         say(console, "")
     if tested := {
         name: values for name, values in summary["metrics"].items() if name.partition("/")[0] in _UNDER_ATTACK
     }:
         say(console, "")
-        shares = summary["accuracy"]
-        show_table(console, "metric", {name: _row(values, shares, labels) for name, values in tested.items()})
+        show_table(console, "metric", {name: _row(values, shares, labels, percent) for name, values in tested.items()})
         say(console, "")
     say(console, _totals(summary))
 
 
 def _say_notes(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """What one must know to read the accuracies above, of those methods that have something to say."""
+    """What one must know to read the figures above, of those methods that have something to say."""
     for name, summary in summaries.items():
         if note := summary.get("note"):
             say(console, f"{name}: {note}")
@@ -162,23 +169,42 @@ def _labels(summary: Mapping[str, Any]) -> Labels:
     return labels
 
 
-def _percent(accuracy: float | None) -> str:
-    return "–" if accuracy is None else f"{accuracy:.1%}"
+def _main(summary: Mapping[str, Any]) -> str:
+    """Return the name of the main figure. Summaries of earlier versions have accuracy and do not say so."""
+    main: str = summary.get("main", "accuracy")
+    return main
 
 
-def _row(accuracy: Mapping[str, float], shares: Iterable[str], labels: Labels) -> dict[str, str]:
-    """Accuracies with a column a share."""
-    return {_short(share, labels): _percent(accuracy.get(share)) for share in shares}
+def _in_percent(summary: Mapping[str, Any]) -> bool:
+    return bool(summary.get("percent", True))
+
+
+def _shares(summary: Mapping[str, Any]) -> dict[str, float]:
+    """Return the main figure by share."""
+    found: dict[str, float] = summary["metrics"].get(_main(summary), summary["accuracy"])
+    return found
+
+
+def _number(figure: float | None, percent: bool) -> str:
+    if figure is None:
+        return "–"
+    return f"{figure:.1%}" if percent else f"{figure:.4g}"
+
+
+def _row(figures: Mapping[str, float], shares: Iterable[str], labels: Labels, percent: bool) -> dict[str, str]:
+    """Return figures with a column for each share."""
+    return {_short(share, labels): _number(figures.get(share), percent) for share in shares}
 
 
 def _domains(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Accuracies by domain, and then by share."""
-    lead = "accuracy/"
+    """Return the main figure by domain, and then by share."""
+    lead = f"{_main(summary)}/"
     return {name.removeprefix(lead): values for name, values in summary["metrics"].items() if name.startswith(lead)}
 
 
 def _to(summary: Mapping[str, Any]) -> str:
-    return f"to {100 * summary['target']:g}%"
+    target = summary["target"]
+    return f"to {100 * target:g}%" if _in_percent(summary) else f"to {_main(summary)} {target:g}"
 
 
 def _milestone(found: Mapping[str, Any] | None) -> str:
@@ -206,15 +232,17 @@ def _totals(summary: Mapping[str, Any]) -> str:
 
 
 def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """A row a method: accuracy at every share, bytes both ways, seconds; and below, what a device of a share holds.
+    """Show a row for each method, with the main figure at every share, and below it what a device of a share holds.
 
-    In between the widest share's accuracy by domain, if there are domains, and what a target took, if there is one.
+    In between the widest share's figure by domain, if there are domains, and what a target took, if there is one.
     """
-    shares = list(dict.fromkeys(share for summary in summaries.values() for share in summary["accuracy"]))
+    first = next(iter(summaries.values()))
+    main, percent = _main(first), _in_percent(first)
+    shares = list(dict.fromkeys(share for summary in summaries.values() for share in _shares(summary)))
     labels = {share: label for summary in summaries.values() for share, label in _labels(summary).items()}
     rows = {
         name: {
-            **_row(summary["accuracy"], shares, labels),
+            **_row(_shares(summary), shares, labels, percent),
             "to clients": size(summary["bytes_down"]),
             "back": size(summary["bytes_up"]),
             "seconds": f"{summary['seconds']:.1f}",
@@ -222,13 +250,13 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
         }
         for name, summary in summaries.items()
     }
-    show_table(console, "method", rows)
+    show_table(console, "method" if main == "accuracy" else f"method ({main})", rows)
     _say_notes(console, summaries)
     by_domain = {name: _domains(summary) for name, summary in summaries.items()}
     if domains := dict.fromkeys(domain for own in by_domain.values() for domain in own):
         widest = max(shares, key=float)
         rows = {
-            name: {domain: _percent(own.get(domain, {}).get(widest)) for domain in domains}
+            name: {domain: _number(own.get(domain, {}).get(widest), percent) for domain in domains}
             for name, own in by_domain.items()
         }
         say(console, "")
@@ -239,7 +267,7 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
             for name, summary in summaries.items()
         }
         say(console, "")
-        show_table(console, _to(next(iter(summaries.values()))), rows)
+        show_table(console, _to(first), rows)
     alike: dict[str, list[str]] = {}  # methods by their members, which may differ: one common net, or rounded up
     for name, summary in summaries.items():
         alike.setdefault(json.dumps(summary["members"]), []).append(name)
@@ -315,8 +343,8 @@ def show_clients(console: Console, found: Clientwise) -> None:
     def row(group: Clientwise) -> dict[str, Any]:
         return {
             "clients": len(group.devices),
-            "accuracy, own size": _spread(group, "accuracy_own_size", 100, " %"),
-            "accuracy, whole model": _spread(group, "accuracy_whole_model", 100, " %"),
+            f"{found.main}, own size": _main_spread(group, "main_own_size"),
+            f"{found.main}, whole model": _main_spread(group, "main_whole_model"),
             "MACs a batch": _spread(group, "macs"),
             "parameters a round": _spread(group, "params"),
         }
@@ -333,6 +361,16 @@ def show_clients(console: Console, found: Clientwise) -> None:
             for domain, group in found.by("domain").items()
         },
     )
+
+
+def _main_spread(group: Clientwise, of: str) -> str:
+    """Return mean and deviation of the main figure."""
+    if group.percent:
+        return _spread(group, of, 100, " %")
+    mean, deviation = group.spread(of)
+    if math.isnan(mean):
+        return "–"
+    return f"{mean:.4g}" + (f" ± {deviation:.2g}" if deviation else "")
 
 
 def _spread(group: Clientwise, of: str, scale: float = 1.0, unit: str = "") -> str:

@@ -13,6 +13,7 @@ from fedquilt.data import FederatedData
 from fedquilt.family.norms import NormPolicy
 from fedquilt.round.attack import PGD
 from fedquilt.round.serve import Domain, Kind, Score
+from fedquilt.tasks import Task
 from fedquilt.terms import Mix, Weights
 
 
@@ -29,6 +30,12 @@ class Exam:
     robustness: float = 0.0  # Of dual norms.
     attack: PGD | None = None  # On the samples.
     training: bool = False  # The positions are in the training set.
+
+    def kept(self, task: Task) -> Tensor:
+        """Return (sample,) True for the samples whose outputs metrics need that are not made of sums."""
+        chosen = torch.zeros(len(self.samples), dtype=torch.bool)
+        chosen[task.kept_positions(len(chosen))] = True
+        return chosen
 
     def kind(self, norm: NormPolicy) -> Kind:
         """Return what is run, which is equal for exams that run the same kernels."""
@@ -62,7 +69,7 @@ def pieces(exams: Sequence[Exam], data: FederatedData, depends_on_batch: bool, b
 
 def summed(exams: Sequence[Exam], found: Sequence[Piece], scores: Sequence[Score], data: FederatedData) -> list[Score]:
     """Return the score of every exam, with the scores of its domains."""
-    whole = [Score(exam.label, 0, 0) for exam in exams]
+    whole = [Score(exam.label) for exam in exams]
     by_domain: list[dict[Domain, Score]] = [{} for _ in exams]
     for piece, score in zip(found, scores, strict=True):
         if piece.counts:

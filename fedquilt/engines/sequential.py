@@ -28,8 +28,8 @@ from fedquilt.round.client import (
 )
 from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
-from fedquilt.round.serve import Kind, Score, mean_statistics, right
-from fedquilt.round.training.batches import augment, batched
+from fedquilt.round.serve import Kind, Score, mean_statistics
+from fedquilt.round.training.batches import augmented, batched
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.passes import ClientPass
@@ -138,23 +138,27 @@ class Sequential(Simulation):
     def _batch(self, job: Job, learner: Learner, rows: Tensor, held: Tensor, step: int) -> Batch:
         rows = rows.to(self.device)
         key = noise.fold_in(torch.tensor(self.keys(job)[1], device=self.device), step)
-        inputs = augment(self.data.samples(rows), learner.local, key)
+        inputs, targets = self.data.samples(rows), self.data.targets[rows]
+        inputs, targets = augmented(inputs, targets, learner.local, key, learner.task)
         share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
-        return Batch(inputs, self.data.targets[rows], held, key, share)
+        return Batch(inputs, targets, held, key, share)
 
     def _evaluate(self, exams: Sequence[Exam], batch_size: int) -> list[Score]:
-        scores = []
+        task, scores = self.world.task, []
         for exam in exams:
-            kind = exam.kind(self.method.local.norm)
-            total = torch.zeros(2, dtype=torch.int64, device=self.device)
-            for rows in batched(exam.samples.to(self.device), batch_size):
+            kind, score = exam.kind(self.method.local.norm), Score(exam.label)
+            batches = batched(exam.samples.to(self.device), batch_size)
+            for rows, kept in zip(batches, batched(exam.kept(task), batch_size), strict=True):
                 with torch.no_grad():
                     inputs, targets = self.samples(kind, rows)
                     drawn = kind.drawn(self.world.seed, rows, inputs)
-                    logits = kind.logits(self.world.family, exam.weights, inputs, targets, drawn)
-                    total += right(logits, targets, exam.held, exam.absent)
-            hits, count = total.tolist()
-            scores.append(Score(exam.label, hits, count))
+                    logits = kind.logits(self.world, exam.weights, inputs, targets, drawn)
+                    sums = task.sums(logits, targets, exam.held, exam.absent)
+                here = Score(exam.label, {name: value.cpu() for name, value in sums.items()})
+                if task.collected:
+                    here = replace(here, outputs=logits.cpu()[kept], targets=targets.cpu()[kept])
+                score = score + here
+            scores.append(score)
         return scores
 
     def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
@@ -165,6 +169,6 @@ class Sequential(Simulation):
                 with torch.no_grad():
                     inputs, targets = self.samples(kind, rows)
                     drawn = kind.drawn(self.world.seed, rows, inputs)
-                    measured.append(kind.statistics(self.world.family, weights, inputs, targets, drawn))
+                    measured.append(kind.statistics(self.world, weights, inputs, targets, drawn))
             found.append(mean_statistics(measured, len(measured)))
         return found

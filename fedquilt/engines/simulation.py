@@ -6,7 +6,7 @@ from abc import abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass, fields, replace
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Self
 
 import torch
 from torch import Tensor
@@ -56,6 +56,8 @@ class Simulation(Engine):
     data: FederatedData
     device: torch.device = CPU
     precision: Precision = "fp32"
+
+    outputs_may_leave: ClassVar[bool] = True
 
     @classmethod
     def check(cls) -> None:
@@ -129,9 +131,13 @@ class Simulation(Engine):
         before = self._federation
         if before is federation:
             return
-        if before is None or before.world.family is not federation.world.family:
+        same_family = before is not None and before.world.family is federation.world.family
+        if before is None or not same_family or before.world.task != federation.world.task:
             self._check_federation(federation)
+        if not same_family:
             self.forget_family()
+        elif before is not None and before.world.task != federation.world.task:
+            self._classes.clear()
         self._federation = federation
         if federation.method.attack is not None:
             self._check_range(federation.method.attack)
@@ -146,7 +152,8 @@ class Simulation(Engine):
                 f"a federation in {federation.world.precision} was given to an engine in {self.precision}; both must "
                 "have the same precision."
             )
-        check_data(federation.world.family, self.data)
+        check_inputs(federation.world.family, self.data)
+        check_targets(federation.world, self.data)
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context of all training and testing."""
@@ -329,11 +336,14 @@ class Simulation(Engine):
         return steps + learner.pass_macs(member, self.data.size(job.client.id), public)
 
     def held(self, client: int) -> Tensor:
-        """Return (class,) True where the client has samples of the class, on the CPU."""
+        """Return (class,) True where the client has samples of the class, on the CPU.
+
+        Where targets are not classes it is True for every output.
+        """
         if client not in self._classes:
             if len(self._classes) >= MAX_CACHED_CLASSES:
                 self._classes.pop(next(iter(self._classes)))
-            self._classes[client] = self.data.held(client, self.world.family.num_classes).cpu()
+            self._classes[client] = classes_held(self.world, self.data, client)
         return self._classes[client]
 
     @property
@@ -385,8 +395,15 @@ def check_downloads(server: Server, job: Job, learner: Learner) -> None:
 _CONSTRUCTED = ("data", "device", "precision")  # Fields that a run's own settings have.
 
 
-def check_data(family: Family, data: FederatedData) -> None:
-    """Refuse data that does not fit the inputs and outputs of a model."""
+def classes_held(world: World, data: FederatedData, client: int) -> Tensor:
+    """Return (class,) True where a client has samples of the class, on the CPU; True everywhere without classes."""
+    if not world.task.has_classes:
+        return torch.ones(world.family.num_outputs, dtype=torch.bool)
+    return data.held(client, world.family.num_outputs).cpu()
+
+
+def check_inputs(family: Family, data: FederatedData) -> None:
+    """Refuse data that does not fit the inputs of a model."""
     if len(family.example_inputs) != 1:
         raise DataError(
             f"the model was traced with {len(family.example_inputs)} inputs; {data.name} has one a "
@@ -400,11 +417,19 @@ def check_data(family: Family, data: FederatedData) -> None:
         )
     if example.is_floating_point() != inputs.is_floating_point():
         raise DataError(f"the model takes {example.dtype} inputs; {data.name} has {inputs.dtype}.")
-    if data.num_classes > family.num_classes:
-        raise DataError(f"{data.name} has {data.num_classes} classes; the model's output has {family.num_classes}.")
     homes, tests = data.test_domains, len(data.test_targets)
     if homes is not None and len(homes) != tests:  # A test set was put in the place of another.
         raise DataError(f"{data.name} has {tests} test samples and the domains of {len(homes)}.")
+
+
+def check_targets(world: World, data: FederatedData) -> None:
+    """Refuse targets, of training or of test samples, that do not fit the task and the model's output."""
+    task, outputs = world.task, world.family.num_outputs
+    if task.has_classes and data.num_classes > outputs:
+        raise DataError(f"{data.name} has {data.num_classes} classes; the model's output has {outputs}.")
+    shape = world.family.output_shape
+    task.check(data.targets, shape, data.name)
+    task.check(data.test_targets, shape, f"the test set of {data.name}")
 
 
 @contextmanager

@@ -100,7 +100,7 @@ class Unit:
         self.rows = torch.zeros(_CHUNK, count, most, dtype=torch.int64, device=device)
         self.active = torch.ones(_CHUNK, count, dtype=torch.bool, device=device)
         self.losses = torch.zeros(_CHUNK, count, dtype=world.dtype, device=device)
-        self.held = torch.ones(count, family.num_classes, dtype=torch.bool, device=device)
+        self.held = torch.ones(count, family.num_outputs, dtype=torch.bool, device=device)
         self.keys = torch.zeros(count, dtype=torch.int64, device=device)
         self.shares = torch.ones(count, dtype=world.dtype, device=device)
         self.noise = torch.zeros(_CHUNK, count, dtype=torch.int64, device=device)  # the keys of every step
@@ -380,10 +380,11 @@ class Unit:
         """Everyone's batch of this step, of so many samples."""
         learner = self.shape.learner
         rows, keys = self.rows.index_select(0, self.at)[0, :, :size], self.noise.index_select(0, self.at)[0]
-        inputs = self.engine.augmented(learner.local, self.engine.data.samples(rows), keys)
+        stored = self.engine.data.samples(rows), self.engine.data.targets[rows]
+        inputs, targets = self.engine.augmented(learner, *stored, keys)
         if self._channels_last:
             inputs = channels_last(inputs[0]).unsqueeze(0)
-        batch = Batch(inputs, self.engine.data.targets[rows], self.held, keys, self.shares)
+        batch = Batch(inputs, targets, self.held, keys, self.shares)
         return replace(batch, taught=self._taught(batch)) if learner.taught else batch
 
     def _close(self, losses: Tensor, before: State, kept: Mapping[str, State], masked: bool) -> None:

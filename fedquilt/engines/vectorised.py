@@ -61,9 +61,8 @@ from fedquilt.round.client import (
 from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Kind, Score
-from fedquilt.round.training.batches import augment
+from fedquilt.round.training.batches import augmented
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.passes import ClientPass
@@ -586,7 +585,7 @@ class Vectorised(Simulation):
             slots = {slot: _of(values, who) for slot, values in slots.items()}
         rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
         inputs, targets, keys = self.data.samples(rows), self.data.targets[rows], noise.fold_in(stack.keys[who], step)
-        inputs = self.augmented(learner.local, inputs, keys)
+        inputs, targets = self.augmented(learner, inputs, targets, keys)
         batch = Batch(inputs, targets, stack.held[who], keys, stack.shares[who])
         if learner.taught:
             batch = replace(batch, taught=self.taught(learner, self.world.family.member(stack.arch), state, batch))
@@ -608,10 +607,14 @@ class Vectorised(Simulation):
     # --- what the truth does for one client, for all of a stack -------------------------------------------------
 
     @staticmethod
-    def augmented(local: Local, inputs: Tensor, keys: Tensor) -> Tensor:
+    def augmented(learner: Learner, inputs: Tensor, targets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+        local, task = learner.local, learner.task
         if len(inputs) == 1:
-            return augment(inputs[0], local, keys[0]).unsqueeze(0)
-        return vmap(lambda own, key: augment(own, local, key))(inputs, keys)
+            changed, changed_targets = augmented(inputs[0], targets[0], local, keys[0], task)
+            return changed.unsqueeze(0), changed_targets.unsqueeze(0)
+        changes = vmap(lambda own, own_targets, key: augmented(own, own_targets, local, key, task))
+        changed, changed_targets = changes(inputs, targets, keys)
+        return changed, changed_targets
 
     def taught(self, learner: Learner, member: Member, state: State, batch: Batch) -> Tensor:
         if len(batch.inputs) == 1:

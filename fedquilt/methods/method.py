@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, fields, replace
 from typing import Any, ClassVar, Self
 
 from torch import Tensor
@@ -21,6 +21,7 @@ from fedquilt.round.labels import bounds_label, share_label, short_share
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
+from fedquilt.tasks import Task
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel
 
 Presets = Mapping[str, Mapping[str, Any]]
@@ -149,11 +150,19 @@ class Method:
     def learner(self, job: Job, world: World) -> Learner:
         """How it trains it; a pure function of the job and the configuration."""
         # A client that never saw a class has nothing to say about its output row (HeteroFL).
-        rows = self.local.masked == "client"
+        rows = self.local.masked == "client" and world.task.has_classes
         phases = (Phase(self.local.build_objective()),)
         share = self.divisor(job, world) if self.local.scaler else 1.0
         counts = self.weighting in ("updates", "both")
-        return Learner(phases, self.local, self.lr(job.round), class_rows=rows, counts_steps=counts, share=share)
+        return Learner(
+            phases,
+            self.local,
+            self.lr(job.round),
+            class_rows=rows,
+            counts_steps=counts,
+            share=share,
+            task=world.task,
+        )
 
     def divisor(self, job: Job, world: World) -> float:
         """Return the share of the client's net, by which `local.scaler` divides the outputs of its hidden layers.
@@ -192,10 +201,29 @@ class Method:
         """
         return self
 
+    def check_task(self, task: Task) -> None:
+        """Refuse a task that the method's settings do not fit. It is called once before a run.
+
+        A masked loss and the rows of single classes need classes. A mask that is the method's own
+        default, as HeteroFL's, holds where targets are classes, and nothing is masked elsewhere.
+        Any other mask has been asked for, and is refused.
+
+        Raises:
+            ConfigError: A setting needs classes, and the task has none.
+        """
+        usual: Local = next(one.default for one in fields(self) if one.name == "local")
+        if task.has_classes or self.local.masked in ("", usual.masked):
+            return
+        raise ConfigError(
+            f"{type(self).__name__} was asked for with local.masked = {self.local.masked!r}, which masks the outputs "
+            f"of absent classes; {type(task).__name__} has no classes. local.masked = '' fits."
+        )
+
     def candidates(self, server: Server, world: World) -> Mix:
         """Return nets that are to be scored before the state is tested or handed out; () if none are.
 
-        Their scores are the accuracies on training samples.
+        Their scores are the task's main figure on training samples, negative where lower is better.
+        So a higher score is always better.
         """
         return ()
 

@@ -40,21 +40,28 @@ class Record:
     missing: int = 0  # Clients of the cohort that did not answer.
 
     def to_dict(self) -> dict[str, Any]:
-        """Plain values; `accuracy` and `metrics` only when the round was evaluated."""
+        """Plain values; `accuracy`, `metrics` and `main` only when the round was evaluated.
+
+        `main` names the metric that tables, targets and trackers use. `accuracy` is empty where the task has none.
+        """
         record = {name: value for name, value in vars(self).items() if name not in ("grades", "stacks")}
         if self.link_seconds is None:
             del record["link_seconds"]
         if not self.missing:
             del record["missing"]
-        if self.grades.accuracy:
-            record |= {"accuracy": self.grades.accuracy, "metrics": self.grades.metrics}
+        if self.grades.main:
+            grades = self.grades
+            record |= {"accuracy": grades.accuracy, "metrics": grades.metrics, "main": grades.main}
         return record
 
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Record:
-        """What `to_dict` wrote."""
-        rest = {name: value for name, value in plain.items() if name not in ("accuracy", "metrics")}
-        return Record(**rest, grades=Grades(plain.get("accuracy", {}), plain.get("metrics", {})))
+        """Return the record that `to_dict` wrote. Earlier versions had accuracy beside the other metrics alone."""
+        rest = {name: value for name, value in plain.items() if name not in ("accuracy", "metrics", "main")}
+        if "accuracy" not in plain:
+            return Record(**rest)
+        metrics = plain["metrics"] if "main" in plain else {"accuracy": plain["accuracy"], **plain["metrics"]}
+        return Record(**rest, grades=Grades(plain.get("main", "accuracy"), metrics))
 
 
 @dataclass(frozen=True)

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.func import grad, vmap
 
 from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError, DataError
+from fedquilt.tasks import Classification, Task
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -56,7 +56,9 @@ class PGD:
             found = torch.minimum(torch.maximum(found + self.size * slope(found).sign(), least), most)
         return found.detach()
 
-    def on(self, module: nn.Module, inputs: Tensor, targets: Tensor, seed: int = 0) -> Tensor:
+    def on(
+        self, module: nn.Module, inputs: Tensor, targets: Tensor, seed: int = 0, task: Task = Classification()
+    ) -> Tensor:
         """The samples as they are worst for a plain module, one of `run.deploy` or any other, as it runs now.
 
         In training mode its norms keep the statistics of what they see on the way, as in any forward.
@@ -71,7 +73,7 @@ class PGD:
             """By plain autograd: torch.func forbids what a module writes into itself, as norms do in training."""
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
-                loss = F.cross_entropy(module(x.to(kind, copy=True)), targets)  # it may begin in place
+                loss = task.mean_loss(module(x.to(kind, copy=True)), targets)  # it may begin in place
                 (found,) = torch.autograd.grad(loss + 0 * x.sum(), x)  # zero where no slope reaches the samples
             return found
 
@@ -107,7 +109,7 @@ class AdversarialTraining:
 
     With several weights every sample draws one, which conditioned norms are told (OAT, Wang et al. 2020).
 
-    Attacks raise the plain cross-entropy, even where the trained loss is masked (algorithm 4, line
+    Attacks raise the task's plain loss, even where the trained loss is masked (algorithm 4, line
     10). The paper does not say in which mode the net is meanwhile. With "training", norms use the
     statistics of the attacked batch. With "evaluation", as in Split-Mix's released code, tracked
     norms use their stored statistics, and dropout and scaler are off.

@@ -5,7 +5,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -65,6 +65,8 @@ class Engine(ABC):
     """
 
     device: torch.device  # Where the server's state is kept.
+    # True: outputs for single samples may be kept beside the sums of metrics, as some metrics need them.
+    outputs_may_leave: ClassVar[bool] = False
 
     @abstractmethod
     def train(self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold) -> Outcome:

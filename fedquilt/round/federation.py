@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.round.link import PERFECT, Link
+from fedquilt.tasks import Classification, Task
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
@@ -29,6 +30,7 @@ class World:
     seed: int = 0
     precision: Precision = "fp32"  # Precision of products.
     public: Tensor | None = None  # Inputs without targets that everybody has.
+    task: Task = Classification()  # Loss, metrics and what targets are.
     num_clients: int = 0  # Clients of the fleet. 0: unknown, as on a machine without a fleet.
 
     @property

@@ -1,13 +1,13 @@
-"""What a federation is good for: accuracy at every size, on all data or on a client's own; norms made ready to use."""
+"""What a federation is good for: metrics at every size, on all data or on a client's own; norms made ready to use."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedquilt import noise
@@ -25,6 +25,7 @@ from fedquilt.round.labels import share_label
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.step import train_pass
+from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ class Kind:
     attack: PGD | None = None
     training: bool = False  # Training samples are meant, and not test samples.
 
-    def inputs(self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
+    def inputs(self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
         """The samples as the nets see them: as they are, or as they are worst for the nets together.
 
         All classes are attacked, also those that an exam hides: a sample of a hidden class is lost anyway.
@@ -76,21 +77,21 @@ class Kind:
         mode = replace(self.mode, statistics="batch") if self.mode.statistics == "measure" else self.mode
 
         def loss(x: Tensor) -> Tensor:
-            return F.cross_entropy(mixed(family, self.nets, weights, x, mode), targets)
+            return world.task.mean_loss(mixed(world.family, self.nets, weights, x, mode), targets)
 
         return self.attack(loss, inputs, drawn)
 
-    def logits(self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
+    def logits(self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
         """The mean of the nets' logits, classes in dimension 1. Pure: may be vmapped."""
-        seen = self.inputs(family, weights, inputs, targets, drawn)
-        return mixed(family, self.nets, weights, seen, self.mode)
+        seen = self.inputs(world, weights, inputs, targets, drawn)
+        return mixed(world.family, self.nets, weights, seen, self.mode)
 
     def statistics(
-        self, family: Family, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None
+        self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None
     ) -> dict[str, Tensor]:
         """The norm statistics that the one net sees. Pure: may be vmapped."""
-        seen = self.inputs(family, weights, inputs, targets, drawn)
-        return family.member(self.nets[0]).net(weights, seen, self.mode)[1]
+        seen = self.inputs(world, weights, inputs, targets, drawn)
+        return world.family.member(self.nets[0]).net(weights, seen, self.mode)[1]
 
     def drawn(self, seed: int, rows: Tensor, like: Tensor) -> Tensor | None:
         """What an attack on samples at positions starts from."""
@@ -99,19 +100,39 @@ class Kind:
 
 @dataclass(frozen=True)
 class Score:
-    """The result of a test: the number of right predictions, and of predictions."""
+    """The result of a test: sums of which metrics are made, and outputs for metrics that need all of them.
+
+    Args:
+        label: Label of the test.
+        sums: Sums by the name of their metric, as `Task.sums` has them, on the CPU.
+        outputs: (sample, class, …) Outputs that were kept, on the CPU. None: no metric needs them.
+        targets: (sample, …) Their targets.
+        domains: Scores of the domains that it consists of, if that was asked for.
+    """
 
     label: str
-    right: int
-    count: int
-    domains: Mapping[Domain, Score] = field(default_factory=dict)  # What it consists of, if that was asked for.
+    sums: Mapping[str, Tensor] = field(default_factory=dict)
+    outputs: Tensor | None = None
+    targets: Tensor | None = None
+    domains: Mapping[Domain, Score] = field(default_factory=dict)
 
-    @property
-    def accuracy(self) -> float:
-        return self.right / self.count if self.count else float("nan")
+    def figures(self, task: Task) -> dict[str, float]:
+        """Return every metric by name, the main one first. NaN: it is not defined for these samples."""
+        values = task.values(self.sums)
+        if self.outputs is not None and self.targets is not None:
+            rows = task.kept_positions(len(self.outputs))
+            values |= task.collected_values(self.outputs[rows], self.targets[rows])
+        return {metric.name: values.get(metric.name, math.nan) for metric in task.measured}
+
+    def main(self, task: Task) -> float:
+        """Return the main figure."""
+        return self.figures(task)[task.main.name]
 
     def __add__(self, other: Score) -> Score:
-        return Score(self.label, self.right + other.right, self.count + other.count)
+        sums = dict(self.sums)
+        for name, own in other.sums.items():
+            sums[name] = sums[name] + own if name in sums else own
+        return Score(self.label, sums, _joined(self.outputs, other.outputs), _joined(self.targets, other.targets))
 
 
 def compared_passes(local: Local, norm: NormPolicy) -> tuple[Pass, Pass]:
@@ -119,23 +140,9 @@ def compared_passes(local: Local, norm: NormPolicy) -> tuple[Pass, Pass]:
     return Pass(train=True, statistics=train_pass(local).statistics), norm.evaluation_pass
 
 
-def right(
-    logits: Tensor, targets: Tensor, held: Tensor | None, absent: float = -torch.inf, ignore: int = -100
-) -> Tensor:
-    """Count the right predictions and the targets of one batch. Pure: may be vmapped.
-
-    Args:
-        logits: (sample, class, …).
-        targets: (sample, …).
-        held: (class,) False where logits are replaced by `absent`; None: nowhere.
-        absent: With -inf the class cannot be predicted, with 0 it is where all other logits are negative.
-        ignore: Targets of this value do not count.
-    """
-    if held is not None:
-        logits = logits.masked_fill(~held.reshape([1, -1] + [1] * (logits.dim() - 2)), absent)
-    counted = targets != ignore
-    hits = (logits.argmax(1) == targets) & counted
-    return torch.stack([hits.sum(), counted.sum()])
+def _joined(first: Tensor | None, second: Tensor | None) -> Tensor | None:
+    parts = [part for part in (first, second) if part is not None]
+    return torch.cat(parts) if parts else None
 
 
 def mixed(family: Family, nets: Mix, weights: Weights, inputs: Tensor, mode: Pass) -> Tensor:
@@ -147,13 +154,25 @@ def mixed(family: Family, nets: Mix, weights: Weights, inputs: Tensor, mode: Pas
     return found[0] if len(found) == 1 else torch.stack(found).mean(0)
 
 
-def mean_by_label(scores: Iterable[Score]) -> dict[str, float]:
-    """Accuracy by label: the mean over the exams that carry it, each client counting once."""
-    found: dict[str, list[float]] = {}
+def means_by_label(scores: Iterable[Score], task: Task) -> dict[str, dict[str, float]]:
+    """Return every metric by label: the mean over the exams that carry it, each client counting once.
+
+    An exam for which a metric is not defined, such as one without samples, is left out of its mean.
+    """
+    found: dict[str, dict[str, list[float]]] = {metric.name: {} for metric in task.measured}
     for score in scores:
-        if score.count:
-            found.setdefault(score.label, []).append(score.accuracy)
-    return {label: sum(values) / len(values) for label, values in found.items()}
+        for metric, value in score.figures(task).items():
+            if not math.isnan(value):
+                found[metric].setdefault(score.label, []).append(value)
+    return {
+        metric: {label: sum(values) / len(values) for label, values in by_label.items()}
+        for metric, by_label in found.items()
+    }
+
+
+def main_by_label(scores: Iterable[Score], task: Task) -> dict[str, float]:
+    """Return the main figure by label."""
+    return means_by_label(scores, task)[task.main.name]
 
 
 def mean_statistics(measured: Sequence[Weights], count: int) -> dict[str, Tensor]:
@@ -177,16 +196,17 @@ class Evaluation:
     loss is masked by client, it is among the client's classes alone. The codes released with HeteroFL and FedRolex set
     the logits of other classes to 0 instead, and predict among all: `absent="zero"` gives their number, which is lower
     or equal where clients are tested on classes that they hold.
+    Tasks whose main figure is not accuracy have that figure in its place, such as `local_rmse`.
     """
 
     every: int = 1  # rounds; the last round is always evaluated, 0: only that one
     batch_size: int = 50  # norm statistics are means over batches of so many; a CPU is fastest with about so many
-    clients: int = 100  # at most so many clients take part where accuracy is a mean over clients
+    clients: int = 100  # at most so many clients take part where a metric is a mean over clients
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
     absent: Absent = "hidden"  # Classes that a client lacks, in its own test: never predicted, or with a logit of zero
-    domains: bool = True  # also tell the accuracy on each domain of the test set, if it has domains
+    domains: bool = True  # also tell the main figure on each domain of the test set, if it has domains
     shares: tuple[float, ...] = ()  # tested besides those that devices hold
-    robustness: tuple[float, ...] = ()  # also tell accuracy, standard and under attack, with dual norms so mixed
+    robustness: tuple[float, ...] = ()  # also tell the main figure, standard and under attack, with dual norms so mixed
     attack: PGD = PGD()  # that nets are tested under, where their robustness is asked for
 
     def __post_init__(self) -> None:
@@ -204,15 +224,25 @@ class Evaluation:
 
 @dataclass(frozen=True)
 class Grades:
-    """Accuracy by share, and other metrics in the same form."""
+    """Every metric by name and then by share, and the name of the main one. Without a name nothing was evaluated."""
 
-    accuracy: dict[str, float] = field(default_factory=dict)
+    main: str = ""
     metrics: dict[str, dict[str, float]] = field(default_factory=dict)
+
+    @property
+    def accuracy(self) -> dict[str, float]:
+        """Return accuracy by share; empty where the task has none."""
+        return self.metrics.get("accuracy", {})
+
+    @property
+    def figures(self) -> dict[str, float]:
+        """Return the main figure by share."""
+        return self.metrics.get(self.main, {})
 
 
 def grade(federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
     """Test what a device of each budget would get: from the server, or, where results live on clients, theirs."""
-    method, world = federation.method, federation.world
+    method, world, task = federation.method, federation.world, federation.world.task
     server = arranged(federation, server, engine)
     if method.personal:
         scores: list[Score] = []
@@ -222,23 +252,24 @@ def grade(federation: Federation, server: Server, fleet: Fleet, engine: Engine, 
             scores += engine.evaluate(federation, own, how.batch_size, how.domains)
             for metric, attacked in _under_attack(federation, engine, how, own).items():
                 under.setdefault(metric, []).extend(attacked)
-        grades = _grades(scores)
-        grades.metrics.update({metric: mean_by_label(attacked) for metric, attacked in under.items()})
+        grades = _grades(scores, task)
+        grades.metrics.update({metric: main_by_label(attacked, task) for metric, attacked in under.items()})
         return grades
     members = members_by_share(method, server, fleet.kinds, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
     weights = ready(federation, server, submodels, engine, how.batch_size)
     exams = [EvalJob(label, nets, joined(nets, weights)) for label, nets in members.items()]
-    grades = _grades(engine.evaluate(federation, exams, how.batch_size, how.domains))
+    grades = _grades(engine.evaluate(federation, exams, how.batch_size, how.domains), task)
     if how.local and engine.tests_by_client:
         widest = max(exams, key=lambda exam: sum(world.family.count(net.arch) for net in exam.nets))
         asked = _asked(federation, fleet, server, engine, how)
         by_client = _by_client([widest], asked, federation, engine, how)
-        grades.metrics["local_accuracy"] = mean_by_label(engine.evaluate(federation, by_client, how.batch_size))
+        local = engine.evaluate(federation, by_client, how.batch_size)
+        grades.metrics[f"local_{task.main.name}"] = main_by_label(local, task)
     if how.robustness:
         asked = _asked(federation, fleet, server, engine, how)
         under = _under_attack(federation, engine, how, _by_client(exams, asked, federation, engine, how))
-        grades.metrics.update({metric: mean_by_label(attacked) for metric, attacked in under.items()})
+        grades.metrics.update({metric: main_by_label(attacked, task) for metric, attacked in under.items()})
     return grades
 
 
@@ -251,17 +282,20 @@ def arranged(federation: Federation, server: Server, engine: Engine) -> Server:
     weights = ready(federation, server, candidates, engine, _RANKING_BATCH)
     exams = [EvalJob(net.scope, (net,), joined((net,), weights), training=_RANKING) for net in candidates]
     scores = engine.evaluate(federation, exams, _RANKING_BATCH)
-    return method.arranged(server, [score.accuracy for score in scores], world)
+    sign = 1.0 if world.task.main.higher_is_better else -1.0
+    return method.arranged(server, [sign * score.main(world.task) for score in scores], world)
 
 
-def _grades(scores: Sequence[Score]) -> Grades:
-    """Return the accuracy, and that on every domain as a metric of its own: `accuracy/mnist`."""
+def _grades(scores: Sequence[Score], task: Task) -> Grades:
+    """Return every metric, and the main one on every domain as a metric of its own: `accuracy/mnist`."""
     by_domain: dict[Domain, list[Score]] = {}
     for score in scores:
         for domain, own in score.domains.items():
             by_domain.setdefault(domain, []).append(own)
-    found = {f"accuracy/{domain[1]}": mean_by_label(by_domain[domain]) for domain in sorted(by_domain)}
-    return Grades(mean_by_label(scores), {metric: values for metric, values in found.items() if values})
+    main = task.main.name
+    found = means_by_label(scores, task)
+    found |= {f"{main}/{domain[1]}": main_by_label(by_domain[domain], task) for domain in sorted(by_domain)}
+    return Grades(main, {metric: values for metric, values in found.items() if values})
 
 
 def _by_client(
@@ -270,7 +304,7 @@ def _by_client(
     """Return tests on each client's own test samples. Where there are none, the tests stay as they are."""
     if not engine.tests_by_client:
         return list(exams)
-    own_classes = _among_own_classes(federation.method)
+    own_classes = _among_own_classes(federation)
     return [
         replace(exam, client=client.id, own_classes=own_classes, absent=how.logit)
         for exam in exams
@@ -281,7 +315,7 @@ def _by_client(
 def _under_attack(
     federation: Federation, engine: Engine, how: Evaluation, exams: Sequence[EvalJob]
 ) -> dict[str, list[Score]]:
-    """Standard and robust accuracy of the same nets, at every robustness they can be told to have.
+    """The main figure of the same nets, standard and robust, at every robustness they can be told to have.
 
     `standard/0.2` and `robust/0.2`; nets with single norms have one of each, `standard` and `robust`.
     """
@@ -417,7 +451,7 @@ def measured(family: Family, net: Submodel, state: Weights, samples: Array, batc
 
 
 def _asked(federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
-    """The clients whose own accuracy is asked for: all of a small fleet, a draw of a large one.
+    """The clients that are tested on their own samples: all of a small fleet, a draw of a large one.
 
     Where results live on clients, the draw is among those that have one: most of a large fleet have never trained.
     """
@@ -446,10 +480,10 @@ def own_exam(federation: Federation, server: Server, client: Client, engine: Eng
     if method.local.norm.measures and world.family.statistics:
         found = measured_statistics(federation, list(states.items()), engine, how.batch_size, client.id)
         states = {net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)}
-    label, own_classes = share_label(method, client.budget, world), _among_own_classes(method)
+    label, own_classes = share_label(method, client.budget, world), _among_own_classes(federation)
     return EvalJob(label, nets, joined(nets, states), client.id, own_classes, how.logit)
 
 
-def _among_own_classes(method: Method) -> bool:
-    """Clients that train among their own classes only are tested among them."""
-    return method.local.masked == "client"
+def _among_own_classes(federation: Federation) -> bool:
+    """Return True if clients train among their own classes only, so that they are tested among them."""
+    return federation.method.local.masked == "client" and federation.world.task.has_classes

@@ -29,6 +29,7 @@ __all__ = [
     "find_task",
     "hide_absent",
     "infer",
+    "is_own",
 ]
 
 TASKS: dict[str, type[Task]] = {
@@ -59,3 +60,9 @@ def find_task(task: str | Task) -> Task:
             f"the task {task} was asked for; it is a {type(made).__name__}. A subclass of fedquilt.tasks.Task fits."
         )
     return made
+
+
+def is_own(task: Task) -> bool:
+    """Return True if the task, or one of its metrics, is the user's own and not part of fedquilt."""
+    parts = (type(task), *(type(metric) for metric in task.measured))
+    return any(not part.__module__.startswith(f"{__name__}.") for part in parts)

@@ -36,6 +36,7 @@ class Metric:
     higher_is_better: ClassVar[bool] = True
     kinds: ClassVar[tuple[Kind, ...]] = _EVERY_KIND  # Kinds of targets that the metric can read
     of_predictions: ClassVar[bool] = False  # Absent classes may be hidden from it
+    is_rate: ClassVar[bool] = False  # True: a share of something, from 0 to 1, which tables show in percent
 
     @property
     def name(self) -> str:
@@ -91,6 +92,7 @@ class _OfClasses(SumMetric):
 
     kinds: ClassVar[tuple[Kind, ...]] = ("classes",)
     of_predictions: ClassVar[bool] = True
+    is_rate: ClassVar[bool] = True
 
     @classmethod
     def for_task(cls, task: Task) -> Self:
@@ -151,6 +153,7 @@ class Perplexity(_OfClasses):
 
     higher_is_better: ClassVar[bool] = False
     of_predictions: ClassVar[bool] = False
+    is_rate: ClassVar[bool] = False
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs, targets, ignore_index=self.ignore, reduction="none")
@@ -181,6 +184,7 @@ class F1(SumMetric):
 
     kinds: ClassVar[tuple[Kind, ...]] = ("classes", "labels")
     of_predictions: ClassVar[bool] = True
+    is_rate: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
         one_of(self, average=Average)
@@ -230,6 +234,7 @@ class LabelAccuracy(SumMetric):
     """Share of right labels, outputs above 0 meaning yes. Sums: right and all labels (int64)."""
 
     kinds: ClassVar[tuple[Kind, ...]] = ("labels",)
+    is_rate: ClassVar[bool] = True
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         hits = (outputs.reshape(targets.shape) > 0) == (targets > 0.5)
@@ -361,6 +366,7 @@ class _OfScores(CollectedMetric):
     ignore: int = -100  # Class targets of this value do not count
 
     kinds: ClassVar[tuple[Kind, ...]] = ("classes", "labels")
+    is_rate: ClassVar[bool] = True
 
     @classmethod
     def for_task(cls, task: Task) -> Self:

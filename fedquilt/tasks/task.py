@@ -201,7 +201,7 @@ class Task(ABC):
     ) -> dict[str, Tensor]:
         """Return the sums of one batch for every metric that has sums, by name.
 
-        They add over batches and devices.
+        They add over batches and devices. Whole numbers stay exact, and all others are float64.
 
         Args:
             outputs: (sample, class, …).
@@ -213,10 +213,21 @@ class Task(ABC):
         """
         hidden = hide_absent(outputs, present, absent)
         return {
-            metric.name: metric.sums(hidden if metric.of_predictions else outputs, targets)
+            metric.name: _exact(metric.sums(hidden if metric.of_predictions else outputs, targets))
             for metric in self.measured
             if isinstance(metric, SumMetric)
         }
+
+    def metric_of(self, figure: str) -> Metric:
+        """Return the metric that a figure in the records is made of.
+
+        Args:
+            figure: A metric's name, `local_NAME` (the mean over clients' own test samples),
+                `NAME/DOMAIN`, or `standard` and `robust`, which are the main metric.
+        """
+        name = figure.partition("/")[0]
+        named = {metric.name: metric for metric in self.measured}
+        return named.get(name) or named.get(name.removeprefix("local_")) or self.main
 
     def values(self, totals: Mapping[str, Tensor]) -> dict[str, float]:
         """Return the metrics of summed-up sums, by name."""
@@ -248,6 +259,10 @@ class Task(ABC):
                 f"{who} does not let "
                 f"outputs leave a device. task.metrics = {others} would work."
             )
+
+
+def _exact(sums: Tensor) -> Tensor:
+    return sums.double() if sums.is_floating_point() else sums
 
 
 def hide_absent(outputs: Tensor, present: Tensor | None, absent: float = -math.inf) -> Tensor:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.errors import ConfigError
 from fedquilt.round.training.local import LastBatch, Local
+from fedquilt.tasks import Task
 
 
 def batched(samples: Tensor, batch_size: int, last_batch: LastBatch = "keep") -> list[Tensor]:
@@ -31,6 +32,20 @@ def itinerary(size: int, local: Local, key: int) -> list[Tensor]:
         order = noise.order(noise.key(key, epoch), size)
         batches += batched(order, local.batch_size, local.last_batch)
     return batches
+
+
+def augmented(inputs: Tensor, targets: Tensor, local: Local, key: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    """Crop and flip a batch at random, its targets as the task says. Pure: may be vmapped.
+
+    Args:
+        inputs: (sample, …).
+        targets: (sample, …). Most do not change.
+        local: Which crops and flips there are.
+        key: Key from which they are drawn.
+        task: Task that knows whether targets are images too.
+    """
+    changed = task.augment_targets(targets, lambda images: augment(images, local, key))
+    return augment(inputs, local, key), changed
 
 
 def augment(inputs: Tensor, local: Local, key: Tensor) -> Tensor:

@@ -15,11 +15,12 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.precision import Precision
 from fedquilt.round.training.filters import All, Filter, Nothing
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import CrossEntropy, Objective
+from fedquilt.round.training.objectives import Objective, TaskLoss
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.passes import ClientPass
 from fedquilt.round.training.regions import Everywhere, Region, masks_of
 from fedquilt.round.training.state import MethodState
+from fedquilt.tasks import Classification, Task
 from fedquilt.terms import Submodel
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ Freeze = Literal["update", "gradient"]
 class Phase:
     """One update of a batch: what is minimised, and which positions it may move."""
 
-    objective: Objective = CrossEntropy()
+    objective: Objective = TaskLoss()
     moves: Region = Everywhere()
     # Elsewhere the update is withheld, or only the gradient: then momentum and decay move what should stay.
     freeze: Freeze = "update"
@@ -58,6 +59,7 @@ class Learner:
     before: tuple[ClientPass, ...] = ()  # Passes over samples before the first step, with the received weights
     after: tuple[ClientPass, ...] = ()  # Passes over samples after the last step, with the trained weights
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
+    task: Task = Classification()  # whose loss the objectives wrap: that of the world
     # Share of the client's net, which the scaler divides by. Learners that differ in it alone are equal, so that
     # clients of unequal shares and equal members still train as one stack, each with its own share.
     share: float = field(default=1.0, compare=False)

@@ -9,7 +9,7 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.norms import BatchStatistics, NormPolicy, norm_policy
 from fedquilt.round.attack import AdversarialTraining
-from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy, Objective, Wrapping
+from fedquilt.round.training.objectives import Adversarial, MaskedCrossEntropy, Objective, TaskLoss, Wrapping
 from fedquilt.round.training.optimizers import SGD, Adam
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 
@@ -28,7 +28,7 @@ class Local:
     last_batch: LastBatch = "keep"  # one that is not full: trained on, left out, or joined to the one before
     norm: NormPolicy = BatchStatistics()  # Norm policy: a name of `fedquilt list norms`, or file.py:Class
     scaler: bool = False  # Divide the outputs of all cut hidden layers by the client's share, in training only
-    masked: Masked = ""  # mask the logits of classes absent from the client or the batch
+    masked: Masked = ""  # mask the logits of classes absent from the client or the batch, where targets are classes
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
     adversarial: AdversarialTraining | None = None  # training on attacked samples too; None: on clean ones alone
@@ -48,7 +48,7 @@ class Local:
         Args:
             share: Share of the whole model, for the loss of a nested net. None: the client's own net.
         """
-        plain = CrossEntropy(share)
+        plain = TaskLoss(share)
         loss: Objective = MaskedCrossEntropy(self.masked, share) if self.masked else plain
         # With no weight on attacked samples nothing is to be attacked; of several, 0 is one that may be drawn.
         if self.adversarial is not None and any(self.adversarial.all):

@@ -12,13 +12,13 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal
 
 import torch
-import torch.nn.functional as F
 from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.family.net import Pass
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.training.optimizers import State
+from fedquilt.tasks import Classification, Task
 from fedquilt.terms import Slots, Weights
 
 if TYPE_CHECKING:
@@ -48,6 +48,7 @@ class View:
     importance: Tensor | None = None  # what each sample's loss is multiplied by
     share: float | Tensor = 1.0  # of the client's net, which the scaler divides by
     slots: Slots = field(default_factory=dict)  # State of the method: slots received, and the client's own
+    task: Task = Classification()  # whose loss objectives wrap
 
     def logits(self, net: Member | None = None) -> Tensor:
         """Run a net on the batch; objectives of a sum that ask for the same net share the run.
@@ -75,13 +76,9 @@ class View:
         share = 1.0 if net.share is None else net.share
         return net.net(narrowed, self.inputs, self.mode, self.key, self.condition, share)[0]
 
-    def cross_entropy(self, logits: Tensor, ignore: int) -> Tensor:
-        """The mean over the targets that count, by the samples' importance."""
-        if self.importance is None:
-            return F.cross_entropy(logits, self.targets, ignore_index=ignore)
-        losses = F.cross_entropy(logits, self.targets, ignore_index=ignore, reduction="none")
-        by_sample = self.importance.reshape(-1, *[1] * (losses.dim() - 1))
-        return (losses * by_sample).sum() / (self.targets != ignore).sum()
+    def loss(self, outputs: Tensor) -> Tensor:
+        """Return the task's mean loss of outputs (sample, class, …), with the samples' importance."""
+        return self.task.mean_loss(outputs, self.targets, self.importance)
 
 
 @dataclass(frozen=True)
@@ -147,17 +144,16 @@ class Objective(ABC):
 
 
 @dataclass(frozen=True)
-class CrossEntropy(Objective):
-    """The mean cross-entropy; `share` evaluates it on the nested net of that share of the whole model."""
+class TaskLoss(Objective):
+    """The task's mean loss, such as cross-entropy. `share` runs the nested net of that share of the whole model."""
 
     share: float | None = None
-    ignore: int = -100  # targets with this value do not count (padding)
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (_net(member, self.share),)
 
     def __call__(self, view: View) -> Tensor:
-        return view.cross_entropy(view.logits(_net(view.member, self.share)), self.ignore)
+        return view.loss(view.logits(_net(view.member, self.share)))
 
 
 @dataclass(frozen=True)
@@ -165,24 +161,27 @@ class MaskedCrossEntropy(Objective):
     """Cross-entropy with the logits of absent classes set to 0 (HeteroFL).
 
     Absent from the client, as HeteroFL has it, or from the batch, as Split-Mix's released code has it.
+    Where targets are not classes nothing is absent, and it is the task's loss. `Method.check_task`
+    refuses other tasks unless the mask is the method's own default.
     """
 
     by: Literal["client", "batch"] = "client"
     share: float | None = None
-    ignore: int = -100
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (_net(member, self.share),)
 
     def __call__(self, view: View) -> Tensor:
         logits = view.logits(_net(view.member, self.share))
+        if not view.task.has_classes:
+            return view.loss(logits)
         if self.by == "client":
             present = view.held
         else:
             classes = torch.arange(logits.shape[1], device=logits.device)
             present = (view.targets.reshape(-1, 1) == classes).any(0)
         present = present.reshape([1, -1] + [1] * (logits.dim() - 2))
-        return view.cross_entropy(torch.where(present, logits, 0.0), self.ignore)
+        return view.loss(torch.where(present, logits, 0.0))
 
 
 @dataclass(frozen=True)
@@ -204,7 +203,7 @@ class Wrapping(Objective):
     """
 
     # What is wrapped. In settings it is no key, because local training fills it in.
-    objective: Objective = field(default=CrossEntropy(), metadata={"setting": False})
+    objective: Objective = field(default=TaskLoss(), metadata={"setting": False})
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         return self.objective.nets(member)
@@ -245,7 +244,7 @@ class Adversarial(Wrapping):
     """
 
     how: AdversarialTraining = AdversarialTraining()
-    raised: Objective = CrossEntropy()  # what δ raises, on the same nets (algorithm 4, line 10)
+    raised: Objective = TaskLoss()  # what δ raises, on the same nets (algorithm 4, line 10)
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
         """Return the passes over clean and attacked samples, and those of the attack."""
@@ -313,11 +312,13 @@ class Adversarial(Wrapping):
 
 @dataclass(frozen=True)
 class Distilled(Objective):
-    """weight · KL(teacher ‖ nested net); the teacher is the client's own net before this batch (FedResCuE)."""
+    """weight · KL(teacher ‖ nested net); the teacher is the client's own net before this batch (FedResCuE).
+
+    What takes the place of KL where targets are not classes, the task says (`Task.divergences`).
+    """
 
     share: float
     weight: float = 1.0
-    ignore: int = -100
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (_net(member, self.share),)
@@ -325,10 +326,8 @@ class Distilled(Objective):
     def __call__(self, view: View) -> Tensor:
         assert view.taught is not None, "a learner with `taught` has the logits from before the batch"
         logits = view.logits(_net(view.member, self.share))
-        teacher, student = F.log_softmax(view.taught, 1), F.log_softmax(logits, 1)
-        divergence = (teacher.exp() * (teacher - student)).sum(1)
-        counted = view.targets != self.ignore
-        return self.weight * (divergence * counted).sum() / counted.sum()
+        divergences = view.task.divergences(logits, view.taught, view.targets)
+        return self.weight * divergences.sum() / view.task.counted(view.targets).sum()
 
 
 @dataclass(frozen=True)

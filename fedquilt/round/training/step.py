@@ -68,6 +68,7 @@ def gradient(
             batch.taught,
             share=batch.share,
             slots=received.slots,
+            task=learner.task,
         )
         loss = objective(view)
         return loss, (loss.detach(), {name: value.detach() for name, value in view.seen.items()})
@@ -130,6 +131,7 @@ def laid_gradient(
             known,
             share=share,
             slots=received.slots,
+            task=learner.task,
         )
         return objective(view)
 
