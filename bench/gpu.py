@@ -36,7 +36,7 @@ from fedquilt.round.federation import World
 from fedquilt.round.merge import Mean
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import CrossEntropy
+from fedquilt.round.training.objectives import TaskLoss
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.regions import Between
 from fedquilt.terms import Client, Job, Payload, Submodel, Update
@@ -55,8 +55,8 @@ class TwoPhases(Method):
     """First the outer half of the channels learns in the whole net, then the inner half in the nested net."""
 
     def learner(self, job: Job, world: World) -> Learner:
-        outer = Phase(CrossEntropy(), Between(0.5, 1.0))
-        inner = Phase(CrossEntropy(0.5), Between(0.0, 0.5))
+        outer = Phase(TaskLoss(), Between(0.5, 1.0))
+        inner = Phase(TaskLoss(0.5), Between(0.0, 0.5))
         return replace(super().learner(job, world), phases=(outer, inner))
 
 

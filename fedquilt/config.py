@@ -473,12 +473,31 @@ DEMO: Settings = {
 }
 # What makes it learn in twenty rounds, whatever the method.
 LEARNING: Settings = {"optimiser": {"lr": 0.1}, "batch_size": 16, "epochs": 2}
+# Bundled data that has settings of its own: its model, and what makes that learn, whatever the method. A perceptron has
+# no norms that would undo the scaler, with which real-valued outputs of narrow nets would have another scale in
+# training than in use. Squared errors have steep gradients, which clipping bounds.
+DEMOS: dict[str, tuple[str, Settings]] = {
+    DEMO["data"]["name"]: (DEMO["model"]["name"], LEARNING),
+    "digits-labels": (DEMO["model"]["name"], LEARNING),
+    "diabetes": (
+        "mlp",
+        {"optimiser": {"lr": 0.05, "clip": 1.0}, "batch_size": 16, "epochs": 2, "scaler": False},
+    ),
+}
 
 
-def demo(method: str = DEMO["method"]["name"], preset: bool = False) -> Settings:
-    """Return the demo's settings for a method. A preset, or a function in a file, says itself how clients train."""
-    local = {} if preset or is_made_by_function(method) else {"local": LEARNING}
-    return assign(copy.deepcopy(DEMO), ["method"], {"name": method} | local)
+def demo(method: str = DEMO["method"]["name"], preset: bool = False, data: str = DEMO["data"]["name"]) -> Settings:
+    """Return the demo's settings for a method. A preset, or a function in a file, says itself how clients train.
+
+    Args:
+        method: Name of the method.
+        preset: True if a preset of the method was asked for.
+        data: A key of `DEMOS`.
+    """
+    model, learning = DEMOS[data]
+    local = {} if preset or is_made_by_function(method) else {"local": learning}
+    named = {"method": {"name": method} | local, "model": {"name": model}, "data": {"name": data}}
+    return copy.deepcopy({**DEMO, **named})
 
 
 def defaults(method: str = DEMO["method"]["name"], names_model: bool = True) -> Settings:

@@ -61,9 +61,11 @@ def reached(
 
     Arguments are those of `milestones`, and the share of the model.
     """
-    found = milestones(records, target, metric, higher_is_better)
+    listed = list(records)
+    found = milestones(listed, target, metric, higher_is_better)
     if found and str(float(share)) not in found:
-        raise ConfigError(f"the share {share} was asked for; the records have {metric} at {', '.join(found)}.")
+        name = metric or next(record.grades.main for record in listed if record.grades.main)
+        raise ConfigError(f"the share {share} was asked for; the records have {name} at {', '.join(found)}.")
     return found.get(str(float(share)))
 
 

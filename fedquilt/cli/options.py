@@ -183,6 +183,8 @@ class Options(DataOptions):
         name = method or DEMO["method"]["name"]
         if config:
             base = read_toml(config)
+        elif data := self._demo_data():
+            base = demo(name, bool(self._preset()), data)
         elif self._names_model_or_data():
             base = defaults(name, self._names_model())
         else:
@@ -198,14 +200,26 @@ class Options(DataOptions):
             return config
         name, preset = method or DEMO["method"]["name"], self._preset()
         own = f"{name}'s preset {preset}" if preset else f"{name}'s defaults"
-        if self._names_model_or_data():
+        data = self._demo_data()
+        if self._names_model_or_data() and not data:
             return own
-        return f"demo, {own}" if preset or is_made_by_function(name) else "demo"
+        demo = f"demo of {data}" if data else "demo"
+        return f"{demo}, {own}" if preset or is_made_by_function(name) else demo
 
     def _names_model_or_data(self) -> bool:
         """Return True if a flag or `--set` names the model or the data, to which the demo's federation belongs."""
         paths = {text.partition("=")[0].strip() for text in self.assign}
         return bool(self.model or self.data or paths & {"model", "model.name", "data", "data.name"})
+
+    def _demo_data(self) -> str:
+        """Return the bundled data that was named, without a model, and has a demo of its own; else an empty string.
+
+        The data of the demo without arguments is not among them: by its name one asks for a method's defaults.
+        """
+        from fedquilt.config import DEMO, DEMOS
+
+        has_demo = self.data in DEMOS and self.data != DEMO["data"]["name"]
+        return self.data if self.data and has_demo and not self._names_model() else ""
 
     def _names_model(self) -> bool:
         """Return True if a flag names the model, or `--set` one of its options. Else the data decides it."""

@@ -211,7 +211,7 @@ class Method:
         Raises:
             ConfigError: A setting needs classes, and the task has none.
         """
-        usual: Local = next(one.default for one in fields(self) if one.name == "local")
+        usual: Any = next(one.default for one in fields(self) if one.name == "local")
         if task.has_classes or self.local.masked in ("", usual.masked):
             return
         raise ConfigError(

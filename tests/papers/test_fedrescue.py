@@ -15,7 +15,7 @@ from fedquilt.methods import FedResCuE, FedRush, FedSeq, FedSlim, FjORD
 from fedquilt.methods.nested import TABLE_17
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import CrossEntropy, Distilled, Summed
+from fedquilt.round.training.objectives import Distilled, Summed, TaskLoss
 from fedquilt.round.training.regions import Between, Everywhere
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient, move, teach
@@ -79,11 +79,11 @@ def test_algorithm_1_has_its_phases_in_order(alpha, residual):
         before = 0.0
         for phase in inner:
             (share,) = nested_shares(residual, (phase,))
-            assert phase.objective == Summed((CrossEntropy(share), Distilled(share, alpha)))  # equation 3
+            assert phase.objective == Summed((TaskLoss(share), Distilled(share, alpha)))  # equation 3
             assert phase.moves == Between(before, share)  # equation 2
             before = share
-        assert rest == Phase(CrossEntropy(), Between(before, 1.0))  # no KL at ratio 1
-        assert last == Phase(CrossEntropy(), Everywhere())  # line 10
+        assert rest == Phase(TaskLoss(), Between(before, 1.0))  # no KL at ratio 1
+        assert last == Phase(TaskLoss(), Everywhere())  # line 10
 
 
 def test_s_0_and_s_1(residual):
@@ -123,7 +123,7 @@ def test_equation_3_by_hand(perceptron):
     local = TABLE_17
     taught = replace(batch, taught=teach(perceptron.member(perceptron.whole), local, teacher, batch))
     own = learner(FedResCuE(**SIXTHS), perceptron)
-    objective = Summed((CrossEntropy(0.5), Distilled(0.5)))
+    objective = Summed((TaskLoss(0.5), Distilled(0.5)))
     grads, (loss, _) = gradient(own, perceptron.member(perceptron.whole), objective, state, Received(state), taught)
     leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
     student = logits_of(leaves, batch.inputs, 3)
@@ -148,7 +148,7 @@ def test_the_kl_term_vanishes_at_ratio_1(perceptron):
     assert all(float(value.abs().max()) < 1e-15 for value in grads.values())
     whole = perceptron.member(perceptron.whole)
     for phases in (learner(FedResCuE(), perceptron).phases_at(step) for step in range(5)):
-        assert all(p.objective == CrossEntropy() for p in phases if whole in p.objective.nets(whole))
+        assert all(p.objective == TaskLoss() for p in phases if whole in p.objective.nets(whole))
 
 
 def test_padding_does_not_count_in_the_kl_term(language):
@@ -196,7 +196,7 @@ class OuterOnly(FedResCuE):
 
     def learner(self, job, world):
         own = super().learner(job, world)
-        return Learner((Phase(CrossEntropy(), Between(0.5, 1.0)),), own.local, own.lr)
+        return Learner((Phase(TaskLoss(), Between(0.5, 1.0)),), own.local, own.lr)
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack", "sequential"])

@@ -24,7 +24,7 @@ from fedquilt.round.federation import World
 from fedquilt.round.serve import Kind
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import Adversarial, CrossEntropy, MaskedCrossEntropy
+from fedquilt.round.training.objectives import Adversarial, MaskedCrossEntropy, TaskLoss
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import Budget, Client, Job, Submodel
@@ -514,7 +514,7 @@ def test_a_test_attacks_the_net_as_it_is_mixed(robustness, pairs):
     x, drawn = (torch.rand(6, 1, 6, 6, generator=generator, dtype=torch.float64) for _ in range(2))
     y, mode = torch.arange(6) % 4, Pass(statistics="batch", robustness=robustness)
     net, kind = pairs.member(pairs.whole).net, Kind((Submodel(pairs.whole),), mode, attack)
-    found = kind.inputs(pairs, weights, x, y, drawn)
+    found = kind.inputs(World(pairs), weights, x, y, drawn)
     truth = by_hand(lambda some: F.cross_entropy(net(weights, some, mode)[0], y), x, drawn, attack)
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
     other = replace(mode, robustness=1 - robustness)
@@ -577,7 +577,7 @@ def test_attacks_raise_the_plain_cross_entropy_of_the_net_that_is_trained():
     for share in (None, 0.5):
         objective = Local(masked="client", adversarial=AT()).build_objective(share)
         assert isinstance(objective, Adversarial)
-        assert objective.raised == CrossEntropy(share)
+        assert objective.raised == TaskLoss(share)
         assert objective.objective == MaskedCrossEntropy("client", share)
 
 

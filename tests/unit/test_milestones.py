@@ -9,12 +9,14 @@ import pytest
 import fedquilt as fq
 from fedquilt.errors import ConfigError
 from fedquilt.methods import FedAvg
-from fedquilt.milestones import Milestone, milestones, reached
+from fedquilt.milestones import Milestone, check_target, milestones, reached
 from fedquilt.round import Grades, Record
 
 
 def record(round, accuracy=None, **metrics):
-    grades = Grades({"1.0": accuracy[0], "0.5": accuracy[1]}, metrics) if accuracy else Grades()
+    grades = Grades()
+    if accuracy:
+        grades = Grades("accuracy", {"accuracy": {"1.0": accuracy[0], "0.5": accuracy[1]}, **metrics})
     return Record(round, 0.5, 2, bytes_down=100, bytes_up=10, macs=1, loss=1.0, grades=grades)
 
 
@@ -56,9 +58,6 @@ def test_nothing_is_reached_before_anything_was_evaluated():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"target": 0}, "a target of 0 was asked for"),
-        ({"target": -0.1}, "a target of -0.1 was asked for"),
-        ({"target": 60}, r"a target of 60 was asked for; accuracies lie in \(0, 1\]: for 60 % say 0.6."),
         ({"target": 0.5, "share": 0.25}, "the share 0.25 was asked for; the records have accuracy at 1.0, 0.5."),
         (
             {"target": 0.5, "metric": "accuracy/svnh"},
@@ -69,6 +68,29 @@ def test_nothing_is_reached_before_anything_was_evaluated():
 def test_what_can_never_be_reached_is_refused(asked, said):
     with pytest.raises(ConfigError, match=said):
         reached(RECORDS, **asked)
+
+
+@pytest.mark.parametrize("target", [0, -0.1, 60, float("nan")])
+def test_a_rate_lies_between_0_and_1(target):
+    said = rf"a target of {target:g} was asked for; accuracy lies in \(0, 1\]: for 60 % say 0.6."
+    with pytest.raises(ConfigError, match=said):
+        check_target(target, "accuracy", is_rate=True)
+
+
+def test_other_figures_have_any_finite_target():
+    check_target(-3.5, "r2")
+    with pytest.raises(ConfigError, match="a target of inf was asked for; a finite number fits"):
+        check_target(float("inf"), "rmse")
+
+
+def test_where_lower_is_better_a_target_is_an_upper_bound():
+    falling = [
+        replace(record(number), grades=Grades("rmse", {"rmse": {"1.0": value}, "r2": {"1.0": 1 - value}}))
+        for number, value in ((1, 0.9), (2, 0.7), (3, 0.8))
+    ]
+    assert reached(falling, 0.8, higher_is_better=False).round == 2
+    assert reached(falling, 0.6, higher_is_better=False) is None
+    assert reached(falling, 0.3, metric="r2").round == 2
 
 
 def test_a_run_knows_what_it_reached(perceptron, play, make_data):

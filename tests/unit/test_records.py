@@ -100,7 +100,7 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     assert summary == run.summary
     assert list(summary) == [
         *("method", "model", "data", "engine", "precision", "seed", "rounds", "seconds", "bytes_down", "bytes_up"),
-        *("accuracy", "metrics", "members", "note", "fedquilt"),
+        *("accuracy", "metrics", "task", "main", "higher_is_better", "percent", "members", "note", "fedquilt"),
     ]
     assert (summary["method"], summary["model"], summary["engine"]) == ("Keeping", "PreResNet", "sequential")
     assert summary["bytes_up"] == sum(record["bytes_up"] for record in lines(out))
@@ -113,8 +113,19 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     assert start(FedAvg(), rounds=1).summary["method"] == "fedavg"
 
 
+def test_a_record_of_an_earlier_version_is_read():
+    """It had accuracy, and other metrics beside it, and did not name the main one."""
+    plain = Record(3, 0.1, 4, 5, 6, 7, 0.5).to_dict()
+    plain |= {"accuracy": {"1.0": 0.5}, "metrics": {"local_accuracy": {"1.0": 0.25}}}
+    assert Record.from_dict(plain).grades == Grades(
+        "accuracy", {"accuracy": {"1.0": 0.5}, "local_accuracy": {"1.0": 0.25}}
+    )
+
+
 def test_a_record_is_read_back():
-    record = Record(3, 0.1 + 0.2, 4, 5, 6, 7, 1 / 3, grades=Grades({"1.0": 0.5}, {"local_accuracy": {"1.0": 0.25}}))
+    grades = Grades("rmse", {"rmse": {"1.0": 0.5}, "local_rmse": {"1.0": 0.25}})
+    record = Record(3, 0.1 + 0.2, 4, 5, 6, 7, 1 / 3, grades=grades)
+    assert record.to_dict()["accuracy"] == {}
     for one in (record, replace(record, grades=Grades())):
         assert Record.from_dict(json.loads(json.dumps(one.to_dict()))) == one
 

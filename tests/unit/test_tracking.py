@@ -88,7 +88,8 @@ def killed_and_resumed(train, tracking: Tracking, tmp_path: Path, pause: float =
 
 
 def test_a_record_is_numbers_by_name():
-    grades = Grades({"1.0": 0.5, "0.5": float("nan")}, {"local_accuracy": {"1.0": 0.25}})
+    accuracy = {"1.0": 0.5, "0.5": float("nan")}
+    grades = Grades("accuracy", {"accuracy": accuracy, "local_accuracy": {"1.0": 0.25}})
     record = Record(3, 0.5, 2, 10, 20, 30, None, grades=grades)
     assert scalars(record) == {
         "seconds": 0.5,
@@ -152,7 +153,7 @@ def test_tensorboard_without_a_folder_of_the_run(train, tmp_path, monkeypatch):
 
 def test_mlflow_is_told_of_domains_by_names_it_takes():
     pytest.importorskip("mlflow.entities")
-    grades = Grades({"1.0": 0.5}, {"accuracy/rotated (30°), left": {"1.0": 0.25}})
+    grades = Grades("accuracy", {"accuracy": {"1.0": 0.5}, "accuracy/rotated (30°), left": {"1.0": 0.25}})
     sent = []
     client = SimpleNamespace(log_batch=lambda id, metrics: sent.extend(metrics))
     _MLflow(client, "id").log(Record(1, 1.0, 2, 3, 4, 5, 0.5, grades=grades))

@@ -23,13 +23,13 @@ from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import (
     RECEIVED,
     Adversarial,
-    CrossEntropy,
     Distilled,
     MaskedCrossEntropy,
     Objective,
     Passes,
     Proximal,
     Summed,
+    TaskLoss,
     View,
     Wrapping,
     apart,
@@ -62,20 +62,20 @@ class Mirrored(Wrapping):
 
 
 OBJECTIVES: dict[str, Objective] = {
-    "cross-entropy": CrossEntropy(),
-    "nested": CrossEntropy(0.5),
+    "cross-entropy": TaskLoss(),
+    "nested": TaskLoss(0.5),
     "masked": MaskedCrossEntropy(),
-    "proximal": Proximal(CrossEntropy(), 0.1),
-    "summed": Summed((CrossEntropy(), CrossEntropy(0.5), Distilled(0.5))),
-    "adversarial": Adversarial(CrossEntropy(), ATTACK),
-    "attacked alone": Adversarial(CrossEntropy(), replace(ATTACK, weight=1.0)),
-    "nested adversarial": Adversarial(MaskedCrossEntropy("client", 0.5), ATTACK, CrossEntropy(0.5)),
-    "summed adversarial": Summed((Adversarial(CrossEntropy(), ATTACK), CrossEntropy(), CrossEntropy(0.5))),
-    "wrapped": Doubled(CrossEntropy()),
-    "wrapped adversarial": Doubled(Adversarial(CrossEntropy(), ATTACK)),
-    "wrapper attacked": Adversarial(Doubled(CrossEntropy()), ATTACK),
-    "mirrored": Mirrored(CrossEntropy()),
-    "mirrored adversarial": Mirrored(Adversarial(CrossEntropy(), ATTACK)),
+    "proximal": Proximal(TaskLoss(), 0.1),
+    "summed": Summed((TaskLoss(), TaskLoss(0.5), Distilled(0.5))),
+    "adversarial": Adversarial(TaskLoss(), ATTACK),
+    "attacked alone": Adversarial(TaskLoss(), replace(ATTACK, weight=1.0)),
+    "nested adversarial": Adversarial(MaskedCrossEntropy("client", 0.5), ATTACK, TaskLoss(0.5)),
+    "summed adversarial": Summed((Adversarial(TaskLoss(), ATTACK), TaskLoss(), TaskLoss(0.5))),
+    "wrapped": Doubled(TaskLoss()),
+    "wrapped adversarial": Doubled(Adversarial(TaskLoss(), ATTACK)),
+    "wrapper attacked": Adversarial(Doubled(TaskLoss()), ATTACK),
+    "mirrored": Mirrored(TaskLoss()),
+    "mirrored adversarial": Mirrored(Adversarial(TaskLoss(), ATTACK)),
 }
 
 
@@ -129,24 +129,24 @@ def test_objectives_of_a_sum_share_runs_on_the_batch(perceptron):
     whole = perceptron.member(perceptron.whole)
     half = whole.nested(0.5)
     assert OBJECTIVES["summed"].passes(whole) == (Passes(whole), Passes(half))
-    twice = Summed((Adversarial(CrossEntropy(), ATTACK),) * 2)
+    twice = Summed((Adversarial(TaskLoss(), ATTACK),) * 2)
     assert sum(one.macs for one in twice.passes(whole)) == 2 * 20 * whole.macs  # every attack is searched anew
 
 
 def test_copies_of_the_weights_that_are_read_count_once(perceptron):
     whole = perceptron.member(perceptron.whole)
-    once = Proximal(CrossEntropy(), 0.1)
+    once = Proximal(TaskLoss(), 0.1)
     for objective in (once, Doubled(once), Proximal(once, 0.2), Adversarial(once, ATTACK), Summed((once, once))):
         assert objective.copies == {RECEIVED}
         assert Learner((Phase(objective),), Local(), 0.1).training_step(whole, "fp32").slots == 2
-    assert Proximal(CrossEntropy(), 0.0).copies == frozenset()
+    assert Proximal(TaskLoss(), 0.0).copies == frozenset()
 
 
 def test_terms_that_run_the_same_nets_stay_together(perceptron):
     whole = perceptron.member(perceptron.whole)
     summed = OBJECTIVES["summed"]
-    assert apart(summed, whole) == (CrossEntropy(), Summed((CrossEntropy(0.5), Distilled(0.5))))
-    assert apart(Summed((summed, CrossEntropy())), whole)[0] == Summed((CrossEntropy(), CrossEntropy()))
+    assert apart(summed, whole) == (TaskLoss(), Summed((TaskLoss(0.5), Distilled(0.5))))
+    assert apart(Summed((summed, TaskLoss())), whole)[0] == Summed((TaskLoss(), TaskLoss()))
     assert apart(Doubled(summed), whole) == (Doubled(summed),)
 
 
@@ -226,10 +226,10 @@ def test_a_wrapper_is_chosen_in_a_file_with_its_options(mine):
     local = Experiment.of(settings).method.local
     objective = local.build_objective()
     assert type(objective).__name__ == "Tempered"
-    assert (objective.power, objective.objective) == (1.5, CrossEntropy())
-    assert local.build_objective(0.5).objective == CrossEntropy(0.5)
+    assert (objective.power, objective.objective) == (1.5, TaskLoss())
+    assert local.build_objective(0.5).objective == TaskLoss(0.5)
     proximal = local_from({"objective": {"name": "proximal", "mu": 0.2}})
-    assert proximal.build_objective() == Proximal(CrossEntropy(), 0.2)
+    assert proximal.build_objective() == Proximal(TaskLoss(), 0.2)
 
 
 @pytest.mark.parametrize(

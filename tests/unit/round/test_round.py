@@ -32,7 +32,7 @@ def test_a_record_counts_bytes_clients_and_multiply_adds(engine, perceptron, pla
     assert set(second.grades.accuracy) == {"1.0", "0.5"}
     plain = [set(record.to_dict()) for record in run.records]
     base = {"round", "seconds", "clients", "bytes_down", "bytes_up", "macs", "loss"}
-    assert plain == [base, base | {"accuracy", "metrics"}]
+    assert plain == [base, base | {"accuracy", "metrics", "main"}]
     assert run.history == [record.to_dict() for record in run.records]
 
 

@@ -18,8 +18,20 @@ from fedquilt.family import Pass
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, Method
 from fedquilt.round.federation import World
-from fedquilt.round.serve import Score, _asked, mean_by_label, mean_statistics, right, share_label
-from tests.conftest import LOCAL, with_local
+from fedquilt.round.serve import Score, _asked, main_by_label, mean_statistics, means_by_label, share_label
+from fedquilt.tasks import Classification, MultiLabel, Regression
+from tests.conftest import LOCAL, assert_same_grades, with_local
+
+TASK = Classification()
+
+
+def right(outputs, targets, held=None, absent=-math.inf):
+    """Return right predictions and the targets that count, as an evaluation sums them up."""
+    return TASK.sums(outputs, targets, held, absent)["accuracy"]
+
+
+def counts(hits, count):
+    return {"accuracy": torch.tensor([hits, count])}
 
 
 def test_right_counts_hits_and_skips_padding():
@@ -43,9 +55,29 @@ def test_right_of_sequences_counts_tokens():
 
 
 def test_means_count_every_client_once_and_skip_empty_exams():
-    scores = [Score("1.0", 1, 2), Score("1.0", 9, 10), Score("0.5", 1, 4), Score("0.5", 0, 0)]
-    assert mean_by_label(scores) == {"1.0": pytest.approx(0.7), "0.5": 0.25}
-    assert math.isnan(Score("x", 0, 0).accuracy)
+    given = [("1.0", 1, 2), ("1.0", 9, 10), ("0.5", 1, 4), ("0.5", 0, 0)]
+    scores = [Score(label, counts(hits, count)) for label, hits, count in given]
+    assert main_by_label(scores, TASK) == {"1.0": pytest.approx(0.7), "0.5": 0.25}
+    assert math.isnan(Score("x", counts(0, 0)).main(TASK))
+    assert math.isnan(Score("x").main(TASK))
+
+
+def test_scores_of_parts_add_up_to_that_of_the_whole():
+    """Sums add, and outputs that were kept for other metrics are put together and thinned to the limit."""
+    outputs, targets = torch.tensor([[0.0], [2.0], [5.0]]), torch.tensor([1.0, 2.0, 3.0])
+    task = Regression()
+    parts = [Score("a", task.sums(outputs[rows], targets[rows])) for rows in (slice(0, 1), slice(1, 3))]
+    figures = (parts[0] + parts[1]).figures(task)
+    assert list(figures) == ["rmse", "mae", "r2", "loss"]
+    assert figures["rmse"] == pytest.approx(math.sqrt(5 / 3))
+    assert figures["mae"] == pytest.approx(1.0)
+    assert means_by_label([*parts, Score("b")], task)["mae"] == {"a": pytest.approx((1 + 1) / 2)}
+
+    labels, scores = torch.tensor([True, False, True]), torch.tensor([[0.5], [0.1], [-3.0]])
+    task = MultiLabel(metrics=("auroc",), max_samples=2)
+    kept = [Score("a", {}, scores[rows], labels[rows]) for rows in (slice(0, 2), slice(2, 3))]
+    assert (kept[0] + kept[1]).figures(task) == {"auroc": 1.0}  # of the first two samples
+    assert replace(kept[0] + kept[1]).figures(replace(task, max_samples=3)) == {"auroc": 0.5}
 
 
 def test_when_an_evaluation_is_due():
@@ -131,14 +163,19 @@ def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
     hits = logits.argmax(1) == data.test_targets
     seen = logits[samples].masked_fill(~held, -torch.inf).argmax(1) == data.test_targets[samples]
     zero = (logits[samples] * held).argmax(1) == data.test_targets[samples]
-    assert scores == [
-        Score("all", int(hits.sum()), 24),
-        Score("few", int(hits[samples].sum()), 5),
-        Score("masked", int(seen.sum()), 5),
-        Score("released", int(zero.sum()), 5),
-        Score("released", int(zero.sum()), 5),
-        Score("none", 0, 0),
+    found = [(score.label, score.sums["accuracy"].tolist() if score.sums else None) for score in scores[:-1]]
+    assert found == [
+        ("all", [int(hits.sum()), 24]),
+        ("few", [int(hits[samples].sum()), 5]),
+        ("masked", [int(seen.sum()), 5]),
+        ("released", [int(zero.sum()), 5]),
+        ("released", [int(zero.sum()), 5]),
     ]
+    assert math.isnan(scores[-1].main(TASK))
+    # Absent classes are hidden from predictions, not from the loss.
+    losses = torch.nn.functional.cross_entropy(logits, data.test_targets, reduction="none")
+    assert scores[0].figures(TASK)["loss"] == pytest.approx(float(losses.mean()), abs=1e-12)
+    assert scores[2].figures(TASK)["loss"] == pytest.approx(float(losses[samples].mean()), abs=1e-12)
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -210,7 +247,7 @@ def test_accuracy_by_domain_is_what_the_module_scores_there(engine, residual, pl
     run = play(method, residual, with_domains(data), (1.0, 0.5), engine=engine, evaluation=how)
     assert asked == [(2 * 24, 2 * 3)]
     metrics = run.records[-1].grades.metrics
-    assert list(metrics) == ["accuracy/mnist", "accuracy/svhn", "accuracy/usps"]
+    assert list(metrics) == ["accuracy", "loss", "accuracy/mnist", "accuracy/svhn", "accuracy/usps"]
     for share in ("1.0", "0.5"):
         model = run.deploy(fq.Budget(share=float(share)))
         hits = (model(run.data.test_inputs).argmax(1) == data.test_targets).double()
@@ -234,7 +271,7 @@ def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(engine, residua
     cut = residual.cutter.gather(run.server.weights, submodel, residual.trainable)
     samples = HOMES.eq(0).nonzero().flatten()
     [score] = run.engine._evaluate([Exam("", (submodel,), cut, samples)], 5)
-    assert run.records[-1].grades.metrics["accuracy/mnist"]["0.5"] == score.accuracy
+    assert run.records[-1].grades.metrics["accuracy/mnist"]["0.5"] == score.main(TASK)
 
 
 @pytest.mark.parametrize(
@@ -266,9 +303,9 @@ def test_domains_have_names_or_numbers_and_can_be_left_out(perceptron, play, mak
         play(FedAvg(), perceptron, data, evaluation=how),
     ]
     assert [list(run.records[-1].grades.metrics) for run in runs] == [
-        ["accuracy/mnist", "accuracy/1", "accuracy/2"],
-        [],
-        [],
+        ["accuracy", "loss", "accuracy/mnist", "accuracy/1", "accuracy/2"],
+        ["accuracy", "loss"],
+        ["accuracy", "loss"],
     ]
     assert asked == [(24, 3), (24, 1), (24, 1)]
     assert runs[0].accuracy == runs[1].accuracy == runs[2].accuracy
@@ -295,7 +332,7 @@ def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(norm, res
         for domain in (0, 1):
             exam = Exam("", (memory.submodel,), memory.weights, part[homes[part] == domain])
             [score] = run.engine._evaluate([exam], 8)
-            own[client, domain] = score.accuracy
+            own[client, domain] = score.main(TASK)
     assert metrics["accuracy/mnist"]["1.0"] == pytest.approx((own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12)
     assert metrics["accuracy/syn"] == {"1.0": own[2, 1]}
 
@@ -309,7 +346,8 @@ def test_a_client_without_test_samples_counts_in_no_domain(engine, residual, pla
     *others, none = (device.accuracy_own_size for device in run.clientwise().devices)
     assert none is None
     assert run.accuracy["1.0"] == pytest.approx(sum(others) / 2, abs=1e-12)
-    assert list(run.records[-1].grades.metrics) == ["accuracy/mnist", "accuracy/svhn", "accuracy/usps"]
+    names = ["accuracy", "loss", "accuracy/mnist", "accuracy/svhn", "accuracy/usps"]
+    assert list(run.records[-1].grades.metrics) == names
 
 
 def test_a_method_that_gives_a_device_no_tuple_is_told_what_fits(residual, make_data, play):
@@ -338,7 +376,8 @@ def test_a_forward_that_mixes_the_batch_by_hand_is_found_out_and_tested_in_the_s
     assert family.mixes(Pass(statistics="stored"))
     data, how = make_data(family, (5, 6, 7)), fq.Evaluation(every=1, batch_size=5)
     runs = [play(with_local(HeteroFL(), batch_size=4), family, data, engine=name, evaluation=how) for name in LOCAL]
-    assert all(run.records[-1].grades == runs[0].records[-1].grades for run in runs)
+    for run in runs:
+        assert_same_grades(run.records[-1], runs[0].records[-1])
 
 
 def test_mixing_is_found_out_whatever_the_example():

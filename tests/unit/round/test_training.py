@@ -25,7 +25,7 @@ from fedquilt.round.training.batches import augment, batched, itinerary
 from fedquilt.round.training.filters import All, Nothing, Parts
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import CrossEntropy, MaskedCrossEntropy, Proximal, Summed, View
+from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Summed, TaskLoss, View
 from fedquilt.round.training.optimizers import SGD, Adam, State
 from fedquilt.round.training.regions import Between, Everywhere, Part
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
@@ -122,9 +122,7 @@ def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
 
 def test_a_gradient_within_the_bound_is_not_clipped(perceptron):
     state, batch = doubles(perceptron), batch_of(4)
-    plain, _ = gradient(
-        learner_of(), perceptron.member(perceptron.whole), CrossEntropy(), state, Received(state), batch
-    )
+    plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), TaskLoss(), state, Received(state), batch)
     assert all(torch.equal(plain[name], value) for name, value in clipped(plain, 1e6).items())
 
 
@@ -266,8 +264,8 @@ def test_cross_entropy_ignores_padding(perceptron):
     padded = replace(batch, targets=torch.tensor([0, -100, 2, -100]))
     rows = torch.tensor([0, 2])
     few = replace(batch, inputs=batch.inputs[rows], targets=padded.targets[rows])
-    assert float(CrossEntropy()(view_of(perceptron, state, padded))) == pytest.approx(
-        float(CrossEntropy()(view_of(perceptron, state, few))), abs=1e-14
+    assert float(TaskLoss()(view_of(perceptron, state, padded))) == pytest.approx(
+        float(TaskLoss()(view_of(perceptron, state, few))), abs=1e-14
     )
 
 
@@ -301,15 +299,13 @@ def test_masked_logits_have_no_gradient(perceptron):
 def test_the_proximal_gradient_pulls_back(perceptron):
     state, received, batch = doubles(perceptron, 1), doubles(perceptron, 2), batch_of(5)
     args = (state, Received(received), batch)
-    plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), CrossEntropy(), *args)
-    pulled, (loss, _) = gradient(
-        learner_of(), perceptron.member(perceptron.whole), Proximal(CrossEntropy(), 0.3), *args
-    )
+    plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), TaskLoss(), *args)
+    pulled, (loss, _) = gradient(learner_of(), perceptron.member(perceptron.whole), Proximal(TaskLoss(), 0.3), *args)
     drift = 0.0
     for name in plain:
         torch.testing.assert_close(pulled[name], plain[name] + 0.3 * (state[name] - received[name]), rtol=0, atol=1e-14)
         drift += float((state[name] - received[name]).square().sum())
-    own = float(CrossEntropy()(view_of(perceptron, state, batch)))
+    own = float(TaskLoss()(view_of(perceptron, state, batch)))
     assert float(loss) == pytest.approx(own + 0.15 * drift, abs=1e-12)
 
 
@@ -320,12 +316,12 @@ def test_the_proximal_term_counts_what_is_trained_and_nothing_else(residual):
     inputs = torch.randn(4, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     batch = Batch(inputs, torch.tensor([0, 1, 2, 3]), torch.ones(4, dtype=torch.bool), torch.tensor(0))
     view = view_of(residual, shifted, batch, received=state)
-    assert float(Proximal(CrossEntropy(), 2.0)(view)) == pytest.approx(float(CrossEntropy()(view)), abs=1e-14)
+    assert float(Proximal(TaskLoss(), 2.0)(view)) == pytest.approx(float(TaskLoss()(view)), abs=1e-14)
 
 
 def test_summed_objectives_sum_their_gradients(perceptron):
     state, batch = doubles(perceptron), batch_of(5)
-    objectives = (CrossEntropy(), CrossEntropy(share=0.5))
+    objectives = (TaskLoss(), TaskLoss(share=0.5))
     args = (state, Received(state), batch)
     one, other, both = (
         gradient(learner_of(), perceptron.member(perceptron.whole), objective, *args)[0]
@@ -398,7 +394,7 @@ def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perce
     state = perceptron.cutter.gather(doubles(perceptron), fq.Submodel(arch, _prefix(arch)), perceptron.trainable)
     learner = learner_of(optimiser=optimiser)
     state, slots = take_steps(perceptron, learner, state, [batch_of(4, 9)], arch)  # slots that are not zero
-    phase = Phase(CrossEntropy(), Between(1 / 3, 1.0))
+    phase = Phase(TaskLoss(), Between(1 / 3, 1.0))
     grads, _ = gradient(learner, perceptron.member(arch), phase.objective, state, Received(state), batch_of(4, 1))
     masks = learner.masks(perceptron.member(arch), phase, CPU)
     moved, after = move(learner, phase, state, slots, grads, masks, step=1)
@@ -476,7 +472,7 @@ def test_class_rows_restrict_what_is_sent(perceptron):
 
 
 def test_a_training_step_is_three_forward_passes(perceptron):
-    learner = learner_of(Phase(Summed((CrossEntropy(), CrossEntropy(0.5)))))
+    learner = learner_of(Phase(Summed((TaskLoss(), TaskLoss(0.5)))))
     whole, half = 4 * 6 + 6 * 3, 4 * 3 + 3 * 3
     assert learner_of().macs(perceptron.member(perceptron.whole), [2, 5]) == 7 * 3 * whole
     assert learner.macs(perceptron.member(perceptron.whole), [1]) == 3 * (whole + half)
