@@ -48,6 +48,10 @@ SUMMARY = {
     "bytes_up",
     "accuracy",
     "metrics",
+    "task",
+    "main",
+    "higher_is_better",
+    "percent",
     "members",
     "note",
     "fedquilt",
@@ -386,7 +390,7 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     values: dict[str, Any] = {
         "method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised", "device": "cpu",
         "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
-        "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",), "link": "lq8",
+        "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",), "link": "lq8", "task": "classification",
     }  # fmt: skip
     assert values.keys() == FLAGS.keys()
     experiment = COMMANDS["run"](**values).experiment("a.toml", "fedavg")
@@ -410,7 +414,7 @@ def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) ->
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     assert json.loads((out / "summary.json").read_text()) == summary
     assert [record["round"] for record in rounds] == [1, 2]
-    assert ROUND <= set(rounds[0]) <= ROUND | {"accuracy", "metrics", "stacks"}
+    assert ROUND <= set(rounds[0]) <= ROUND | {"accuracy", "metrics", "main", "stacks"}
     assert rounds[-1]["accuracy"] == summary["accuracy"]
     assert sum(record["bytes_up"] for record in rounds) == summary["bytes_up"]
     assert main(["run", *TINY, "--out", str(out)]) == 2
@@ -668,7 +672,11 @@ def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixt
     both = [found["fedavg"]["metrics"][f"accuracy/{name}"]["1.0"] for name in ("mnist", "syn")]
     assert one.split() == ["fedavg", *(f"{value:.1%}" for value in both)]
     assert other.split()[0] == "heterofl"
-    assert told(capsys, "run", *quick, "--set", "evaluation.domains=false")["metrics"].keys() == {"local_accuracy"}
+    assert told(capsys, "run", *quick, "--set", "evaluation.domains=false")["metrics"].keys() == {
+        "accuracy",
+        "loss",
+        "local_accuracy",
+    }
 
 
 def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -743,7 +751,7 @@ def test_a_terminal_gets_a_bar_for_every_method(own: Path) -> None:
         (["fedavg", "fedrolex", "--set", "method.shift=2"], "fedavg has no such key"),
         (["--resume", "absent"], "--resume absent was asked for; there are no runs in it."),
         (["--resume", "absent", "--seed", "2"], "together with --seed"),
-        (["fedavg", "--target", "60"], "a target of 60 was asked for; accuracies lie in (0, 1]"),
+        (["fedavg", "--target", "60"], "a target of 60 was asked for; accuracy lies in (0, 1]"),
     ],
 )
 def test_a_wrong_comparison_exits_with_2(
@@ -793,6 +801,8 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         "models",
         "data",
         "partitions",
+        "tasks",
+        "metrics",
         "fleets",
         "links",
         "engines",

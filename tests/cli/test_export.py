@@ -235,7 +235,7 @@ def test_devices_and_pipes_are_left_alone(here, capsys):
 def test_clients_tell_what_they_spent_and_got(here, capsys):
     assert main(["clients", "splitmix", "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert {"clients", "spread", "trained"} == found.keys()
+    assert {"clients", "spread", "trained", "main"} == found.keys()
     assert all(client["params"] > 0 for client in found["clients"])
     assert main(["clients", "heterofl"]) == 0
     out = capsys.readouterr().out

@@ -30,7 +30,7 @@ from fedquilt.methods.fedrolex import FedRolex
 from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
-from fedquilt.models import TransformerLM, tiny_resnet
+from fedquilt.models import MLP, TransformerLM, tiny_resnet
 from fedquilt.round.availability import Diurnal
 from fedquilt.round.federation import World
 from fedquilt.round.merge import ServerAdam, ServerMomentum
@@ -217,6 +217,33 @@ TRANSFORMER = Case(
     rounds=3,
 )
 
+
+def perceptron() -> nn.Module:
+    """Return a perceptron for the ten measurements of a diabetes patient."""
+    return hashed(MLP(1, 10, hidden=(32, 16)))
+
+
+def labels_net() -> nn.Module:
+    """Return the residual net with an output for each of three labels."""
+    return hashed(tiny_resnet(num_classes=3))
+
+
+def diabetes() -> fq.FederatedData:
+    return fq.data.diabetes().deal(10, seed=1)
+
+
+def digits_labels() -> fq.FederatedData:
+    return fq.data.digits_labels().deal(10, seed=1)
+
+
+TASK_RUNS = {
+    **{
+        f"diabetes-{name}": Case(METHODS[name](), {"scaler": False}, perceptron, diabetes)
+        for name in ("fedavg", "heterofl")
+    },
+    "digits-labels": Case(HeteroFL(), net=labels_net, data=digits_labels),
+}
+
 SETTING_RUNS = {
     # Norm policies.
     **{
@@ -280,7 +307,7 @@ SETTING_RUNS = {
     "all-state": ALL_STATE,
 }
 
-RUNS = {**METHOD_RUNS, **SETTING_RUNS}
+RUNS = {**METHOD_RUNS, **SETTING_RUNS, **TASK_RUNS}
 
 
 def export(case: Case, folder: Path, share: float = 0.5, **how: Any) -> None:
@@ -310,6 +337,7 @@ QUICK = (
     "fedbn",
     "splitmix-robust",
     "transformer",
+    "diabetes-heterofl",
     "files-checkpoint",
 )
 # Pairs with equal weights: LocalOnly sends nothing over any link, and these norms differ in evaluation alone.

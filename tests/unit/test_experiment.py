@@ -182,7 +182,8 @@ def deal(inputs: Tensor, targets: Tensor) -> fq.FederatedData:
         (torch.zeros(4, 1, 9, 8), torch.zeros(4, dtype=torch.int64), r"traced with inputs of shape \(1, 8, 8\)"),
         (torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), r"data has \(8,\)"),
         (torch.zeros(4, 1, 8, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), r"data has torch\.int64"),
-        (torch.zeros(4, 1, 8, 8), torch.full((4,), 10), "data has 11 classes; the model's output has 10"),
+        (torch.zeros(4, 1, 8, 8), torch.full((4,), 10), "a target is 10; the output has 10 classes"),
+        (torch.zeros(4, 1, 8, 8), torch.zeros(4), "no task fits both"),
     ],
 )
 def test_data_that_does_not_fit_the_model(inputs, targets, message, theirs):

@@ -38,7 +38,7 @@ from fedquilt.tracking import (
 # What mlflow's database layer says to sqlalchemy 2.1 is between the two of them.
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning")
 FLEET = fq.Fleet.of((1.0, 0.5), 2, 2)
-SHARES = {"accuracy/1.0", "accuracy/0.5"}
+SHARES = {"accuracy/1.0", "accuracy/0.5", "loss/1.0", "loss/0.5"}
 ROUND = {"loss", "seconds", "clients", "bytes_down", "bytes_up", "macs"}
 
 
