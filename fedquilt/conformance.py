@@ -215,7 +215,7 @@ def check_settings(case: Case) -> str:
     """Check that settings survive a config.toml, and that `settled` may be called twice."""
     import tomllib
 
-    experiment = Experiment(case.method, Model("tiny_resnet"), Source("digits"))
+    experiment = Experiment(case.method, data=Source("digits"), model=Model("tiny_resnet"))
     text = experiment.to_toml()
     again = Experiment.of(tomllib.loads(text)).method
     for field in fields(case.method):

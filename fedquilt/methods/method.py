@@ -211,7 +211,8 @@ class Method:
         Raises:
             ConfigError: A setting needs classes, and the task has none.
         """
-        usual: Any = next(one.default for one in fields(self) if one.name == "local")
+        (usual,) = (one.default for one in fields(self) if one.name == "local")
+        assert isinstance(usual, Local), "every method has default settings of local training"
         if task.has_classes or self.local.masked in ("", usual.masked):
             return
         raise ConfigError(

@@ -13,7 +13,7 @@ from torch.func import grad
 
 from fedquilt.family.net import Pass
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import CrossEntropy, Objective, Passes, View
+from fedquilt.round.training.objectives import Objective, Passes, TaskLoss, View
 from fedquilt.round.training.optimizers import State
 from fedquilt.terms import Weights
 
@@ -72,7 +72,7 @@ class GradientPass(ClientPass):
     """Gradient of an objective, by weight: its mean over the client's samples."""
 
     name: str = "gradient"
-    objective: Objective = CrossEntropy()  # Objective whose gradient is taken
+    objective: Objective = TaskLoss()  # Objective whose gradient is taken
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
         return self.objective.passes(member)
@@ -92,7 +92,7 @@ class LossPass(ClientPass):
     """Value of an objective, as `loss`: its mean over the client's samples."""
 
     name: str = "loss"
-    objective: Objective = CrossEntropy()  # Objective that is evaluated
+    objective: Objective = TaskLoss()  # Objective that is evaluated
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
         # Nothing goes back to the weights. What an attack needs to find its samples stays.

@@ -21,7 +21,7 @@ from fedquilt.round.link import Trip
 from fedquilt.round.merge import ExtrasMean, Fold, Mean, ServerMomentum, Stateful, Sum, as_weights
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import CrossEntropy
+from fedquilt.round.training.objectives import TaskLoss
 from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
 from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.terms import Client, Job, Memory, Payload, Server, Update
@@ -491,7 +491,7 @@ def test_macs_of_passes_count_forward_and_backward(perceptron):
 
 
 def test_learners_without_state_have_nothing_more_to_do(perceptron):
-    learner = Learner((Phase(CrossEntropy()),), LOCAL, 0.1)
+    learner = Learner((Phase(TaskLoss()),), LOCAL, 0.1)
     assert not learner.state
     assert learner.slotted(perceptron.member(perceptron.whole)) == ()
     assert learner.num_slots == 1
