@@ -330,3 +330,19 @@ def test_a_learner_with_another_loss_is_refused():
 
     with pytest.raises(ConfigError, match=r"Own\.learner returned a learner for Classification"):
         prepared(numbers(1), method=Own())
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_clients_gradient_pass_has_the_loss_of_the_task(engine):
+    """SCAFFOLD's option I keeps the gradient at the received weights, here that of the mean squared error."""
+    _, data, outputs = TASKS["regression"]
+    method = with_local(METHODS["scaffold"](option="I"), batch_size=3)
+    fleet, never = fq.Fleet.of((1.0,), 3, 3), fq.Evaluation(every=0)
+    run = fq.run(method, family(outputs), data, fleet, engine, rounds=1, precision="fp64", evaluation=never)
+    net = family(outputs).module(family(outputs).whole).double()
+    for client, rows in enumerate(data.parts):
+        net.zero_grad()
+        nn.functional.mse_loss(net(data.inputs[rows])[:, 0], data.targets[rows]).backward()
+        own = run.server.memory[client, ""].slots["client_control"]
+        for name, weight in net.named_parameters():
+            torch.testing.assert_close(own[name], weight.grad, rtol=0, atol=1e-9)

@@ -82,8 +82,17 @@ def run_pass(
 ) -> State:
     """Return what a pass gives for one batch of one client. May be vmapped."""
     sample = batch.inputs, batch.targets, batch.held
-    mode = one.mode(learner.local)
-    view = View(member, state, *sample, received.weights, mode, batch.key, share=batch.share, slots=received.slots)
+    view = View(
+        member,
+        state,
+        *sample,
+        received.weights,
+        one.mode(learner.local),
+        batch.key,
+        share=batch.share,
+        slots=received.slots,
+        task=learner.task,
+    )
     return {name: value.detach() for name, value in one(view).items()}
 
 
