@@ -1,82 +1,101 @@
-"""Clipped averaging: no client moves the server further than S (McMahan et al., ICLR 2018), here on unequal devices."""
+"""Clipped averaging: no client moves the server further than S (McMahan et al., ICLR 2018)."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.checks import within
-from fedquilt.family.cut import prefix
-from fedquilt.methods import HeteroFL, Method
-from fedquilt.methods.heterofl import PARTIAL
-from fedquilt.round.merge import Fold, Mean, Merged, Weighting
-from fedquilt.terms import Weights
+from fedquilt.methods.api import (
+    Client,
+    Fold,
+    Local,
+    Mean,
+    Method,
+    Presets,
+    Server,
+    Submodel,
+    Update,
+    Weighting,
+    Weights,
+    World,
+    prefix,
+    within,
+)
 
 
 @dataclass(frozen=True)
 class Clipped(Method):
-    """Clients train the first channels of every axis; the server shortens what comes back before it takes the mean.
+    """Clients train the first channels of every axis, and the server clips their changes.
 
-    `fold` is the paper's FlatClip; the plan, local training and the mean over those who held a position are HeteroFL's.
+    `fold` is the paper's FlatClip. The plan, local training and the mean over the clients that
+    held a position are HeteroFL's.
     """
 
-    local: fq.Local = PARTIAL
+    local: Local = fq.methods.HeteroFL().local
     weighting: Weighting = "uniform"
-    clip: float = 1.0  # S, the longest a client's change may be; very large values give HeteroFL
+    clip: float = 1.0  # S, the largest norm of a client's change. A very large value gives HeteroFL.
     paper = "McMahan et al. 2018"
+    presets: ClassVar[Presets] = {"tight": {"clip": 0.1}}
 
     def __post_init__(self) -> None:
+        super().__post_init__()
         within(self, clip="(0, inf)")
 
-    def plan(self, server: fq.Server, client: fq.Client, world: fq.World) -> list[fq.Submodel]:
+    def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(self.fit(client.budget, world))]
 
-    def fold(self, server: fq.Server, world: fq.World) -> Fold:
-        mean = Mean(world.family.cutter, self.weighting, self.server).begin(server)
-        return FlatClip(mean, server, world.family.trainable, self.clip)
+    def fold(self, server: Server, world: World) -> Fold:
+        fold = FlatClip(
+            world.family.cutter,
+            self.weighting,
+            self.server,
+            plain=frozenset(world.family.statistics),
+            clip=self.clip,
+            before=server.weights,
+        )
+        return fold.begin(server)
 
 
 @dataclass
-class FlatClip:
-    """A mean of changes Δ · min(1, S / ‖Δ‖), with ‖Δ‖ over all the weights a client sent."""
+class FlatClip(Mean):
+    """A mean of changes Δ · min(1, S / ‖Δ‖), with ‖Δ‖ over all the weights that a client sent."""
 
-    mean: Mean
-    server: fq.Server
-    trainable: tuple[str, ...]
-    clip: float
+    clip: float = 1.0
+    before: Weights = field(default_factory=dict)  # The server's weights before the round.
 
-    def add(self, update: fq.Update) -> None:
-        """One client is a stack of one."""
-        self.add_stack([update], [{name: w[None] for name, w in sent.weights.items()} for sent in update.sent])
+    def add(self, update: Update) -> None:
+        stacked = [{name: w[None] for name, w in sent.weights.items()} for sent in update.sent]
+        self.add_stack([update], stacked)
 
-    def add_stack(self, updates: Sequence[fq.Update], stacked: Sequence[Weights]) -> None:
-        payloads = updates[0].sent
-        clipped = [self._clip(sent.submodel, state) for sent, state in zip(payloads, stacked, strict=True)]
-        self.mean.add_stack(updates, clipped)
+    def add_stack(self, updates: Sequence[Update], stacked: Sequence[Weights]) -> None:
+        submodels = [sent.submodel for sent in updates[0].sent]
+        pairs = zip(submodels, stacked, strict=True)
+        super().add_stack(updates, [self.clipped(submodel, state) for submodel, state in pairs])
 
-    def _clip(self, submodel: fq.Submodel, state: Weights) -> Weights:
-        names = [name for name in state if name in self.trainable]
-        before = self.mean.cutter.gather(self.server.weights, submodel, names)
-        change = {name: state[name] - before[name] for name in names}  # (client, *weight)
-        length = torch.stack([one.flatten(1).square().sum(1) for one in change.values()]).sum(0).sqrt()  # (client,)
+    def clipped(self, submodel: Submodel, state: Weights) -> Weights:
+        """Clip the changes of clients that sent the same positions.
+
+        Args:
+            submodel: The positions that arrived.
+            state: Weights (client, *weight), by name.
+        """
+        names = [name for name in state if name not in self.plain]  # Not statistics of norms.
+        before = self.cutter.gather(self.before, submodel, names)
+        change = {name: state[name] - before[name] for name in names}
+        squares = [delta.flatten(1).square().sum(1) for delta in change.values()]
+        length = torch.stack(squares).sum(0).sqrt()  # (client,)
         scale = (self.clip / length).clamp(max=1)
-        shortened = {name: before[name] + _by_client(scale, one) * one for name, one in change.items()}
-        return {**state, **shortened}
-
-    def join(self, other: Self) -> None:
-        self.mean.join(other.mean)
-
-    def finish(self, server: fq.Server) -> Merged:
-        return self.mean.finish(server)
+        clipped = {name: before[name] + _by_client(scale, delta) * delta for name, delta in change.items()}
+        return {**state, **clipped}
 
 
 def _by_client(scale: Tensor, like: Tensor) -> Tensor:
-    """(client,) → (client, 1, 1 …)"""
+    """Return (client, 1, 1, …) for a tensor (client, *weight)."""
     return scale.reshape(-1, *[1] * (like.dim() - 1))
 
 
@@ -92,8 +111,8 @@ def main() -> None:
     data = replace(data, inputs=inputs)
     family = fq.trace(net, data.example)
     fleet = fq.Fleet.of([1, 1 / 2, 1 / 4], num_clients=20, sample=10)
-    local = replace(PARTIAL, optimiser=fq.SGD(lr=0.1), batch_size=16)
-    for method in (HeteroFL(local=local), Clipped(local=local)):
+    local = replace(Clipped().local, optimiser=fq.SGD(lr=0.1), batch_size=16)
+    for method in (fq.methods.HeteroFL(local=local), Clipped(local=local)):
         run = fq.run(method, family, data, fleet, rounds=20, evaluation=fq.Evaluation(every=0))
         told = "  ".join(f"{share}: {accuracy:.1%}" for share, accuracy in run.accuracy.items())
         print(f"{type(method).__name__:<8}  {told}")
