@@ -215,7 +215,7 @@ def check_settings(case: Case) -> str:
     """Check that settings survive a config.toml, and that `settled` may be called twice."""
     import tomllib
 
-    experiment = Experiment(case.method, data=Source("digits"), model=Model("tiny_resnet"))
+    experiment = Experiment(method=case.method, model=Model("tiny_resnet"), data=Source("digits"))
     text = experiment.to_toml()
     again = Experiment.of(tomllib.loads(text)).method
     for field in fields(case.method):
@@ -497,34 +497,54 @@ def _told(error: BaseException) -> str:
 
 
 def _check_same(one: Run, other: Run, first: str, second: str, tolerance: float = TOLERANCE) -> None:
-    """Refuse two runs that do not end with the same state, or whose records differ."""
-    states = [dict(_tensors(run.server, "")) for run in (one, other)]
-    if states[0].keys() != states[1].keys():
-        odd = sorted(states[0].keys() ^ states[1].keys())
-        raise CheckError(f"{first} and {second} keep unequal tensors: only one of them has {', '.join(odd[:3])}.")
-    for name, value in states[0].items():
-        theirs = states[1][name]
-        if value.shape != theirs.shape:
-            shapes = f"{tuple(value.shape)} and {tuple(theirs.shape)}"
-            raise CheckError(f"{first} and {second} give {name} unequal shapes: {shapes}.")
-        distance = float((value.double() - theirs.double()).abs().max()) if value.numel() else 0.0
-        if not distance <= tolerance:
-            raise CheckError(
-                f"{first} and {second} differ by {distance:.2g} in {name}; at most {tolerance:g} counts as equal."
-            )
-    for mine, theirs_of in zip(one.records, other.records, strict=True):
-        _check_same_record(mine, theirs_of, first, second)
+    """Refuse two runs that do not end with the same state, or whose records differ.
+
+    Args:
+        one: A run.
+        other: Another run of as many rounds.
+        first: How messages name the one.
+        second: How messages name the other.
+        tolerance: Largest difference that counts as equal. 0 compares to the last bit.
+    """
+    both = f"{first} and {second}"
+    state, other_state = (dict(_tensors(run.server, "")) for run in (one, other))
+    if odd := sorted(state.keys() ^ other_state.keys()):
+        raise CheckError(f"{both} keep unequal tensors: only one of them has {', '.join(odd[:3])}.")
+    for name, value in state.items():
+        _check_tensors(value, other_state[name], f"{both} differ", name, tolerance)
+
+    for record, other_record in zip(one.records, other.records, strict=True):
+        figures, other_figures = (dict(_figures(found.to_dict(), "")) for found in (record, other_record))
+        for name in (*figures, *other_figures):
+            pair = figures.get(name), other_figures.get(name)
+            if not _is_close(*pair, tolerance):
+                values = f"{pair[0]} and {pair[1]}"
+                raise CheckError(f"{both} have unequal {name} in round {record.round}: {values}.")
 
 
-def _check_same_record(one: Record, other: Record, first: str, second: str) -> None:
-    for name in ("bytes_down", "bytes_up", "macs", "clients"):
-        if getattr(one, name) != getattr(other, name):
-            raise CheckError(
-                f"{first} and {second} count unequal {name} in round {one.round}: {getattr(one, name):,} and "
-                f"{getattr(other, name):,}."
-            )
-    if one.grades != other.grades:
-        raise CheckError(f"{first} and {second} have unequal metrics after round {one.round}.")
+def _check_tensors(one: Tensor, other: Tensor, told: str, name: str, tolerance: float) -> None:
+    if one.shape != other.shape:
+        raise CheckError(f"{told} in the shape of {name}: {tuple(one.shape)} and {tuple(other.shape)}.")
+    distance = float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
+    if not distance <= tolerance:  # Also where it is not a number.
+        raise CheckError(f"{told} by {distance:.2g} in {name}; at most {tolerance:g} counts as equal.")
+
+
+def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:
+    """Return True if two figures are equal up to a tolerance. Of a figure that one run lacks there is None."""
+    if one is None or other is None:
+        return one is other
+    return one == other or abs(one - other) <= tolerance
+
+
+def _figures(value: object, path: str) -> Iterator[tuple[str, float]]:
+    """Yield the numbers of a record with their names, but for seconds, which no two runs share."""
+    if isinstance(value, Mapping):
+        for key, part in value.items():
+            if key != "seconds":
+                yield from _figures(part, f"{path} {key}".strip())
+    elif isinstance(value, (int, float)):
+        yield path, value
 
 
 def _tensors(value: object, path: str) -> Iterator[tuple[str, Tensor]]:

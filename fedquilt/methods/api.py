@@ -16,13 +16,15 @@ The names are grouped by the order in which a round uses them:
   `highest`, which make one
 - how it trains (`learner`): `Learner`, `Phase`, `Local`, objectives, regions, filters, optimizers,
   schedules and norm policies
-- how what comes back is merged (`fold`): `Fold`, `Mean`, `Update`, `Payload` and server optimizers
+- what it keeps and sends beside the weights: `MethodState`, `Trained`, `Left`, and passes over samples
+- how what comes back is merged (`fold`): `Fold`, `Mean`, `Sum`, `Stateful`, `Update`, `Payload` and
+  server optimizers
 - randomness (`noise`), checks of settings (`within`, `one_of`), and the errors that a method raises
 """
 
 from fedquilt import noise
 from fedquilt.axes import Index, Positions
-from fedquilt.checks import one_of, within
+from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError, FedquiltError, SubmodelError, TrainingError
 from fedquilt.family.cost import Cost, TrainingStep
 from fedquilt.family.cut import Cutter, highest, prefix, scattered, windows
@@ -44,13 +46,19 @@ from fedquilt.precision import Precision
 from fedquilt.round.attack import PGD, AdversarialTraining
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.merge import (
+    ExtrasMean,
     Fold,
     Mean,
+    Merged,
     Plain,
     ServerAdam,
     ServerMomentum,
     ServerOptimiser,
+    ServerStep,
+    Stateful,
+    Sum,
     Weighting,
+    as_weights,
     client_weight,
 )
 from fedquilt.round.training.filters import All, Filter, Nothing, Parts
@@ -70,13 +78,16 @@ from fedquilt.round.training.objectives import (
     Wrapping,
 )
 from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
 from fedquilt.round.training.regions import Between, Everywhere, Part, Region
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
+from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.tasks import Task
 from fedquilt.terms import (
     Arch,
     Budget,
     Client,
+    Extras,
     Job,
     Memory,
     Mix,
@@ -103,6 +114,7 @@ __all__ = [
     "Budget",
     "BudgetError",
     "Client",
+    "ClientPass",
     "ConfigError",
     "Constant",
     "Cosine",
@@ -110,17 +122,23 @@ __all__ = [
     "Cutter",
     "Distilled",
     "Everywhere",
+    "Extras",
+    "ExtrasMean",
     "Family",
     "Federation",
     "FedquiltError",
     "Filter",
     "Fold",
     "Freeze",
+    "GradientPass",
     "Index",
     "Job",
     "KeptByClient",
     "Learner",
+    "Left",
     "Local",
+    "LogitsPass",
+    "LossPass",
     "MaskedCrossEntropy",
     "Mean",
     "MeasuredByClient",
@@ -128,7 +146,9 @@ __all__ = [
     "MeasuredOnPublic",
     "Member",
     "Memory",
+    "Merged",
     "Method",
+    "MethodState",
     "Mix",
     "NormPolicy",
     "Nothing",
@@ -149,14 +169,19 @@ __all__ = [
     "ServerAdam",
     "ServerMomentum",
     "ServerOptimiser",
+    "ServerStep",
     "Slots",
+    "Stateful",
+    "StatisticsPass",
     "Steps",
     "Submodel",
     "SubmodelError",
+    "Sum",
     "Summed",
     "Task",
     "TaskLoss",
     "Tracked",
+    "Trained",
     "TrainingError",
     "TrainingStep",
     "Update",
@@ -165,6 +190,7 @@ __all__ = [
     "Weights",
     "World",
     "Wrapping",
+    "as_weights",
     "channel_scores",
     "client_weight",
     "highest",
@@ -173,6 +199,7 @@ __all__ = [
     "noise",
     "one_of",
     "prefix",
+    "refuse",
     "scattered",
     "whatever_the_budget",
     "windows",

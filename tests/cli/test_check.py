@@ -68,6 +68,6 @@ def test_a_terminal_shows_which_check_is_running_and_frames_the_table():
         watch("budgets")
     assert "1/2" in screen.getvalue()
     assert "budgets" in screen.getvalue()
-    show_findings(console, "mine", [Finding("plan", "failed", "it is [too] large", 0.5)])
+    show_findings(console, "mine", [Finding("plan", "failed", "it is\n  [too] large", 0.5)])
     assert "it is [too] large" in screen.getvalue()
     assert screen.getvalue().endswith("mine: 0 passed, 1 failed, 0 skipped in 0.5 s\n")
