@@ -314,6 +314,12 @@ def prepare(
     check_inputs(family, data)
     if isinstance(engine, Simulation):
         engine = engine.with_data(data)
+    elif not isinstance(engine, str):
+        found = f"the class {engine.__name__}" if isinstance(engine, type) else f"a {type(engine).__name__}"
+        raise ConfigError(
+            f"run was given {found} as the engine; a name that `fedquilt list engines` shows would work, or an "
+            "instance of a class derived from fedquilt.engines.Simulation."
+        )
     else:
         known(DTYPES, precision, "precision")
         options = EngineOptions(device_of(device), precision)

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.data import FederatedData
+from fedquilt.data.federated import Scale
 from fedquilt.engines.exams import Exam, pieces, summed
 from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
 from fedquilt.family.net import Pass
@@ -71,6 +72,7 @@ class Simulation(Engine):
     def __post_init__(self) -> None:
         if why := unfit(self.precision, str(self.device)):
             raise ConfigError(f"precision = {why}")
+        self._given = self.data
         self.data = self.data.to(self.device, DTYPES[self.precision])
         self._federation: Federation | None = None
         self._cuts: dict[tuple[str, Submodel, tuple[str, ...]], dict[str, Tensor]] = {}
@@ -81,12 +83,11 @@ class Simulation(Engine):
 
     def with_data(self, data: FederatedData) -> Self:
         """Return an engine with the same options for these samples: this one, if it has them."""
-        here = data.to(self.device, DTYPES[self.precision])
-        tensors = ("inputs", "targets", "test_inputs", "test_targets")
-        same = all(getattr(here, name) is getattr(self.data, name) for name in tensors)
-        if same and here.parts is self.data.parts and here.test_parts is self.data.test_parts:
+        if data is self._given or data is self.data:
             return self
-        return replace(self, data=here)
+        here = data.to(self.device, DTYPES[self.precision])
+        same = all(is_same(getattr(here, one.name), getattr(self.data, one.name)) for one in fields(here))
+        return self if same else replace(self, data=data)
 
     def with_settings(self, settings: Mapping[str, bool | int | float | str]) -> Self:
         """Return an engine with other `settings`: this one, if it has them."""
@@ -131,16 +132,12 @@ class Simulation(Engine):
         before = self._federation
         if before is federation:
             return
-        same_family = before is not None and before.world.family is federation.world.family
-        if before is None or not same_family or before.world.task != federation.world.task:
-            self._check_federation(federation)
-        if not same_family:
+        self._check_federation(federation)
+        if before is None or before.world.family is not federation.world.family:
             self.forget_family()
-        elif before is not None and before.world.task != federation.world.task:
+        elif before.world.task != federation.world.task:
             self._classes.clear()
         self._federation = federation
-        if federation.method.attack is not None:
-            self._check_range(federation.method.attack)
 
     def forget_family(self) -> None:
         """Drop what depends on the family that was trained so far."""
@@ -152,8 +149,13 @@ class Simulation(Engine):
                 f"a federation in {federation.world.precision} was given to an engine in {self.precision}; both must "
                 "have the same precision."
             )
-        check_inputs(federation.world.family, self.data)
-        check_targets(federation.world, self.data)
+        before = self._federation
+        same_family = before is not None and before.world.family is federation.world.family
+        if before is None or not same_family or before.world.task != federation.world.task:
+            check_inputs(federation.world.family, self.data)
+            check_targets(federation.world, self.data)
+        if federation.method.attack is not None:
+            self._check_range(federation.method.attack)
 
     def computing(self) -> AbstractContextManager[None]:
         """Return the context of all training and testing."""
@@ -390,6 +392,15 @@ def check_downloads(server: Server, job: Job, learner: Learner) -> None:
                 f"client {job.client.id} (budget {job.client.budget}) was to receive the {what} {unknown} in round "
                 f"{job.round + 1}; the server has {sorted(there)}. Method.init has to give the server a first value."
             )
+
+
+def is_same(one: object, other: object) -> bool:
+    """Return True if two fields of data are one object, or small values that are equal."""
+    if one is other:
+        return True
+    if isinstance(one, Scale) and isinstance(other, Scale):
+        return one.mean.equal(other.mean) and one.std.equal(other.std)
+    return isinstance(one, (str, int, tuple)) and one == other
 
 
 _CONSTRUCTED = ("data", "device", "precision")  # Fields that a run's own settings have.

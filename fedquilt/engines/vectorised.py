@@ -28,7 +28,7 @@ from fedquilt.engines.examiner import Examiner
 from fedquilt.engines.exams import Exam
 from fedquilt.engines.lines import Inner, Lines
 from fedquilt.engines.sequential import Sequential
-from fedquilt.engines.simulation import Simulation
+from fedquilt.engines.simulation import Simulation, is_same
 from fedquilt.engines.units import (
     CaptureError,
     Layout,
@@ -80,6 +80,7 @@ _STACKED = 256 << 20  # bytes of a stack on a CPU: with more, its pages are hand
 _KEPT = 4  # times a stack's memory that idle units may hold
 _CROWD = 4  # clients that layouts are timed with, at least, and that a group has on average
 _AHEAD = 4
+_READ = ("inputs", "targets", "scale")  # Fields of the data that a recorded step reads.
 _REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
 _NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
 _SLOW = "There is a performance drop because we have not yet implemented the batching rule"  # and that it can, slowly
@@ -182,10 +183,12 @@ class Vectorised(Simulation):
     def with_data(self, data: FederatedData) -> Self:
         """Return an engine for other samples, which takes over what was recorded if it still holds.
 
-        A recorded step reads samples where they are in memory, so that it serves any partition of the same pool.
+        A recorded step reads samples and their scale where they are in memory, so that it serves any partition of the
+        same pool.
         """
         other = super().with_data(data)
-        if other.data.inputs is self.data.inputs and other.data.targets is self.data.targets and other is not self:
+        if other is not self and all(is_same(getattr(other.data, name), getattr(self.data, name)) for name in _READ):
+            other.data = replace(other.data, scale=self.data.scale)  # An equal one elsewhere would not be read.
             other._federation = self._federation
             for name in ("_idle", "_refused", "_chosen", "single", "warm", "tails"):
                 setattr(other, name, getattr(self, name))
@@ -558,7 +561,8 @@ class Vectorised(Simulation):
         if shape in self._refused:
             raise CaptureError(self._refused[shape])
         unit = self._idle[shape].pop() if self._idle.get(shape) else Unit(self, shape)
-        unit.record()
+        with self.computing():  # A recorded step keeps the precision that it was recorded in.
+            unit.record()
         return unit
 
     def _refuse(self, shape: Shape, error: FedquiltError) -> None:

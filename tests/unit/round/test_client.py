@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 from types import FrameType
 
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.data.federated import Scale
 from fedquilt.engines import Sequential
 from fedquilt.fleets import Uniform
 from fedquilt.methods import FedRolex
@@ -117,6 +119,40 @@ def test_runs_share_an_engine_in_any_order(engine, residual, make_data):
     )
     for run, other in zip((first, second), alone, strict=True):
         torch.testing.assert_close(dict(run.server.weights), dict(other.server.weights), rtol=0, atol=0)
+
+
+def test_an_engine_is_not_reused_for_data_that_differs_in_anything(residual, make_data):
+    """Samples at the same place may have another scale, domains or public samples."""
+    data, fleet = make_data(residual, (6, 7, 8)), fq.Fleet.of((1.0,), 3, 3)
+    run = fq.prepare(FedRolex(), residual, data, fleet, "vectorised", precision="fp64")
+    assert fq.prepare(FedRolex(), residual, data, fleet, run.engine).engine is run.engine
+    assert fq.prepare(FedRolex(), residual, run.data, fleet, run.engine).engine is run.engine
+    scale = Scale(torch.full((1, 1, 1), 0.5), torch.full((1, 1, 1), 2.0))
+    others = [
+        replace(run.data, scale=scale),
+        replace(run.data, test_domains=torch.arange(24) % 2),
+        replace(run.data, public=run.data.inputs[:4]),
+        replace(run.data, parts=run.data.parts.head(3)),
+        replace(run.data, num_classes=3),
+    ]
+    for other in others:
+        assert run.engine.with_data(other) is not run.engine
+    again = fq.prepare(FedRolex(), residual, replace(data, scale=scale), fleet, run.engine).train(1)
+    fresh = fq.prepare(FedRolex(), residual, replace(data, scale=scale), fleet, precision="fp64").train(1)
+    torch.testing.assert_close(dict(again.server.weights), dict(fresh.server.weights), rtol=0, atol=0)
+
+
+def test_an_engine_refuses_every_federation_that_does_not_fit_it(residual, make_data):
+    data, fleet = make_data(residual, (6, 7)), fq.Fleet.of((1.0,), 2, 2)
+    run = fq.prepare(FedRolex(), residual, data, fleet, "sequential").train(1)
+    double = fq.Federation(fq.World(residual, precision="fp64"), FedRolex())
+    attacking = FedRolex().with_local(adversarial=fq.AdversarialTraining())
+    for federation, said in ((double, "a federation in fp64"), (fq.Federation(run.world, attacking), "attack")):
+        for _ in range(2):
+            with pytest.raises(fq.errors.FedquiltError, match=said):
+                run.engine.begin(federation)
+    with pytest.raises(fq.errors.ConfigError, match=r"was given the class Sequential as the engine; a name"):
+        fq.prepare(FedRolex(), residual, data, fleet, Sequential)
 
 
 def test_no_module_outside_engines_assigns_to_an_engine():
