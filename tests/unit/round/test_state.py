@@ -21,7 +21,7 @@ from fedquilt.round.link import Trip
 from fedquilt.round.merge import ExtrasMean, Fold, Mean, ServerMomentum, Stateful, Sum, as_weights
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import TaskLoss
+from fedquilt.round.training.objectives import TaskLoss, View
 from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
 from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.terms import Client, Job, Memory, Payload, Server, Update
@@ -313,6 +313,60 @@ def test_a_slot_of_the_servers_optimizer_is_refused(perceptron):
     mean = Mean(perceptron.cutter, optimiser=ServerMomentum()).begin(server)
     with pytest.raises(ConfigError, match="'momentum', which the server's optimizer ServerMomentum has"):
         Stateful(mean, {"momentum": Sum(perceptron.cutter)})
+
+
+# --- one by one -----------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Branching(Everything):
+    """State that depends on a value by a branch, which vmap cannot follow."""
+
+    def finish(self, trained: Trained) -> Left:
+        left = super().finish(trained)
+        if float(trained.weights["first.bias"].sum()) > 0:
+            return replace(left, kept_extras={"rounds": -left.kept_extras["rounds"]})
+        return left
+
+
+@dataclass(frozen=True)
+class BranchingPass(LossPass):
+    """A pass with a branch."""
+
+    def __call__(self, view: View) -> dict[str, torch.Tensor]:
+        loss = self.objective(view)
+        return {"loss": loss if float(loss) > 1 else 2 * loss}
+
+
+@dataclass(frozen=True)
+class BranchingMethod(Stating):
+    """A method with a pass that cannot be stacked."""
+
+    def learner(self, job: Job, world: fq.World) -> Learner:
+        return replace(super().learner(job, world), after=(BranchingPass(name="later"),))
+
+
+@pytest.mark.parametrize("method", [Stating(state=Branching()), BranchingMethod()], ids=["state", "pass"])
+def test_what_cannot_be_stacked_runs_client_by_client(method, perceptron, public_data, play, caplog):
+    runs = [play(method, perceptron, public_data, engine=engine) for engine in ("sequential", "vectorised")]
+    assert_same(*runs)
+    assert "clients of one member are trained one after another" in caplog.text
+
+
+def test_clients_whose_extras_have_unequal_shapes_are_finished_one_by_one(perceptron, play, make_data):
+    """What a client keeps may depend on its data; here the logits of as many samples as it has."""
+
+    @dataclass(frozen=True)
+    class Own(LogitsPass):
+        @property
+        def public(self) -> bool:
+            return False
+
+    method = Passing(before=(Own(),))
+    data = make_data(perceptron, RAGGED)
+    runs = [play(method, perceptron, data, engine=engine) for engine in ("sequential", "vectorised")]
+    assert_same(*runs)
+    assert [len(results(runs[0], client)["logits/logits"]) for client in range(6)] == list(RAGGED)
 
 
 # --- bad input ------------------------------------------------------------------------------------------------------
