@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ import fedquilt as fq
 from fedquilt.methods import METHODS
 from fedquilt.models import PreResNet
 from fedquilt.round.link import ChangeSpec
-from fedquilt.terms import Memory
+from fedquilt.terms import Memory, Server
 from tests.conftest import LOCAL, assert_same, with_local
 from tests.engines.test_links import LINKS
 from tests.engines.test_parity import RAGGED, SHARES
@@ -26,13 +27,13 @@ pytestmark = [
 def on_cpu(run: fq.Run) -> fq.Run:
     """The run with its state brought back for comparison."""
 
-    def home(memory: Memory) -> Memory:
-        slots = {slot: {n: v.cpu() for n, v in values.items()} for slot, values in memory.slots.items()}
-        return replace(memory, weights={n: v.cpu() for n, v in memory.weights.items()}, slots=slots)
+    def home(state: Memory | Server) -> Any:
+        slots = {slot: {n: v.cpu() for n, v in values.items()} for slot, values in state.slots.items()}
+        weights, extras = ({n: v.cpu() for n, v in own.items()} for own in (state.weights, state.extras))
+        return replace(state, weights=weights, slots=slots, extras=extras)
 
-    weights = {name: value.cpu() for name, value in run.server.weights.items()}
     memory = {key: home(value) for key, value in run.server.memory.items()}
-    return replace(run, server=replace(run.server, weights=weights, memory=memory))
+    return replace(run, server=replace(home(run.server), memory=memory))
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -45,6 +46,18 @@ def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play,
     truth = play(method, family, data, engine="sequential", fleet=fleet)
     other = play(method, family, data, engine=engine, fleet=fleet, device="cuda")
     assert all(weight.is_cuda for weight in other.server.weights.values())
+    assert_same(truth, on_cpu(other), atol=1e-8)
+
+
+@pytest.mark.parametrize("link", [fq.Link(), *LINKS.values()], ids=["perfect", *LINKS])
+@pytest.mark.parametrize("engine", LOCAL)
+def test_passes_and_variates_give_the_same_numbers_on_cuda(engine, link, residual, play, make_data):
+    """SCAFFOLD's option I: the gradient at the received weights becomes a slot."""
+    method = with_local(METHODS["scaffold"](option="I"), batch_size=4, optimiser=fq.SGD(lr=0.1))
+    data, fleet = make_data(residual, (7, 4, 9, 5, 8, 4), labels=2), fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    truth = play(method, residual, data, engine="sequential", fleet=fleet, link=link)
+    other = play(method, residual, data, engine=engine, fleet=fleet, link=link, device="cuda")
+    assert all(value.is_cuda for value in other.server.slots["control"].values())
     assert_same(truth, on_cpu(other), atol=1e-8)
 
 
