@@ -56,6 +56,8 @@ class Metric:
 class SumMetric(Metric, ABC):
     """A metric found from sums that add over batches and devices."""
 
+    same_sums_as: str = ""
+
     @abstractmethod
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         """Return the sums of one batch. Pure: may be vmapped.
@@ -151,9 +153,15 @@ class TopK(_OfClasses):
 class Perplexity(_OfClasses):
     """Exponential of the mean cross-entropy, without label smoothing and class weights."""
 
+    same_sums_as: str = ""  # Metric whose sums are equal, so that they are computed once
+
     higher_is_better: ClassVar[bool] = False
     of_predictions: ClassVar[bool] = False
     is_rate: ClassVar[bool] = False
+
+    @classmethod
+    def for_task(cls, task: Task) -> Self:
+        return cls(ignore=task.ignored, same_sums_as="loss" if task.is_plain_entropy else "")
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = F.cross_entropy(outputs, targets, ignore_index=self.ignore, reduction="none")

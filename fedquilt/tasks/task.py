@@ -56,6 +56,11 @@ class Task(ABC):
         """Return the value of targets that do not count, where the task has such a value."""
         return -100
 
+    @property
+    def is_plain_entropy(self) -> bool:
+        """Return True if the loss is cross-entropy without label smoothing and class weights."""
+        return False
+
     def num_outputs(self, targets: Tensor, num_classes: int) -> int:
         """Return how many numbers a model puts out for each sample: target columns, or classes.
 
@@ -212,11 +217,16 @@ class Task(ABC):
                 are negative.
         """
         hidden = hide_absent(outputs, present, absent)
-        return {
-            metric.name: _exact(metric.sums(hidden if metric.of_predictions else outputs, targets))
-            for metric in self.measured
-            if isinstance(metric, SumMetric)
-        }
+        found: dict[str, Tensor] = {}
+        for metric in self.measured:
+            if not isinstance(metric, SumMetric):
+                continue
+            if metric.same_sums_as in found:
+                found[metric.name] = found[metric.same_sums_as]
+            else:
+                seen = hidden if metric.of_predictions else outputs
+                found[metric.name] = _exact(metric.sums(seen, targets))
+        return found
 
     def metric_of(self, figure: str) -> Metric:
         """Return the metric that a figure in the records is made of.

@@ -249,3 +249,26 @@ def test_names_in_the_registry_are_those_in_records():
         (metric,) = tasks[kind.kinds[0]](metrics=(name,)).measured
         assert metric.name == name
     assert set(SUM_NAMES) == set(METRICS) - {"average_precision", "auroc"}
+
+
+def test_perplexity_and_loss_of_plain_cross_entropy_are_summed_once():
+    outputs, targets = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)), torch.arange(15).view(3, 5) % 4
+    plain = NextToken().sums(outputs, targets)
+    assert plain["perplexity"] is plain["loss"]
+    smooth = NextToken(label_smoothing=0.2).sums(outputs, targets)
+    assert smooth["perplexity"] is not smooth["loss"]
+    torch.testing.assert_close(smooth["perplexity"], plain["loss"])
+    assert NextToken(metrics=("perplexity",)).sums(outputs, targets)["perplexity"].tolist() == plain["loss"].tolist()
+
+
+@pytest.mark.parametrize("task", [NextToken(), NextToken(label_smoothing=0.1, class_weights=(1.0, 2.0, 3.0, 0.5))])
+def test_losses_do_not_depend_on_where_classes_are_in_memory(task):
+    """Tokens have their classes last, and a convolution has them first."""
+    first = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    last = first.movedim(1, -1).contiguous().movedim(-1, 1)
+    targets = torch.arange(15).view(3, 5) % 4
+    targets[0, 0] = -100
+    assert (first.stride(1), last.stride(1)) == (5, 1)
+    torch.testing.assert_close(task.losses(first, targets), task.losses(last, targets), rtol=0, atol=1e-12)
+    mapped = vmap(task.losses)(last[None], targets[None])[0]
+    torch.testing.assert_close(mapped, task.losses(last, targets), rtol=0, atol=1e-12)
