@@ -105,7 +105,7 @@ class Ours:
         with self.clock("evaluation"):
             exam = EvalJob("1.0", (whole,), weights)
             own = [replace(exam, client=id, own_classes=True) for id in range(CLIENTS)]
-            return run.engine.evaluate(run.federation, [exam, *own], batch_size)[0].accuracy
+            return run.engine.evaluate(run.federation, [exam, *own], batch_size)[0].main(run.world.task)
 
     def evaluate_all(self) -> None:
         """What a user gets instead: every share, each with norm statistics of its own."""
