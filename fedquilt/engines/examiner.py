@@ -59,12 +59,14 @@ class Totals:
         time. On a GPU the order of such additions changes from run to run, and with it the last digit.
         """
         lengths = {place: len(list(same)) for place, same in groupby(places)}
+        device = next(iter(sums.values())).device if sums else None
+        index = torch.tensor(list(lengths), device=device)
         for name, value in sums.items():
             if name not in self.sums:
                 self.sums[name] = value.new_zeros(self.count, *value.shape[1:])
             if len(lengths) < len(places):
                 value = torch.stack([some.sum(0) for some in value.split_with_sizes(list(lengths.values()))])
-            self.sums[name].index_add_(0, torch.tensor(list(lengths), device=value.device), value)
+            self.sums[name].index_add_(0, index, value)
 
     def keep(self, part: Part, outputs: Tensor, targets: Tensor) -> None:
         """Keep the outputs of one batch, as far as they are asked for."""

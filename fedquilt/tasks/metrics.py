@@ -337,7 +337,7 @@ class Loss(SumMetric):
 
     def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
         losses = self.task.losses(outputs, targets)
-        return torch.stack([losses.double().sum(), self.task.total(targets).double()])
+        return torch.stack([losses.sum(dtype=torch.float64), self.task.total(targets).double()])
 
     def value(self, total: Tensor) -> float:
         return _ratio(total[0], total[1])
