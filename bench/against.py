@@ -1,8 +1,8 @@
 """Compare this tree's speed with another checkout's, in alternation: `python bench/against.py ../before`.
 
     git worktree add ../before COMMIT
-    python bench/against.py ../before                          # rounds, scaling, population
-    python bench/against.py ../before --only gpu-a gpu-b gpu-e  # on a GPU
+    python bench/against.py ../before                           # rounds, scaling, population
+    python bench/against.py ../before --only gpu               # on a GPU
 
 Every case runs in a process of its own, once for each tree, as often as `--times` says. Printed are the medians of both
 and their ratio. Times are seconds of CPU of all threads, on a GPU milliseconds of wall time. A case measures fedquilt
@@ -73,56 +73,38 @@ def population() -> Times:
     }
 
 
-def gpu_cohort(name: str, count: int, shares: list[float]) -> Times:
-    import gpu
+def gpu() -> Times:
+    """Cases (a) with ten clients, (b), and (e) with test-batch norms, of bench/gpu.py in tf32."""
+    import gpu as script
     import torch
 
     import fedquilt as fq
 
     family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
-    case = gpu.Case(name, family, gpu.images(count), shares, gpu.HeteroFL(local=gpu.LOCAL))
-    step, whole = gpu.ours(case, "tf32")
-    return {f"gpu ({name}): recorded step": step, f"gpu ({name}): step in a round": whole}
+    method = script.HeteroFL(local=script.LOCAL)
+    cohorts = {"a": [share for share in script.SHARES for _ in range(2)], "b": [1 / 8] * 40}
+    found: Times = {}
+    for name, shares in cohorts.items():
+        case = script.Case(name, family, script.images(len(shares)), shares, method)
+        step, whole = script.ours(case, "tf32")
+        found |= {f"gpu ({name}): recorded step": step, f"gpu ({name}): step in a round": whole}
 
-
-def gpu_a() -> Times:
-    """Ten clients of five sizes, bench/gpu.py (a)."""
-    import gpu
-
-    return gpu_cohort("a", 10, [share for share in gpu.SHARES for _ in range(2)])
-
-
-def gpu_b() -> Times:
-    """Forty clients of share 1/8, bench/gpu.py (b)."""
-    return gpu_cohort("b", 40, [1 / 8] * 40)
-
-
-def gpu_e() -> Times:
-    """Whole rounds with evaluations, bench/gpu.py (e) with test-batch norms."""
-    import gpu
-    import torch
-
-    import fedquilt as fq
-
-    family = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
-    fleet, how = fq.Fleet.of(gpu.SHARES, 100, 10), fq.Evaluation(5, gpu.EXAM)
-    method, data = gpu.HeteroFL(local=gpu.LOCAL), gpu.images(100, 10_000)
+    fleet, how = fq.Fleet.of(script.SHARES, 100, 10), fq.Evaluation(5, script.EXAM)
+    data = script.images(100, 10_000)
     run = fq.prepare(method, family, data, fleet, device="cuda", precision="tf32", evaluation=how)
-    run.engine.memory = gpu.MEMORY
-    run.train(30)
-    records = run.records[15:]
+    run.engine.memory = script.MEMORY
+    run.train(25)
+    records = run.records[10:]
     plain = statistics.median(one.seconds for one in records if not one.grades.accuracy)
     tested = statistics.median(one.seconds for one in records if one.grades.accuracy)
-    return {"gpu (e): round": 1e3 * plain, "gpu (e): evaluation": 1e3 * (tested - plain)}
+    return found | {"gpu (e): round": 1e3 * plain, "gpu (e): evaluation": 1e3 * (tested - plain)}
 
 
 CASES: dict[str, Callable[[], Times]] = {
     "rounds": rounds,
     "scaling": scaling,
     "population": population,
-    "gpu-a": gpu_a,
-    "gpu-b": gpu_b,
-    "gpu-e": gpu_e,
+    "gpu": gpu,
 }
 
 
@@ -154,6 +136,7 @@ def main() -> None:
         for time_ in range(asked.times):
             for name in list(trees)[:: 1 if time_ % 2 == 0 else -1]:
                 taken[name].append(measured(case, trees[name]))
+                print(f"    {case}, {name}: {taken[name][-1]}", file=sys.stderr, flush=True)
         for line in taken["this"][0]:
             other, this = (statistics.median(one[line] for one in taken[name]) for name in ("other", "this"))
             print(f"{line:<36}{other:>10.4g}{this:>10.4g}{this / other:>8.2f}", flush=True)
