@@ -36,7 +36,7 @@ class Device:
     share: str  # of the model that it can hold
     domain: str  # where most of its samples come from; "": the data has no domains
     macs: int  # multiply-adds of one training batch
-    params: int  # that travel in a round, to it and back; all that a perfect link carries
+    params: int  # Numbers that travel in a round, to it and back, over a perfect link; extras are not counted.
     accuracy_own_size: float | None  # of what its budget gets, on its own test part; None: it has none
     accuracy_whole_model: float | None  # of the widest model on the same; None: also where results live on clients
     label: str = ""  # Name of its size in tables: the share, or the bounds of its budget
@@ -107,9 +107,12 @@ def _device(run: Run, client: Client, figures: _Figures) -> Device:
         learner = method.learner(Job(client, submodel, run.server.round), world)
         member = world.family.member(submodel)
         macs += learner.macs(member, [learner.local.batch_size])
-        params += _entries(world.family, submodel, learner.received(member))
         upload = learner.upload(member, submodel, _classes(run, client))
+        state, slotted = learner.state, learner.slotted(member)
+        params += _entries(world.family, submodel, learner.received(member))
+        params += _entries(world.family, submodel, slotted) * len(state.slots_down)
         params += _entries(world.family, upload, learner.sent(member))
+        params += _entries(world.family, upload, slotted) * len(state.slots_up)
     params *= method.copies
     share, label = share_label(method, client.budget, world), method.label(client.budget, world)
     accuracies = figures if world.task.main.name == "accuracy" else (None, None)

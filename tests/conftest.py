@@ -116,7 +116,7 @@ def _make_data(family: fq.Family, sizes: Sequence[int], labels: int = 0, tests: 
     def pool(n: int) -> tuple[Tensor, Tensor]:
         if example.is_floating_point():
             inputs = torch.randn(n, *example.shape[1:], generator=generator, dtype=torch.float64)
-            return inputs, torch.randint(classes, (n,), generator=generator)
+            return inputs, torch.randint(classes, (n, *family.output_shape[2:]), generator=generator)
         tokens = torch.randint(classes, (n, example.shape[1] + 1), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
 

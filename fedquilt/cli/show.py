@@ -408,7 +408,7 @@ def check_progress(console: Console, count: int) -> Iterator[Callable[[str], Non
 
 def show_findings(console: Console, method: str, findings: Sequence[Finding]) -> None:
     """Show a row for each check of a method, and how many passed, failed and were skipped."""
-    rows = {one.check: {"result": one.status, "finding": one.detail} for one in findings}
+    rows = {one.check: {"result": one.status, "finding": " ".join(one.detail.split())} for one in findings}
     show_table(console, "check", rows)
     counts = Counter(one.status for one in findings)
     told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))

@@ -84,7 +84,7 @@ def test_figure_1_a_and_b_from_the_large_e_from_the_small_c_and_d_averaged(five_
         cut = five_nodes.cutter.gather(old.weights, submodel, five_nodes.trainable)
         sent = Payload(submodel, {name: torch.full_like(weight, value) for name, weight in cut.items()})
         fold.add(Update(Job(fq.Client(id, fq.Budget(share=share), 1), submodel, 0), (sent,), steps=1))
-    weights, _ = fold.finish(old)
+    weights = fold.finish(old)[0]
     assert weights["layer.weight"].flatten().tolist() == [1, 1, 2, 2, 3]
     assert weights["out.weight"].tolist() == [[1, 1, 2, 2, 3]] * 2
 
