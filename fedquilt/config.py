@@ -429,13 +429,14 @@ def _without_data(settings: Settings, config: Path) -> tuple[Experiment, str]:
 
 
 def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> FederatedData:
-    """Data of the same shape without anything in it: one sample that all clients hold."""
+    """Return data of the same shape without anything in it: one sample that all clients hold, and public ones."""
     inputs = torch.zeros((2, *sample["shape"]), dtype=getattr(torch, sample["dtype"]))
     # Earlier versions had classes alone: one for each sample, or for each token.
     usual = {"shape": [] if inputs.is_floating_point() else sample["shape"], "dtype": "int64"}
     like = sample.get("targets", usual)
     targets = torch.zeros((2, *like["shape"]), dtype=getattr(torch, like["dtype"]))
-    pool = Pool.of((inputs, targets), (inputs, targets), num_classes=sample["classes"], name=name)
+    # Whether the data had public samples is not known. Nothing is computed with these.
+    pool = Pool.of((inputs, targets), (inputs, targets), num_classes=sample["classes"], name=name, public=inputs)
     all_alike = Parts.split(torch.zeros(num_clients, dtype=torch.int64), torch.ones(num_clients, dtype=torch.int64))
     return pool.dealt(all_alike)
 

@@ -138,7 +138,7 @@ class Shelf:
     ) -> list[dict[str, Tensor]]:
         run, engine = self.run, self.run.engine
         if samples is None and norms.needs_public and not run.absent:
-            norms.check_public(run.world.public is not None)
+            norms.check_public(run.world.num_public)
             samples = run.world.public
         if samples is not None:
             with engine.computing():

@@ -331,6 +331,7 @@ def prepare(
     server = placed(method.init(world), engine.device)
     engine.begin(federation)
     _check_task(federation, engine)
+    _check_public(federation)
     _check_budgets(federation, server, fleet, engine)
     evaluation = evaluation or Evaluation()
     _check_nets(federation, server, fleet, engine, evaluation)
@@ -377,6 +378,13 @@ def _check_task(federation: Federation, engine: Simulation) -> None:
         torch.tensor(noise.key(0), device=outputs.device), outputs.shape, outputs.dtype
     )
     check_task(task, shaken.movedim(member.class_dim, 1), engine.data.targets[rows], engine.data.name)
+
+
+def _check_public(federation: Federation) -> None:
+    """Refuse a norm policy that measures statistics on public samples where there are fewer than two."""
+    world = federation.world
+    if world.family.statistics:
+        federation.method.local.norm.check_public(world.num_public)
 
 
 def placed(server: Server, device: torch.device) -> Server:

@@ -89,12 +89,20 @@ class NormPolicy:
         """Return True if statistics are measured on public samples."""
         return self.measures and self.samples == "public"
 
-    def check_public(self, has_public: bool) -> None:
-        """Raise a ConfigError if public samples are needed and the data has none."""
-        if self.needs_public and not has_public:
+    def check_public(self, num_samples: int) -> None:
+        """Refuse to measure statistics on fewer than two public samples.
+
+        Args:
+            num_samples: Number of public samples that the data has.
+
+        Raises:
+            ConfigError: The policy needs public samples, and there are fewer than two.
+        """
+        if self.needs_public and num_samples < 2:
+            found = "has one, and two or more are needed" if num_samples else "has none"
             raise ConfigError(
                 f"the norm policy {self.name!r} was asked for, which measures statistics on public "
-                "samples; the data has none. data.public = 0.1 in a file, pool.with_public(0.1) in "
+                f"samples; the data {found}. data.public = 0.1 in a file, pool.with_public(0.1) in "
                 "Python, sets samples aside."
             )
 

@@ -102,8 +102,6 @@ class Method:
                 type(self).__name__,
             )
         whole = family.member(family.whole)
-        if whole.statistics:
-            self.local.norm.check_public(world.public is not None)
         statistics = whole.statistics if self.local.norm.has_server_statistics else ()
         names = {*whole.trainable, *statistics, *whole.carried}
         initial = self.initial(world).items()

@@ -38,6 +38,11 @@ class World:
         """Return the type in which weights and sums are kept."""
         return DTYPES[self.precision]
 
+    @property
+    def num_public(self) -> int:
+        """Return the number of public samples."""
+        return 0 if self.public is None else len(self.public)
+
 
 @dataclass(frozen=True, eq=False)
 class Federation:

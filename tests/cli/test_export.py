@@ -137,6 +137,18 @@ def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
     torch.testing.assert_close(model.state_dict(), again.state_dict())
 
 
+def test_a_run_with_norms_of_public_samples_outlives_its_data(here, capsys):
+    public = ["--set", "method.local.norm=post-public", "--set", "data.public=0.2"]
+    told(capsys, "run", "--method", "heterofl", "--data", "own.npz", "--out", "public", *QUICK, *public)
+    Path("own.npz").unlink()
+    run = load_run("public")
+    assert run.server.round == 1
+    with pytest.raises(ConfigError, match=r"norms='post-public' measures .* which cannot be had: .*own\.npz"):
+        run.deploy(fq.Budget(share=0.5))
+    samples = torch.randn(4, 1, 8, 8)
+    assert run.deploy(fq.Budget(share=0.5), samples=samples)(samples).shape == (4, 3)
+
+
 def whole(here: Path) -> torch.nn.Module:
     return load_run(here / "heterofl").world.family._module
 

@@ -246,6 +246,17 @@ def test_public_samples_take_the_place_of_the_clients(engine, residual, play, ma
         play(with_local(method, norm="post"), residual, data).deploy(fq.Budget(share=0.5), norms="post-public")
 
 
+def test_one_public_sample_has_no_statistics(residual, play, make_data):
+    data = replace(make_data(residual, (6, 6)), public=torch.randn(1, 1, 6, 6, dtype=torch.float64))
+    method = with_local(HeteroFL(), batch_size=4, norm="post-public")
+    told = "'post-public' was asked for, .*; the data has one, and two or more are needed. data.public = 0.1"
+    with pytest.raises(ConfigError, match=told):
+        fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 2, 2), precision="fp64")
+    run = play(with_local(method, norm="post"), residual, data, rounds=1)
+    with pytest.raises(ConfigError, match=told):
+        run.deploy(fq.Budget(share=0.5), norms="post-public")
+
+
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_fedbn_is_fedavg_with_local_norms(family, play, make_data):
     data = make_data(family, (6, 5, 7))
