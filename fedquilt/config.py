@@ -325,6 +325,7 @@ class Experiment:
             task=self.task,
         )
         ground.engines[self.engine, self.seed] = run.engine
+        run.settled_for = self.rounds
         return run
 
     def settled(self, run: Run, ground: Ground) -> Experiment:

@@ -65,6 +65,7 @@ class Run:
     server: Server
     records: list[Record] = field(default_factory=list)
     absent: str = ""  # why there is no data, of a run that was reopened without
+    settled_for: int | None = None  # Rounds that the method was settled for. None: it was used as it was given.
 
     def __post_init__(self) -> None:
         self._has_warned = False  # of devices that cannot hold the net
@@ -165,7 +166,9 @@ class Run:
 
     def save(self, path: str | Path) -> None:
         """Write the run into a folder of its own; `fedquilt.load` has its weights, and `fedquilt.run` can go on."""
-        with Folder.create(path, describe(self, self.server.round)) as folder:
+        # A run that resumes settles its method for these rounds again, however many were trained.
+        rounds = self.server.round if self.settled_for is None else self.settled_for
+        with Folder.create(path, describe(self, rounds)) as folder:
             folder.watch(self)
             folder.finish(self.summary)
 
@@ -240,10 +243,12 @@ def run(
         one.check()
     _check_kind("run", method, Method, "fq.methods.FedAvg()")
     goes_on = resume and out is not None and holds_a_run(Path(out))
-    method = method.settled(rounds_planned(Path(out), rounds) if out and goes_on else rounds)
+    settled_for = rounds_planned(Path(out), rounds) if out and goes_on else rounds
+    method = method.settled(settled_for)
     prepared = prepare(
         method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link, task
     )
+    prepared.settled_for = settled_for
     try:
         with ExitStack() as stack:
             folder = None
@@ -293,6 +298,9 @@ def prepare(
     """A run that has not begun. Client memories beyond `memory_limit` bytes are kept on disk.
 
     Without a `task` it is found from all training targets and the model's output.
+
+    The method is used as it is given. `run` settles it for its number of rounds first; here `method.settled(rounds)`
+    does that, for methods that depend on the number of rounds.
 
     An engine may be given instead of its name, such as that of another run. Its device and precision count then, and
     what it has recorded is used where it is of the same family and the same samples.

@@ -147,6 +147,34 @@ def test_a_run_can_be_saved_afterwards_and_go_on(start, tmp_path):
     assert_same(whole, again, atol=0)
 
 
+@dataclass(frozen=True)
+class Planned(FedAvg):
+    """The method has a setting that depends on the number of rounds."""
+
+    horizon: int = 0  # Rounds of the run. 0: not settled.
+
+    def settled(self, rounds):
+        return self if self.horizon else replace(self, horizon=rounds)
+
+
+def test_a_saved_run_goes_on_with_the_method_as_it_was_settled(start, tmp_path):
+    method = Planned(local=fq.Local(batch_size=4))
+    run = start(method, rounds=2)
+    run.train(3).save(tmp_path / "run")
+    again = start(method, rounds=4, out=tmp_path / "run", resume=True)
+    assert again.method.horizon == run.method.horizon == 2
+    assert_same(run.train(4), again, atol=0)
+    again.save(tmp_path / "copy")
+    assert start(method, rounds=4, out=tmp_path / "copy", resume=True).method.horizon == 2
+
+
+def test_preparing_uses_a_method_as_it_is_given(start):
+    run = fq.prepare(*_parts(start(Planned(), rounds=1)))
+    assert (run.method.horizon, run.settled_for) == (1, None)
+    unsettled = replace(run.method, horizon=0)
+    assert fq.prepare(unsettled, *_parts(run)[1:]).method.horizon == 0
+
+
 # --- going on ---------------------------------------------------------------------------------------------------
 
 
