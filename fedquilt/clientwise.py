@@ -21,7 +21,7 @@ from fedquilt.round.labels import share_label
 from fedquilt.round.link import Trip
 from fedquilt.round.serve import EvalJob, Score, arranged, given, joined, own_exam, ready, trained_within
 from fedquilt.tasks import Task
-from fedquilt.terms import Budget, Client, Job, Server, Submodel
+from fedquilt.terms import Budget, Client, Job, Submodel
 
 if TYPE_CHECKING:
     from fedquilt.experiment import Run
@@ -188,7 +188,7 @@ def _jobs(run: Run) -> Iterator[Job]:
     """All that was planned so far."""
     fleet, world = run.fleet, run.world
     for played in range(run.server.round):
-        server = Server(played, run.server.weights)
+        server = replace(run.server, round=played)
         for place, id in enumerate(fleet.cohort(played, world.seed)):
             client = fleet.client(id, played, world.seed, run.data.size(id), place)
             for submodel in run.method.plan(server, client, world):
@@ -204,8 +204,7 @@ def _arrived(run: Run, job: Job) -> list[Submodel]:
     if not learner.sent(member):
         return [job.submodel]
     # Output rows of classes that a client lacks count with the rest, as they do where nothing is lost.
-    upload = replace(learner, class_rows=False).upload(member, job.submodel, _classes(run, job.client))
-    reached = run.link.reach(upload, Trip(world, job, up=True))
+    reached = run.link.reach(job.submodel, Trip(world, job, up=True))
     return [] if reached is None else [reached]
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt import clientwise
 from fedquilt.clientwise import Clientwise, Device
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, LocalOnly, SHeteroFL, SplitMix
@@ -148,6 +149,32 @@ def test_rows_of_classes_that_a_client_lacks_count_over_every_link(residual, mak
     method, data = with_local(HeteroFL(), batch_size=4, masked="client"), make_data(residual, (8,), labels=2)
     for link in (fq.Link(), fq.Link(loss=fq.Columns(0.0, 1e-12))):
         assert play(method, residual, data, (1.0,), link=link).clientwise().trained == {"": 1.0}
+
+
+@dataclass(frozen=True)
+class Stated(FedAvg):
+    """Plans by an extra and a slot of the server."""
+
+    def init(self, world):
+        server = super().init(world)
+        return replace(server, slots={"seen": server.weights}, extras={"sizes": torch.ones(2)})
+
+    def plan(self, server, client, world):
+        assert set(server.slots["seen"]) == set(server.weights)
+        return super().plan(server, client, world)[: int(server.extras["sizes"][client.id])]
+
+
+def test_plans_see_the_state_of_their_method(residual, make_data, play):
+    run = play(with_local(Stated(), batch_size=4), residual, make_data(residual, (8, 8)))
+    assert run.clientwise().trained == {"": 1.0}
+
+
+def test_classes_are_not_counted_where_they_do_not_matter(residual, make_data, play, monkeypatch):
+    """Going through the targets of every client of every round takes long."""
+    link = fq.Link(loss=fq.Columns(0.0, 1e-12))
+    run = play(with_local(FedAvg(), batch_size=4), residual, make_data(residual, (8,)), link=link)
+    monkeypatch.setattr(clientwise, "classes_held", None)
+    assert clientwise.ever_trained(run) == {"": 1.0}
 
 
 def test_what_never_travels_is_not_lost(residual, make_data, play):
