@@ -25,10 +25,12 @@ LISTS = (
     "metrics",
     "fleets",
     "links",
+    "codecs",
     "engines",
     "trackers",
     "formats",
     "norms",
+    "objectives",
 )
 
 
@@ -66,7 +68,8 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.fleets import FLEETS
     from fedquilt.methods import METHODS
     from fedquilt.models import MODELS
-    from fedquilt.round.link import LINKS
+    from fedquilt.round.link import CODECS, LINKS
+    from fedquilt.round.training.objectives import OBJECTIVES
     from fedquilt.tasks import METRICS, TASKS
     from fedquilt.tracking import TRACKERS
 
@@ -79,10 +82,12 @@ def _table(what: str) -> Mapping[str, Any]:
         METRICS,
         FLEETS,
         LINKS,
+        CODECS,
         ENGINES,
         TRACKERS,
         FORMATS,
         NORM_POLICIES,
+        OBJECTIVES,
     )
     return known(dict(zip(LISTS, tables, strict=True)), what, "list")
 

@@ -30,6 +30,8 @@ from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
 from fedquilt.records import load
 from fedquilt.round.clients import Devices
+from fedquilt.round.link import CODECS
+from fedquilt.round.training.objectives import OBJECTIVES
 from fedquilt.tracking import TensorBoard
 from tests.conftest import shortened
 
@@ -805,11 +807,16 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         "metrics",
         "fleets",
         "links",
+        "codecs",
         "engines",
         "trackers",
         "formats",
         "norms",
+        "objectives",
     ]
+    assert (list(listed["codecs"]), list(listed["objectives"])) == (list(CODECS), list(OBJECTIVES))
+    assert listed["codecs"]["linear"]["defaults"]["bits"] == 32
+    assert listed["objectives"]["proximal"]["defaults"] == {"mu": 0.0}
     assert list(listed["norms"]) == list(NORM_POLICIES)
     assert all(entry["summary"] for entry in listed["norms"].values())
     assert listed["norms"]["local-all"]["defaults"] == {"affine": "local"}
