@@ -1,4 +1,4 @@
-"""Looking things up: by name in a table, with the nearest known name when there is none, or as `file.py:factory`."""
+"""Looking things up: by name in a table, with the nearest known name when there is none, or as `file.py:NAME`."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
-    """What a name stands for: an entry of the table, or the factory in a file of the user's own."""
+    """What a name stands for: an entry of the table, or a class or function in a file of the user's own."""
     return _from_file(name, what) if is_file(name) else known(table, name, what)
 
 
@@ -47,7 +47,7 @@ def said(error: BaseException) -> str:
 
 
 def is_file(name: str) -> bool:
-    """Whether a name means `file.py:factory`."""
+    """Return True if a name means `file.py:NAME`, a class or function in a file."""
     return ".py:" in name or name.endswith(".py")
 
 
@@ -73,9 +73,12 @@ _OWN: list[ModuleType] = []
 
 
 def _from_file(name: str, what: str) -> Any:
-    path, _, factory = name.rpartition(":") if ".py:" in name else (name, ":", "")
-    if not factory:
-        raise ConfigError(f"the {what} {name!r} names a file and nothing in it. Write {path}:factory.")
+    path, _, attribute = name.rpartition(":") if ".py:" in name else (name, ":", "")
+    if not attribute:
+        raise ConfigError(
+            f"the {what} {name!r} names a file and nothing in it. Write {path}:NAME, with the name of a class or "
+            "function."
+        )
     try:
         there = Path(path).is_file()
     except (OSError, ValueError):  # a name too long for a file, or with a NUL in it
@@ -83,10 +86,10 @@ def _from_file(name: str, what: str) -> Any:
     if not there:
         raise ConfigError(f"the {what} {name!r} was asked for; there is no file {path!r} in {Path.cwd()}.")
     module = _read(Path(path).resolve())
-    if callable(found := getattr(module, factory, None)):
+    if callable(found := getattr(module, attribute, None)):
         return found
     own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
-    return known(own, factory, f"factory in {path}")
+    return known(own, attribute, f"class or function in {path}")
 
 
 @cache  # two parts of a run may be in one file

@@ -219,7 +219,8 @@ def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem],
         problems.append(Problem(_join(path, "name"), str(error)))
         return UNSET
     if isinstance(chosen, type) and not issubclass(chosen, tuple(kinds)):
-        told = f"{name} was asked for as {_a(what)}; it is another kind of class."
+        bases = " or ".join(kind.__name__ for kind in kinds)
+        told = f"{name} was asked for as {_a(what)}; it is another kind of class. One derived from {bases} fits."
         problems.append(Problem(_join(path, "name"), told))
         return UNSET
     return chosen

@@ -559,7 +559,7 @@ def test_a_full_disk_fails_the_run_and_says_so(own: Path, capsys: pytest.Capture
         (["--out", "/dev/null/x", *QUICK], "cannot be written to"),
         (["--model", "vgg16"], "VGG does not run on"),
         (["--model", "absent.py:net"], "there is no file 'absent.py'"),
-        (["--model", "mine.py"], "Write mine.py:factory"),
+        (["--model", "mine.py"], "Write mine.py:NAME"),
         (["--model", "mine.py:nt"], "Did you mean 'net'?"),
         (["--model", "mine.py:nothing"], "mine.py:nothing was called for a Module; it returned an int"),
         (["--data", "mine.py:broken"], "mine.py:broken was called and failed: ValueError: on purpose"),

@@ -606,12 +606,16 @@ def test_methods_in_files_are_made_read_and_named(own: Path) -> None:
     [
         ({"method": "mine.py:nothing"}, "method: mine.py:nothing was called for a Method; it returned an int."),
         ({"method": "mine.py:broken"}, "method: mine.py:broken was called and failed: ValueError: on purpose"),
-        ({"method": "mine.py:Pool"}, "method.name: mine.py:Pool was asked for as a method; it is another kind"),
+        (
+            {"method": "mine.py:Pool"},
+            "method.name: mine.py:Pool was asked for as a method; it is another kind of class. One "
+            "derived from Method fits.",
+        ),
         (
             {"method": "mine.py:metod"},
-            "method.name: there is no factory in mine.py named 'metod'. Did you mean 'method'?",
+            "method.name: there is no class or function in mine.py named 'metod'. Did you mean 'method'?",
         ),
-        ({"method": "mine.py"}, "Write mine.py:factory."),
+        ({"method": "mine.py"}, "Write mine.py:NAME, with the name of a class or function."),
         ({"method": "absent.py:x"}, "there is no file 'absent.py' in "),
         ({"method": {"name": "mine.py:method", "lr": "x"}}, "method.lr: 'x' was found; a finite number would fit."),
         ({"method": {"name": "mine.py:method", "pcae": 1}}, "method.pcae: mine.py:Mine has no such key. Did you mean"),

@@ -238,7 +238,10 @@ def test_a_wrapper_is_chosen_in_a_file_with_its_options(mine):
         ("proximate", "there is no objective named 'proximate'. Did you mean 'proximal'?"),
         ({"name": "mine.py:Tempered", "pwoer": 1.0}, "Did you mean 'power'?"),
         ({"name": "mine.py:Tempered", "objective": "proximal"}, "has no such key"),
-        ("mine.py:NotFrozen", "was asked for as an objective; it is another kind of class"),
+        (
+            "mine.py:NotFrozen",
+            "was asked for as an objective; it is another kind of class. One derived from Wrapping fits.",
+        ),
     ],
 )
 def test_a_wrapper_that_does_not_fit_is_refused(objective, told, mine):
