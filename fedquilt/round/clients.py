@@ -108,15 +108,27 @@ class Fleet:
 
         Returns:
             Clients in ascending order.
+
+        Raises:
+            ConfigError: A client that can be reached is not in the fleet.
         """
         word = noise.key(seed, 22, round)
         if online is not None:
+            self._check_online(online)
             there = online if self.presence is None else self.presence.among(round, online)
             places = noise.choose(word, min(self.sample, len(there)), len(there))
             return [there[place] for place in places]
         if self.presence is None:
             return noise.choose(word, self.sample, self.num_clients)
         return self.presence.draw(round, self.sample, word)
+
+    def _check_online(self, online: Sequence[int]) -> None:
+        unknown = [id for id in online if not 0 <= id < self.num_clients]
+        if unknown:
+            raise ConfigError(
+                f"Engine.online reported client {unknown[0]}, of {len(online)} that can be reached; the fleet has "
+                f"{self.num_clients} clients, which are numbered from 0 to {self.num_clients - 1}."
+            )
 
     def client(self, id: int, round: int, seed: int, size: int, place: int = 0) -> Client:
         """One of them as it is in a round, at a place of its cohort."""

@@ -14,6 +14,7 @@ import torch
 import fedquilt as fq
 from fedquilt.data.federated import Scale
 from fedquilt.engines import Sequential
+from fedquilt.errors import ConfigError
 from fedquilt.fleets import Uniform
 from fedquilt.methods import FedRolex
 from fedquilt.round import play
@@ -83,6 +84,14 @@ def test_clients_that_do_not_answer_are_counted_and_named(perceptron, make_data,
     assert "missing" not in there.history[0]
     for name, weight in run.server.weights.items():
         torch.testing.assert_close(weight, there.server.weights[name], rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("unknown", [4, -1])
+def test_an_unknown_client_that_is_online_is_refused(unknown):
+    fleet = fq.Fleet.of((1.0,), 4, 4)
+    told = f"Engine.online reported client {unknown}, .* the fleet has 4 clients, which are numbered from 0 to 3"
+    with pytest.raises(ConfigError, match=told):
+        fleet.cohort(0, 0, sorted([0, 2, unknown]))
 
 
 def test_a_cohort_is_drawn_from_clients_that_are_online_and_available(tmp_path):
