@@ -15,7 +15,7 @@ from fedquilt import noise
 from fedquilt.data import FederatedData
 from fedquilt.data.federated import Scale
 from fedquilt.engines.exams import Exam, pieces, summed
-from fedquilt.errors import ConfigError, DataError, FedquiltError, TrainingError
+from fedquilt.errors import ConfigError, DataError, FedquiltError, RecordError, TrainingError
 from fedquilt.family.net import Pass
 from fedquilt.precision import DTYPES, Precision, computing, unfit
 from fedquilt.round.attack import PGD
@@ -90,7 +90,18 @@ class Simulation(Engine):
         return self if same else replace(self, data=data)
 
     def with_settings(self, settings: Mapping[str, bool | int | float | str]) -> Self:
-        """Return an engine with other `settings`: this one, if it has them."""
+        """Return an engine with other `settings`: this one, if it has them.
+
+        Raises:
+            RecordError: The engine has no setting of that name, as with a checkpoint of another version.
+        """
+        unknown = [name for name in settings if name not in self.settings]
+        if unknown:
+            raise RecordError(
+                f"the engine {type(self).__name__} was to have the setting {unknown[0]!r} of a checkpoint; its "
+                f"settings are {', '.join(self.settings) or 'none'}. The fedquilt version that wrote the checkpoint, "
+                "which its manifest names, can resume it."
+            )
         other: dict[str, Any] = {name: value for name, value in settings.items() if self.settings.get(name) != value}
         return replace(self, **other) if other else self
 

@@ -21,6 +21,7 @@ import torch
 import fedquilt as fq
 from fedquilt import files, records
 from fedquilt.checkpoint import Checkpointing
+from fedquilt.engines import Vectorised
 from fedquilt.errors import ConfigError, RecordError, TrainingError
 from fedquilt.memory import Memories
 from fedquilt.methods import FedAvg, FedBN, FedProx, LocalOnly
@@ -263,6 +264,14 @@ def test_threads_and_the_engines_choices_are_restored(start, tmp_path, monkeypat
         assert folder.config.startswith("#")
     assert asked == [1]
     assert run.engine.memory == 256 << 20
+
+
+def test_engine_settings_that_do_not_exist_are_refused(data):
+    engine = Vectorised(data)
+    assert engine.with_settings(engine.settings) is engine
+    told = r"Vectorised was to have the setting 'lanes' of a checkpoint; its settings are .*memory"
+    with pytest.raises(RecordError, match=told):
+        engine.with_settings({**engine.settings, "lanes": 3})
 
 
 def _parts(run: fq.Run):
