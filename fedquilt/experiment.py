@@ -180,12 +180,18 @@ class Run:
         samples: Array | None = None,
         robustness: float | None = None,
     ) -> nn.Module:
-        """A plain nn.Module within the budget, trained, norms settled; with `client`, that client's own.
+        """Return a plain nn.Module within the budget, with trained weights and the statistics of its norms.
 
-        `norms` names the norm policy whose statistics the module has: those that were `tracked` in training, kept by
-        the client (`local`), or measured over the training data or `samples` (`post`), else the `batch`'s. None: what
-        training left, or `post`. Affine weights are always those that were trained.
-        Dual norms have the `robustness` asked for, from 0 (clean, as by default) to 1; `fq.set_robustness` changes it.
+        Args:
+            budget: Budget of the device. The module costs no more.
+            client: Client whose own result is deployed. None: the server's.
+            norms: Norm policy, or its name, which decides what the norms normalize by. `batch`: the batch. `tracked`:
+                statistics tracked in training. `local` and `local-all`: those that the client kept. `post`: measured
+                over the training samples of all clients, or of `client`. `post-own`: measured over the samples of
+                `client`. `post-public`: measured over the public samples. None: those that training left, or `post`.
+                Affine weights are always those that were trained.
+            samples: Inputs on which statistics are measured instead. They count where the policy measures.
+            robustness: Robustness of dual norms, from 0 (clean, the default) to 1. `fq.set_robustness` changes it.
         """
         _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
         return deployed(self, budget, client, norms, samples).module(robustness)
