@@ -34,8 +34,8 @@ def complete(
         run: A prepared or resumed run.
         rounds: Number of rounds in all.
         folder: Where its records and checkpoints are written after every round. None: nowhere.
-        path: The folder's path, which trackers are told.
-        trackers: Where its numbers go besides.
+        path: Path of the folder, which is passed to trackers.
+        trackers: Trackers that log the records as well.
         settings: What trackers are told about the run.
         watch: Called with the record of every round, after it has been written.
         names: Entries of the summary that replace those of the run.

@@ -48,13 +48,13 @@ class Piece:
     """An exam, or the part of it that has one domain."""
 
     exam: Exam
-    of: int  # The place of the exam among all.
+    of: int  # Position of the exam in the list.
     domain: int | None = None  # None: all domains.
     counts: bool = True  # It counts in the score of the whole.
 
 
 def pieces(exams: Sequence[Exam], data: FederatedData, depends_on_batch: bool, batch_size: int) -> list[Piece]:
-    """Cut exams by domain, which is no more work. The score of an exam is the sum of its pieces.
+    """Split exams by domain without testing a sample twice. The score of an exam is the sum of its pieces.
 
     Where a prediction depends on the rest of its batch, and batches of the whole would mix domains, pieces would give
     another score. There the whole is tested as without domains, and its domains besides.

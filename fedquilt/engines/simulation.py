@@ -38,7 +38,8 @@ if TYPE_CHECKING:
 MEASURE = Pass(statistics="measure")
 MAX_CACHED_CUTS = 16
 MAX_CACHED_CLASSES = 4096  # Clients whose classes are remembered.
-MAX_CALIBRATION_SAMPLES = 1 << 16  # Norm statistics are measured over at most so many: all of CIFAR or MNIST.
+# Most samples that norm statistics are measured on. CIFAR and MNIST have fewer.
+MAX_CALIBRATION_SAMPLES = 1 << 16
 CPU = torch.device("cpu")
 
 
@@ -363,8 +364,7 @@ class Simulation(Engine):
     def pooled(self) -> Tensor:
         """Return the positions of clients' training samples, mixed, so that a batch is like the whole.
 
-        Of very many samples it is a fixed draw. They are found once for a seed, because going through all clients at
-        every evaluation would cost with the population.
+        At most `MAX_CALIBRATION_SAMPLES` positions, drawn once for each seed.
         """
         seed = self.world.seed
         if self._pooled is None or self._pooled[0] != seed:

@@ -38,7 +38,7 @@ class _Known:
 
 @dataclass(frozen=True)
 class Member:
-    """One network of a family. Get it from `family.member`, which keeps what is found out about it.
+    """One network of a family. Get it from `family.member`, which caches its net and its costs.
 
     Names of weights are asked of the member and not of the family, because a member may have fewer
     weights than the family or other ones. Members of width alone have all of them.

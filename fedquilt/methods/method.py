@@ -183,7 +183,7 @@ class Method:
         """Return how tables and logs name the results of a budget; the keys of `accuracy` are shares all the same.
 
         Args:
-            budget: Budget of a device. By its bounds, with their units, or else by its share it is named.
+            budget: Budget of a device. It is named by its bounds with units, or by its share if it has no bounds.
             world: The family, and the precision of the run.
         """
         return bounds_label(budget) or short_share(share_label(self, budget, world))

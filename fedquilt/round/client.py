@@ -29,7 +29,7 @@ NOTHING_LEFT = Left()
 
 @dataclass(frozen=True)
 class Start:
-    """What a client starts a round from."""
+    """Weights, optimizer slots and received bytes at the start of a client's round."""
 
     state: State
     slots: OptimiserState | None  # Optimizer slots that it remembers. None: they are empty.
@@ -47,7 +47,7 @@ class Start:
 
 @dataclass(frozen=True)
 class Delivery:
-    """What came of a client's upload."""
+    """Result of an upload: the payload that arrived, its bytes, and what the client keeps."""
 
     sent: tuple[Payload, ...]  # The payload as it arrived, or nothing.
     bytes: int

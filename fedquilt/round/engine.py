@@ -28,7 +28,7 @@ class Spent(NamedTuple):
 
 @dataclass
 class Outcome:
-    """What a cohort's training leaves behind besides the fold."""
+    """Memories, losses, costs and missing clients of one round of training."""
 
     memory: dict[tuple[int, str], Memory] = field(default_factory=dict)
     losses: list[float] = field(default_factory=list)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class World:
-    """What every method may look at. It is the same on the server and on every device.
+    """Settings that server and devices share: family, seed, precision, task and public samples.
 
     Where tensors are kept is not part of it, because each machine decides that for itself.
     """

@@ -101,7 +101,7 @@ class Learner:
 
     @property
     def drawn(self) -> bool:
-        """Whether phases differ from step to step."""
+        """Return True if phases differ between steps."""
         return type(self).phases_at is not Learner.phases_at
 
     def phases_at(self, step: int) -> tuple[Phase, ...]:
@@ -109,7 +109,7 @@ class Learner:
         return self.phases
 
     def moves(self, steps: int) -> int:
-        """The optimiser steps behind so many batches; every batch has the same number of phases."""
+        """Return the optimizer steps of a number of batches. Every batch has the same number of phases."""
         return steps * len(self.phases)
 
     def nets(self, member: Member) -> tuple[Member, ...]:
@@ -190,7 +190,7 @@ class Learner:
         return replace(submodel, index=Index({**submodel.index, **rows}))
 
     def masks(self, member: Member, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
-        """Where a phase may move each weight of a member; worked out once."""
+        """Return, by weight, a mask of the positions that a phase may change. It is computed once."""
         return masks_of(member, phase.moves, device)
 
     def pace(self, steps: int) -> float:

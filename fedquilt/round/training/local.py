@@ -19,7 +19,7 @@ Masked = Literal["", "client", "batch"]
 
 @dataclass(frozen=True)
 class Local:
-    """How clients train, in every method alike."""
+    """Settings of local training, the same for every method."""
 
     optimiser: SGD | Adam = SGD()  # of a client
     schedule: Constant | Steps | Cosine = Constant()  # of its learning rate, over the rounds

@@ -24,7 +24,7 @@ from fedquilt.terms import Slots, Weights
 if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
-_LOT = -4  # the site of the weights that samples draw
+_LOT = -4  # Random stream of the per-sample weights.
 _START = -3  # the site an attack starts from; augmentation has the two before it, layers have those from 1 on
 RECEIVED = "received"  # the copy of the weights that the round started from
 
@@ -41,7 +41,7 @@ class View:
     received: Weights  # what this round started from
     mode: Pass
     key: Tensor
-    taught: Tensor | None = None  # the logits of the client's own net before this batch moved it, if anybody asks
+    taught: Tensor | None = None  # Logits of the client's net before this batch. None unless the learner sets `taught`.
     known: dict[Member, Tensor] = field(default_factory=dict)  # logits of nets that have been run
     seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
     condition: Tensor | None = None  # a robustness for each sample, instead of the pass's
@@ -65,7 +65,7 @@ class View:
         return self.known[net]
 
     def through(self, robustness: float, **changes: Any) -> View:
-        """The same batch through the clean or the noised norms, if a net has both; or another batch."""
+        """Return a view that runs the norms of a robustness, with other inputs or weights if given."""
         return replace(self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes)
 
     def _run(self, net: Member) -> Tensor:
