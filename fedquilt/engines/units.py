@@ -516,9 +516,13 @@ class _Hand:
         )
 
     def nested_for(self, unit: Unit, objective: Objective) -> Inner | None:
-        """Of an objective that runs one nested net alone, that net; it stays where it is, for those who recorded it."""
+        """Return the nested net of an objective that runs no other and reads no other weights; else None.
+
+        Its gradient is then taken with respect to that net's weights alone. The net stays where it is, because
+        recorded steps read it there.
+        """
         nets = objective.nets(unit.member)
-        if len(nets) != 1 or nets[0] == unit.member:
+        if len(nets) != 1 or nets[0] == unit.member or not objective.reads_its_nets_alone:
             return None
         net = nets[0]
         if net not in self.nested:

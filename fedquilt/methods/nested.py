@@ -9,11 +9,9 @@ from typing import Any, ClassVar, Self
 
 from fedquilt import noise
 from fedquilt.checks import within
-from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
 from fedquilt.family.member import Member
 from fedquilt.methods.method import Method, Presets
-from fedquilt.precision import Precision
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Weighting
 from fedquilt.round.training.learner import Learner, Phase, nets_of
@@ -65,11 +63,17 @@ class Drawn(Learner):
     @abstractmethod
     def phases_of(self, ratios: tuple[float, ...]) -> tuple[Phase, ...]: ...
 
-    def training_step(self, member: Member, precision: Precision) -> TrainingStep:
-        """Describe a step of any draw: all ratios, of which a batch runs as many as it draws."""
-        every = replace(self, phases=self.phases_of(self.ratios))
-        step = Learner.training_step(every, member, precision)
-        return replace(step, most=max(0, self.count) * len(step.nested) // max(1, len(self.ratios)))
+    def possible_phases(self, member: Member) -> tuple[Phase, ...]:
+        """Return the phases of draws that have every ratio among them.
+
+        A ratio whose net runs in any case adds nothing to what a step keeps in memory, so that draws
+        without such ratios are among these as far as there are any.
+        """
+        always = {net.share for net in nets_of(self.phases_of(()), member)}
+        ratios = sorted(self.ratios, key=lambda ratio: ratio in always)
+        count = max(0, min(self.count, len(ratios)))
+        draws = [tuple(sorted(ratios[first : first + count])) for first in range(len(ratios) - count + 1)]
+        return tuple(phase for draw in draws for phase in self.phases_of(draw))
 
     @property
     def timeless(self) -> Self:

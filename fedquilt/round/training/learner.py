@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, Self
@@ -108,6 +109,10 @@ class Learner:
         """The phases of one batch; learners that draw them do so by round and step, so that clients stack."""
         return self.phases
 
+    def possible_phases(self, member: Member) -> tuple[Phase, ...]:
+        """Return phases among which are those of the largest step of any round, as far as memory goes."""
+        return self.phases
+
     def moves(self, steps: int) -> int:
         """Return the optimizer steps of a number of batches. Every batch has the same number of phases."""
         return steps * len(self.phases)
@@ -128,27 +133,30 @@ class Learner:
     def training_step(self, member: Member, precision: Precision) -> TrainingStep:
         """Describe the largest step as far as memory depends on it.
 
-        Phases run one after another, so that the one that needs most counts. Nested nets of a phase
-        without the client's own are counted as if they had its size. Logits of a teacher are small,
-        and not counted.
+        Phases run one after another. The description is an upper bound for each: it has the most runs of the
+        client's own net, the most runs of all nets, and every nested net of any phase. Nested nets of a phase without
+        the client's own are counted as if they had its size. Logits of a teacher are small, and not counted.
 
         Args:
             member: The client's net. Nets nested in it are described by their shares.
             precision: Precision of the run.
         """
-        found = []
-        for phase in self.phases:
+        phases = self.possible_phases(member)
+        passes, runs = 1, 1
+        nested = Counter[float]()
+        for phase in phases:
             nets = [one.net for one in phase.objective.passes(member) for _ in range(one.saved)]
-            shares = tuple(net.share for net in nets if net.share is not None)
-            nested = shares if member in nets else ()
-            found.append((len(nets) - len(nested), nested))
-        passes, nested = max(found, key=lambda one: one[0] + len(one[1]))
+            shares = [net.share for net in nets if net.share is not None] if member in nets else []
+            passes = max(passes, len(nets) - len(shares))
+            runs = max(runs, len(nets))
+            nested |= Counter(shares)
+        most = None if runs - passes >= nested.total() else runs - passes
         local = self.local
-        copies = frozenset[str]().union(*(phase.objective.copies for phase in self.phases))
+        copies = frozenset[str]().union(*(phase.objective.copies for phase in phases))
         slots = self.num_slots + len(copies)
         # A last batch that is not full may be joined to the one before it.
         batch_size = 2 * local.batch_size - 1 if local.last_batch == "merge" else local.batch_size
-        return TrainingStep(batch_size, slots, precision, passes, nested)
+        return TrainingStep(batch_size, slots, precision, passes, tuple(nested.elements()), most)
 
     @property
     def timeless(self) -> Self:

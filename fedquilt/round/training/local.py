@@ -2,14 +2,22 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import Literal
 
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.norms import BatchStatistics, NormPolicy, norm_policy
 from fedquilt.round.attack import AdversarialTraining
-from fedquilt.round.training.objectives import Adversarial, MaskedCrossEntropy, Objective, TaskLoss, Wrapping
+from fedquilt.round.training.objectives import (
+    Adversarial,
+    MaskedCrossEntropy,
+    Objective,
+    TaskLoss,
+    Wrapping,
+    around,
+    found_wrapper,
+)
 from fedquilt.round.training.optimizers import SGD, Adam
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 
@@ -37,10 +45,17 @@ class Local:
     def __post_init__(self) -> None:
         within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
         one_of(self, last_batch=LastBatch, masked=Masked)
+        wrong = {}
         try:
             object.__setattr__(self, "norm", norm_policy(self.norm))
         except ConfigError as error:
-            refuse(self, {"norm": str(error)})
+            wrong["norm"] = str(error)
+        try:
+            if self.objective is not None:
+                object.__setattr__(self, "objective", found_wrapper(self.objective))
+        except ConfigError as error:
+            wrong["objective"] = str(error)
+        refuse(self, wrong)
 
     def build_objective(self, share: float | None = None) -> Objective:
         """Return what clients minimize: the loss, on attacked samples too if asked for, inside the user's wrapper.
@@ -53,4 +68,4 @@ class Local:
         # With no weight on attacked samples nothing is to be attacked; of several, 0 is one that may be drawn.
         if self.adversarial is not None and any(self.adversarial.all):
             loss = Adversarial(loss, self.adversarial, plain)
-        return loss if self.objective is None else replace(self.objective, objective=loss)
+        return loss if self.objective is None else around(self.objective, loss)

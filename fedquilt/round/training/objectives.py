@@ -15,7 +15,10 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
+from fedquilt.checks import within
+from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
+from fedquilt.names import find, said
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.training.optimizers import State
 from fedquilt.tasks import Classification, Task
@@ -142,12 +145,24 @@ class Objective(ABC):
         """Return objectives whose sum it is, so that their gradients can be taken one after another."""
         return (self,)
 
+    @property
+    def reads_its_nets_alone(self) -> bool:
+        """Return True if the loss depends on the outputs of its nets alone, and not on other weights of the client.
+
+        Where phases are drawn, the vectorised engine then takes the gradient of an objective with one nested net with
+        respect to that net's weights, and `View.member` is that net. A penalty on the client's weights has a gradient
+        elsewhere too. False is always right, and slower.
+        """
+        return False
+
 
 @dataclass(frozen=True)
 class TaskLoss(Objective):
     """The task's mean loss, such as cross-entropy. `share` runs the nested net of that share of the whole model."""
 
     share: float | None = None
+
+    reads_its_nets_alone = True
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (_net(member, self.share),)
@@ -167,6 +182,8 @@ class MaskedCrossEntropy(Objective):
 
     by: Literal["client", "batch"] = "client"
     share: float | None = None
+
+    reads_its_nets_alone = True
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (_net(member, self.share),)
@@ -199,7 +216,8 @@ class Wrapping(Objective):
                 return self.objective(view) ** self.power
 
     A subclass that runs nets of its own, or the other objective more than once, overrides `nets` and
-    `passes`. One that reads other copies of the weights overrides `copies`.
+    `passes`. One that reads other copies of the weights overrides `copies`. Wrappers may be inside each
+    other: local training puts the loss into the innermost one.
     """
 
     # What is wrapped. In settings it is no key, because local training fills it in.
@@ -220,7 +238,10 @@ class Wrapping(Objective):
 class Proximal(Wrapping):
     """Another objective plus mu/2 · ‖w − w_received‖² (FedProx)."""
 
-    mu: float = 0.0  # weight of the proximal term; 0: none
+    mu: float = 0.01  # Weight of the proximal term. 0 has no effect; the default is that of FedProx
+
+    def __post_init__(self) -> None:
+        within(self, mu="[0, inf)")
 
     @property
     def copies(self) -> frozenset[str]:
@@ -258,6 +279,10 @@ class Adversarial(Wrapping):
     @property
     def copies(self) -> frozenset[str]:
         return self.objective.copies | self.raised.copies
+
+    @property
+    def reads_its_nets_alone(self) -> bool:
+        return self.objective.reads_its_nets_alone and self.raised.reads_its_nets_alone
 
     def __call__(self, view: View) -> Tensor:
         weight: float | Tensor = self.how.all[0]
@@ -320,6 +345,8 @@ class Distilled(Objective):
     share: float
     weight: float = 1.0
 
+    reads_its_nets_alone = True
+
     def nets(self, member: Member) -> tuple[Member, ...]:
         return (_net(member, self.share),)
 
@@ -350,6 +377,10 @@ class Summed(Objective):
     @property
     def terms(self) -> tuple[Objective, ...]:
         return tuple(term for objective in self.objectives for term in objective.terms)
+
+    @property
+    def reads_its_nets_alone(self) -> bool:
+        return all(objective.reads_its_nets_alone for objective in self.objectives)
 
     def __call__(self, view: View) -> Tensor:
         return torch.stack([objective(view) for objective in self.objectives]).sum()
@@ -383,3 +414,47 @@ def _net(member: Member, share: float | None) -> Member:
 
 
 OBJECTIVES: dict[str, type[Wrapping]] = {"proximal": Proximal}  # that settings can put around the loss
+
+
+def found_wrapper(given: object) -> Wrapping:
+    """Return a wrapper by its name or as `file.py:Class`; a wrapper is returned as it is.
+
+    Raises:
+        ConfigError: It is no wrapper, or the innermost objective in it would be replaced by the loss.
+    """
+    if isinstance(given, str):
+        kind = find(OBJECTIVES, given, "objective")
+        try:
+            made = kind()
+        except Exception as error:  # a class of the user's own may raise anything
+            raise ConfigError(f"{given!r} was called for a Wrapping and failed: {said(error)}") from error
+        return found_wrapper(made)
+    if not isinstance(given, Wrapping):
+        found = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r}"
+        names = ", ".join(map(repr, OBJECTIVES))
+        raise ConfigError(
+            f"{found} was asked for; an instance of a class derived from Wrapping fits, such as Proximal(mu=0.1), "
+            f"or its name: {names}, or 'file.py:Class'. Another objective is chosen in `Method.learner`."
+        )
+    innermost = wrapped_chain(given)[-1].objective
+    if innermost != TaskLoss():
+        raise ConfigError(
+            f"{type(given).__name__} was asked for around {innermost}; local training puts the loss there, which the "
+            "other settings choose. Leave `objective` out of the innermost wrapper."
+        )
+    return given
+
+
+def wrapped_chain(outermost: Wrapping) -> list[Wrapping]:
+    """Return wrappers inside each other, the outermost first."""
+    chain = [outermost]
+    while isinstance(chain[-1].objective, Wrapping):
+        chain.append(chain[-1].objective)
+    return chain
+
+
+def around(wrapper: Wrapping, loss: Objective) -> Objective:
+    """Return a wrapper with the loss inside of its innermost wrapper."""
+    for one in reversed(wrapped_chain(wrapper)):
+        loss = replace(one, objective=loss)
+    return loss
