@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import random
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -19,7 +18,6 @@ from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, Literal
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -31,6 +29,7 @@ from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import FedquiltError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
+from fedquilt.generators import random_state
 from fedquilt.methods import FedAvg, Method
 from fedquilt.models import PreResNet
 from fedquilt.names import said
@@ -568,21 +567,6 @@ def _positions(plan: Sequence[Submodel]) -> str:
 
 
 # --- surroundings -----------------------------------------------------------------------------------------------
-
-
-@contextmanager
-def random_state(seed: int) -> Iterator[None]:
-    """Seed the global generators of Python, NumPy and torch, and restore their states afterwards."""
-    before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    random.seed(seed)
-    np.random.seed(seed)
-    torch.manual_seed(seed)
-    try:
-        yield
-    finally:
-        random.setstate(before[0])
-        np.random.set_state(before[1])
-        torch.set_rng_state(before[2])
 
 
 @contextmanager

@@ -30,6 +30,7 @@ from fedquilt.family import Family
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.family.norms import NormPolicy
+from fedquilt.generators import random_state
 from fedquilt.loop import complete
 from fedquilt.memory import LIMIT, Memories
 from fedquilt.methods import Method
@@ -44,6 +45,8 @@ from fedquilt.round.federation import Federation, World
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import compared_passes, members_by_share
 from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.step import Batch
+from fedquilt.round.training.trial import check_objectives, has_own_objective
 from fedquilt.tasks import Task, check_task, find_task, infer, is_own
 from fedquilt.terms import Budget, Client, Job, Server
 from fedquilt.tracking import Tracking
@@ -432,30 +435,60 @@ def _check_budgets(federation: Federation, server: Server, fleet: Fleet, engine:
         check_budgets(method, [Job(client, submodel, server.round) for submodel in plan], world)
 
 
-def _check_nets(federation: Federation, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation) -> None:
-    """Refuse a model of which clients would train another network than the user wrote."""
+def _check_nets(
+    federation: Federation, server: Server, fleet: Fleet, engine: Simulation, evaluation: Evaluation
+) -> None:
+    """Refuse a model of which clients would train another network than the user wrote, and objectives that fail."""
     method = federation.method
     modes = compared_passes(method.local, method.local.norm)
-    for member in dict.fromkeys(_members_in_use(federation, server, fleet, engine, evaluation)):
+    trained = list(_trained(federation, server, fleet, engine))
+    for member, _ in trained:
+        member.check_net(modes)
+    _check_objectives(federation, engine, trained)
+    nested = (net for member, learner in trained for net in learner.nets(member))
+    for member in dict.fromkeys((*nested, *_tested(federation, server, fleet, evaluation))):
         member.check_net(modes)
 
 
-def _members_in_use(
-    federation: Federation, server: Server, fleet: Fleet, engine: Engine, evaluation: Evaluation
-) -> Iterator[Member]:
-    """Yield the members that clients train, those nested in them that a step runs, and those that are tested."""
-    method, world, budgets = federation.method, federation.world, fleet.kinds[:_FEW]
-    for budget in budgets:
+def _trained(federation: Federation, server: Server, fleet: Fleet, engine: Engine) -> Iterator[tuple[Member, Learner]]:
+    """Yield the members that clients of the first budgets train, each with how it is trained."""
+    method, world = federation.method, federation.world
+    for budget in fleet.kinds[:_FEW]:
         first = fleet.first(budget)
         client = Client(first, budget, engine.size(first))
         for submodel in planned(method, server, client, world):
-            member = world.family.member(submodel)
             learner = method.learner(Job(client, submodel, server.round), world)
             _check_learner(method, learner, world)
-            yield member
-            yield from learner.nets(member)
-    for nets in members_by_share(method, server, budgets, world, evaluation.shares).values():
+            yield world.family.member(submodel), learner
+
+
+def _tested(federation: Federation, server: Server, fleet: Fleet, evaluation: Evaluation) -> Iterator[Member]:
+    """Yield the members that are tested for the first budgets."""
+    method, world = federation.method, federation.world
+    for nets in members_by_share(method, server, fleet.kinds[:_FEW], world, evaluation.shares).values():
         yield from (world.family.member(net) for net in nets)
+
+
+def _check_objectives(federation: Federation, engine: Simulation, trained: Sequence[tuple[Member, Learner]]) -> None:
+    """Try the user's objectives on two samples, once for each member and way to train it.
+
+    Objectives that are part of fedquilt are not tried out.
+    """
+    method, world, data = federation.method, federation.world, engine.data
+    tried: list[tuple[Member, Learner]] = []  # No set, because a user's objective may have no hash
+    for member, learner in trained:
+        if not has_own_objective(learner) or (member, learner.timeless) in tried:
+            continue
+        tried.append((member, learner.timeless))
+        rows = torch.arange(2, device=engine.device) % len(data.targets)
+        whole = world.family.init(world.seed, engine.device, world.dtype)
+        state = world.family.cutter.gather(whole, member.prefix, learner.names(member))
+        held = torch.ones(world.family.num_outputs, dtype=torch.bool, device=engine.device)
+        key = torch.tensor(noise.key(0), device=engine.device)
+        share = torch.tensor(learner.share, dtype=world.dtype, device=engine.device)
+        batch = Batch(data.samples(rows), data.targets[rows], held, key, share)
+        with random_state(0), engine.computing():
+            check_objectives(method, learner, member, state, batch)
 
 
 def _check_learner(method: Method, learner: Learner, world: World) -> None:

@@ -15,7 +15,7 @@ from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, Lo
 from fedquilt.models import TransformerLM
 from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import MaskedCrossEntropy, TaskLoss
+from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, TaskLoss, View, Wrapping, together
 from fedquilt.round.training.regions import Between
 from fedquilt.terms import Job, Server
 from tests.conftest import LOCAL, assert_same, assert_same_grades, with_local
@@ -220,6 +220,47 @@ def test_calibration_is_the_same_on_every_engine(residual, make_data):
     assert statistics[0].keys() == set(residual.statistics)
     for other in statistics[1:]:
         torch.testing.assert_close(dict(other), statistics[0], rtol=0, atol=1e-12)
+
+
+# --- objectives of a user where phases are drawn ------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Penalised(Wrapping):
+    """Another objective plus a penalty on all weights of the client, also outside of a nested net."""
+
+    def __call__(self, view: View) -> Tensor:
+        return self.objective(view) + 0.1 * sum(view.weights[name].square().sum() for name in view.member.trainable)
+
+
+@dataclass(frozen=True)
+class WithHalf(Wrapping):
+    """Another objective plus the loss of the nested net of half the model."""
+
+    def nets(self, member):
+        return tuple(dict.fromkeys((*self.objective.nets(member), member.nested(0.5))))
+
+    def passes(self, member):
+        return together((*self.objective.passes(member), *TaskLoss(0.5).passes(member)))
+
+    def __call__(self, view: View) -> Tensor:
+        return self.objective(view) + 0.5 * view.loss(view.logits(view.member.nested(0.5)))
+
+
+@pytest.mark.parametrize(
+    "objective",
+    [Proximal(mu=0.5), Penalised(), WithHalf(), Penalised(Proximal(mu=0.5))],
+    ids=["proximal", "penalty", "second net", "penalty and proximal"],
+)
+@pytest.mark.parametrize("name", ["fjord", "fedrescue", "sheterofl"])
+def test_objectives_that_read_more_than_a_nested_net_are_alike(name, objective, perceptron, make_data, play):
+    """The gradient of a penalty is not zero outside of the nested net whose loss it is added to."""
+    method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP, objective=objective)
+    truth, others = both(play, method, perceptron, make_data(perceptron, RAGGED), shares=(1.0, 0.5))
+    plain = play(with_local(method, objective=None), perceptron, make_data(perceptron, RAGGED), shares=(1.0, 0.5))
+    assert not torch.equal(truth.server.weights["first.weight"], plain.server.weights["first.weight"])
+    for other in others:
+        assert_same(truth, other)
 
 
 # --- what clients keep, by global position ----------------------------------------------------------------------

@@ -149,6 +149,8 @@ class Watching(FedAvg):
 @dataclass(frozen=True)
 class Refusing(Wrapping):
     def __call__(self, view: View) -> Tensor:
+        if len(view.targets) == 2:  # the trial before a run, which is not in a worker
+            return self.objective(view)
         weights = next(iter(view.weights.values()))
         raise ConfigError(f"autocast is {torch.is_autocast_enabled('cpu')}, weights are {weights.dtype}")
 

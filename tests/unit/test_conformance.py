@@ -10,7 +10,8 @@ from typing import ClassVar
 import pytest
 import torch
 
-from fedquilt.conformance import CHECKS, Finding, check_method, random_state
+from fedquilt.conformance import CHECKS, Finding, check_method
+from fedquilt.generators import random_state
 from fedquilt.methods import METHODS, FedAvg
 from fedquilt.methods.api import (
     AdversarialTraining,

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from itertools import combinations
 
 import pytest
 import torch
@@ -15,6 +16,8 @@ from fedquilt.methods import METHODS, FedAvg, FedBN, FedProx, FjORD, HeteroFL, L
 from fedquilt.round.budgets import check_budgets, planned
 from fedquilt.round.federation import World
 from fedquilt.round.serve import members_by_share
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.objectives import TaskLoss, Wrapping, together
 from fedquilt.terms import Client, Job, Server
 from tests.conftest import LOCAL, with_local
 
@@ -46,6 +49,43 @@ def test_attacked_samples_have_activations_of_their_own(residual):
     assert (both.passes, attacked.passes) == (2, 1)
     nets = SHeteroFL(local=local(0.5), widths=(1.0, 0.5)).training_step(World(residual))
     assert (nets.passes, nets.nested) == (2, (0.5, 0.5))
+
+
+@dataclass(frozen=True)
+class WithNet(Wrapping):
+    """Another objective plus the loss of a net: the client's own, or a nested one."""
+
+    share: float | None = None
+
+    def nets(self, member):
+        return tuple(one.net for one in self.passes(member))
+
+    def passes(self, member):
+        return together((*self.objective.passes(member), *TaskLoss(self.share).passes(member)))
+
+    def __call__(self, view):
+        return self.objective(view) + TaskLoss(self.share)(view)
+
+
+@pytest.mark.parametrize("name", ["fjord", "fedrescue", "fedslim"])
+@pytest.mark.parametrize("count", [1, 2, 3, 4])
+@pytest.mark.parametrize("share", [None, 0.5, 0.3])
+def test_memory_of_a_wrapper_counts_in_every_draw(name, count, share, residual):
+    """The step that a method describes needs no less than any phase of any draw."""
+    method = METHODS[name](
+        samples=count, smallest=0.25, granularity=0.25, local=fq.Local(objective=WithNet(share=share))
+    )
+    world, member = World(residual), residual.member(residual.whole)
+    learner = method.learner(Job(Client(0, fq.Budget(share=1.0), 8), prefix(residual.whole), 0), world)
+    memory = member.training_memory(method.training_step(world))
+    needed = []
+    for draw in combinations(learner.ratios, min(learner.count, 3)):
+        for phase in learner.phases_of(draw):
+            step = Learner((phase,), learner.local, 0.1).training_step(member, "fp32")
+            needed.append(member.training_memory(step))
+    assert memory >= max(needed)
+    if share is None:  # a net that always runs beside the client's own may be counted as one of the widest
+        assert memory == max(needed)
 
 
 @pytest.mark.parametrize("name", FITTING)

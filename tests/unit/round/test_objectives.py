@@ -250,6 +250,113 @@ def test_a_wrapper_that_does_not_fit_is_refused(objective, told, mine):
     assert told in str(caught.value)
 
 
+def test_the_loss_is_put_into_the_innermost_wrapper():
+    nested = Local(masked="batch", objective=Doubled(Mirrored(Proximal(mu=0.5))))
+    assert nested.build_objective() == Doubled(Mirrored(Proximal(MaskedCrossEntropy("batch"), 0.5)))
+    assert nested.build_objective(0.5).copies == {RECEIVED}
+
+
+def test_a_wrapper_is_found_by_its_name_in_python(mine):
+    assert Local(objective="proximal").objective == Proximal(mu=0.01)  # FedProx's, and not one without effect
+    assert local_from({"objective": "proximal"}).objective == Proximal(mu=0.01)
+    assert type(Local(objective="mine.py:Tempered").objective).__name__ == "Tempered"
+
+
+@pytest.mark.parametrize(
+    ("objective", "told"),
+    [
+        ("proximate", "no objective named 'proximate'. Did you mean 'proximal'"),
+        (Proximal, "the class Proximal was asked for; an instance of a class derived from Wrapping fits"),
+        (TaskLoss(), r"TaskLoss\(share=None\) was asked for; an instance of a class derived from Wrapping fits"),
+        (
+            Doubled(MaskedCrossEntropy()),
+            "Doubled was asked for around MaskedCrossEntropy.* local training puts the loss",
+        ),
+        ("mine.py:NotFrozen", "was asked for; an instance of a class derived from Wrapping fits"),
+    ],
+    ids=["unknown", "class", "plain", "filled", "file"],
+)
+def test_what_is_no_wrapper_is_refused_in_python(objective, told, mine):
+    with pytest.raises(ConfigError, match=f"Local: objective = .*{told}"):
+        Local(objective=objective)
+
+
+def test_a_proximal_weight_below_zero_is_refused():
+    with pytest.raises(ConfigError, match=r"Proximal: mu = -1 was asked for; it must lie in \[0, inf\)"):
+        Proximal(mu=-1)
+
+
+# --- objectives that do not do what they state, before the first round ------------------------------------------
+
+
+@dataclass(frozen=True)
+class Faulty(Wrapping):
+    """A wrapper with one of several mistakes."""
+
+    mistake: str = ""
+
+    def nets(self, member):
+        return [member] if self.mistake == "list" else self.objective.nets(member)
+
+    def __call__(self, view: View) -> torch.Tensor:
+        loss = self.objective(view)
+        if self.mistake == "raises":
+            raise KeyError("no such weight")
+        if self.mistake == "draws":
+            return loss * (1 + 0 * torch.rand(()))
+        if self.mistake == "net":
+            return loss + view.logits(view.member.nested(0.5)).mean()
+        wrong = {
+            "vector": loss.expand(2),
+            "none": None,
+            "float": float(loss.detach()),
+            "integer": loss.long(),
+            "list": loss,
+        }
+        return wrong[self.mistake]
+
+
+@pytest.mark.parametrize(
+    ("mistake", "told"),
+    [
+        ("vector", r"returned torch.float64 of shape \(2,\). A tensor with one real number works, of shape \(\)"),
+        ("none", "returned NoneType None. A tensor with one real number works"),
+        ("float", r"returned float 1\.\d+. A tensor with one real number works, .* `.item\(\)`"),
+        ("integer", r"returned torch.int64 of shape \(\). A tensor with one real number works"),
+        ("net", r"ran the nested net of share 0.5; its `nets` names the client's own net. .*`member.nested\(0.5\)`"),
+        ("list", r"its `nets` returned \[Member.* A tuple of members works, such as \(member,\)"),
+        ("raises", "failed on two samples: KeyError: 'no such weight'"),
+    ],
+)
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_faulty_objective_is_refused_before_the_first_round(engine, mistake, told, perceptron, make_data):
+    method = HeteroFL(local=Local(objective=Faulty(mistake=mistake)))
+    data, fleet = make_data(perceptron, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2)
+    asked = r"HeteroFL trains by the objective Faulty\(TaskLoss\)"
+    with pytest.raises(ConfigError, match=f"(?s){asked}.*{told}"):
+        fq.prepare(method, perceptron, data, fleet, engine, precision="fp64")
+
+
+def test_an_objective_is_tried_once_for_each_member_and_draws_nothing(perceptron, make_data, monkeypatch):
+    tried = []
+    original = Faulty.__call__
+    monkeypatch.setattr(Faulty, "__call__", lambda *args: tried.append(args[1].member) or original(*args))
+    data, fleet = make_data(perceptron, (2,) * 30), fq.Fleet.of([1.0, 0.5, *(0.5 + n / 1000 for n in range(1, 20))], 30)
+    before = torch.get_rng_state()
+    fq.prepare(HeteroFL(local=Local(objective=Faulty(mistake="draws"))), perceptron, data, fleet)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert len(tried) == len({member.arch for member in tried}) == 2
+
+
+def test_a_phase_without_an_objective_is_refused(perceptron, make_data):
+    class Bare(HeteroFL):
+        def learner(self, job: Job, world: World) -> Learner:
+            return replace(super().learner(job, world), phases=(Phase(lambda view: view.loss(view.logits())),))
+
+    with pytest.raises(ConfigError, match="Bare trains by the objective function, which is no Objective"):
+        fq.prepare(Bare(), perceptron, make_data(perceptron, (6,)), fq.Fleet.of((1.0,), 1))
+
+
 # --- downloads and uploads --------------------------------------------------------------------------------------
 
 

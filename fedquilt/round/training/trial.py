@@ -1,0 +1,151 @@
+"""Try the objectives of a user on two samples before a run, so that a mistake in them is found early."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass, field, fields, is_dataclass, replace
+from typing import TYPE_CHECKING
+
+from torch import Tensor
+
+from fedquilt.errors import ConfigError, FedquiltError
+from fedquilt.family.member import Member
+from fedquilt.names import said
+from fedquilt.round.training.learner import Learner
+from fedquilt.round.training.objectives import Objective, View
+from fedquilt.round.training.optimizers import State
+from fedquilt.round.training.state import Received
+from fedquilt.round.training.step import Batch, gradient, teach
+
+if TYPE_CHECKING:
+    from fedquilt.methods import Method
+
+_PACKAGE = __name__.partition(".")[0]
+
+
+def has_own_objective(learner: Learner) -> bool:
+    """Return True if an objective of a phase, or one inside it, is the user's and not part of fedquilt."""
+    parts = (part for phase in learner.phases for part in _parts(phase.objective))
+    return any(type(part).__module__.partition(".")[0] != _PACKAGE for part in parts)
+
+
+def check_objectives(method: Method, learner: Learner, member: Member, state: State, batch: Batch) -> None:
+    """Take one gradient of every phase's objective, and refuse objectives that do not do what they state.
+
+    Args:
+        method: Method whose learner it is, for messages.
+        learner: Learner whose phases are tried.
+        member: The client's net.
+        state: Weights of the client, by name.
+        batch: A few samples of one client.
+
+    Raises:
+        ConfigError: An objective fails, returns another thing than one real number, or runs a net that it does not
+            name.
+    """
+    slotted = learner.slotted(member)
+    slots = {slot: {name: state[name].new_zeros(state[name].shape) for name in slotted} for slot in learner.state.slots}
+    received = Received(state, slots)
+    if learner.taught:
+        batch = replace(batch, taught=teach(member, learner.local, state, batch))
+    for phase in learner.phases:
+        objective = phase.objective
+        asked = f"{type(method).__name__} trains by the objective {_name(objective)}"
+        if not isinstance(objective, Objective):
+            raise ConfigError(f"{asked}, which is no Objective. An instance of a class derived from Objective works.")
+        try:
+            named = objective.nets(member)
+            trial = _Trial(objective, asked)
+            if _are_members(named):
+                gradient(learner, member, trial, state, received, batch)
+        except FedquiltError:
+            raise
+        except Exception as error:  # an objective of the user's own may raise anything
+            raise ConfigError(f"{asked}, which failed on two samples: {said(error)}") from error
+        if not _are_members(named):
+            raise ConfigError(
+                f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as (member,)."
+            )
+        _check_named(asked, named, trial.run)
+
+
+@dataclass
+class _Recording(View):
+    """A view that writes down the nets that are run."""
+
+    run: list[Member] = field(default_factory=list)
+
+    def _run(self, net: Member) -> Tensor:
+        self.run.append(net)
+        return super()._run(net)
+
+
+@dataclass(frozen=True)
+class _Trial(Objective):
+    """Another objective, whose loss is checked and whose nets are written down."""
+
+    objective: Objective
+    asked: str
+    run: list[Member] = field(default_factory=list)
+
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        return self.objective.nets(member)
+
+    def __call__(self, view: View) -> Tensor:
+        values = {one.name: getattr(view, one.name) for one in fields(View)}
+        loss: object = self.objective(_Recording(**values, run=self.run))
+        if not isinstance(loss, Tensor):
+            raise ConfigError(
+                f"{self.asked}, which returned {type(loss).__name__} {loss!r:.40}. {_WORKS} A number that was taken "
+                "out of a tensor, as by `.item()`, has no gradient."
+            )
+        if loss.shape or not loss.is_floating_point():
+            raise ConfigError(f"{self.asked}, which returned {loss.dtype} of shape {tuple(loss.shape)}. {_WORKS}")
+        return loss
+
+
+_WORKS = "A tensor with one real number works, of shape (), such as the mean over the samples."
+
+
+def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> None:
+    """Refuse nets that were run and not named, because costs and the plans of engines follow from the names."""
+    missing = [net for net in dict.fromkeys(run) if net not in named]
+    if missing:
+        names = ", ".join(_net_name(net) for net in named) or "none"
+        raise ConfigError(
+            f"{asked}, which ran {_net_name(missing[0])}; its `nets` names {names}. Costs and memory are counted by "
+            f"`nets`: add {_code(missing[0])} to the tuple that nets(member) returns."
+        )
+
+
+def _net_name(net: Member) -> str:
+    return "the client's own net" if net.share is None else f"the nested net of share {net.share}"
+
+
+def _code(net: Member) -> str:
+    return "`member`" if net.share is None else f"`member.nested({net.share})`"
+
+
+def _are_members(named: object) -> bool:
+    return isinstance(named, tuple) and all(isinstance(net, Member) for net in named)
+
+
+def _name(objective: object) -> str:
+    """Return the name of an objective's class, and of those inside it."""
+    inside = [_name(part) for part in _inside(objective)]
+    return type(objective).__name__ + (f"({', '.join(inside)})" if inside else "")
+
+
+def _parts(objective: object) -> Iterator[object]:
+    yield objective
+    for part in _inside(objective):
+        yield from _parts(part)
+
+
+def _inside(objective: object) -> list[Objective]:
+    """Return the objectives that are fields of another one, alone or in tuples."""
+    if not is_dataclass(objective):
+        return []
+    values = [getattr(objective, one.name) for one in fields(objective)]
+    listed = [value if isinstance(value, tuple) else (value,) for value in values]
+    return [part for value in listed for part in value if isinstance(part, Objective)]
