@@ -14,7 +14,7 @@ import torch
 def random_state(seed: int) -> Iterator[None]:
     """Seed the global generators of Python, NumPy and torch, and restore their states afterwards."""
     before = random.getstate(), np.random.get_state(), torch.get_rng_state()
-    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []
+    on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     random.seed(seed)
     np.random.seed(seed)
     torch.default_generator.manual_seed(seed)  # and not `torch.manual_seed`, which would seed CUDA once it starts
