@@ -44,9 +44,9 @@ from fedquilt.round.engine import Engine
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import compared_passes, members_by_share
+from fedquilt.round.training.check import check_objectives, has_own_objective
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.step import Batch
-from fedquilt.round.training.trial import check_objectives, has_own_objective
 from fedquilt.tasks import Task, check_task, find_task, infer, is_own
 from fedquilt.terms import Budget, Client, Job, Server
 from fedquilt.tracking import Tracking
@@ -474,7 +474,7 @@ def _check_objectives(federation: Federation, engine: Simulation, trained: Seque
 
     Objectives that are part of fedquilt are not tried out.
     """
-    method, world, data = federation.method, federation.world, engine.data
+    world, data = federation.world, engine.data
     tried: list[tuple[Member, Learner]] = []  # No set, because a user's objective may have no hash
     for member, learner in trained:
         if not has_own_objective(learner) or (member, learner.timeless) in tried:
@@ -488,7 +488,7 @@ def _check_objectives(federation: Federation, engine: Simulation, trained: Seque
         share = torch.tensor(learner.share, dtype=world.dtype, device=engine.device)
         batch = Batch(data.samples(rows), data.targets[rows], held, key, share)
         with random_state(0), engine.computing():
-            check_objectives(method, learner, member, state, batch)
+            check_objectives(learner, member, state, batch, type(federation.method).__name__)
 
 
 def _check_learner(method: Method, learner: Learner, world: World) -> None:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
-from typing import TYPE_CHECKING
 
+import torch
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, FedquiltError
@@ -17,10 +17,8 @@ from fedquilt.round.training.optimizers import State
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient, teach
 
-if TYPE_CHECKING:
-    from fedquilt.methods import Method
-
 _PACKAGE = __name__.partition(".")[0]
+_WORKS = "A tensor with one real number works, of shape (), such as the mean over the samples."
 
 
 def has_own_objective(learner: Learner) -> bool:
@@ -29,15 +27,15 @@ def has_own_objective(learner: Learner) -> bool:
     return any(type(part).__module__.partition(".")[0] != _PACKAGE for part in parts)
 
 
-def check_objectives(method: Method, learner: Learner, member: Member, state: State, batch: Batch) -> None:
+def check_objectives(learner: Learner, member: Member, state: State, batch: Batch, owner: str) -> None:
     """Take one gradient of every phase's objective, and refuse objectives that do not do what they state.
 
     Args:
-        method: Method whose learner it is, for messages.
         learner: Learner whose phases are tried.
         member: The client's net.
         state: Weights of the client, by name.
         batch: A few samples of one client.
+        owner: Name of the method, for messages.
 
     Raises:
         ConfigError: An objective fails, returns another thing than one real number, or runs a net that it does not
@@ -50,23 +48,19 @@ def check_objectives(method: Method, learner: Learner, member: Member, state: St
         batch = replace(batch, taught=teach(member, learner.local, state, batch))
     for phase in learner.phases:
         objective = phase.objective
-        asked = f"{type(method).__name__} trains by the objective {_name(objective)}"
+        asked = f"{owner} trains by the objective {_name(objective)}"
         if not isinstance(objective, Objective):
             raise ConfigError(f"{asked}, which is no Objective. An instance of a class derived from Objective works.")
+        checked = _Checked(objective, asked)
         try:
             named = objective.nets(member)
-            trial = _Trial(objective, asked)
-            if _are_members(named):
-                gradient(learner, member, trial, state, received, batch)
-        except FedquiltError:
+            _check_members(asked, named)
+            gradient(learner, member, checked, state, received, batch)
+        except (FedquiltError, torch.OutOfMemoryError):
             raise
         except Exception as error:  # an objective of the user's own may raise anything
             raise ConfigError(f"{asked}, which failed on two samples: {said(error)}") from error
-        if not _are_members(named):
-            raise ConfigError(
-                f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as (member,)."
-            )
-        _check_named(asked, named, trial.run)
+        _check_named(asked, named, checked.run)
 
 
 @dataclass
@@ -81,7 +75,7 @@ class _Recording(View):
 
 
 @dataclass(frozen=True)
-class _Trial(Objective):
+class _Checked(Objective):
     """Another objective, whose loss is checked and whose nets are written down."""
 
     objective: Objective
@@ -104,7 +98,10 @@ class _Trial(Objective):
         return loss
 
 
-_WORKS = "A tensor with one real number works, of shape (), such as the mean over the samples."
+def _check_members(asked: str, named: object) -> None:
+    """Refuse what `nets` should not return. Engines look nets up by the tuple, which a list does not allow."""
+    if not isinstance(named, tuple) or not all(isinstance(net, Member) for net in named):
+        raise ConfigError(f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as (member,).")
 
 
 def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> None:
@@ -124,10 +121,6 @@ def _net_name(net: Member) -> str:
 
 def _code(net: Member) -> str:
     return "`member`" if net.share is None else f"`member.nested({net.share})`"
-
-
-def _are_members(named: object) -> bool:
-    return isinstance(named, tuple) and all(isinstance(net, Member) for net in named)
 
 
 def _name(objective: object) -> str:
