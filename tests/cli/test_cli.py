@@ -816,7 +816,7 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     ]
     assert (list(listed["codecs"]), list(listed["objectives"])) == (list(CODECS), list(OBJECTIVES))
     assert listed["codecs"]["linear"]["defaults"]["bits"] == 32
-    assert listed["objectives"]["proximal"]["defaults"] == {"mu": 0.0}
+    assert listed["objectives"]["proximal"]["defaults"] == {"mu": 0.01}
     assert list(listed["norms"]) == list(NORM_POLICIES)
     assert all(entry["summary"] for entry in listed["norms"].values())
     assert listed["norms"]["local-all"]["defaults"] == {"affine": "local"}

@@ -168,7 +168,7 @@ SCRIPTS = {
     "fedrolex_table3": f"cifar10.npz --stages full --methods fedrolex --lrs 0.03 --cohort 2 {QUICK}",
     "splitmix_robust": f"digits5.npz --clients 5 --tests 20 --lambdas 0 1 --weights {QUICK}",
     "splitmix_tables": f"digits5.npz --table digits --methods Split-Mix {QUICK}",
-    "tasks": "--rounds 1",
+    "tasks": "--rounds 2",
 }
 HELPERS = {"reproducing", "results"}  # imported by the scripts; they train nothing
 LONGER = {"fedrolex_table3", "splitmix_robust", "splitmix_tables"}  # 5 to 20 s
