@@ -49,6 +49,7 @@ class Sequential(Simulation):
             learner = self.method.learner(job, self.world)
             payload = self.payload(server, job, learner)
             start = receive(federation, job, learner, payload, memory, self.initial)
+
             batches = self.batches(job, learner)
             with self.computing():
                 passes = self.run_passes(job, learner, learner.before, start.state, start.received)
@@ -56,14 +57,16 @@ class Sequential(Simulation):
                 passes |= self.run_passes(job, learner, learner.after, state, start.received)
                 left = finish(job, learner, start, state, len(batches), passes)
             self.check_finite(job, losses, [state[name] for name in learner.moved(member)])
-            own = {name: state[name] for name in learner.sent(member)}
-            wanted = learner.upload(member, job.submodel, self.held(job.client.id))
             if learner.state:
                 check_left(job, learner, member, left)
                 check_state(job, left.tensors)
+
+            own = {name: state[name] for name in learner.sent(member)}
+            wanted = learner.upload(member, job.submodel, self.held(job.client.id))
             narrowed = family.cutter.narrow(own, job.submodel.held, wanted.held)
             upload = upload_of(federation, job, learner, wanted, narrowed, left)
             delivery = send(federation, job, upload, start.known, memory, self.initial)
+
             steps = steps_behind(memory, learner, len(batches))
             own_state = kept_state(federation, learner, start.state_slots, start.extras, left)
             kept = remember(
@@ -71,6 +74,7 @@ class Sequential(Simulation):
             )
             if kept:
                 outcome.memory[job.client.id, job.submodel.scope] = kept
+
             macs = self.macs(job, learner, list(map(len, batches)))
             outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
             outcome.losses.append(float(losses.mean()))
