@@ -75,7 +75,7 @@ class Sequential(Simulation):
             if kept:
                 outcome.memory[job.client.id, job.submodel.scope] = kept
 
-            macs = self.macs(job, learner, list(map(len, batches)))
+            macs = self.macs(job.client.id, learner, member, list(map(len, batches)))
             outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
             outcome.losses.append(float(losses.mean()))
             outcome.stacks += 1

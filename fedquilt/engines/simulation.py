@@ -32,6 +32,7 @@ from fedquilt.terms import Job, Payload, Server, Submodel, Weights
 if TYPE_CHECKING:
     from fedquilt.engines.options import EngineOptions
     from fedquilt.family import Family
+    from fedquilt.family.member import Member
     from fedquilt.methods.method import Method
     from fedquilt.round.merge import Fold
 
@@ -340,14 +341,13 @@ class Simulation(Engine):
         assert self.world.public is not None
         return self.world.public[rows], torch.zeros_like(rows)
 
-    def macs(self, job: Job, learner: Learner, sizes: Sequence[int]) -> int:
-        """Return the multiply-adds of a job: of its steps, on batches of these sizes, and of passes that are none."""
-        member = self.world.family.member(job.submodel)
+    def macs(self, client: int, learner: Learner, member: Member, sizes: Sequence[int]) -> int:
+        """Return the multiply-adds of a client's steps, on batches of these sizes, and of passes that are none."""
         steps = learner.macs(member, sizes)
         if not learner.passes:
             return steps
         public = 0 if self.world.public is None else len(self.world.public)
-        return steps + learner.pass_macs(member, self.data.size(job.client.id), public)
+        return steps + learner.pass_macs(member, self.data.size(client), public)
 
     def held(self, client: int) -> Tensor:
         """Return (class,) True where the client has samples of the class, on the CPU.

@@ -711,18 +711,19 @@ class Vectorised(Simulation):
         outcome: Outcome,
     ) -> None:
         updates, intact = [], True
-        member = self.world.family.member(stack.arch)
+        learner, member = stack.learner, self.world.family.member(stack.arch)
+        kept_names = names_kept(self.federation, learner, member)
+        kept = (stack.slots or {}) if learner.keep_slots else {}
         for place, client in enumerate(clients):
-            job, learner = stack.jobs[client], stack.learner
+            job = stack.jobs[client]
             weights = {name: value[place] for name, value in state.items()}
             payload = upload_of(self.federation, job, learner, wanted, weights, stack.left[client])
             memory = memory_of(stack.server, job)
             delivery = send(self.federation, job, payload, stack.known[client], memory, self.initial)
             intact = intact and delivery.intact
-            macs = self.macs(job, learner, stack.sizes[client])
+            macs = self.macs(job.client.id, learner, member, stack.sizes[client])
             outcome.charge(job.client.id, stack.received_bytes[client], delivery.bytes, macs)
-            own = {name: stack.state[name][client] for name in names_kept(self.federation, learner, member)}
-            kept = (stack.slots or {}) if learner.keep_slots else {}
+            own = {name: stack.state[name][client] for name in kept_names}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             batches = len(stack.batches[client])
             steps = steps_behind(memory, learner, batches)

@@ -12,6 +12,8 @@ if TYPE_CHECKING:
 class Filter(Protocol):
     """Which of the weights are meant, by name."""
 
+    def __hash__(self) -> int: ...
+
     def names(self, member: Member) -> frozenset[str]: ...
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import lru_cache
 from typing import TYPE_CHECKING, Literal, Self
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor
 from fedquilt.axes import Index, Positions
 from fedquilt.checks import refuse
 from fedquilt.family.cost import TrainingStep
+from fedquilt.family.norms import NormPolicy
 from fedquilt.precision import Precision
 from fedquilt.round.training.filters import All, Filter, Nothing
 from fedquilt.round.training.local import Local
@@ -165,7 +167,7 @@ class Learner:
 
     def moved(self, member: Member) -> tuple[str, ...]:
         """The weights that training changes, and the statistics it tracks."""
-        return (*member.trainable, *(member.statistics if self.local.norm.tracks else ()))
+        return _moved_names(self.local.norm, member)
 
     def names(self, member: Member) -> tuple[str, ...]:
         """The weights a client holds while it trains: what changes, and what is carried along."""
@@ -173,22 +175,16 @@ class Learner:
 
     def sent(self, member: Member) -> tuple[str, ...]:
         """Return the names of the weights that travel to the server."""
-        return self._shared(self.send, member)
+        return _shared_names(self.send, self.local.norm, member)
 
     def received(self, member: Member) -> tuple[str, ...]:
         """Return the names of the weights that travel to the client, and of constants that are cut with them."""
         chosen = self.send if self.receive is None else self.receive
-        return (*self._shared(chosen, member), *member.carried)
-
-    def _shared(self, chosen: Filter, member: Member) -> tuple[str, ...]:
-        """Return the names of a filter's weights that may leave a client or reach it, in the order of `names`."""
-        names = chosen.names(member) - self.local.norm.kept(member)
-        return tuple(name for name in self.names(member) if name in names)
+        return (*_shared_names(chosen, self.local.norm, member), *member.carried)
 
     def kept(self, member: Member) -> tuple[str, ...]:
         """The weights that stay on the client for its next round."""
-        chosen = self.keep.names(member) | self.local.norm.kept(member)
-        return tuple(name for name in self.names(member) if name in chosen)
+        return _kept_names(self.keep, self.local.norm, member)
 
     def upload(self, member: Member, submodel: Submodel, held: Tensor) -> Submodel:
         """Return the positions that are sent."""
@@ -236,3 +232,24 @@ class Learner:
 def nets_of(phases: Sequence[Phase], member: Member) -> tuple[Member, ...]:
     """Return the nets that phases run, each once."""
     return tuple(dict.fromkeys(net for phase in phases for net in phase.objective.nets(member)))
+
+
+# Names are asked for several times per client and round. They depend on few values, so that each is found once.
+
+
+@lru_cache(maxsize=256)
+def _moved_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
+    return (*member.trainable, *(member.statistics if norm.tracks else ()))
+
+
+@lru_cache(maxsize=256)
+def _shared_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+    """Return the names of a filter's weights that may leave a client or reach it, in the order of `Learner.names`."""
+    names = chosen.names(member) - norm.kept(member)
+    return tuple(name for name in (*_moved_names(norm, member), *member.carried) if name in names)
+
+
+@lru_cache(maxsize=256)
+def _kept_names(keep: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+    names = keep.names(member) | norm.kept(member)
+    return tuple(name for name in (*_moved_names(norm, member), *member.carried) if name in names)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields
+from functools import cached_property
 from typing import TYPE_CHECKING, NamedTuple
 
 from torch import Tensor
@@ -103,6 +104,10 @@ class MethodState:
 
     def __bool__(self) -> bool:
         """Return True if the method has any state on clients."""
+        return self._is_used
+
+    @cached_property
+    def _is_used(self) -> bool:
         return any(getattr(self, one.name) for one in fields(MethodState))
 
     @property
