@@ -213,7 +213,7 @@ def load_weights(module: nn.Module, file: str) -> None:
 
 @dataclass(frozen=True)
 class Machine:
-    """Where and how clients are trained."""
+    """Options that decide where and how clients are trained."""
 
     name: str = "vectorised"  # of an engine; "auto": the fastest way on this machine, found by a short trial
     device: str = "cpu"  # as torch names it

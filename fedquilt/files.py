@@ -195,7 +195,7 @@ def parse(data: bytearray, device: torch.device) -> tuple[dict[str, Tensor], Any
 
 
 class State(NamedTuple):
-    """What `Blob.of_state` was given."""
+    """Return the tensors that `Blob.of_state` was given."""
 
     weights: dict[str, Tensor]
     slots: dict[str, dict[str, Tensor]]

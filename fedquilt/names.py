@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 
 def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
-    """What a name stands for: an entry of the table, or a class or function in a file of the user's own."""
+    """Return what a name refers to: an entry of the table, or a class or function in a file of the user's own."""
     return _from_file(name, what) if is_file(name) else known(table, name, what)
 
 

@@ -378,7 +378,7 @@ class ExportRequest:
 
 @dataclass(frozen=True)
 class ClientsRequest:
-    """What the clients of a run spent and got: costs of a round, the main figure (accuracy …) on each one's own test
+    """Print what the clients of a run spent and got: costs of a round, main figure (accuracy …) on each one's own test
     samples, of a model of its own size and of the whole one, and how much of the model every domain has trained.
     """
 

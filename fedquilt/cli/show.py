@@ -152,7 +152,7 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def _say_notes(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """What one must know to read the figures above, of those methods that have something to say."""
+    """Print the notes of methods that a reader of the figures above needs."""
     for name, summary in summaries.items():
         if note := summary.get("note"):
             say(console, f"{name}: {note}")

@@ -1,4 +1,4 @@
-"""Where data comes from: arrays in a file, scikit-learn's bundled sets, and the others by their names."""
+"""Data sources: arrays in a file, scikit-learn's bundled sets, and the others by their names."""
 
 from __future__ import annotations
 

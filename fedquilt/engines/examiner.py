@@ -46,7 +46,7 @@ class Part:
 
 @dataclass
 class Totals:
-    """What has been summed up for exams so far, on the device, and the outputs that were kept, on the CPU."""
+    """Sums of the metrics of exams, on the device, and the outputs that were kept, on the CPU."""
 
     count: int  # Exams.
     sums: State = field(default_factory=dict)  # (exam, …) by metric.
@@ -284,7 +284,7 @@ class Examiner:
         return sweep.end()
 
     def _look(self, kind: Kind) -> Look:
-        """What a sweep sees in a batch: norm statistics of training samples, or sums of metrics on test samples."""
+        """Return what a sweep measures in a batch: norm statistics, or sums of metrics."""
         engine, world, seed = self.engine, self.world, self.world.seed
 
         def measured(weights: Weights, rows: Tensor) -> State:

@@ -13,7 +13,7 @@ CHUNKS = 8
 
 @dataclass(frozen=True)
 class EngineOptions:
-    """Where and how clients are trained.
+    """Options that decide where and how clients are trained.
 
     Args:
         device: Where clients are trained, and where the server's state is kept.

@@ -1,4 +1,4 @@
-"""What one client does in a round: receive, train, send, remember.
+"""The steps of one client in a round: receive, train, send, remember.
 
 Each of these is a function of values, so that an engine that simulates clients and a real device run the same code. A
 client has its memory of earlier rounds and the initial weights, which the server sent it once. Training in between is

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class Spent(NamedTuple):
-    """What a client's round took: bytes both ways, and multiply-adds."""
+    """Costs of a client's round: bytes both ways, and multiply-adds."""
 
     down: int = 0
     up: int = 0

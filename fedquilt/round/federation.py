@@ -1,4 +1,4 @@
-"""What a federation consists of besides its state: the world that methods see, the method, and the link."""
+"""The settings of a federation: the world that methods see, the method, and the link."""
 
 from __future__ import annotations
 

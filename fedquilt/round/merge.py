@@ -387,7 +387,7 @@ class Stateful:
 
 @dataclass
 class ExtrasMean:
-    """Of each extra, the weighted mean over the clients that sent it; one that nobody sent stays as it is."""
+    """Weighted mean of each extra over the clients that sent it. One that nobody sent stays as it is."""
 
     cutter: Cutter
     weighting: Weighting = "uniform"

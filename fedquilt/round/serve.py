@@ -1,4 +1,4 @@
-"""What a federation is good for: metrics at every size, on all data or on a client's own; norms made ready to use."""
+"""Evaluation of a federation: metrics at every size, on all data or on a client's own, with norms made ready."""
 
 from __future__ import annotations
 
@@ -472,7 +472,7 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
 
 
 def own_exam(federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation) -> EvalJob:
-    """What a client holds now, tested on its own test samples, or on all where clients have none of their own."""
+    """Return a test of what a client holds now, on its own test samples, or on all where clients have none."""
     method, world = federation.method, federation.world
     nets = owned(method, server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]

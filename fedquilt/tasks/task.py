@@ -19,7 +19,7 @@ from fedquilt.tasks.metrics import CollectedMetric, Kind, Metric, SumMetric, fin
 
 @dataclass(frozen=True)
 class Task(ABC):
-    """What targets are, how wrong an output is (loss) and how good it is (metrics).
+    """Meaning of targets, the loss of an output, and its metrics.
 
     Outputs reach a task with their classes, labels or columns in dimension 1: (sample, class, …).
     The caller moves that dimension there. `losses`, `total`, `mean_loss`, `divergences` and `sums`

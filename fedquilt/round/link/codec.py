@@ -1,4 +1,4 @@
-"""How a change of weights becomes bytes: the contract of a codec, and the codec that is built in.
+"""Codecs turn a change of weights into bytes: their contract, and the codec that is built in.
 
 The built-in `Codec` quantises linearly and sparsifies at random (Konečný et al. 2016), ProgFed's
 LQ-X and SP-X. Its message is a tensor of bytes:

@@ -1,4 +1,4 @@
-"""How a link uses a codec: it codes tensors against known ones, and tries a codec before a run."""
+"""The use of a codec by a link: it codes tensors against known ones, and tries a codec before a run."""
 
 from __future__ import annotations
 

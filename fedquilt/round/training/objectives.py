@@ -34,7 +34,7 @@ RECEIVED = "received"  # the copy of the weights that the round started from
 
 @dataclass
 class View:
-    """What an objective sees of one batch of one client."""
+    """One batch of one client as an objective sees it."""
 
     member: Member  # the client's own net
     weights: State
@@ -86,7 +86,7 @@ class View:
 
 @dataclass(frozen=True)
 class Passes:
-    """How often one step of an objective runs one net, and what it keeps in memory of that."""
+    """Number of times that one step of an objective runs a net, and what it keeps in memory."""
 
     net: Member
     forward: int = 1

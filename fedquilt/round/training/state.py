@@ -23,7 +23,7 @@ LINK_SLOTS = ("residual", "received")  # Slots that clients keep because of a li
 
 
 class Received(NamedTuple):
-    """What stays as it is while a client trains. It is a tuple so that vmap can look inside."""
+    """Values that do not change while a client trains. It is a tuple so that vmap can look inside."""
 
     weights: State  # Weights that the round started from.
     # Slots of the method: those that were received, and the client's own.
@@ -32,7 +32,7 @@ class Received(NamedTuple):
 
 @dataclass(frozen=True)
 class Trained:
-    """What a client has when its steps are over.
+    """Weights, slots and results of passes of a client after its last step.
 
     Args:
         received: Weights that it started from.
@@ -56,7 +56,7 @@ class Trained:
 
 @dataclass(frozen=True)
 class Left:
-    """What a client keeps and sends after its training, beside the weights."""
+    """Slots and extras that a client keeps and sends after its training."""
 
     kept: Slots = field(default_factory=dict)
     sent: Slots = field(default_factory=dict)

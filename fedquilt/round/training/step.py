@@ -36,7 +36,7 @@ class Batch:
 
 
 def train_pass(local: Local) -> Pass:
-    """How nets run in training."""
+    """Return how nets run in training."""
     return local.norm.training_pass(local.scaler)
 
 
@@ -114,7 +114,7 @@ def laid_gradient(
     received: Received,
     batch: Batch,
 ) -> tuple[State, tuple[Tensor, State]]:
-    """What `vmap(gradient)` gives, with the clients' own net run side by side instead of stacked."""
+    """Return what `vmap(gradient)` gives, with the clients' own nets run side by side instead of stacked."""
     mode = train_pass(learner.local)
     moving = {name: state[name] for name in member.trainable}
     rest = {name: value for name, value in state.items() if name not in moving}
