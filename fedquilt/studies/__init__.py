@@ -1,0 +1,6 @@
+"""Several runs that belong together: seeds, grids, statistics, tables and stored results.
+
+result.py      one run as statistics see it
+statistics.py  mean and deviation over seeds, paired comparison, cost to a target
+values.py      what a column of a table shows, written as text
+"""

@@ -1,0 +1,100 @@
+"""What a column of a table shows, written as text: a path into a run's summary, and a unit.
+
+    accuracy 1.0 %               accuracy of share 1.0 in the last evaluated round
+    metrics accuracy/svhn 0.5 %  any entry of the summary, by its keys
+    best accuracy 1.0 %          the same in the best evaluated round (`Result.best`)
+    at 500 accuracy 1.0 %        the same in round 500
+    rounds_to 0.55 0.5 count     first evaluated round in which share 0.5 has a main figure of 0.55
+    bytes_to 0.55 0.5 GB         bytes both ways until then
+
+Presets of papers and pages of results use the same text.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from fedquilt.errors import ConfigError
+from fedquilt.milestones import milestones
+from fedquilt.names import nearest
+from fedquilt.round import Grades
+from fedquilt.studies.result import Result
+
+# The factor by which a number is multiplied, and the decimals that are shown.
+UNITS = {"%": (100.0, 1), "GB": (1e-9, 1), "MB": (1e-6, 1), "s": (1.0, 0), "M": (1e-6, 2), "count": (1.0, 0)}
+_COSTS = {"rounds_to": "round", "bytes_to": "bytes"}
+
+
+@dataclass(frozen=True)
+class Value:
+    """A number of a run, and the unit it is shown in.
+
+    Attributes:
+        path: Keys, as in the examples at the top of this file.
+        unit: A key of `UNITS`.
+    """
+
+    path: tuple[str, ...]
+    unit: str
+
+    @staticmethod
+    def parse(text: str) -> Value:
+        """Read a value such as `accuracy 1.0 %`."""
+        *path, unit = text.split()
+        if unit not in UNITS or not path:
+            raise ConfigError(
+                f"the value {text!r} was asked for; it ends with a unit after the keys of a summary, as in "
+                f"'accuracy 1.0 %'.{nearest(unit, UNITS)}"
+            )
+        if path[0] in _COSTS and len(path) != 3:
+            raise ConfigError(f"the value {text!r} was asked for; write '{path[0]} TARGET SHARE UNIT'.")
+        return Value(tuple(path), unit)
+
+    @property
+    def factor(self) -> float:
+        return UNITS[self.unit][0]
+
+    def of(self, result: Result) -> float | Mapping[str, float] | None:
+        """Return the number of a run, before its unit is applied.
+
+        A cost over clients is a mapping with `mean` and `deviation`. None: the run has no such number.
+        """
+        first, *rest = self.path
+        if first in _COSTS:
+            target, share = float(rest[0]), str(float(rest[1]))
+            reached = milestones(result.records, target, higher_is_better=result.higher_is_better).get(share)
+            return None if reached is None else getattr(reached, _COSTS[first])
+        if first == "best" and result.best is not None:
+            return _number(_tables(result.best[1]) | {"round": result.best[0]}, rest)
+        if first == "at":
+            grades = [record.grades for record in result.records if record.round == int(rest[0])]
+            return _number(_tables(grades[0]), rest[1:]) if grades else None
+        return _number({**result.summary, "gigabytes": _gigabytes(result)}, self.path)
+
+    def shown(self, number: float) -> str:
+        """Return a number in the unit, with its decimals."""
+        factor, decimals = UNITS[self.unit]
+        return f"{factor * number:,.{decimals}f}"
+
+
+def _tables(grades: Grades) -> dict[str, Any]:
+    """Return metrics as a summary has them, with the main ones at the top."""
+    return {**grades.metrics, "metrics": grades.metrics}
+
+
+def _gigabytes(result: Result) -> float:
+    sent = result.summary.get("bytes_down", 0) + result.summary.get("bytes_up", 0)
+    return float(sent) / 1e9
+
+
+def _number(table: Any, path: Sequence[str]) -> float | Mapping[str, float] | None:
+    """Return what is at a path of keys; None if one of them is missing."""
+    for key in path:
+        if not isinstance(table, Mapping) or key not in table:
+            return None
+        table = table[key]
+    is_spread = isinstance(table, Mapping) and {"mean", "deviation"} <= table.keys()
+    is_number = isinstance(table, (int, float)) and not isinstance(table, bool)
+    return table if is_number or is_spread else None
