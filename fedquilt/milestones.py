@@ -1,4 +1,4 @@
-"""When a run first was as good as asked for: the rounds, bytes and seconds to an accuracy or another metric."""
+"""When a run first reached a target: the rounds, bytes, multiply-adds and seconds to a metric's value."""
 
 from __future__ import annotations
 
@@ -19,6 +19,7 @@ class Milestone:
 
     round: int
     bytes: int  # to all clients and back
+    macs: int  # multiply-adds of all clients
     seconds: float  # that the rounds took here, evaluations included
     link_seconds: float | None = None  # that they would take over the link; None: it has no clock
 
@@ -38,9 +39,13 @@ def milestones(
     """
     found: dict[str, Milestone | None] = {}
     known: dict[str, None] = {}  # metrics there are
-    sent, seconds, over = 0, 0.0, None
+    sent = 0
+    macs = 0
+    seconds = 0.0
+    over = None
     for record in records:
         sent += record.bytes_down + record.bytes_up
+        macs += record.macs
         seconds += record.seconds
         if record.link_seconds is not None:
             over = (over or 0.0) + record.link_seconds
@@ -48,7 +53,7 @@ def milestones(
         for share, value in record.grades.metrics.get(metric or record.grades.main, {}).items():
             found.setdefault(share, None)
             if found[share] is None and (value >= target if higher_is_better else value <= target):
-                found[share] = Milestone(record.round, sent, seconds, over)
+                found[share] = Milestone(record.round, sent, macs, seconds, over)
     if metric and known and metric not in known:
         raise ConfigError(f"the metric {metric!r} was asked for; the records have {', '.join(known)}.")
     return found

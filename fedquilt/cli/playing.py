@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from fedquilt.cli.show import Begin
     from fedquilt.config import Experiment, Ground
     from fedquilt.experiment import Run
+    from fedquilt.milestones import Milestone
     from fedquilt.records import Folder
 
 
@@ -135,8 +136,15 @@ class Playing:
         records = self.run.records if self.run else read(self.rounds) if self.rounds else []
         main, higher = self.summary.get("main", "accuracy"), self.summary.get("higher_is_better", True)
         found = milestones(records, target, main, higher)
-        reached = {share: milestone and asdict(milestone) for share, milestone in found.items()}
+        reached = {share: milestone and _plain(milestone) for share, milestone in found.items()}
         return {**self.summary, "target": target, "reached": reached}
+
+
+def _plain(milestone: Milestone) -> dict[str, Any]:
+    """Return a milestone as the command's JSON has it. Multiply-adds are in tables of studies."""
+    values = asdict(milestone)
+    del values["macs"]
+    return values
 
 
 def begun(

@@ -7,13 +7,27 @@ import math
 import sys
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
 from typing import TYPE_CHECKING, Any, TextIO
 
 from rich.console import Console
 
+from fedquilt.summaries import (
+    Labels,
+    domains_of,
+    figure_text,
+    figures_of,
+    figures_row,
+    in_percent,
+    labels_of,
+    main_of,
+    members_of,
+    milestone_text,
+    share_label,
+    target_text,
+)
 from fedquilt.units import size
 
 if TYPE_CHECKING:
@@ -26,7 +40,6 @@ if TYPE_CHECKING:
     from fedquilt.round import Record
 
 Watch = Callable[["Record"], None]
-Labels = Mapping[str, str]  # names of shares in tables, for those whose name is not the number
 # Of a run by its name: the rounds behind it, its labels, and whether its main figure is shown in percent.
 Begin = Callable[[str, int, Labels, bool], Watch]
 _UNDER_ATTACK = ("standard", "robust")  # metrics of nets whose robustness was asked for
@@ -117,7 +130,7 @@ def _say_round(console: Console, lead: str, rounds: int, labels: Labels, percent
 def _figures(record: Record, labels: Labels, percent: bool) -> str:
     """Return the main figure of each share. Accuracy needs no name, because every number is a percentage."""
     lead = "" if record.grades.main == "accuracy" else f"{record.grades.main}  "
-    shown = {_short(share, labels): _number(value, percent) for share, value in record.grades.figures.items()}
+    shown = {share_label(share, labels): figure_text(value, percent) for share, value in record.grades.figures.items()}
     return lead + "  ".join(f"{label}: {value}" for label, value in shown.items())
 
 
@@ -126,27 +139,31 @@ def _figures(record: Record, labels: Labels, percent: bool) -> str:
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
     """A table of the shares and a note, tables of domains and of robustness if there are any, bytes and seconds."""
-    labels, main = _labels(summary), _main(summary)
-    shares, percent = _shares(summary), _in_percent(summary)
-    columns = {main: {_short(share, labels): _number(value, percent) for share, value in shares.items()}}
+    labels, main = labels_of(summary), main_of(summary)
+    shares, percent = figures_of(summary), in_percent(summary)
+    columns = {main: {share_label(share, labels): figure_text(value, percent) for share, value in shares.items()}}
     if "reached" in summary:
         reached = summary["reached"].items()
-        columns[_to(summary)] = {_short(share, labels): _milestone(found) for share, found in reached}
+        columns[_to(summary)] = {share_label(share, labels): milestone_text(found) for share, found in reached}
     rows = {
         share: {**{title: cells.get(share, "–") for title, cells in columns.items()}, **member}
-        for share, member in _members(summary).items()
+        for share, member in members_of(summary).items()
     }
     show_table(console, "share", rows)
     _say_notes(console, {summary["method"]: summary})
-    if domains := _domains(summary):
+    if domains := domains_of(summary):
         say(console, "")
-        show_table(console, "domain", {name: _row(values, shares, labels, percent) for name, values in domains.items()})
+        show_table(
+            console, "domain", {name: figures_row(values, shares, labels, percent) for name, values in domains.items()}
+        )
         say(console, "")
     if tested := {
         name: values for name, values in summary["metrics"].items() if name.partition("/")[0] in _UNDER_ATTACK
     }:
         say(console, "")
-        show_table(console, "metric", {name: _row(values, shares, labels, percent) for name, values in tested.items()})
+        show_table(
+            console, "metric", {name: figures_row(values, shares, labels, percent) for name, values in tested.items()}
+        )
         say(console, "")
     say(console, _totals(summary))
 
@@ -158,71 +175,8 @@ def _say_notes(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> 
             say(console, f"{name}: {note}")
 
 
-def _short(share: str, labels: Labels) -> str:
-    """Return what a share is called: the name that the method gave it, or the number."""
-    return labels.get(share) or f"{float(share):g}"
-
-
-def _labels(summary: Mapping[str, Any]) -> Labels:
-    """Return the names of shares that are not the numbers themselves."""
-    labels: Labels = summary.get("labels", {})
-    return labels
-
-
-def _main(summary: Mapping[str, Any]) -> str:
-    """Return the name of the main figure. Summaries of earlier versions have accuracy and do not say so."""
-    main: str = summary.get("main", "accuracy")
-    return main
-
-
-def _in_percent(summary: Mapping[str, Any]) -> bool:
-    return bool(summary.get("percent", True))
-
-
-def _shares(summary: Mapping[str, Any]) -> dict[str, float]:
-    """Return the main figure by share."""
-    found: dict[str, float] = summary["metrics"].get(_main(summary), summary["accuracy"])
-    return found
-
-
-def _number(figure: float | None, percent: bool) -> str:
-    if figure is None:
-        return "–"
-    return f"{figure:.1%}" if percent else f"{figure:.4g}"
-
-
-def _row(figures: Mapping[str, float], shares: Iterable[str], labels: Labels, percent: bool) -> dict[str, str]:
-    """Return figures with a column for each share."""
-    return {_short(share, labels): _number(figures.get(share), percent) for share in shares}
-
-
-def _domains(summary: Mapping[str, Any]) -> dict[str, dict[str, float]]:
-    """Return the main figure by domain, and then by share."""
-    lead = f"{_main(summary)}/"
-    return {name.removeprefix(lead): values for name, values in summary["metrics"].items() if name.startswith(lead)}
-
-
 def _to(summary: Mapping[str, Any]) -> str:
-    target = summary["target"]
-    return f"to {100 * target:g}%" if _in_percent(summary) else f"to {_main(summary)} {target:g}"
-
-
-def _milestone(found: Mapping[str, Any] | None) -> str:
-    """What it took to reach a target; where the link has a clock, the time there and not the simulation's."""
-    if found is None:
-        return "–"
-    rounds = f"{found['round']} round{'s'[: found['round'] != 1]}"
-    over = found["link_seconds"]
-    took = f"{found['seconds']:.1f} s" if over is None else f"{over:,.1f} s over the link"
-    return f"{rounds}, {size(found['bytes'])}, {took}"
-
-
-def _members(summary: Mapping[str, Any]) -> dict[str, dict[str, int]]:
-    """What a device of each share holds. It need not be a share of the parameters: embeddings are held whole."""
-    return {
-        _short(share, _labels(summary)): {"parameters": member["params"], "MACs a sample": member["macs"]}
-        for share, member in summary["members"].items()
-    }
+    return f"to {target_text(summary['target'], main_of(summary), in_percent(summary))}"
 
 
 def _totals(summary: Mapping[str, Any]) -> str:
@@ -237,12 +191,12 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
     In between the widest share's figure by domain, if there are domains, and what a target took, if there is one.
     """
     first = next(iter(summaries.values()))
-    main, percent = _main(first), _in_percent(first)
-    shares = list(dict.fromkeys(share for summary in summaries.values() for share in _shares(summary)))
-    labels = {share: label for summary in summaries.values() for share, label in _labels(summary).items()}
+    main, percent = main_of(first), in_percent(first)
+    shares = list(dict.fromkeys(share for summary in summaries.values() for share in figures_of(summary)))
+    labels = {share: label for summary in summaries.values() for share, label in labels_of(summary).items()}
     rows = {
         name: {
-            **_row(_shares(summary), shares, labels, percent),
+            **figures_row(figures_of(summary), shares, labels, percent),
             "to clients": size(summary["bytes_down"]),
             "back": size(summary["bytes_up"]),
             "seconds": f"{summary['seconds']:.1f}",
@@ -252,18 +206,18 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
     }
     show_table(console, "method" if main == "accuracy" else f"method ({main})", rows)
     _say_notes(console, summaries)
-    by_domain = {name: _domains(summary) for name, summary in summaries.items()}
+    by_domain = {name: domains_of(summary) for name, summary in summaries.items()}
     if domains := dict.fromkeys(domain for own in by_domain.values() for domain in own):
         widest = max(shares, key=float)
         rows = {
-            name: {domain: _number(own.get(domain, {}).get(widest), percent) for domain in domains}
+            name: {domain: figure_text(own.get(domain, {}).get(widest), percent) for domain in domains}
             for name, own in by_domain.items()
         }
         say(console, "")
-        show_table(console, f"share {_short(widest, labels)}", rows)
+        show_table(console, f"share {share_label(widest, labels)}", rows)
     if all("reached" in summary for summary in summaries.values()):
         rows = {
-            name: {_short(share, labels): _milestone(summary["reached"].get(share)) for share in shares}
+            name: {share_label(share, labels): milestone_text(summary["reached"].get(share)) for share in shares}
             for name, summary in summaries.items()
         }
         say(console, "")
@@ -274,7 +228,7 @@ def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]
     for names in alike.values():
         say(console, "")
         title = "share" if len(alike) == 1 else f"share ({', '.join(names)})"
-        show_table(console, title, _members(summaries[names[0]]))
+        show_table(console, title, members_of(summaries[names[0]]))
 
 
 def show_probe(console: Console, found: Probe) -> None:

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
 from fedquilt.round import Grades, Record
+from fedquilt.summaries import figures_of, in_percent, main_of
+from fedquilt.tasks.metrics import kind_of
 
 
 @dataclass(frozen=True)
@@ -28,12 +31,12 @@ class Result:
 
     @property
     def main(self) -> str:
-        """Return the name of the main metric. Summaries of early versions have accuracy alone."""
-        main: str = self.summary.get("main", "accuracy")
-        return main
+        """Return the name of the main metric."""
+        return main_of(self.summary)
 
     @property
     def higher_is_better(self) -> bool:
+        """Return True if the main figure is better when it is higher."""
         return bool(self.summary.get("higher_is_better", True))
 
     @property
@@ -41,25 +44,64 @@ class Result:
         """Return the round in which the loss was no longer a number; None: it always was one."""
         return self.summary.get("diverged")
 
+    @property
+    def macs(self) -> int | None:
+        """Return the multiply-adds of all clients in all rounds; None: there are no records."""
+        if not self.records:
+            return None
+        return sum(record.macs for record in self.records)
+
     def metric(self, name: str = "") -> Mapping[str, float]:
-        """Return a metric of the last evaluated round by share; the main one if no name is given."""
-        metrics = self.summary.get("metrics", {})
-        found: Mapping[str, float] = metrics.get(name or self.main, {})
-        if not found and (name or self.main) == "accuracy":
-            found = self.summary.get("accuracy", {})
-        return found
+        """Return a metric of the last evaluated round by share; the main one without a name."""
+        return figures_of(self.summary, name)
+
+    def prefers_higher(self, metric: str = "") -> bool:
+        """Return True if a metric is better when it is higher.
+
+        `local_NAME` and `NAME/DOMAIN` are like NAME. Names that are not in `METRICS`, such as
+        `robust`, are like the main metric.
+        """
+        kind = kind_of(metric) if metric else None
+        if kind is None or self._is_main(metric):
+            return self.higher_is_better
+        return kind.higher_is_better
+
+    def is_in_percent(self, metric: str = "") -> bool:
+        """Return True if a metric is shown in percent. Names are read as in `prefers_higher`."""
+        kind = kind_of(metric) if metric else None
+        if kind is None or self._is_main(metric):
+            return in_percent(self.summary)
+        return kind.is_rate
+
+    def _is_main(self, metric: str) -> bool:
+        return metric.partition("/")[0].removeprefix("local_") == self.main
 
     @cached_property
     def best(self) -> tuple[int, Grades] | None:
-        """Return the evaluated round in which the widest model has its best main figure, and its metrics.
+        """Return the evaluated round with the widest model's best main figure, and its metrics.
 
-        Released codes choose the checkpoint that they report in this way, on the test set. None:
-        nothing was evaluated.
+        Released codes choose the checkpoint that they report in this way, on the test set. The
+        first of equal rounds counts. None: nothing was evaluated, or no figure is a number.
         """
         graded = [record for record in self.records if record.grades.figures]
         if not graded:
             return None
         widest = max(graded[-1].grades.figures, key=float)
         sign = 1.0 if self.higher_is_better else -1.0
-        best = max(graded, key=lambda record: sign * record.grades.figures.get(widest, -sign * float("inf")))
-        return best.round, best.grades
+
+        best: Record | None = None
+        highest = -math.inf
+        for record in graded:
+            figure = sign * record.grades.figures.get(widest, math.nan)
+            if figure > highest:  # False if the figure is not a number
+                best = record
+                highest = figure
+        return None if best is None else (best.round, best.grades)
+
+    @property
+    def best_figure(self) -> float | None:
+        """Return the widest model's main figure in its best round; None where `best` is."""
+        if self.best is None:
+            return None
+        figures = self.best[1].figures
+        return figures[max(figures, key=float)]

@@ -12,6 +12,7 @@ Presets of papers and pages of results use the same text.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -42,14 +43,21 @@ class Value:
     @staticmethod
     def parse(text: str) -> Value:
         """Read a value such as `accuracy 1.0 %`."""
-        *path, unit = text.split()
+        *path, unit = text.split() or [""]
         if unit not in UNITS or not path:
             raise ConfigError(
-                f"the value {text!r} was asked for; it ends with a unit after the keys of a summary, as in "
-                f"'accuracy 1.0 %'.{nearest(unit, UNITS)}"
+                f"the value {text!r} was asked for; it ends with a unit after the keys of a "
+                f"summary, as in 'accuracy 1.0 %'.{nearest(unit, UNITS)}"
             )
-        if path[0] in _COSTS and len(path) != 3:
-            raise ConfigError(f"the value {text!r} was asked for; write '{path[0]} TARGET SHARE UNIT'.")
+        if path[0] in _COSTS and (len(path) != 3 or not all(map(_is_number, path[1:]))):
+            raise ConfigError(
+                f"the value {text!r} was asked for; write '{path[0]} TARGET SHARE UNIT', as in "
+                f"'{path[0]} 0.55 0.5 {unit}'."
+            )
+        if path[0] == "at" and (len(path) < 3 or not path[1].isdecimal()):
+            raise ConfigError(
+                f"the value {text!r} was asked for; write 'at ROUND KEYS UNIT', as in 'at 500 accuracy 1.0 %'."
+            )
         return Value(tuple(path), unit)
 
     @property
@@ -63,20 +71,32 @@ class Value:
         """
         first, *rest = self.path
         if first in _COSTS:
-            target, share = float(rest[0]), str(float(rest[1]))
-            reached = milestones(result.records, target, higher_is_better=result.higher_is_better).get(share)
+            target = float(rest[0])
+            share = str(float(rest[1]))
+            by_share = milestones(result.records, target, higher_is_better=result.higher_is_better)
+            reached = by_share.get(share)
             return None if reached is None else getattr(reached, _COSTS[first])
-        if first == "best" and result.best is not None:
-            return _number(_tables(result.best[1]) | {"round": result.best[0]}, rest)
+        if first == "best":
+            if result.best is None:
+                return None
+            number, grades = result.best
+            return _number(_tables(grades) | {"round": number}, rest)
         if first == "at":
-            grades = [record.grades for record in result.records if record.round == int(rest[0])]
-            return _number(_tables(grades[0]), rest[1:]) if grades else None
+            wanted = [record for record in result.records if record.round == int(rest[0])]
+            return _number(_tables(wanted[0].grades), rest[1:]) if wanted else None
         return _number({**result.summary, "gigabytes": _gigabytes(result)}, self.path)
 
     def shown(self, number: float) -> str:
         """Return a number in the unit, with its decimals."""
         factor, decimals = UNITS[self.unit]
         return f"{factor * number:,.{decimals}f}"
+
+
+def _is_number(text: str) -> bool:
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
 
 
 def _tables(grades: Grades) -> dict[str, Any]:

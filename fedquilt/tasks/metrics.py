@@ -451,6 +451,20 @@ METRICS: dict[str, type[Metric]] = {
     "mae": MAE,
     "r2": R2,
 }
+_TOP_K = re.compile(r"top[1-9]\d*")
+
+
+def kind_of(figure: str) -> type[Metric] | None:
+    """Return the class of metric that a figure in the records is made of, without its task.
+
+    Args:
+        figure: `NAME`, `local_NAME` or `NAME/DOMAIN`. None is returned for names that are not in
+            `METRICS`.
+    """
+    name = figure.partition("/")[0].removeprefix("local_")
+    if _TOP_K.fullmatch(name):
+        return TopK
+    return METRICS.get(name)
 
 
 def find_metric(name: str, task: Task) -> Metric:
@@ -462,7 +476,7 @@ def find_metric(name: str, task: Task) -> Metric:
         ConfigError: The name is unknown, does not stand for a metric, or the metric cannot read
             the task's targets.
     """
-    if re.fullmatch(r"top[1-9]\d*", name):
+    if _TOP_K.fullmatch(name):
         metric: Any = TopK(ignore=task.ignored, k=int(name.removeprefix("top")))
     else:
         metric = _made(find(METRICS, name, "metric"), name, task)

@@ -31,23 +31,23 @@ RECORDS = [
 
 def test_a_target_is_reached_in_the_first_evaluated_round_that_has_it():
     """All that was sent until then counts, in rounds nobody looked at too; what comes later does not."""
-    assert reached(RECORDS, 0.6) == Milestone(round=4, bytes=440, seconds=2.0)
-    assert reached(RECORDS, 0.55, share=1) == Milestone(4, 440, 2.0)
-    assert reached(RECORDS, 0.4, share=0.5) == Milestone(2, 220, 1.0)
+    assert reached(RECORDS, 0.6) == Milestone(round=4, bytes=440, macs=4, seconds=2.0)
+    assert reached(RECORDS, 0.55, share=1) == Milestone(4, 440, 4, 2.0)
+    assert reached(RECORDS, 0.4, share=0.5) == Milestone(2, 220, 2, 1.0)
     assert reached(RECORDS, 0.61) is None
-    assert milestones(RECORDS, 0.45) == {"1.0": Milestone(2, 220, 1.0), "0.5": Milestone(5, 550, 2.5)}
+    assert milestones(RECORDS, 0.45) == {"1.0": Milestone(2, 220, 2, 1.0), "0.5": Milestone(5, 550, 5, 2.5)}
 
 
 def test_a_link_with_a_clock_has_its_own_seconds():
     """What counts there is the slowest client of each round, not how fast the simulation was."""
     timed = [replace(one, link_seconds=10.0 * one.round) for one in RECORDS]
-    assert reached(timed, 0.6) == Milestone(4, 440, seconds=2.0, link_seconds=100.0)
+    assert reached(timed, 0.6) == Milestone(4, 440, macs=4, seconds=2.0, link_seconds=100.0)
     assert reached(RECORDS, 0.6).link_seconds is None
 
 
 def test_a_target_of_another_metric():
-    assert reached(RECORDS, 0.6, metric="accuracy/svhn") == Milestone(2, 220, 1.0)
-    assert reached(RECORDS, 0.3, share=0.5, metric="accuracy/svhn") == Milestone(5, 550, 2.5)
+    assert reached(RECORDS, 0.6, metric="accuracy/svhn") == Milestone(2, 220, 2, 1.0)
+    assert reached(RECORDS, 0.3, share=0.5, metric="accuracy/svhn") == Milestone(5, 550, 5, 2.5)
 
 
 def test_nothing_is_reached_before_anything_was_evaluated():
