@@ -1,6 +1,7 @@
 """Federated data: where samples come from, how they are dealt to clients, and who holds what."""
 
 from fedquilt.data.federated import FederatedData, Pool, Scale
+from fedquilt.data.generated import generated
 from fedquilt.data.huggingface import hub
 from fedquilt.data.partition import (
     PARTITIONS,
@@ -36,6 +37,7 @@ __all__ = [
     "diabetes",
     "digits",
     "digits_labels",
+    "generated",
     "hub",
     "images",
     "npz",

@@ -222,6 +222,41 @@ class Pool:
             public=self.inputs[public],
         )
 
+    def with_domains(self, names: Sequence[str]) -> Self:
+        """Keep the training and test samples of some domains, numbered in the order of `names`.
+
+        Samples keep their order, clients their numbers, and public samples, which have no domain, all stay.
+
+        Raises:
+            DataError: A name is no domain of this data, was given twice, or test samples do not have domains.
+        """
+        if self.domains is None or self.test_domains is None:
+            which = "samples" if self.domains is None else "test samples"
+            raise DataError(f"domains {', '.join(names)} were asked for; {which} of {self.name} have no domains.")
+        if len(set(names)) < len(names):
+            raise DataError(f"domains {', '.join(names)} of {self.name} were asked for; name each of them once.")
+        if missing := [name for name in names if name not in self.domain_names]:
+            found = ", ".join(self.domain_names) or "none"
+            raise DataError(f"domain {missing[0]!r} was asked for; {self.name} has these by name: {found}.")
+        codes = torch.tensor([self.domain_names.index(name) for name in names])
+        rows, places = (self.domains[:, None] == codes).nonzero().unbind(1)
+        test_rows, test_places = (self.test_domains[:, None] == codes).nonzero().unbind(1)
+        if not len(rows) or not len(test_rows):
+            which = "training" if not len(rows) else "test"
+            raise DataError(f"domains {', '.join(names)} were asked for; {self.name} has no {which} samples of them.")
+        return replace(
+            self,
+            inputs=self.inputs[rows],
+            targets=self.targets[rows],
+            clients=None if self.clients is None else self.clients[rows],
+            domains=places,
+            test_inputs=self.test_inputs[test_rows],
+            test_targets=self.test_targets[test_rows],
+            test_clients=None if self.test_clients is None else self.test_clients[test_rows],
+            test_domains=test_places,
+            domain_names=tuple(names),
+        )
+
     def __repr__(self) -> str:
         return f"Pool({self._told()})"
 

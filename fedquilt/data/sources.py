@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from fedquilt.checks import File
 from fedquilt.data.federated import Normalise, Pool, Scale, coded, fifth
+from fedquilt.data.generated import generated
 from fedquilt.data.huggingface import hub
 from fedquilt.data.pictures import images
 from fedquilt.data.words import text
@@ -70,9 +72,20 @@ def npz(
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
     channels: Literal["auto", "first", "last"] = "auto",
+    domains: tuple[str, ...] = (),
     public: float = 0.0,
 ) -> Pool:
-    """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …"""
+    """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …
+
+    Args:
+        path: The file.
+        normalise: How bytes become what a model sees; docs/data.md has a table.
+        mean: Mean of each channel in units where white is 1, together with `std`. Empty: as `normalise` says.
+        std: Standard deviation of each channel.
+        channels: Position of the channels of images in the file.
+        domains: Names of the domains to keep, in the order in which they are numbered. Empty: all.
+        public: Share of the training samples that everyone has, without targets. 0: none.
+    """
     arrays = _arrays(path)
     if missing := [key for key in ("x_train", "y_train") if key not in arrays]:
         raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
@@ -85,7 +98,7 @@ def npz(
     own, test_own, _ = _named(arrays, "client_train", "client_test", renumber=True)
     home, test_home, places = _named(arrays, "domain_train", "domain_test")
     assert y is not None
-    return Pool.of(
+    pool = Pool.of(
         (x, y),
         (tx, ty) if tx is not None and ty is not None else None,
         clients=own,
@@ -96,14 +109,18 @@ def npz(
         name=Path(path).stem,
         class_names=_strings(arrays, "classes") or classes,
         domain_names=_strings(arrays, "domains") or places,
-        scale=Scale.of(torch.as_tensor(x), normalise, mean, std),
-    ).with_public(public)
+    )
+    if domains:
+        pool = pool.with_domains(domains)
+    seen = pool.inputs if domains else torch.as_tensor(x)
+    return replace(pool, scale=Scale.of(seen, normalise, mean, std)).with_public(public)
 
 
 DATA: dict[str, Callable[..., Pool]] = {
     "digits": digits,
     "digits-labels": digits_labels,
     "diabetes": diabetes,
+    "generated": generated,
     "npz": npz,
     "images": images,
     "text": text,

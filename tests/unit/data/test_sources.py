@@ -124,6 +124,36 @@ def test_arrays_with_users_and_domains(tmp_path):
     assert pool.deal(4, Domains()).parts.sizes.tolist() == [5, 5, 5, 5]
 
 
+def test_some_domains_of_a_file(tmp_path):
+    x, tx = pictures(30), pictures(12)
+    arrays = {"x_train": x, "y_train": np.arange(30) // 3 % 5, "x_test": tx, "y_test": np.arange(12) // 3 % 4}
+    homes = {"domain_train": np.arange(30) % 3, "domain_test": np.arange(12) % 3, "client_train": np.arange(30) // 10}
+    names = {"domains": np.array(["day", "dusk", "night"])}
+    path = save(tmp_path / "mine.npz", **arrays, **homes, **names)
+    whole = npz(path)
+    pool = npz(path, domains=("night", "day"))
+    kept, test_kept = np.arange(30) % 3 != 1, np.arange(12) % 3 != 1
+    assert pool.domain_names == ("night", "day")
+    assert pool.domains.tolist() == [1, 0] * 10
+    assert pool.test_domains.tolist() == [1, 0] * 4
+    assert torch.equal(pool.inputs, whole.inputs[torch.tensor(kept)])
+    assert torch.equal(pool.test_inputs, whole.test_inputs[torch.tensor(test_kept)])
+    assert torch.equal(pool.targets, whole.targets[torch.tensor(kept)])
+    assert torch.equal(pool.clients, whole.clients[torch.tensor(kept)])
+    seen = pool.samples(torch.arange(20))
+    torch.testing.assert_close(seen.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-4)  # and not those left out
+    by_name = save(tmp_path / "named.npz", **arrays, domain_train=names["domains"][homes["domain_train"]])
+    with pytest.raises(DataError, match="test samples of named have no domains"):
+        npz(by_name, domains=("night",))
+    with pytest.raises(DataError, match=r"domain 'noon' was asked for; mine has these by name: day, dusk, night\."):
+        npz(path, domains=("night", "noon"))
+    with pytest.raises(DataError, match="name each of them once"):
+        npz(path, domains=("night", "night"))
+    bare = save(tmp_path / "bare.npz", **arrays)
+    with pytest.raises(DataError, match="domains day were asked for; samples of bare have no domains"):
+        npz(bare, domains=("day",))
+
+
 def test_ids_and_classes_may_be_names(tmp_path):
     path = save(
         tmp_path / "named.npz",

@@ -1,0 +1,114 @@
+"""Images made from a seed, for trying settings without a download."""
+
+from __future__ import annotations
+
+import zlib
+
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.checks import whole
+from fedquilt.data.federated import Normalise, Pool, Scale
+from fedquilt.errors import ConfigError
+
+GRID = 4  # Blocks per side of a prototype, each of one colour, so that pooling does not average it away.
+DARKEST, BRIGHTEST = 64, 192  # Range of the bytes of a prototype, the upper end excluded.
+MAX_SHIFT = 48  # Bytes by which a domain may shift a colour, up or down.
+
+_SITE = 17  # Distinguishes these random numbers from all others of the same seed.
+_PROTOTYPE, _TRAIN, _TEST, _DOMAIN = range(4)
+
+
+def generated(
+    classes: int = 10,
+    shape: tuple[int, int, int] = (3, 32, 32),
+    train: int = 400,
+    test: int = 100,
+    domains: tuple[str, ...] = (),
+    normalise: Normalise = "auto",
+    mean: tuple[float, ...] = (),
+    std: tuple[float, ...] = (),
+    seed: int = 0,
+    public: float = 0.0,
+) -> Pool:
+    """Images made from a seed, for trying settings without a download: a random prototype per class, plus noise.
+
+    Whole numbers alone are computed with, so that every machine makes the same images. Classes are balanced, in every
+    domain too where the number of samples is a multiple of classes × domains.
+
+    Args:
+        classes: Number of classes.
+        shape: Channels, height and width of an image.
+        train: Number of training samples of all classes and domains together.
+        test: Number of test samples of all classes and domains together.
+        domains: Names of domains, which shift the colours of their images. Without names samples have no domain.
+        normalise: How bytes become what a model sees, as for `npz`.
+        mean: Mean of each channel in units where white is 1, together with `std`. Empty: as `normalise` says.
+        std: Standard deviation of each channel.
+        seed: Random seed of prototypes, noise and colours.
+        public: Share of the training samples that everyone has, without targets. 0: none.
+    """
+    _check(classes, shape, train, test, domains)
+    prototypes = _prototypes(seed, classes, shape)
+    shifts = torch.stack([_shift(seed, name, shape[0]) for name in domains or ("",)])
+    inputs, targets, places = _samples(noise.key(seed, _SITE, _TRAIN), prototypes, shifts, train)
+    test_inputs, test_targets, test_places = _samples(noise.key(seed, _SITE, _TEST), prototypes, shifts, test)
+    return Pool.of(
+        (inputs, targets),
+        (test_inputs, test_targets),
+        domains=places if domains else None,
+        test_domains=test_places if domains else None,
+        name="generated",
+        num_classes=classes,
+        domain_names=tuple(domains),
+        scale=Scale.of(inputs, normalise, mean, std),
+    ).with_public(public)
+
+
+def _check(classes: int, shape: tuple[int, ...], train: int, test: int, domains: tuple[str, ...]) -> None:
+    wrong = {name: count for name, count in (("classes", classes), ("train", train), ("test", test)) if count < 1}
+    if wrong:
+        raise ConfigError(f"generated data with {wrong} was asked for; each must be at least 1.")
+    if len(shape) != 3 or not all(whole(length, 1) for length in shape):
+        raise ConfigError(
+            f"generated images of shape {tuple(shape)} were asked for; channels, height and width fit, as (3, 32, 32)."
+        )
+    if len(set(domains)) < len(domains):
+        raise ConfigError(f"generated data of domains {tuple(domains)} was asked for; each name may be given once.")
+
+
+def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
+    """Return an image of few coloured blocks for each class."""
+    channels, height, width = shape
+    key = torch.tensor(noise.key(seed, _SITE, _PROTOTYPE))
+    drawn = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
+    blocks = drawn.reshape(classes, channels, GRID, GRID)
+    rows = torch.arange(height) * GRID // height
+    columns = torch.arange(width) * GRID // width
+    return blocks[:, :, rows][..., columns]  # (class, channel, height, width)
+
+
+def _shift(seed: int, domain: str, channels: int) -> Tensor:
+    """Return the shift of each channel in a domain. It depends on the domain's name, and not on the other domains."""
+    if not domain:
+        return torch.zeros(channels, dtype=torch.int64)
+    key = torch.tensor(noise.key(seed, _SITE, _DOMAIN, zlib.crc32(domain.encode())))
+    return noise.bits(key, channels) % (2 * MAX_SHIFT + 1) - MAX_SHIFT
+
+
+def _samples(key: int, prototypes: Tensor, shifts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Return images as bytes (sample, channel, height, width), their classes and the positions of their domains."""
+    number = torch.arange(count)
+    targets = number % len(prototypes)
+    places = number // len(prototypes) % len(shifts)
+    shape = (count, *prototypes.shape[1:])
+    images = prototypes[targets] + shifts[places][:, :, None, None] + _noise(key, shape)
+    return images.clamp(0, 255).to(torch.uint8), targets, places
+
+
+def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
+    """Return whole numbers with mean 0 and deviation 37, nearly normal: the sum of four bytes of a hash, divided."""
+    words = noise.bits(torch.tensor(key), torch.Size(shape).numel()).reshape(shape)
+    total = sum(((words >> place) & 255 for place in (0, 8, 16, 24)), start=torch.zeros(shape, dtype=torch.int64))
+    return torch.div(total - 2 * 255, 4, rounding_mode="floor")
