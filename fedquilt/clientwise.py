@@ -84,8 +84,14 @@ _Cut = tuple[Submodel, Index]  # what arrived, and what its positions count with
 _Figures = tuple[float | None, float | None]  # of its own size, and of the whole model
 
 
-def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
-    """What clients got: all of them, or some."""
+def clientwise(run: Run, clients: Iterable[int] | None = None, evaluate: bool = True) -> Clientwise:
+    """Return what clients spent and got.
+
+    Args:
+        run: A run, trained or only prepared.
+        clients: Numbers of clients. None: all of them.
+        evaluate: False: costs alone, and no main figures.
+    """
     if not isinstance(clients, Iterable | None):
         raise ConfigError(f"clientwise was given {clients!r} where a list of clients belongs, such as [0, 3].")
     chosen = list(range(run.fleet.num_clients)) if clients is None else list(clients)
@@ -95,7 +101,8 @@ def clientwise(run: Run, clients: Iterable[int] | None = None) -> Clientwise:
     devices = [
         run.fleet.client(id, round, run.world.seed, run.data.size(id)) for id, round in zip(chosen, when, strict=True)
     ]
-    scores, main = _figures(run, devices), run.world.task.main
+    main = run.world.task.main
+    scores: list[_Figures] = _figures(run, devices) if evaluate else [(None, None)] * len(devices)
     found = tuple(_device(run, client, own) for client, own in zip(devices, scores, strict=True))
     return Clientwise(found, ever_trained(run), main.name, main.is_rate)
 
@@ -175,7 +182,7 @@ def ever_trained(run: Run) -> dict[str, float]:
     planned and what arrived is known from the seed.
     """
     held: dict[str, dict[_Cut, None]] = {}
-    for job in _jobs(run):
+    for job in planned_jobs(run):
         arrived = ((one, job.submodel.home) for one in _arrived(run, job))
         held.setdefault(domain_of(run, job.client.id), {}).update(dict.fromkeys(arrived))
     family = run.world.family
@@ -184,8 +191,8 @@ def ever_trained(run: Run) -> dict[str, float]:
     return {domain: _covered(run, list(own), names) / total for domain, own in sorted(held.items())}
 
 
-def _jobs(run: Run) -> Iterator[Job]:
-    """All that was planned so far."""
+def planned_jobs(run: Run) -> Iterator[Job]:
+    """Yield what every client of every cohort was asked to train in the rounds so far."""
     fleet, world = run.fleet, run.world
     for played in range(run.server.round):
         server = replace(run.server, round=played)

@@ -37,7 +37,7 @@ from fedquilt.fleets import FLEETS, Budgets
 from fedquilt.memory import LIMIT
 from fedquilt.methods import METHODS, Method
 from fedquilt.models import MODELS, ModelSpec
-from fedquilt.names import find, is_file, nearest
+from fedquilt.names import find, is_reference, nearest
 from fedquilt.precision import DTYPES, Precision, unfit
 from fedquilt.records import load, newest, reopen
 from fedquilt.round import Evaluation, Fleet
@@ -149,7 +149,7 @@ class Source(Choice):
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:
-        found: Callable[..., Any] = find({}, name, cls.what) if is_file(name) else source(name)
+        found: Callable[..., Any] = find({}, name, cls.what) if is_reference(name) else source(name)
         return found
 
     def deal(self, num_clients: int | None, seed: int) -> tuple[FederatedData, Partition | None]:
@@ -516,9 +516,9 @@ def defaults(method: str = DEMO["method"]["name"], names_model: bool = True) -> 
 
 
 def is_made_by_function(method: str) -> bool:
-    """Return True if a method's name is that of a function in a file, which returns it with settings of its own."""
+    """Return True if a method's name is that of a function, which returns it with settings of its own."""
     try:
-        return is_file(method) and not isinstance(find(METHODS, method, "method"), type)
+        return is_reference(method) and not isinstance(find(METHODS, method, "method"), type)
     except ConfigError:  # `Experiment.of` reports it
         return False
 
@@ -536,6 +536,35 @@ def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
     if there and table.get("name", there.usual) != name:
         table = {key: value for key, value in table.items() if key in there.common or key == "preset"}
     return assign(settings, path, {**table, "name": name})
+
+
+def overlay(base: Settings, over: Settings) -> Settings:
+    """Return settings with others laid over them; neither is changed.
+
+    Tables are merged. Where a name changes, `choose` decides which options of the table below stay.
+    A name alone stands for a table with nothing else.
+
+    Args:
+        base: Settings below.
+        over: Settings on top, which may name a part of the keys only.
+    """
+    settings = copy.deepcopy(base)
+    _lay(settings, [], over)
+    return settings
+
+
+def _lay(settings: Settings, path: list[str], over: Mapping[str, Any]) -> None:
+    # Names come first: they decide which other keys there are.
+    if path and "name" in over:
+        choose(settings, path, over["name"])
+    for key, value in over.items():
+        place = [*path, key]
+        if isinstance(value, Mapping):
+            _lay(settings, place, value)
+        elif isinstance(value, str) and value != "none" and variants(Experiment, place):
+            choose(settings, place, value)
+        elif key != "name" or not path:
+            assign(settings, place, value)
 
 
 def read_toml(file: str | Path) -> Settings:

@@ -1,15 +1,21 @@
-"""Looking things up: by name in a table, with the nearest known name when there is none, or as `file.py:NAME`."""
+"""Looking things up: by name in a table, as `file.py:NAME`, or as `package.module:NAME`.
+
+A name that nobody knows is reported with the nearest known one.
+"""
 
 from __future__ import annotations
 
 import difflib
+import importlib
 import importlib.util
 import inspect
 import os
+import re
 import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib.metadata import packages_distributions
 from pathlib import Path
 from types import ModuleType
 from typing import Any, TypeVar
@@ -20,8 +26,12 @@ T = TypeVar("T")
 
 
 def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
-    """Return what a name refers to: an entry of the table, or a class or function in a file of the user's own."""
-    return _from_file(name, what) if is_file(name) else known(table, name, what)
+    """Return what a name refers to: an entry of the table, or a class or function in a file or a module."""
+    if is_file(name):
+        return _from_file(name, what)
+    if is_in_module(name):
+        return _from_module(name, what)
+    return known(table, name, what)
 
 
 def known(table: Mapping[str, T], name: str, what: str) -> T:
@@ -51,15 +61,45 @@ def is_file(name: str) -> bool:
     return ".py:" in name or name.endswith(".py")
 
 
+def is_in_module(name: str) -> bool:
+    """Return True if a name means `package.module:NAME`, as entry points are written."""
+    return not is_file(name) and _IN_MODULE.fullmatch(name) is not None
+
+
+def is_reference(name: str) -> bool:
+    """Return True if a name means a class or function outside of all tables, in a file or a module."""
+    return is_file(name) or is_in_module(name)
+
+
+# A module without a package is left to files, because `hub:mnist` is a data set.
+_IN_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+:[^\W\d]\w*(\.[^\W\d]\w*)*")
+
+
 def name_of(kind: type) -> str:
-    """How a class that is in no table can be asked for again: `file.py:Class`."""
+    """Return the name by which a class that is in no table can be asked for again.
+
+    It is `package.module:Class` for classes of installed packages, else `file.py:Class`.
+    """
     try:
         file = Path(inspect.getfile(kind))
     except (TypeError, OSError) as error:  # made in an interactive session
         raise ConfigError(f"{kind.__qualname__} is in no file, so that no name stands for it.") from error
     if "<locals>" in kind.__qualname__:
         raise ConfigError(f"{kind.__qualname__} in {file} is made inside a function, so that no name stands for it.")
+    if _is_installed(kind.__module__):
+        return f"{kind.__module__}:{kind.__qualname__}"
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{kind.__qualname__}"
+
+
+def _is_installed(module: str) -> bool:
+    """Return True if a module belongs to fedquilt or to another installed package, in every process alike."""
+    package, dot, _ = module.partition(".")
+    return bool(dot) and (package == __package__ or package in _packages())
+
+
+@cache  # It reads the metadata of all distributions.
+def _packages() -> Mapping[str, list[str]]:
+    return packages_distributions()
 
 
 def own_modules() -> list[ModuleType]:
@@ -90,6 +130,24 @@ def _from_file(name: str, what: str) -> Any:
         return found
     own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
     return known(own, attribute, f"class or function in {path}")
+
+
+def _from_module(name: str, what: str) -> Any:
+    path, _, attribute = name.partition(":")
+    asked = f"the {what} {name!r} was asked for"
+    try:
+        module = importlib.import_module(path)
+    except ModuleNotFoundError as error:
+        raise ConfigError(f"{asked}; there is no module {error.name!r}. Is its package installed?") from error
+    except Exception as error:
+        raise ConfigError(f"{asked}; importing {path} failed: {said(error)}") from error
+    found: Any = module
+    for part in attribute.split("."):
+        found = getattr(found, part, None)
+    if callable(found):
+        return found
+    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == path]
+    raise ConfigError(f"{asked}; {path} has no such class or function.{nearest(attribute, own)}")
 
 
 @cache  # two parts of a run may be in one file

@@ -9,7 +9,7 @@ from typing import ClassVar, Literal, Protocol
 from fedquilt.checks import one_of
 from fedquilt.errors import ConfigError
 from fedquilt.family.net import Pass
-from fedquilt.names import find, is_file, said
+from fedquilt.names import find, is_reference, said
 
 Affine = Literal["shared", "local"]
 Statistics = Literal["batch", "tracked", "measured"]
@@ -224,7 +224,7 @@ def norm_policy(given: NormPolicy | str) -> NormPolicy:
     """
     if isinstance(given, NormPolicy):
         return given
-    if isinstance(given, str) and (given in NORM_POLICIES or is_file(given)):
+    if isinstance(given, str) and (given in NORM_POLICIES or is_reference(given)):
         kind = find(NORM_POLICIES, given, "norm policy")
         try:
             made = kind()

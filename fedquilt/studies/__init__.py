@@ -1,5 +1,7 @@
 """Several runs that belong together: seeds, grids, statistics, tables and stored results.
 
+measures.py    numbers of a run that take no training
+papers.py      tables and figures of papers as presets
 result.py      one run as statistics see it
 statistics.py  mean and deviation over seeds, paired comparison, cost to a target
 values.py      what a column of a table shows, written as text

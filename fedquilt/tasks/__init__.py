@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fedquilt.errors import ConfigError
-from fedquilt.names import find, is_file, said
+from fedquilt.names import find, is_reference, said
 from fedquilt.tasks.check import check_task
 from fedquilt.tasks.classification import Classification
 from fedquilt.tasks.infer import classes_second, infer
@@ -52,7 +52,7 @@ def find_task(task: str | Task) -> Task:
     try:
         made = factory()
     except Exception as error:
-        if not is_file(task):
+        if not is_reference(task):
             raise
         raise ConfigError(f"the task {task} was called and failed: {said(error)}") from error
     if not isinstance(made, Task):

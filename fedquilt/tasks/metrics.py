@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fedquilt.checks import one_of, within
 from fedquilt.errors import ConfigError
-from fedquilt.names import find, is_file, said
+from fedquilt.names import find, is_reference, said
 
 if TYPE_CHECKING:
     from fedquilt.tasks.task import Task
@@ -497,7 +497,7 @@ def _made(factory: Any, name: str, task: Task) -> Metric:
     try:
         made = factory.for_task(task) if is_metric else factory()
     except Exception as error:
-        if not is_file(name):
+        if not is_reference(name):
             raise
         raise ConfigError(f"the metric {name} was called and failed: {said(error)}") from error
     if not isinstance(made, (SumMetric, CollectedMetric)):

@@ -1,0 +1,142 @@
+"""Measures that train nothing: numbers that follow from the settings and the random seed of a run.
+
+A measure is a function of a prepared run and a number of rounds. It returns a table like
+`summary.json`, so that columns of tables read it in the same way.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedquilt.axes import Positions
+from fedquilt.clientwise import clientwise, planned_jobs
+from fedquilt.errors import ConfigError
+from fedquilt.experiment import Run
+from fedquilt.family import Family
+from fedquilt.terms import Budget, Submodel
+
+BYTES_OF_FLOAT32 = 4
+
+Measure = Callable[[Run, int], Mapping[str, Any]]
+
+
+def clients(run: Run, rounds: int) -> dict[str, Any]:
+    """Return what clients compute and send in a round, and what each domain has trained by then.
+
+    Args:
+        run: A run that was prepared and not trained.
+        rounds: Number of rounds after which the trained part of the model is counted.
+
+    Returns:
+        `macs`: multiply-adds of one training batch, mean and deviation over clients.
+        `params`: numbers that travel in a round, to a client and back, likewise.
+        `trained`: the part of all parameters that clients of a domain have ever trained, by domain.
+    """
+    found = clientwise(_after(run, rounds), evaluate=False)
+    spreads = {name: found.spread(name) for name in ("macs", "params")}
+    costs = {name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in spreads.items()}
+    return {**costs, "trained": found.trained}
+
+
+def coverage(run: Run, rounds: int) -> dict[str, Any]:
+    """Count how often channels and entries of the last convolution are handed to a client.
+
+    An entry of a weight counts if both its channels are handed out.
+
+    Args:
+        run: A run that was prepared and not trained.
+        rounds: Number of rounds that are counted.
+
+    Returns:
+        `weight`: name of the weight.
+        `channel`, `entry`: least count, and mean and deviation over channels or entries.
+    """
+    family = run.world.family
+    weight = _last_convolution(family)
+    sizes = family.layout.shape(weight, family.layout.sizes)[:2]
+    outputs, inputs = [], []  # One row per sub-model: 1 where it has the channel
+    for job in planned_jobs(_after(run, rounds)):
+        positions = family.cutter.rows(weight, job.submodel.index)
+        outputs.append(_indicator(positions[0], sizes[0]))
+        inputs.append(_indicator(positions[1], sizes[1]))
+    held = torch.stack(outputs)  # (sub-model, output channel)
+    counts = {"channel": held.sum(0), "entry": held.T @ torch.stack(inputs)}
+    return {"weight": weight, **{name: _evenness(count) for name, count in counts.items()}}
+
+
+def sizes(run: Run, rounds: int) -> dict[str, Any]:
+    """Return parameters and multiply-adds of the models that the method deploys and trains.
+
+    A mixture of several nets counts as the sum of them.
+
+    Args:
+        run: A run that was prepared and not trained.
+        rounds: Not used; sizes do not depend on it.
+
+    Returns:
+        `params`, `macs`: of the model that is deployed, by share. The shares are those that the fleet
+            has and those that are evaluated besides.
+        `clients`: `params`, `macs` and `bytes` (float32) of what a client trains in the first round,
+            as means over all clients.
+    """
+    world, fleet = run.world, run.fleet
+    shares = {budget.share for budget in fleet.kinds if budget.share is not None}
+    deployed = {}
+    for share in sorted(shares | set(run.evaluation.shares), reverse=True):
+        nets = run.method.deploy(run.server, Budget(share=share), world)
+        deployed[str(float(share))] = _cost(world.family, nets)
+    trained = []
+    for id in range(fleet.num_clients):
+        client = fleet.client(id, 0, world.seed, run.data.size(id))
+        trained.append(_cost(world.family, run.method.plan(run.server, client, world)))
+    params = sum(cost[0] for cost in trained) / len(trained)
+    macs = sum(cost[1] for cost in trained) / len(trained)
+    return {
+        "params": {share: cost[0] for share, cost in deployed.items()},
+        "macs": {share: cost[1] for share, cost in deployed.items()},
+        "clients": {"params": params, "macs": macs, "bytes": BYTES_OF_FLOAT32 * params},
+    }
+
+
+MEASURES: dict[str, Measure] = {"clients": clients, "coverage": coverage, "sizes": sizes}
+
+
+def _after(run: Run, rounds: int) -> Run:
+    """Return the run as if it had been trained for some rounds, with its weights unchanged."""
+    return replace(run, server=replace(run.server, round=rounds))
+
+
+def _last_convolution(family: Family) -> str:
+    weights = [name for name in family.trainable if len(family.layout.dims[name]) == 4]
+    if not weights:
+        raise ConfigError("the measure 'coverage' was asked for; it counts channels of a convolution.")
+    return weights[-1]
+
+
+def _indicator(kept: Positions | None, size: int) -> Tensor:
+    """Return a vector with 1 at the positions that are kept. None: all of them are."""
+    if kept is None:
+        return torch.ones(size)
+    found = torch.zeros(size)
+    found[kept.tensor] = 1
+    return found
+
+
+def _evenness(counts: Tensor) -> dict[str, float]:
+    exact = counts.double()
+    return {
+        "least": int(counts.min()),
+        "mean": float(exact.mean()),
+        "deviation": float(exact.std(correction=0)),
+    }
+
+
+def _cost(family: Family, nets: Iterable[Submodel]) -> tuple[int, int]:
+    """Return the parameters and the multiply-adds per sample of several nets together."""
+    costs = [family.cost(net) for net in nets]
+    return sum(cost.params for cost in costs), sum(cost.macs for cost in costs)

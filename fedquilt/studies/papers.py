@@ -1,0 +1,379 @@
+"""Presets of papers: a table or figure as the settings of its rows, with the paper's numbers.
+
+`fedquilt/papers/README.md` describes the format of the files. Settings are laid over one another in
+this order, and the last one counts: `[settings]`, the parts of a row, the row's own settings, the
+settings of a scale, the parts of a scale.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import cached_property
+from importlib.resources import files
+from importlib.resources.abc import Traversable
+from pathlib import Path
+from typing import Any
+
+from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, resolved
+from fedquilt.errors import ConfigError, DataError, FedquiltError
+from fedquilt.names import known, nearest
+from fedquilt.studies.measures import MEASURES
+from fedquilt.studies.values import Value
+
+TRAINING = "training"  # The measure that trains and evaluates; all others are in `MEASURES`.
+SMOKE = "smoke"  # The scale that needs no data
+FULL = "full"  # The paper's scale, which every preset has
+DATA_VARIABLE = "FEDQUILT_DATA"  # Environment variable with the folder of data files
+DATA_FOLDER = "data"  # The folder if the variable is not set
+
+_NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+")
+
+# --- the parts of a preset --------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Column:
+    """One column of a table: its title, and the number of a run that it shows."""
+
+    title: str
+    value: str  # As `fedquilt.studies.values` reads it, such as "accuracy 1.0 %"
+
+    @cached_property
+    def parsed(self) -> Value:
+        return Value.parse(self.value)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One row of a table: what is laid over the common settings, and the paper's numbers.
+
+    Attributes:
+        name: Name of the row, which no other row has.
+        paper: The paper's number for each column as printed, such as "69.44 ± 1.50". "" if it has none.
+        parts: Names of `Preset.parts` that are laid over the common settings, in this order.
+        settings: Settings that are laid over the parts.
+    """
+
+    name: str
+    paper: tuple[str, ...]
+    parts: tuple[str, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How large an experiment is: what is laid over the settings of every row at last.
+
+    Attributes:
+        note: One sentence on what differs from the paper.
+        seeds: Random seeds. Empty: those of the preset.
+        settings: Settings that are laid over every row.
+        parts: Settings that are laid over the rows with a part, by the name of that part.
+        grid: Values in place of those of the preset's grid. Empty: the preset's.
+        tuning: Settings that are laid over the preset's settings of tuning runs.
+    """
+
+    note: str = ""
+    seeds: tuple[int, ...] = ()
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Preset:
+    """A table or figure of a paper.
+
+    Attributes:
+        title: What the paper calls it, in one line.
+        columns: Numbers of a run that the table has.
+        rows: One experiment each.
+        scales: Scales by name. `full`, the paper's, is there even if the file does not name it.
+        seeds: Random seeds of each row.
+        data: Names of data sets. Each is a file NAME.npz in the data folder.
+        notes: Differences from the paper, one sentence each.
+        measure: What is measured: "training", or a name of `MEASURES`, which train nothing.
+        settings: Settings of all rows, as config.toml has them, without a seed.
+        parts: Settings that rows lay over the common ones, by name.
+        grid: Values that are tried for a setting, by its path. Empty: nothing is tuned.
+        tuning: Settings that are laid over a row for its tuning runs.
+        name: PAPER/TABLE, or the path of a file.
+    """
+
+    title: str
+    columns: tuple[Column, ...]
+    rows: tuple[Row, ...]
+    scales: Mapping[str, Scale]
+    seeds: tuple[int, ...] = (0,)
+    data: tuple[str, ...] = ()
+    notes: tuple[str, ...] = ()
+    measure: str = TRAINING
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    parts: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+    tuning: Mapping[str, Any] = field(default_factory=dict)
+    name: str = field(default="", metadata={"setting": False})
+
+    def scale(self, name: str) -> Scale:
+        """Return a scale by its name."""
+        if name in self.scales:
+            return self.scales[name]
+        raise ConfigError(
+            f"the scale {name!r} of {self.name} was asked for; it has none of that name.{nearest(name, self.scales)}"
+        )
+
+    def seeds_at(self, scale: str) -> tuple[int, ...]:
+        """Return the random seeds of each row at a scale."""
+        return self.scale(scale).seeds or self.seeds
+
+    def grid_at(self, scale: str) -> dict[str, tuple[Any, ...]]:
+        """Return the values to try for each tuned setting, by its path. Empty: nothing is tuned."""
+        return {**self.grid, **self.scale(scale).grid}
+
+    def tuning_at(self, scale: str) -> Settings:
+        """Return the settings that are laid over each row for tuning runs."""
+        return overlay(dict(self.tuning), dict(self.scale(scale).tuning))
+
+    def rows_at(self, scale: str, folder: str | Path | None = None) -> list[tuple[str, Settings]]:
+        """Return the name and the settings of each row, with everything laid over one another.
+
+        Args:
+            scale: Name of a scale.
+            folder: Folder in which data files are looked up. None: their names stay as they are.
+
+        Raises:
+            ConfigError: There is no such scale.
+            DataError: A row needs a data file that is not in the folder.
+        """
+        asked = self.scale(scale)
+        rows = [(row.name, self._laid(row, asked)) for row in self.rows]
+        if folder is None:
+            return rows
+        return [(name, self._located(settings, Path(folder))) for name, settings in rows]
+
+    def _laid(self, row: Row, scale: Scale) -> Settings:
+        layers = [self.settings, *(self.parts[part] for part in row.parts), row.settings]
+        layers += [scale.settings, *(scale.parts[part] for part in row.parts if part in scale.parts)]
+        settings: Settings = {}
+        for layer in layers:
+            settings = overlay(settings, dict(layer))
+        return settings
+
+    def _located(self, settings: Settings, folder: Path) -> Settings:
+        """Return settings in which the data file has its path."""
+        for keys, file in _data_files(settings):
+            name = file.removesuffix(".npz")
+            if name not in self.data:
+                continue
+            if not (folder / file).is_file():
+                raise missing_data(name, folder, self.name)
+            settings = assign(settings, keys, str(folder / file))
+        return settings
+
+
+# --- finding and reading ----------------------------------------------------------------------------
+
+
+def data_folder(folder: str | Path | None = None) -> Path:
+    """Return the folder of data files: the one given, else that of FEDQUILT_DATA, else `data`."""
+    return Path(folder or os.environ.get(DATA_VARIABLE) or DATA_FOLDER)
+
+
+def missing_data(name: str, folder: Path, preset: str) -> DataError:
+    """Return the error for a data set that a preset needs and that is not in the data folder."""
+    return DataError(
+        f"{preset} needs the data set {name!r}; there is no {name}.npz in {folder.resolve()}. "
+        f"`fedquilt data prepare {name} --out {folder}` writes it, and the environment variable "
+        f"{DATA_VARIABLE} names another folder."
+    )
+
+
+def presets() -> tuple[str, ...]:
+    """Return the names of all tables and figures, as PAPER/TABLE."""
+    return tuple(_files())
+
+
+def papers() -> dict[str, tuple[str, ...]]:
+    """Return the names of the tables and figures of each paper, as PAPER/TABLE."""
+    found: dict[str, tuple[str, ...]] = {}
+    for name in presets():
+        paper = name.partition("/")[0]
+        found[paper] = (*found.get(paper, ()), name)
+    return found
+
+
+def read_preset(name: str) -> Preset:
+    """Read a preset by its name PAPER/TABLE, or from a file of the user's own.
+
+    Args:
+        name: Name of `presets()`, or the path of a TOML file.
+
+    Raises:
+        ConfigError: There is no such table, or its file has problems, which are all listed.
+    """
+    preset = parsed_preset(name)
+    problems = list(_problems(preset))
+    if problems:
+        count = "a problem" if len(problems) == 1 else f"{len(problems)} problems"
+        raise ConfigError("\n  ".join([f"{count} in {name}:", *problems]))
+    return preset
+
+
+def parsed_preset(name: str) -> Preset:
+    """Read a preset without looking at the settings of its rows, which is quick."""
+    file = Path(name) if name.endswith(".toml") else _file(name)
+    try:
+        text = file.read_bytes()
+    except OSError as error:
+        raise ConfigError(f"{name} was asked for; it cannot be read: {error.strerror or error}.") from error
+    preset = resolved(Preset, parse_toml(text, name), {}, name)
+    return replace(preset, name=name, scales={**preset.scales, FULL: preset.scales.get(FULL, Scale())})
+
+
+def _file(name: str) -> Traversable:
+    found = _files()
+    if name in found:
+        return found[name]
+    tables = papers()
+    if name in tables:
+        listed = ", ".join(tables[name])
+        raise ConfigError(f"the paper {name!r} was asked for; name one of its tables: {listed}.")
+    paper = name.partition("/")[0]
+    return known({one: found[one] for one in tables.get(paper, found)}, name, "table or figure")
+
+
+def _files() -> dict[str, Traversable]:
+    """Return the files of all presets by name, sorted."""
+    folders = [entry for entry in files("fedquilt.papers").iterdir() if entry.is_dir()]
+    found = {
+        f"{folder.name}/{entry.name.removesuffix('.toml')}": entry
+        for folder in folders
+        for entry in folder.iterdir()
+        if entry.name.endswith(".toml")
+    }
+    return {name: found[name] for name in sorted(found)}
+
+
+# --- checking ---------------------------------------------------------------------------------------
+
+
+def _problems(preset: Preset) -> Iterator[str]:
+    """Yield all that is wrong with a preset, each with its place in the file."""
+    shape = list(_problems_of_shape(preset))
+    yield from shape
+    if not shape:
+        yield from _problems_of_settings(preset)
+
+
+def _problems_of_shape(preset: Preset) -> Iterator[str]:
+    """Yield what is wrong with names, numbers and lists."""
+    for what, count in (("columns", preset.columns), ("rows", preset.rows), ("seeds", preset.seeds)):
+        if not count:
+            yield f"{what}: an empty list was found; at least one is needed."
+    measures = (TRAINING, *MEASURES)
+    if preset.measure not in measures:
+        yield f"measure: there is no measure {preset.measure!r}.{nearest(preset.measure, measures)}"
+    if SMOKE not in preset.scales:
+        yield f"scales: there is no {SMOKE!r}, which tests run without data."
+    for place, column in enumerate(preset.columns):
+        try:
+            Value.parse(column.value)
+        except ConfigError as error:
+            yield f"columns[{place}].value: {error}"
+    lists: tuple[tuple[str, Sequence[object]], ...] = (
+        ("columns", [column.title for column in preset.columns]),
+        ("rows", [row.name for row in preset.rows]),
+        ("data", preset.data),
+        ("seeds", preset.seeds),
+    )
+    for what, names in lists:
+        repeated = [entry for entry in dict.fromkeys(names) if list(names).count(entry) > 1]
+        yield from (f"{what}: {entry!r} is there more than once." for entry in repeated)
+    for place, row in enumerate(preset.rows):
+        yield from _problems_of_row(preset, row, f"rows[{place}]")
+    for name, scale in preset.scales.items():
+        for part in scale.parts:
+            if part not in preset.parts:
+                yield f"scales.{name}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
+        for path in scale.grid:
+            if path not in preset.grid:
+                yield f"scales.{name}.grid: {path!r} is not in the grid.{nearest(path, preset.grid)}"
+    tables = {"settings": preset.settings, "tuning": preset.tuning}
+    tables |= {f"parts.{name}": part for name, part in preset.parts.items()}
+    tables |= {f"scales.{name}.settings": scale.settings for name, scale in preset.scales.items()}
+    for place, table in tables.items():
+        if "seed" in table:
+            yield f"{place}.seed: settings of a preset have no seed; name it in `seeds`."
+
+
+def _problems_of_row(preset: Preset, row: Row, place: str) -> Iterator[str]:
+    for part in row.parts:
+        if part not in preset.parts:
+            yield f"{place}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
+    if len(row.paper) != len(preset.columns):
+        yield (
+            f"{place}.paper: {len(row.paper)} texts were found for {len(preset.columns)} columns; "
+            'one for each is needed, "" where the paper has no number.'
+        )
+    for text in row.paper:
+        if text and _NUMBER.match(text) is None:
+            yield f'{place}.paper: {text!r} was found; a number such as "69.44 ± 1.50", or "", would fit.'
+
+
+def _problems_of_settings(preset: Preset) -> Iterator[str]:
+    """Yield what is wrong with the settings of a row at a scale, each problem once."""
+    told = set()
+    for scale in preset.scales:
+        for name, settings in preset.rows_at(scale):
+            for why in _problems_of_experiment(preset, settings, scale):
+                if why not in told:
+                    told.add(why)
+                    yield f"row {name!r} at scale {scale!r}: {why}"
+
+
+def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> Iterator[str]:
+    for _, file in _data_files(settings):
+        if file.removesuffix(".npz") not in preset.data:
+            yield f"the data file {file!r} is not in `data`.{nearest(file.removesuffix('.npz'), preset.data)}"
+        elif scale == SMOKE:
+            yield f"the data file {file!r} is needed; a smoke run needs no files, as data.name = 'generated'."
+    checked = _without_files(settings)
+    variants = [checked]
+    tuning = preset.tuning_at(scale)
+    if tuning:
+        variants.append(overlay(checked, tuning))
+    for path, values in preset.grid_at(scale).items():
+        variants += [assign(overlay(checked, {}), path.split("."), value) for value in values]
+    for variant in variants:
+        try:
+            Experiment.of(variant)
+        except FedquiltError as error:
+            yield str(error).replace("\n", "\n  ")
+
+
+def _data_files(settings: Settings) -> list[tuple[list[str], str]]:
+    """Return the data files that settings name, each with the keys at which it is."""
+    data = settings.get("data")
+    if isinstance(data, str):
+        data = {"name": data}
+    if not isinstance(data, Mapping):
+        return []
+    return [
+        (["data", key], value)
+        for key in ("name", "path")
+        if isinstance(value := data.get(key), str) and value.endswith(".npz")
+    ]
+
+
+def _without_files(settings: Settings) -> Settings:
+    """Return settings that `Experiment.of` can check although the data files are not there."""
+    settings = overlay(settings, {})
+    for keys, _ in _data_files(settings):
+        if keys[-1] == "name":
+            settings = assign(settings, keys, "npz")
+        settings = assign(settings, ["data", "path"], os.curdir)
+    return settings
