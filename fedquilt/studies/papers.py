@@ -302,12 +302,21 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
         for path in scale.grid:
             if path not in preset.grid:
                 yield f"scales.{name}.grid: {path!r} is not in the grid.{nearest(path, preset.grid)}"
-    tables = {"settings": preset.settings, "tuning": preset.tuning}
-    tables |= {f"parts.{name}": part for name, part in preset.parts.items()}
-    tables |= {f"scales.{name}.settings": scale.settings for name, scale in preset.scales.items()}
-    for place, table in tables.items():
-        if "seed" in table:
-            yield f"{place}.seed: settings of a preset have no seed; name it in `seeds`."
+    for where, settings in _all_settings(preset):
+        if "seed" in settings:
+            yield f"{where}.seed: settings of a preset have no seed; name it in `seeds`."
+
+
+def _all_settings(preset: Preset) -> Iterator[tuple[str, Mapping[str, Any]]]:
+    """Yield every table of settings in a preset with its place in the file."""
+    yield "settings", preset.settings
+    yield "tuning", preset.tuning
+    yield from ((f"parts.{name}", part) for name, part in preset.parts.items())
+    yield from ((f"rows[{place}].settings", row.settings) for place, row in enumerate(preset.rows))
+    for name, scale in preset.scales.items():
+        yield f"scales.{name}.settings", scale.settings
+        yield f"scales.{name}.tuning", scale.tuning
+        yield from ((f"scales.{name}.parts.{part}", own) for part, own in scale.parts.items())
 
 
 def _problems_of_row(preset: Preset, row: Row, place: str) -> Iterator[str]:

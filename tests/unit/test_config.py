@@ -23,6 +23,7 @@ from fedquilt.config import (
     demo,
     load_weights,
     offered,
+    overlay,
     parse_assignment,
     parse_toml,
     read_toml,
@@ -205,6 +206,46 @@ def test_a_preset_that_another_method_lacks_is_refused() -> None:
         digits = {"method": {"name": "splitmix", "preset": "digits"}, **parts}
         found = Experiment.of(choose(digits, ["method"], method)).method
         assert found == METHODS[method].preset("digits")
+
+
+def test_settings_are_laid_over_one_another_table_by_table() -> None:
+    base = {"rounds": 9, "method": {"name": "fedrolex", "local": {"optimiser": {"lr": 0.1}, "epochs": 2}}}
+    over = {"method": {"local": {"optimiser": {"momentum": 0.9}, "batch_size": 5}}, "seed": 3}
+    local = {"optimiser": {"lr": 0.1, "momentum": 0.9}, "epochs": 2, "batch_size": 5}
+    assert overlay(base, over) == {"rounds": 9, "method": {"name": "fedrolex", "local": local}, "seed": 3}
+    assert base == {"rounds": 9, "method": {"name": "fedrolex", "local": {"optimiser": {"lr": 0.1}, "epochs": 2}}}
+    assert overlay(base, {}) == base
+    assert overlay(base, {})["method"] is not base["method"]
+    assert overlay({}, base) == base
+
+
+def test_another_name_drops_the_options_of_the_one_below() -> None:
+    base = {
+        "method": {"name": "fedrolex", "preset": "paper", "shift": 2, "local": {"epochs": 2}},
+        "data": {"name": "x.npz", "channels": "last", "partition": {"name": "labels", "labels": 2}},
+        "fleet": {"clients": 8, "budgets": {"name": "two_level", "rho": 0.1}},
+    }
+    over = {
+        "method": {"local": {"epochs": 3}, "weighting": "data", "name": "fedavg"},
+        "data": {"name": "generated", "train": 8, "partition": {"labels": 3}},
+        "fleet": {"budgets": "uniform"},
+    }
+    assert overlay(base, over) == {
+        "method": {"name": "fedavg", "preset": "paper", "local": {"epochs": 3}, "weighting": "data"},
+        "data": {"name": "generated", "train": 8, "partition": {"name": "labels", "labels": 3}},
+        "fleet": {"clients": 8, "budgets": {"name": "uniform"}},
+    }
+    assert overlay(base, {"fleet": {"budgets": "two_level"}}) == base
+    assert overlay(base, {"fleet": {"budgets": {"name": "two_level"}}}) == base
+
+
+def test_names_alone_lists_and_none_are_laid_over_tables() -> None:
+    base = {"method": "fedavg", "model": "mlp", "data": {"name": "digits", "partition": "iid"}, "tracking": ["wandb"]}
+    assert overlay(base, {"method": {"share": 0.5}})["method"] == {"name": "fedavg", "share": 0.5}
+    assert overlay(base, {"data": {"partition": "none"}})["data"] == {"name": "digits", "partition": "none"}
+    assert overlay(base, {"tracking": []})["tracking"] == []
+    norms = overlay({"method": {"name": "fedavg", "local": {"norm": "post"}}}, {"method": {"local": {"norm": "batch"}}})
+    assert Experiment.of({**norms, "data": "digits"}).method.local.norm.name == "batch"
 
 
 def test_another_name_below_takes_over_what_all_there_have() -> None:
