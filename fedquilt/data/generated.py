@@ -21,33 +21,21 @@ _PROTOTYPE, _TRAIN, _TEST, _DOMAIN = range(4)
 
 
 def generated(
-    classes: int = 10,
-    shape: tuple[int, int, int] = (3, 32, 32),
-    train: int = 400,
-    test: int = 100,
-    domains: tuple[str, ...] = (),
-    normalise: Normalise = "auto",
-    mean: tuple[float, ...] = (),
-    std: tuple[float, ...] = (),
-    seed: int = 0,
-    public: float = 0.0,
+    classes: int = 10,  # Number of classes.
+    shape: tuple[int, int, int] = (3, 32, 32),  # Channels, height and width of an image.
+    train: int = 400,  # Number of training samples of all classes and domains together.
+    test: int = 100,  # Number of test samples of all classes and domains together.
+    domains: tuple[str, ...] = (),  # Names of domains, which shift colours. Without names samples have no domain.
+    normalise: Normalise = "auto",  # How bytes become what a model sees, as for npz.
+    mean: tuple[float, ...] = (),  # Mean of each channel where white is 1. Empty: as normalise says.
+    std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
+    seed: int = 0,  # Random seed of prototypes, noise and colours.
+    public: float = 0.0,  # Share of the training samples that everyone has, without targets. 0: none.
 ) -> Pool:
     """Images made from a seed, for trying settings without a download: a random prototype per class, plus noise.
 
     Whole numbers alone are computed with, so that every machine makes the same images. Classes are balanced, in every
     domain too where the number of samples is a multiple of classes × domains.
-
-    Args:
-        classes: Number of classes.
-        shape: Channels, height and width of an image.
-        train: Number of training samples of all classes and domains together.
-        test: Number of test samples of all classes and domains together.
-        domains: Names of domains, which shift the colours of their images. Without names samples have no domain.
-        normalise: How bytes become what a model sees, as for `npz`.
-        mean: Mean of each channel in units where white is 1, together with `std`. Empty: as `normalise` says.
-        std: Standard deviation of each channel.
-        seed: Random seed of prototypes, noise and colours.
-        public: Share of the training samples that everyone has, without targets. 0: none.
     """
     _check(classes, shape, train, test, domains)
     prototypes = _prototypes(seed, classes, shape)

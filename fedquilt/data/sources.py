@@ -67,25 +67,15 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 
 def npz(
-    path: File,
-    normalise: Normalise = "auto",
-    mean: tuple[float, ...] = (),
-    std: tuple[float, ...] = (),
-    channels: Literal["auto", "first", "last"] = "auto",
-    domains: tuple[str, ...] = (),
-    public: float = 0.0,
+    path: File,  # The file.
+    normalise: Normalise = "auto",  # How bytes become what a model sees: docs/data.md has a table.
+    mean: tuple[float, ...] = (),  # Mean of each channel where white is 1. Empty: as normalise says.
+    std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
+    channels: Literal["auto", "first", "last"] = "auto",  # Position of the channels of images in the file.
+    domains: tuple[str, ...] = (),  # Names of the domains to keep, numbered in this order. Empty: all.
+    public: float = 0.0,  # Share of the training samples that everyone has, without targets. 0: none.
 ) -> Pool:
-    """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …
-
-    Args:
-        path: The file.
-        normalise: How bytes become what a model sees; docs/data.md has a table.
-        mean: Mean of each channel in units where white is 1, together with `std`. Empty: as `normalise` says.
-        std: Standard deviation of each channel.
-        channels: Position of the channels of images in the file.
-        domains: Names of the domains to keep, in the order in which they are numbered. Empty: all.
-        public: Share of the training samples that everyone has, without targets. 0: none.
-    """
+    """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …"""
     arrays = _arrays(path)
     if missing := [key for key in ("x_train", "y_train") if key not in arrays]:
         raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
