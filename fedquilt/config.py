@@ -144,6 +144,7 @@ class Source(Choice):
     """Data by its name (or a file's or folder's), the options it is loaded with, and how it is dealt to clients."""
 
     partition: Partition | None = None  # None: to the clients the data itself names, else evenly
+    validation: float = 0.0  # Share of every client's training samples that is held back for validation. 0: none
 
     what: ClassVar[str] = "data set"
 
@@ -152,8 +153,18 @@ class Source(Choice):
         found: Callable[..., Any] = find({}, name, cls.what) if is_reference(name) else source(name)
         return found
 
+    def __post_init__(self) -> None:
+        within(self, validation="[0, 1)")
+
     def deal(self, num_clients: int | None, seed: int) -> tuple[FederatedData, Partition | None]:
-        """Load the data and deal it to clients, and say how; None: a file of the user's own has dealt it already."""
+        """Load the data and deal it to clients, and say how; None: a file of the user's own has dealt it already.
+
+        Validation samples are held back afterwards, of what each client was dealt.
+        """
+        data, partition = self._dealt(num_clients, seed)
+        return data.with_validation(self.validation), partition
+
+    def _dealt(self, num_clients: int | None, seed: int) -> tuple[FederatedData, Partition | None]:
         found = self.make(Pool)
         if isinstance(found, FederatedData):
             if self.partition is not None:
@@ -439,7 +450,7 @@ def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> Federat
     # Whether the data had public samples is not known. Nothing is computed with these.
     pool = Pool.of((inputs, targets), (inputs, targets), num_classes=sample["classes"], name=name, public=inputs)
     all_alike = Parts.split(torch.zeros(num_clients, dtype=torch.int64), torch.ones(num_clients, dtype=torch.int64))
-    return pool.dealt(all_alike)
+    return replace(pool.dealt(all_alike), validation_parts=all_alike)
 
 
 def resolved(kind: type[T], settings: Settings, asked: Mapping[str, str], file: str = "") -> T:

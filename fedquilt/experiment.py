@@ -87,7 +87,7 @@ class Run:
 
     @property
     def data(self) -> FederatedData:
-        """Return the samples of all clients, on the engine's device."""
+        """Return the samples of all clients, on the engine's device. The test set is what is evaluated on."""
         return self.engine.data
 
     @property
@@ -127,8 +127,12 @@ class Run:
 
     @property
     def note(self) -> str:
-        """Return what readers of the results must know: the method's note, and how many devices are too small."""
-        return "; ".join(part for part in (self.method.note, self._too_small) if part)
+        """Return what readers of the results must know.
+
+        These are the method's note, how many devices are too small, and if no test sample was seen.
+        """
+        samples = "" if self.evaluation.on == "test" else f"evaluated on {self.evaluation.on} samples"
+        return "; ".join(part for part in (self.method.note, self._too_small, samples) if part)
 
     def reached(self, target: float, share: float = 1.0, metric: str = "") -> Milestone | None:
         """Return when a share first had so good a metric, and what that took; None: never so far.
@@ -326,7 +330,8 @@ def prepare(
             f"the fleet has {fleet.num_clients} clients, but {data.name} is dealt to {data.num_clients}. "
             "Deal it to as many as the fleet has."
         )
-    data = data.among(fleet.num_clients)
+    evaluation = evaluation or Evaluation()
+    data = evaluation.samples(data.among(fleet.num_clients))
     family.check_forgets()
     check_inputs(family, data)
     if isinstance(engine, Simulation):
@@ -350,7 +355,6 @@ def prepare(
     _check_task(federation, engine)
     _check_public(federation)
     _check_budgets(federation, server, fleet, engine)
-    evaluation = evaluation or Evaluation()
     _check_nets(federation, server, fleet, engine, evaluation)
     memory = Memories(memory_limit, engine.device)
     memory.update(server.memory)

@@ -52,7 +52,7 @@ class Exported:
     max_difference: float
     nets: int  # whose logits are averaged
     norms: str  # name of the norm policy
-    compared: str  # what it was fed for that: samples of the test set, or noise where there is no data
+    compared: str  # what it was fed for that: test or validation samples, or noise where there is no data
     robustness: float | None  # λ of dual or conditioned norms; None: there are none
     robustness_by_default: bool  # nobody asked for one, and 0, the clean net, was taken
 
@@ -220,7 +220,7 @@ def _samples(run: Run, sizes: Sequence[int]) -> tuple[list[Tensor], str]:
     data, count = run.data, sum(sizes)
     if not run.absent and len(data.test_targets):
         rows = torch.arange(count) % len(data.test_targets)
-        inputs, told = data.test_samples(rows.to(run.engine.device)), "test samples"
+        inputs, told = data.test_samples(rows.to(run.engine.device)), f"{run.evaluation.on} samples"
     else:
         inputs, told = _noise(run.world.family, count), "random samples"
     inputs = inputs.cpu().float() if inputs.is_floating_point() else inputs.cpu()

@@ -374,8 +374,14 @@ def identity(run: Run) -> dict[str, Any]:
         "precision": world.precision,
         # Runs of earlier versions had these tasks, and nothing about them in their checkpoints.
         **({} if world.task in (Classification(), NextToken()) else {"task": world.task}),
+        **_evaluated_on(run),
     }
     return dict(leaf for name, value in parts.items() for leaf in _leaves(name, value))
+
+
+def _evaluated_on(run: Run) -> dict[str, str]:
+    """Return the samples that a run is evaluated on, if they are not the test set, as in earlier versions."""
+    return {} if run.evaluation.on == "test" else {"evaluated_on": run.evaluation.on}
 
 
 def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
@@ -479,6 +485,7 @@ def portrait(run: Run, rounds: int) -> dict[str, Any]:
         "task": repr(world.task),
         "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
         "data": run.data.name,
+        **_evaluated_on(run),
         "model": type(world.family._module).__name__,
         "fingerprint": hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16],
         "fedquilt": __version__,
@@ -506,6 +513,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "method": registered(METHODS, run.method),
         "model": type(family._module).__name__,
         "data": run.data.name,
+        **_evaluated_on(run),
         "engine": registered(ENGINES, run.engine),
         "precision": run.world.precision,
         "seed": run.world.seed,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from typing import TYPE_CHECKING, Literal, Self
 
 import numpy as np
@@ -23,6 +24,7 @@ IGNORED = -100  # a target that counts neither in the loss nor in the accuracy: 
 Normalise = Literal["auto", "channel", "none"]
 
 _ONE = "one array or tensor of all samples is wanted"
+_VALIDATION_SITE = 17  # Names the random numbers that choose validation samples.
 _CHUNK = 1024  # samples that are real numbers at once while statistics are measured
 _log = logging.getLogger(__name__)
 
@@ -325,6 +327,8 @@ class FederatedData(Pool):
 
     parts: Parts  # the positions of each client's samples
     test_parts: Parts | None = None  # each client's own part of the test set; some may have none
+    # Positions of the training samples that each client holds back for validation. None: clients hold back nothing.
+    validation_parts: Parts | None = None
 
     @staticmethod
     def of(  # type: ignore[override]  # a pool needs no parts
@@ -346,7 +350,10 @@ class FederatedData(Pool):
         return Pool.of(train, test, name=name).dealt(parts, test_parts)
 
     def __repr__(self) -> str:
-        return f"FederatedData({self._told()}; dealt to {self.num_clients:,} clients)"
+        back = ""
+        if self.validation_parts is not None:
+            back = f", which hold back {len(self.validation_parts.order):,} training samples for validation"
+        return f"FederatedData({self._told()}; dealt to {self.num_clients:,} clients{back})"
 
     @property
     def num_clients(self) -> int:
@@ -360,7 +367,92 @@ class FederatedData(Pool):
         if count >= self.num_clients:
             return self
         tests = None if self.test_parts is None else self.test_parts.first(count)
-        return replace(self, parts=self.parts.first(count), test_parts=tests)
+        validation = None if self.validation_parts is None else self.validation_parts.first(count)
+        return replace(self, parts=self.parts.first(count), test_parts=tests, validation_parts=validation)
+
+    def with_validation(self, share: float) -> Self:
+        """Hold back a share of every client's training samples for validation.
+
+        Clients do not train on these samples, and norms are not measured on them. A client with two
+        or more samples holds back at least one and trains on at least one. A client with a single
+        sample trains on it and holds back nothing. The draw is the same for the same data, whatever
+        the seed of a run, so that all settings of a grid are compared on the same samples.
+
+        Args:
+            share: Share in [0, 1). 0 changes nothing.
+
+        Raises:
+            ConfigError: The share is outside of [0, 1).
+            DataError: Samples are held back already, no client has two samples, or a sample is
+                listed twice, so that it could be trained on although it is held back.
+        """
+        asked = f"validation = {share} was asked for"
+        if not 0 <= share < 1:
+            raise ConfigError(f"{asked}; it is a share of every client's training samples, in [0, 1).")
+        if share == 0:
+            return self
+        if self.validation_parts is not None:
+            count = len(self.validation_parts.order)
+            raise DataError(f"{asked}; clients of {self.name} hold back {count:,} samples already. 0 keeps those.")
+        sizes = self.parts.sizes
+        if int(sizes.max()) < 2:
+            raise DataError(
+                f"{asked}; every client of {self.name} has a single sample, which it needs for training. Fewer clients "
+                "have more samples each."
+            )
+        self._check_unshared(asked)
+        drawn = (sizes.double() * share).round().long()
+        counts = drawn.clamp(min=1).minimum(sizes - 1)
+        validation, training = self.parts.divided(counts, noise.key(0, _VALIDATION_SITE))
+        return replace(self, parts=training, validation_parts=validation)
+
+    def _check_unshared(self, asked: str) -> None:
+        """Refuse parts that list a sample twice."""
+        ordered = self.parts.order.sort().values
+        shared = ordered[1:][ordered[1:] == ordered[:-1]]
+        if len(shared):
+            owners = self.parts.owners[self.parts.order == shared[0]].tolist()
+            raise DataError(
+                f"{asked}; sample {int(shared[0])} of {self.name} is listed twice, for clients {owners[0]} and "
+                f"{owners[1]}. It could be trained on and held back. Give every sample to one client, and once."
+            )
+
+    def on_validation(self) -> Self:
+        """Return the same data with the pooled validation samples in place of the test set.
+
+        Each client's test part is what it holds back. So everything that evaluates on test samples
+        evaluates on validation samples, and the test set cannot be seen. Training samples stay.
+        The result is computed once, so that engines can find out that they have these samples.
+
+        Raises:
+            ConfigError: Clients hold back nothing.
+        """
+        return self._on_validation
+
+    @cached_property
+    def _on_validation(self) -> Self:
+        if self.validation_parts is None:
+            raise ConfigError(
+                f'validation samples were asked for (evaluation.on = "validation"); clients of {self.name} hold back '
+                "none. data.validation = 0.1 in a file, data.with_validation(0.1) in Python, holds back a tenth of "
+                "every client's training samples."
+            )
+        # In the order of the training set, because a test set usually has the same order (by domain, or mixed).
+        rows, ranked = self.validation_parts.order.sort(stable=True)
+        positions = torch.empty_like(ranked)
+        positions[ranked] = torch.arange(len(ranked))
+
+        def at_rows(values: Tensor) -> Tensor:
+            return values[rows.to(values.device)]
+
+        return replace(
+            self,
+            test_inputs=at_rows(self.inputs),
+            test_targets=at_rows(self.targets),
+            test_clients=None if self.clients is None else at_rows(self.clients),
+            test_domains=None if self.domains is None else at_rows(self.domains),
+            test_parts=Parts(positions, self.validation_parts.offsets),
+        )
 
     def held(self, client: int, num_classes: int) -> Tensor:
         """Return (class,) True where the client has samples of the class.

@@ -61,13 +61,29 @@ class Parts(Sequence[Tensor]):
         """A fraction of each client's samples and at most `max_size`, drawn at random, at least one of those it has."""
         if fraction == 1 and (max_size is None or int(self.sizes.max()) <= max_size):
             return self
-        owners, sizes = self.owners, self.sizes
-        drawn = torch.argsort(noise.bits(torch.tensor(key), len(self.order)), stable=True)
-        drawn = drawn[torch.argsort(owners[drawn], stable=True)]  # client after client, mixed within each
+        sizes = self.sizes
         kept = (sizes * fraction).round().long().clamp(min=1, max=max_size).minimum(sizes)
-        rank = torch.arange(len(drawn)) - self.offsets[:-1].repeat_interleave(sizes)
-        chosen = drawn[rank < kept.repeat_interleave(sizes)].sort().values  # in the order they had
-        return Parts.split(self.order[chosen], kept)
+        return self.divided(kept, key)[0]
+
+    def divided(self, counts: Tensor, key: int) -> tuple[Parts, Parts]:
+        """Divide every client's samples at random in two. Both halves keep the order of the samples.
+
+        Args:
+            counts: (client,) Number of samples that are drawn from each client, at most its size.
+            key: Key of the random numbers. The draw for a client does not depend on later clients.
+
+        Returns:
+            The samples that were drawn, and all others.
+        """
+        sizes = self.sizes
+        mixed = torch.argsort(noise.bits(torch.tensor(key), len(self.order)), stable=True)
+        mixed = mixed[torch.argsort(self.owners[mixed], stable=True)]  # Client after client.
+        rank = torch.arange(len(mixed)) - self.offsets[:-1].repeat_interleave(sizes)
+        is_drawn = torch.zeros(len(mixed), dtype=torch.bool)
+        is_drawn[mixed[rank < counts.repeat_interleave(sizes)]] = True
+        drawn = Parts.split(self.order[is_drawn], counts)
+        others = Parts.split(self.order[~is_drawn], sizes - counts)
+        return drawn, others
 
     def first(self, count: int) -> Parts:
         """The first so many clients."""

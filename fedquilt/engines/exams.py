@@ -24,7 +24,7 @@ class Exam:
     label: str
     nets: Mix
     weights: Weights  # Already cut, by scope and name.
-    samples: Tensor  # Positions in the test set, or in the training set, on the CPU.
+    samples: Tensor  # Positions in the test set, or in the training set (also for validation), on the CPU.
     held: Tensor | None = None  # (class,) False where the client lacks the class. None: all classes count.
     absent: float = -torch.inf  # Logit of the classes that a client lacks.
     robustness: float = 0.0  # Of dual norms.

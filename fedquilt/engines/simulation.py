@@ -23,7 +23,7 @@ from fedquilt.round.budgets import check_budgets
 from fedquilt.round.client import check_sent
 from fedquilt.round.engine import Engine, Outcome
 from fedquilt.round.federation import Federation, World
-from fedquilt.round.serve import EvalJob, Kind, Score, both_statistics
+from fedquilt.round.serve import EvalJob, Kind, SampleSet, Score, both_statistics
 from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.passes import ClientPass
@@ -81,7 +81,7 @@ class Simulation(Engine):
         self._cut_from: Weights | None = None
         self._classes: dict[int, Tensor] = {}
         self._attackable: set[PGD] = set()
-        self._pooled: tuple[int, Tensor] | None = None
+        self._orders: dict[SampleSet, tuple[int, Tensor]] = {}  # Seed, and positions shuffled by it.
 
     def with_data(self, data: FederatedData) -> Self:
         """Return an engine with the same options for these samples: this one, if it has them."""
@@ -118,6 +118,10 @@ class Simulation(Engine):
     @property
     def tests_by_client(self) -> bool:
         return self.data.test_parts is not None
+
+    @property
+    def has_validation(self) -> bool:
+        return self.data.validation_parts is not None
 
     # --- the federation of the call in progress ------------------------------------------------------------------
 
@@ -216,26 +220,31 @@ class Simulation(Engine):
 
     def _exam(self, job: EvalJob) -> Exam:
         """Return a test with the positions of its samples, and the classes that count."""
-        parts, held = self.data.test_parts, None
-        if job.training:
-            samples = self.pooled[: job.training]
-        elif job.client is not None and parts is not None:
-            samples = parts[job.client]
-        else:
-            samples = torch.arange(len(self.data.test_targets))
+        held = None
         if job.own_classes and job.client is not None:
             held = self.held(job.client).to(self.device)
         return Exam(
             job.label,
             job.nets,
             job.weights,
-            samples,
+            self._positions(job)[: job.limit],
             held,
             job.absent,
             job.robustness,
             job.attack,
-            training=job.training > 0,
+            training=job.on != "test",  # Clients hold back training samples for validation.
         )
+
+    def _positions(self, job: EvalJob) -> Tensor:
+        """Return the positions of all samples that a test names, in the training set or in the test set."""
+        if job.on == "training":
+            return self.pooled
+        if job.on == "validation":
+            return self.validation
+        parts = self.data.test_parts
+        if job.client is not None and parts is not None:
+            return parts[job.client]
+        return torch.arange(len(self.data.test_targets))
 
     def calibrate(
         self,
@@ -366,12 +375,21 @@ class Simulation(Engine):
 
         At most `MAX_CALIBRATION_SAMPLES` positions, drawn once for each seed.
         """
+        return self._shuffled("training", self.data.parts.order)[:MAX_CALIBRATION_SAMPLES]
+
+    @property
+    def validation(self) -> Tensor:
+        """Return the positions of clients' validation samples in the training set, mixed."""
+        parts = self.data.validation_parts
+        assert parts is not None, "has_validation was asked first"
+        return self._shuffled("validation", parts.order)
+
+    def _shuffled(self, name: SampleSet, samples: Tensor) -> Tensor:
+        """Return positions in an order that depends on the seed alone. Each set is shuffled once for each seed."""
         seed = self.world.seed
-        if self._pooled is None or self._pooled[0] != seed:
-            samples = self.data.parts.order
-            mixed = samples[noise.order(noise.key(3, seed), len(samples))]
-            self._pooled = seed, mixed[:MAX_CALIBRATION_SAMPLES]
-        return self._pooled[1]
+        if name not in self._orders or self._orders[name][0] != seed:
+            self._orders[name] = seed, samples[noise.order(noise.key(3, seed), len(samples))]
+        return self._orders[name][1]
 
     def check_finite(self, job: Job, losses: Tensor, updates: Sequence[Tensor]) -> None:
         """Refuse losses and weights that are not finite, before the round counts."""

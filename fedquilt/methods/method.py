@@ -221,8 +221,9 @@ class Method:
     def candidates(self, server: Server, world: World) -> Mix:
         """Return nets that are to be scored before the state is tested or handed out; () if none are.
 
-        Their scores are the task's main figure on training samples, negative where lower is better.
-        So a higher score is always better.
+        Their scores are the task's main figure, negative where lower is better. So a higher score
+        is always better. It is measured on validation samples where clients hold some back
+        (`FederatedData.with_validation`), else on samples that clients train on.
         """
         return ()
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.axes import Index
-from fedquilt.checks import within
+from fedquilt.checks import refuse, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import windows
@@ -50,12 +50,18 @@ class SplitMix(Method):
     A client of share R trains floor(R/r) of them at the same time, others every round; a device of share R mixes the
     logits of the first floor(R/r).
 
+    With `sort` the base nets are ordered by their accuracy before they are tested or deployed
+    (algorithm 1, line 9). The paper measures it on validation data, which clients hold back with
+    `FederatedData.with_validation(share)` or `data.validation`. Without such data it is measured on
+    samples that clients train on.
+
     Presets that end in `released` are the settings of the authors' code. Its experiments also
     differ in what is not part of a method:
 
     - All clients train in every round.
     - Half of the Digits images are for validation, so that a client trains on 111 to 113. Of
-      CIFAR-10 it is a tenth. The checkpoint of the best validation accuracy is tested.
+      CIFAR-10 it is a tenth. `data.validation` holds back as many. The released code tests the
+      checkpoint of the best validation accuracy, and fedquilt the last one.
     - Adversarial runs split CIFAR-10 iid. On Digits they train one base net of share 1.
       Tests attack with the steps of training: `Evaluation(attack=PGD(size=10 / 255 / 7))`.
 
@@ -70,7 +76,7 @@ class SplitMix(Method):
     weighting: Weighting = "data"
     base: float = 0.125  # r, the share of a base net; 1 gives FedAvg
     rescale_init: bool = True  # initial weights have the variance of the whole net's (section 4.2)
-    sort: bool = False  # the best base nets come first, by their accuracy on training samples (algorithm 1, line 9)
+    sort: bool = False  # Best base nets first, by validation or training samples (algorithm 1, line 9)
     robust: bool = False  # algorithm 4: attacked samples go through noised norms of their own (section 4.3)
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
@@ -102,6 +108,14 @@ class SplitMix(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         within(self, base="(0, 1]")
+        if self.sort and self.personal:
+            norm = self.local.norm.name
+            why = (
+                f"True was asked for with local.norm = {norm!r}, under which every client has nets of its own. One "
+                "order of base nets for all is found where clients share them: local.norm = 'post' or 'tracked'; "
+                "sort = false keeps the order."
+            )
+            refuse(self, {"sort": why})
         if self.robust and self.local.adversarial is None:
             object.__setattr__(self, "local", replace(self.local, adversarial=AdversarialTraining()))
 
@@ -159,11 +173,12 @@ class SplitMix(Method):
         return self.base
 
     def candidates(self, server: Server, world: World) -> Mix:
-        """Return the base nets if they are to be sorted.
+        """Return the base nets if they are to be sorted (algorithm 1, line 9).
 
-        Nobody holds back a validation set, so that samples which clients train on take its place.
+        They are scored on validation samples where clients hold some back. Without these, samples
+        that clients train on take their place.
         """
-        if not self.sort or self.personal:
+        if not self.sort:
             return ()
         return tuple(self._base(place, world) for place in range(self.count))
 

@@ -76,7 +76,7 @@ class Engine(ABC):
     def evaluate(
         self, federation: Federation, exams: Sequence[EvalJob], batch_size: int, by_domain: bool = False
     ) -> list[Score]:
-        """Test networks on test samples, or on those that each names."""
+        """Test networks, each on the samples that it names."""
 
     @abstractmethod
     def calibrate(
@@ -96,6 +96,11 @@ class Engine(ABC):
     @abstractmethod
     def tests_by_client(self) -> bool:
         """Return True if clients have test samples of their own."""
+
+    @property
+    @abstractmethod
+    def has_validation(self) -> bool:
+        """Return True if clients hold back training samples for validation."""
 
     def online(self) -> Sequence[int] | None:
         """Return the clients that can be reached now, in ascending order. None: all of the fleet."""

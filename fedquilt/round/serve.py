@@ -29,12 +29,15 @@ from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
+    from fedquilt.data import FederatedData
     from fedquilt.family import Family
     from fedquilt.methods import Method
     from fedquilt.round.engine import Engine
 
 Absent = Literal["hidden", "zero"]
-_RANKING = 2000  # Training samples by which a method's candidates are ranked.
+EvaluatedOn = Literal["test", "validation"]
+SampleSet = Literal["test", "training", "validation"]
+_RANKING = 2000  # Training samples by which a method's candidates are ranked where there is no validation set.
 _RANKING_BATCH = 100
 Domain = tuple[int, str]  # The number of a domain, and its name.
 
@@ -54,7 +57,8 @@ class EvalJob:
     absent: float = -torch.inf  # Logit of the classes that the client lacks.
     robustness: float = 0.0  # Of dual norms.
     attack: PGD | None = None  # On the samples.
-    training: int = 0  # Number of pooled training samples to test on instead. 0: test samples.
+    on: SampleSet = "test"  # Set of samples to test on. Those of training and validation are of all clients, mixed.
+    limit: int | None = None  # Most samples to test on. None: all of the set.
 
 
 @dataclass(frozen=True)
@@ -64,7 +68,7 @@ class Kind:
     nets: Mix
     mode: Pass
     attack: PGD | None = None
-    training: bool = False  # Training samples are meant, and not test samples.
+    training: bool = False  # Positions are in the training set, and not in the test set.
 
     def inputs(self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
         """The samples as the nets see them: as they are, or as they are worst for the nets together.
@@ -208,15 +212,24 @@ class Evaluation:
     shares: tuple[float, ...] = ()  # tested besides those that devices hold
     robustness: tuple[float, ...] = ()  # also tell the main figure, standard and under attack, with dual norms so mixed
     attack: PGD = PGD()  # that nets are tested under, where their robustness is asked for
+    on: EvaluatedOn = "test"  # Samples of all evaluations: the test set, or what data.validation holds back
 
     def __post_init__(self) -> None:
-        one_of(self, absent=Absent)
+        one_of(self, absent=Absent, on=EvaluatedOn)
         within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)", shares="(0, 1]", robustness="[0, 1]")
 
     @property
     def logit(self) -> float:
         """Return the logit of classes that a client lacks."""
         return 0.0 if self.absent == "zero" else -torch.inf
+
+    def samples(self, data: FederatedData) -> FederatedData:
+        """Return data whose test set is what this evaluates on.
+
+        Raises:
+            ConfigError: Validation samples are to be evaluated on, and clients hold back none.
+        """
+        return data if self.on == "test" else data.on_validation()
 
     def due(self, round: int, rounds: int) -> bool:
         return round == rounds or bool(self.every and round % self.every == 0)
@@ -274,13 +287,18 @@ def grade(federation: Federation, server: Server, fleet: Fleet, engine: Engine, 
 
 
 def arranged(federation: Federation, server: Server, engine: Engine) -> Server:
-    """Return the state as it is tested and handed out: with nets in the order of their scores, if a method asks."""
+    """Return the state as it is tested and handed out: with nets in the order of their scores, if a method asks.
+
+    Scores are those on all validation samples where clients hold some back, else on a number of training samples.
+    """
     method, world = federation.method, federation.world
     candidates = method.candidates(server, world)
     if not candidates:
         return server
     weights = ready(federation, server, candidates, engine, _RANKING_BATCH)
-    exams = [EvalJob(net.scope, (net,), joined((net,), weights), training=_RANKING) for net in candidates]
+    on: SampleSet = "validation" if engine.has_validation else "training"
+    limit = None if engine.has_validation else _RANKING
+    exams = [EvalJob(net.scope, (net,), joined((net,), weights), on=on, limit=limit) for net in candidates]
     scores = engine.evaluate(federation, exams, _RANKING_BATCH)
     sign = 1.0 if world.task.main.higher_is_better else -1.0
     return method.arranged(server, [sign * score.main(world.task) for score in scores], world)
