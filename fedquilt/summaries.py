@@ -10,6 +10,7 @@ from fedquilt.units import size
 Summary = Mapping[str, Any]  # content of summary.json
 Labels = Mapping[str, str]  # names of shares whose name is not the number itself
 
+UNDER_ATTACK = ("standard", "robust")  # metrics of nets whose robustness was asked for
 NOTHING = "–"  # shown where there is no number
 
 

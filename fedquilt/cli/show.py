@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 from fedquilt.summaries import (
+    UNDER_ATTACK,
     Labels,
     domains_of,
     figure_text,
@@ -42,7 +43,6 @@ if TYPE_CHECKING:
 Watch = Callable[["Record"], None]
 # Of a run by its name: the rounds behind it, its labels, and whether its main figure is shown in percent.
 Begin = Callable[[str, int, Labels, bool], Watch]
-_UNDER_ATTACK = ("standard", "robust")  # metrics of nets whose robustness was asked for
 
 
 def console_for(for_json: bool = False) -> Console:
@@ -158,7 +158,7 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
         )
         say(console, "")
     if tested := {
-        name: values for name, values in summary["metrics"].items() if name.partition("/")[0] in _UNDER_ATTACK
+        name: values for name, values in summary["metrics"].items() if name.partition("/")[0] in UNDER_ATTACK
     }:
         say(console, "")
         show_table(

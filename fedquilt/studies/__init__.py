@@ -4,5 +4,7 @@ measures.py    numbers of a run that take no training
 papers.py      tables and figures of papers as presets
 result.py      one run as statistics see it
 statistics.py  mean and deviation over seeds, paired comparison, cost to a target
+table.py       a table of text cells in several formats
+report.py      the tables of a comparison, and its numbers as plain values and data frames
 values.py      what a column of a table shows, written as text
 """

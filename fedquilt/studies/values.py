@@ -76,9 +76,8 @@ class Value:
             by_share = milestones(result.records, target, higher_is_better=result.higher_is_better)
             reached = by_share.get(share)
             return None if reached is None else getattr(reached, _COSTS[first])
-        if first == "best":
-            if result.best is None:
-                return None
+        # Without records the summary may have its own `best`, as early stored results do.
+        if first == "best" and result.best is not None:
             number, grades = result.best
             return _number(_tables(grades) | {"round": number}, rest)
         if first == "at":

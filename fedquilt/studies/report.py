@@ -1,0 +1,569 @@
+"""Tables of a comparison over seeds, and the same numbers as plain values and data frames."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import asdict, dataclass
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+from fedquilt.errors import ConfigError
+from fedquilt.milestones import check_target
+from fedquilt.names import nearest
+from fedquilt.studies.result import Result
+from fedquilt.studies.statistics import (
+    Cost,
+    Spread,
+    Verdict,
+    best_entry,
+    by_entry,
+    cost_to_percentages,
+    cost_to_target,
+    missing_seeds,
+    values_by_seed,
+)
+from fedquilt.studies.table import Cell, Table
+from fedquilt.summaries import (
+    NOTHING,
+    UNDER_ATTACK,
+    domains_of,
+    figure_text,
+    labels_of,
+    members_of,
+    share_label,
+    target_text,
+)
+from fedquilt.units import amount, size
+
+if TYPE_CHECKING:
+    import pandas
+
+Show = Callable[[float], str]  # formats a number
+
+
+def comparison(
+    results: Iterable[Result],
+    *,
+    seeds: Iterable[int] = (),
+    metric: str = "",
+    target: float | None = None,
+    baseline: str = "",
+) -> list[Table]:
+    """Return the tables that compare the rows of a study.
+
+    The first table has a row for each entry: a metric at every share as mean ± sample deviation
+    over seeds, and what it cost. Then come the widest share's metric by domain where there are
+    domains, the cost to percentages of a baseline's best figure, and the sizes of devices.
+
+    Args:
+        results: Runs of all rows.
+        seeds: Seeds that were planned. Notes name those that a row lacks. Empty: all seeds that
+            any row has.
+        metric: Name of the metric. Empty: the main one.
+        target: Value of the metric for which rounds and bytes are shown. None: no such columns.
+        baseline: Row whose best main figure the cost tables refer to. Empty: no cost tables.
+
+    Raises:
+        ConfigError: There are no runs, they cannot be compared, nobody recorded the metric, or no
+            row has the baseline's name.
+    """
+    chosen = _Comparison.of(results, seeds, metric, target, baseline)
+    return [
+        chosen.main_table(),
+        *chosen.domain_tables(),
+        *chosen.cost_tables(),
+        *chosen.size_tables(),
+    ]
+
+
+def to_json(
+    results: Iterable[Result],
+    *,
+    seeds: Iterable[int] = (),
+    metric: str = "",
+    target: float | None = None,
+    baseline: str = "",
+) -> dict[str, Any]:
+    """Return the numbers of a comparison as plain values. Arguments are those of `comparison`.
+
+    `entries` has for each row the metric by share (mean, deviation, count and values by seed), the
+    costs, and seeds that are missing or diverged. `verdicts` has the marked row by share, or null,
+    and the reason.
+    """
+    return _Comparison.of(results, seeds, metric, target, baseline).plain()
+
+
+# --- a comparison ---------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Comparison:
+    """Rows that can be compared, and what was asked for. Arguments are those of `comparison`."""
+
+    rows: Mapping[str, Sequence[Result]]
+    seeds: tuple[int, ...]
+    metric: str  # name of the metric, never empty
+    target: float | None
+    baseline: str
+
+    @staticmethod
+    def of(
+        results: Iterable[Result],
+        seeds: Iterable[int],
+        metric: str,
+        target: float | None,
+        baseline: str,
+    ) -> _Comparison:
+        """Check the runs and the request."""
+        runs = list(results)
+        _check_comparable(runs)
+        name = metric or runs[0].main
+        _check_metric(runs, name)
+        if target is not None:
+            check_target(target, name, runs[0].is_in_percent(name))
+        rows = by_entry(runs)
+        if baseline and baseline not in rows:
+            raise ConfigError(f"the baseline {baseline!r} was asked for.{nearest(baseline, rows)}")
+        planned = set(seeds) or {result.seed for result in runs}
+        return _Comparison(rows, tuple(sorted(planned)), name, target, baseline)
+
+    @cached_property
+    def runs(self) -> list[Result]:
+        return [result for runs in self.rows.values() for result in runs]
+
+    @cached_property
+    def percent(self) -> bool:
+        return self.runs[0].is_in_percent(self.metric)
+
+    @cached_property
+    def shares(self) -> list[str]:
+        """Return all shares that have the metric, in the order of the first row."""
+        return list(dict.fromkeys(s for result in self.runs for s in result.metric(self.metric)))
+
+    @cached_property
+    def labels(self) -> dict[str, str]:
+        """Return what each share is called."""
+        named = {share: label for result in self.runs for share, label in labels_of(result.summary).items()}
+        return {share: share_label(share, named) for share in self.shares}
+
+    @cached_property
+    def verdicts(self) -> dict[str, Verdict]:
+        """Return the row that is marked at each share, or why none is."""
+        higher = self.runs[0].prefers_higher(self.metric)
+        show = _points if self.percent else "{:.4g}".format
+        verdicts: dict[str, Verdict] = {}
+        for share in self.shares:
+            values = {name: values_by_seed(runs, share, self.metric) for name, runs in self.rows.items()}
+            verdicts[share] = best_entry(values, higher, show)
+        return verdicts
+
+    @cached_property
+    def target_costs(self) -> dict[str, dict[str, Cost]]:
+        """Return the cost to the target by row and then by share; empty without a target."""
+        if self.target is None:
+            return {}
+        return {name: cost_to_target(runs, self.target, self.metric) for name, runs in self.rows.items()}
+
+    @cached_property
+    def baseline_costs(self) -> dict[str, dict[float, Cost]]:
+        """Return the cost by row and then by percentage; empty without a baseline."""
+        return cost_to_percentages(self.runs, self.baseline) if self.baseline else {}
+
+    def spread(self, name: str, share: str, metric: str) -> Spread | None:
+        """Return mean and deviation of a row; None: none of its runs has the figure."""
+        return _spread(values_by_seed(self.rows[name], share, metric).values())
+
+    # --- tables -----------------------------------------------------------------------------------
+
+    def main_table(self) -> Table:
+        """Return the metric at every share, and the costs."""
+        rows: list[list[Cell | str]] = []
+        for name, runs in self.rows.items():
+            figures = [
+                Cell(
+                    _spread_text(self.spread(name, share, self.metric), self.percent),
+                    self.verdicts[share].entry == name,
+                )
+                for share in self.shares
+            ]
+            totals = [_mean_text(runs, total, show) for total, show in self._totals.values()]
+            rows.append([name, *figures, *totals, *self._target_cells(name)])
+        head = ["method", *self.labels.values(), *self._totals, *self._target_head()]
+        return Table(self._title(), head, rows, self._notes())
+
+    @cached_property
+    def _totals(self) -> dict[str, tuple[Callable[[Result], float | None], Show]]:
+        """Return the columns of costs: the number of a run, and how it is shown."""
+        totals: dict[str, tuple[Callable[[Result], float | None], Show]] = {
+            "to clients": (lambda result: result.summary.get("bytes_down"), size),
+            "back": (lambda result: result.summary.get("bytes_up"), size),
+            "client MACs": (lambda result: result.macs, amount),
+            "seconds": (lambda result: result.summary.get("seconds"), "{:.1f}".format),
+        }
+        if any("link_seconds" in result.summary for result in self.runs):
+            totals["over the link"] = (
+                lambda result: result.summary.get("link_seconds"),
+                "{:,.1f} s".format,
+            )
+        return totals
+
+    def _title(self) -> str:
+        if len(self.seeds) == 1:
+            return f"{self.metric}, seed {self.seeds[0]}"
+        return f"{self.metric}, mean ± sample deviation over {len(self.seeds)} seeds"
+
+    def _target_head(self) -> list[str]:
+        if self.target is None:
+            return []
+        labels = self.labels.values()
+        return [f"{cost} ({label})" for label in labels for cost in ("rounds", "bytes")]
+
+    def _target_cells(self, name: str) -> list[str]:
+        if self.target is None:
+            return []
+        cells: list[str] = []
+        for share in self.shares:
+            cost = self.target_costs[name].get(share, Cost({}))
+            cells += [cost.shown(cost.rounds, _count), cost.shown(cost.bytes, size)]
+        return cells
+
+    def _notes(self) -> list[str]:
+        notes = [self._verdict_note()]
+        if self.target is not None:
+            reached = target_text(self.target, self.metric, self.percent)
+            notes.append(f"rounds and bytes: until the share first had {reached}, means over the seeds that had it.")
+        notes += self._run_notes()
+        for name, runs in self.rows.items():
+            said = dict.fromkeys(result.summary.get("note") for result in runs)
+            notes += [f"{name}: {note}" for note in said if note]
+        return notes
+
+    def _verdict_note(self) -> str:
+        """Return what was marked at each share or why nothing was, equal reasons once."""
+        by_reason: dict[str, list[str]] = {}
+        for share, verdict in self.verdicts.items():
+            outcome = "nothing is marked"
+            if verdict.entry is not None:
+                outcome = f"{verdict.entry} is marked as best"
+            by_reason.setdefault(f"{outcome}: {verdict.reason}.", []).append(self.labels[share])
+        if len(by_reason) == 1:
+            return _sentence(next(iter(by_reason)))
+        return " ".join(_sentence(f"at {', '.join(labels)} {reason}") for reason, labels in by_reason.items())
+
+    def _run_notes(self) -> list[str]:
+        """Return notes on runs that are missing or diverged."""
+        notes: list[str] = []
+        for name, runs in self.rows.items():
+            missing = missing_seeds(runs, self.seeds)
+            if missing:
+                listed = ", ".join(map(str, missing))
+                seeds = f"seed{'s'[: len(missing) != 1]} {listed}"
+                notes.append(f"{name}: no run of {seeds}; the means are over the others.")
+            notes += [
+                f"{name}: the run of seed {result.seed} diverged in round {result.diverged}; its last figures count."
+                for result in runs
+                if result.diverged is not None
+            ]
+        return notes
+
+    def domain_tables(self) -> list[Table]:
+        """Return the widest share's metric by domain, if there are domains."""
+        if self.metric in UNDER_ATTACK:  # what follows a slash there is a robustness
+            return []
+        domains = dict.fromkeys(domain for result in self.runs for domain in domains_of(result.summary, self.metric))
+        if not domains:
+            return []
+        widest = max(self.shares, key=float)
+        rows = [
+            [
+                name,
+                *(
+                    _spread_text(self.spread(name, widest, f"{self.metric}/{domain}"), self.percent)
+                    for domain in domains
+                ),
+            ]
+            for name in self.rows
+        ]
+        title = f"{self.metric} by domain, share {self.labels[widest]}"
+        return [Table(title, ["method", *domains], rows)]
+
+    def cost_tables(self) -> list[Table]:
+        """Return rounds, bytes and multiply-adds to percentages of the baseline's best figure."""
+        if not self.baseline:
+            return []
+        main = self.runs[0].main
+        notes = [
+            f"First evaluated round in which the widest model has this part of the best {main} of "
+            f"{self.baseline}'s run with the same seed; means over the seeds that have it."
+        ]
+        missing = missing_seeds(self.rows[self.baseline], [result.seed for result in self.runs])
+        if missing:
+            listed = ", ".join(map(str, missing))
+            notes.append(
+                f"{self.baseline} has no run of seed{'s'[: len(missing) != 1]} {listed}; its mean best is used there."
+            )
+        costs: dict[str, tuple[Callable[[Cost], float | None], Show]] = {
+            "rounds": (lambda cost: cost.rounds, _count),
+            "bytes": (lambda cost: cost.bytes, size),
+            "client MACs": (lambda cost: cost.macs, amount),
+        }
+        percentages = next(iter(self.baseline_costs.values()))
+        head = ["method", *(f"{percentage:g}%" for percentage in percentages)]
+        tables: list[Table] = []
+        for title, (mean, show) in costs.items():
+            rows = [
+                [name, *(cost.shown(mean(cost), show) for cost in by_percentage.values())]
+                for name, by_percentage in self.baseline_costs.items()
+            ]
+            lead = f"{title} to a percentage of the best {main} of {self.baseline}"
+            tables.append(Table(lead, head, rows, notes))
+        return tables
+
+    def size_tables(self) -> list[Table]:
+        """Return what a device of each share holds, once for rows in which that is the same."""
+        alike: dict[str, list[str]] = {}  # rows by their members
+        for name, runs in self.rows.items():
+            if members_of(runs[0].summary):
+                alike.setdefault(json.dumps(members_of(runs[0].summary)), []).append(name)
+        tables: list[Table] = []
+        for names in alike.values():
+            members = members_of(self.rows[names[0]][0].summary)
+            columns = list(next(iter(members.values())))
+            rows = [[share, *(f"{member[column]:,}" for column in columns)] for share, member in members.items()]
+            title = "sizes" if len(alike) == 1 else f"sizes ({', '.join(names)})"
+            tables.append(Table(title, ["share", *columns], rows))
+        return tables
+
+    # --- plain values -----------------------------------------------------------------------------
+
+    def plain(self) -> dict[str, Any]:
+        """Return all numbers as values that JSON has."""
+        asked: dict[str, Any] = {}
+        if self.target is not None:
+            asked["target"] = self.target
+        if self.baseline:
+            asked["baseline"] = self.baseline
+        return {
+            "metric": self.metric,
+            "higher_is_better": self.runs[0].prefers_higher(self.metric),
+            "percent": self.percent,
+            "seeds": list(self.seeds),
+            **asked,
+            "entries": {name: self._plain_entry(name) for name in self.rows},
+            "verdicts": {
+                share: {
+                    "entry": verdict.entry,
+                    "reason": verdict.reason,
+                    "difference": verdict.difference and verdict.difference.mean,
+                    "error": verdict.difference and verdict.difference.error,
+                }
+                for share, verdict in self.verdicts.items()
+            },
+        }
+
+    def _plain_entry(self, name: str) -> dict[str, Any]:
+        runs = self.rows[name]
+        domains = dict.fromkeys(domain for result in runs for domain in domains_of(result.summary, self.metric))
+        entry = {
+            "figures": self._plain_figures(runs, self.metric),
+            "domains": {d: self._plain_figures(runs, f"{self.metric}/{d}") for d in domains},
+            "bytes_down": _plain_spread({r.seed: r.summary.get("bytes_down") for r in runs}),
+            "bytes_up": _plain_spread({r.seed: r.summary.get("bytes_up") for r in runs}),
+            "macs": _plain_spread({r.seed: r.macs for r in runs}),
+            "seconds": _plain_spread({r.seed: r.summary.get("seconds") for r in runs}),
+            "members": dict(runs[0].summary.get("members", {})),
+            "missing_seeds": missing_seeds(runs, self.seeds),
+            "diverged": {str(r.seed): r.diverged for r in runs if r.diverged is not None},
+        }
+        if self.target is not None:
+            costs = self.target_costs[name]
+            entry["to_target"] = {share: _plain_cost(cost) for share, cost in costs.items()}
+        if self.baseline:
+            entry["to_baseline"] = {
+                f"{percentage:g}": _plain_cost(cost) for percentage, cost in self.baseline_costs[name].items()
+            }
+        return entry
+
+    def _plain_figures(self, runs: Sequence[Result], metric: str) -> dict[str, Any]:
+        figures = {share: values_by_seed(runs, share, metric) for share in self.shares}
+        return {share: _plain_spread(by_seed) for share, by_seed in figures.items() if by_seed}
+
+
+def _check_comparable(runs: Sequence[Result]) -> None:
+    """Refuse an empty list, and runs of different data or tasks."""
+    if not runs:
+        raise ConfigError("a comparison was asked for; there are no runs. Give at least one finished run.")
+    problems: list[str] = []
+    for key, what in (("data", "data"), ("task", "tasks"), ("main", "main metrics")):
+        entries: dict[str, dict[str, None]] = {}
+        for result in runs:
+            value = result.main if key == "main" else result.summary.get(key)
+            if value is not None:  # summaries of early versions do not name their task
+                entries.setdefault(str(value), {})[result.entry] = None
+        if len(entries) > 1:
+            listed = "; ".join(f"{value}: {', '.join(names)}" for value, names in entries.items())
+            problems.append(f"different {what} ({listed})")
+    if problems:
+        raise ConfigError(
+            f"a comparison was asked for; the runs have {' and '.join(problems)}. Compare runs on "
+            "the same data with the same task."
+        )
+
+
+def _check_metric(runs: Sequence[Result], metric: str) -> None:
+    if any(result.metric(metric) for result in runs):
+        return
+    names = dict.fromkeys(name for result in runs for name in _metric_names(result))
+    raise ConfigError(f"the metric {metric!r} was asked for; no run has it.{nearest(metric, names)}")
+
+
+def _metric_names(result: Result) -> list[str]:
+    """Return the metrics of the last evaluated round, the main one first."""
+    names = dict.fromkeys([result.main, "accuracy", *result.summary.get("metrics", {})])
+    return [name for name in names if result.metric(name)]
+
+
+# --- numbers as text ------------------------------------------------------------------------------
+
+
+def _spread(values: Iterable[float]) -> Spread | None:
+    numbers = list(values)
+    return Spread.of(numbers) if numbers else None
+
+
+def _spread_text(spread: Spread | None, percent: bool) -> str:
+    """Return `61.2 ± 0.8%`, or with four significant digits where it is not a rate."""
+    if spread is None:
+        return NOTHING
+    if spread.deviation is None:
+        return figure_text(spread.mean, percent)
+    if percent:
+        return f"{100 * spread.mean:.1f} ± {100 * spread.deviation:.1f}%"
+    return f"{spread.mean:.4g} ± {spread.deviation:.2g}"
+
+
+def _mean_text(runs: Iterable[Result], number: Callable[[Result], float | None], show: Show) -> str:
+    """Return the mean over the runs that have a number."""
+    numbers = [number(result) for result in runs]
+    spread = _spread(value for value in numbers if value is not None)
+    return NOTHING if spread is None else show(spread.mean)
+
+
+def _points(difference: float) -> str:
+    return f"{100 * difference:.3g} points"
+
+
+def _count(mean: float) -> str:
+    return f"{mean:,.1f}".removesuffix(".0")
+
+
+def _sentence(text: str) -> str:
+    """Return a text with a capital first letter, which names of methods keep as they are."""
+    lead = text.partition(" ")[0]
+    return text[0].upper() + text[1:] if lead in ("nothing", "at") else text
+
+
+def _plain_spread(by_seed: Mapping[int, float | None]) -> dict[str, Any] | None:
+    values = {seed: value for seed, value in by_seed.items() if value is not None}
+    if not values:
+        return None
+    by_name = {str(seed): value for seed, value in values.items()}
+    return {**asdict(Spread.of(values.values())), "by_seed": by_name}
+
+
+def _plain_cost(cost: Cost) -> dict[str, Any]:
+    return {
+        "rounds": cost.rounds,
+        "bytes": cost.bytes,
+        "macs": cost.macs,
+        "reached": len(cost.reached),
+        "count": len(cost.by_seed),
+        "by_seed": {str(seed): milestone and asdict(milestone) for seed, milestone in cost.by_seed.items()},
+    }
+
+
+# --- flat rows ------------------------------------------------------------------------------------
+
+
+def rows(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """Return one flat row for each entry, seed and share, with the figures of the last evaluation.
+
+    Columns are `entry`, `seed`, `share`, every metric by its name, the run's totals (`rounds`,
+    `bytes_down`, `bytes_up`, `macs`, `seconds`) and what a device of the share holds
+    (`parameters`, `macs_per_sample`). None: the run has no such number.
+    """
+    runs = list(results)
+    metrics = dict.fromkeys(name for result in runs for name in _metric_names(result))
+    flat: list[dict[str, Any]] = []
+    for result in runs:
+        summary = result.summary
+        members = summary.get("members", {})
+        shares = dict.fromkeys(s for name in _metric_names(result) for s in result.metric(name))
+        for share in shares | dict.fromkeys(members):
+            flat.append(
+                {
+                    "entry": result.entry,
+                    "seed": result.seed,
+                    "share": float(share),
+                    **{name: result.metric(name).get(share) for name in metrics},
+                    "rounds": summary.get("rounds"),
+                    "bytes_down": summary.get("bytes_down"),
+                    "bytes_up": summary.get("bytes_up"),
+                    "macs": result.macs,
+                    "seconds": summary.get("seconds"),
+                    "parameters": members.get(share, {}).get("params"),
+                    "macs_per_sample": members.get(share, {}).get("macs"),
+                }
+            )
+    return flat
+
+
+def rounds(results: Iterable[Result]) -> list[dict[str, Any]]:
+    """Return one flat row for each entry, seed, round and share.
+
+    Columns are `entry`, `seed`, `round`, `share`, every metric by its name, and the round's own
+    `train_loss`, `clients`, `bytes_down`, `bytes_up`, `macs` and `seconds`. A round that was not
+    evaluated has one row with None as share and metrics.
+    """
+    runs = list(results)
+    metrics = dict.fromkeys(name for result in runs for record in result.records for name in record.grades.metrics)
+    flat: list[dict[str, Any]] = []
+    for result in runs:
+        for record in result.records:
+            figures = record.grades.metrics
+            shares = list(dict.fromkeys(s for by_share in figures.values() for s in by_share))
+            for share in shares or [""]:
+                flat.append(
+                    {
+                        "entry": result.entry,
+                        "seed": result.seed,
+                        "round": record.round,
+                        "share": float(share) if share else None,
+                        **{name: figures.get(name, {}).get(share) for name in metrics},
+                        "train_loss": record.loss,
+                        "clients": record.clients,
+                        "bytes_down": record.bytes_down,
+                        "bytes_up": record.bytes_up,
+                        "macs": record.macs,
+                        "seconds": record.seconds,
+                    }
+                )
+    return flat
+
+
+def frame(results: Iterable[Result], by_round: bool = False) -> pandas.DataFrame:
+    """Return `rows` as a pandas DataFrame, or `rounds` if `by_round` is True.
+
+    Raises:
+        ConfigError: pandas is not installed.
+    """
+    name = "rounds" if by_round else "rows"
+    try:
+        import pandas
+    except ImportError as error:
+        raise ConfigError(
+            "a data frame was asked for; it needs pandas, which is not installed: pip install "
+            f"pandas. fedquilt.studies.report.{name} returns the same as a list of dictionaries."
+        ) from error
+    return pandas.DataFrame(rounds(results) if by_round else rows(results))

@@ -1,0 +1,334 @@
+"""Statistics over seeds: mean and deviation, paired comparison of rows, and cost to a target."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+from fedquilt.errors import ConfigError
+from fedquilt.milestones import Milestone, milestones
+from fedquilt.names import nearest
+from fedquilt.studies.result import Result
+
+# Percentages of a baseline's best figure for which tables have the cost.
+PERCENTAGES = (50.0, 60.0, 70.0, 80.0, 90.0, 98.0, 99.0, 99.5, 99.95, 100.0)
+MIN_SEEDS = 3  # common seeds that a paired comparison needs
+_TIE = 1e-9  # relative difference of two means below which they are a tie
+
+BySeed = Mapping[int, float]
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Mean and sample deviation of several values.
+
+    Attributes:
+        mean: Mean of the values.
+        deviation: Square root of the sum of squared differences to the mean, divided by n - 1.
+            None: there is one value.
+        count: Number of values.
+    """
+
+    mean: float
+    deviation: float | None
+    count: int
+
+    @staticmethod
+    def of(values: Iterable[float]) -> Spread:
+        """Return mean and sample deviation of at least one value."""
+        numbers = list(values)
+        if not numbers:
+            raise ValueError("the mean of no values was asked for; at least one is needed.")
+        mean = _mean(numbers)
+        if len(numbers) == 1:
+            return Spread(mean, None, 1)
+
+        squares = [(number - mean) ** 2 for number in numbers]
+        deviation = math.sqrt(sum(squares) / (len(numbers) - 1))
+        return Spread(mean, deviation, len(numbers))
+
+    @property
+    def error(self) -> float | None:
+        """Return the standard error of the mean; None: there is one value."""
+        if self.deviation is None:
+            return None
+        return self.deviation / math.sqrt(self.count)
+
+
+def _mean(numbers: Sequence[float]) -> float:
+    if not all(map(math.isfinite, numbers)):
+        return sum(numbers) / len(numbers)  # fsum raises an error for inf - inf
+    return math.fsum(numbers) / len(numbers)
+
+
+def _mean_or_none(numbers: Sequence[float]) -> float | None:
+    return _mean(numbers) if numbers else None
+
+
+# --- paired comparison ----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Verdict:
+    """The row that is marked as best, or none, and the reason in plain words.
+
+    Attributes:
+        entry: Name of the row. None: nothing is marked.
+        reason: Why it is marked, or why nothing is.
+        difference: Mean paired difference of the best row to the next, positive if it is better,
+            with the number of seeds. None: they were not compared.
+    """
+
+    entry: str | None
+    reason: str
+    difference: Spread | None = None
+
+
+def paired_difference(first: BySeed, second: BySeed) -> Spread | None:
+    """Return mean and deviation of the differences first - second over common seeds.
+
+    `Spread.error` is the standard error of the mean difference. None: there is no common seed.
+    """
+    differences = [value - second[seed] for seed, value in first.items() if seed in second]
+    return Spread.of(differences) if differences else None
+
+
+def best_entry(
+    values: Mapping[str, BySeed],
+    higher_is_better: bool = True,
+    show: Callable[[float], str] = "{:.4g}".format,
+) -> Verdict:
+    """Return the best row if it is clearly better than the next, and else why none is marked.
+
+    Rows are ordered by their means over the seeds that they have. The two best rows are compared on
+    the seeds that both have, of which at least three are needed. The best row is marked if its mean
+    paired difference to the next is more than twice the standard error of that difference.
+
+    Args:
+        values: Figures by row and then by seed.
+        higher_is_better: False: the lowest mean is the best.
+        show: Function that formats a difference in the reason.
+    """
+    rows = {name: by_seed for name, by_seed in values.items() if by_seed}
+    if not rows:
+        return Verdict(None, "no row has a figure")
+    if len(rows) == 1:
+        return Verdict(None, "only one row has figures")
+    if len({seed for by_seed in rows.values() for seed in by_seed}) < MIN_SEEDS:
+        return Verdict(None, "fewer than three seeds")
+
+    sign = 1.0 if higher_is_better else -1.0
+    signed = {name: {seed: sign * value for seed, value in by_seed.items()} for name, by_seed in rows.items()}
+    best, runner_up = sorted(signed, key=lambda name: _rank(signed[name]), reverse=True)[:2]
+    return _compare(best, runner_up, signed, show)
+
+
+def _rank(by_seed: BySeed) -> float:
+    """Return the mean of a row, or minus infinity if it is not a number."""
+    mean = _mean(list(by_seed.values()))
+    return -math.inf if math.isnan(mean) else mean
+
+
+def _compare(best: str, runner_up: str, signed: Mapping[str, BySeed], show: Callable[[float], str]) -> Verdict:
+    """Compare two rows of figures that are better when they are higher."""
+    difference = paired_difference(signed[best], signed[runner_up])
+    count = difference.count if difference else 0
+    if difference is None or difference.error is None or count < MIN_SEEDS:
+        seeds = f"{count or 'no'} common seed{'s'[: count != 1]}"
+        reason = f"missing runs leave {best} and {runner_up} {seeds}, fewer than three"
+        return Verdict(None, reason, difference)
+    if not math.isfinite(difference.mean):
+        reason = f"a figure of {best} or {runner_up} is not a finite number"
+        return Verdict(None, reason, difference)
+
+    size = max(abs(value) for value in (*signed[best].values(), *signed[runner_up].values()))
+    if abs(difference.mean) <= _TIE * size:
+        return Verdict(None, f"{best} and {runner_up} are a tie", difference)
+    if difference.mean < 0:
+        reason = f"{best} has the best mean, but {runner_up} is better on their common seeds"
+        return Verdict(None, reason, difference)
+
+    shown = f"{show(difference.mean)}"
+    error = f"{show(difference.error)}"
+    if difference.mean > 2 * difference.error:
+        reason = (
+            f"the mean paired difference of {best} to {runner_up}, {shown}, is more than twice "
+            f"its standard error, {error}"
+        )
+        return Verdict(best, reason, difference)
+    reason = (
+        f"the mean paired difference of {best} to {runner_up}, {shown}, is within twice its standard error, {error}"
+    )
+    return Verdict(None, reason, difference)
+
+
+# --- rows of a study ------------------------------------------------------------------------------
+
+
+def by_entry(results: Iterable[Result]) -> dict[str, list[Result]]:
+    """Return the runs of each row in the order of their seeds. Rows are in the order given.
+
+    Raises:
+        ConfigError: A row has two runs with the same seed.
+    """
+    rows: dict[str, list[Result]] = {}
+    for result in results:
+        rows.setdefault(result.entry, []).append(result)
+    for name, runs in rows.items():
+        runs.sort(key=lambda result: result.seed)
+        seeds = [result.seed for result in runs]
+        repeated = sorted({seed for seed in seeds if seeds.count(seed) > 1})
+        if repeated:
+            raise ConfigError(
+                f"runs of {name} were to be compared; there are several with the seed "
+                f"{repeated[0]}. Give one run for each row and seed."
+            )
+    return rows
+
+
+def values_by_seed(runs: Iterable[Result], share: str, metric: str = "") -> dict[int, float]:
+    """Return a metric of a row at one share by seed, in the last evaluated round.
+
+    Args:
+        runs: Runs of one row.
+        share: Share of the model, as a summary names it: "0.5".
+        metric: Name of a metric. Empty: the main one.
+    """
+    figures = {result.seed: result.metric(metric) for result in runs}
+    return {seed: by_share[share] for seed, by_share in figures.items() if share in by_share}
+
+
+def missing_seeds(runs: Iterable[Result], planned: Iterable[int]) -> list[int]:
+    """Return the planned seeds that a row has no run of."""
+    seeds = {result.seed for result in runs}
+    return sorted(set(planned) - seeds)
+
+
+# --- cost to a target -----------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Cost:
+    """What a row's runs took to reach a target, by seed. None: the run never reached it."""
+
+    by_seed: Mapping[int, Milestone | None]
+
+    @property
+    def reached(self) -> list[Milestone]:
+        """Return the milestones of the runs that reached the target."""
+        return [milestone for milestone in self.by_seed.values() if milestone is not None]
+
+    @property
+    def rounds(self) -> float | None:
+        """Return the mean number of rounds of the runs that reached the target; None: none did."""
+        return _mean_or_none([milestone.round for milestone in self.reached])
+
+    @property
+    def bytes(self) -> float | None:
+        """Return the mean bytes, both ways, of the runs that reached the target."""
+        return _mean_or_none([milestone.bytes for milestone in self.reached])
+
+    @property
+    def macs(self) -> float | None:
+        """Return the mean client multiply-adds of the runs that reached the target."""
+        return _mean_or_none([milestone.macs for milestone in self.reached])
+
+    def shown(self, mean: float | None, show: Callable[[float], str]) -> str:
+        """Return a mean, and how many of the runs it is over where some never got there.
+
+        Args:
+            mean: `rounds`, `bytes` or `macs` of this cost.
+            show: Function that formats the mean.
+        """
+        if mean is None:
+            return "–"
+        some = f" ({len(self.reached)} of {len(self.by_seed)})"
+        return show(mean) + (some if len(self.reached) < len(self.by_seed) else "")
+
+
+def cost_to_target(runs: Sequence[Result], target: float, metric: str = "") -> dict[str, Cost]:
+    """Return what a row's runs took until each share was as good as a target.
+
+    Args:
+        runs: Runs of one row.
+        target: Value of the metric that is to be reached.
+        metric: Name of a metric. Empty: the main one.
+    """
+    reached = {result.seed: _milestones(result, target, metric) for result in runs}
+    shares = dict.fromkeys(share for by_share in reached.values() for share in by_share)
+    return {share: Cost({seed: by_share.get(share) for seed, by_share in reached.items()}) for share in shares}
+
+
+def _milestones(result: Result, target: float, metric: str) -> dict[str, Milestone | None]:
+    evaluated = (record.grades.metrics for record in result.records)
+    name = metric or result.main
+    if not any(name in metrics for metrics in evaluated):
+        return {}
+    return milestones(result.records, target, name, result.prefers_higher(metric))
+
+
+def part_of_best(best: float, percentage: float, higher_is_better: bool = True) -> float:
+    """Return the figure that counts as a percentage of a baseline's best figure.
+
+    It is best · p / 100 where higher is better, and best · 100 / p where lower is better: an error
+    of at most twice the baseline's is 50 % of its best. Figures of the other sign, such as a
+    negative R2, are treated the other way round, so that the result is never better than `best`
+    and 100 % is `best` itself.
+
+    Args:
+        best: Best figure of the baseline.
+        percentage: Percentage in (0, 100].
+        higher_is_better: Direction of the metric.
+    """
+    part = percentage / 100
+    return best * part if (best >= 0) == higher_is_better else best / part
+
+
+def cost_to_percentages(
+    results: Iterable[Result], baseline: str, percentages: Sequence[float] = PERCENTAGES
+) -> dict[str, dict[float, Cost]]:
+    """Return what each row took to reach percentages of a baseline's best main figure.
+
+    The baseline's best figure is that of its widest model in its best evaluated round. A run is
+    compared with the baseline's run of the same seed, or with the mean over the baseline's runs if
+    that one is missing. Of each row the widest model counts.
+
+    Args:
+        results: Runs of all rows, the baseline's included.
+        baseline: Name of the baseline's row.
+        percentages: Percentages of the best figure, in (0, 100].
+
+    Returns:
+        Costs by row and then by percentage.
+
+    Raises:
+        ConfigError: No row has the baseline's name, or its runs were never evaluated.
+    """
+    rows = by_entry(results)
+    if baseline not in rows:
+        raise ConfigError(f"the baseline {baseline!r} was asked for.{nearest(baseline, rows)}")
+    figures = {result.seed: result.best_figure for result in rows[baseline]}
+    bests = {seed: figure for seed, figure in figures.items() if figure is not None}
+    if not bests:
+        raise ConfigError(
+            f"the baseline {baseline!r} was asked for; none of its runs has records with an "
+            "evaluated round. Name a row that has them."
+        )
+    usual = _mean(list(bests.values()))
+
+    return {
+        name: {
+            percentage: Cost(
+                {result.seed: _part_reached(result, bests.get(result.seed, usual), percentage) for result in runs}
+            )
+            for percentage in percentages
+        }
+        for name, runs in rows.items()
+    }
+
+
+def _part_reached(result: Result, best: float, percentage: float) -> Milestone | None:
+    target = part_of_best(best, percentage, result.higher_is_better)
+    by_share = _milestones(result, target, "")
+    return by_share[max(by_share, key=float)] if by_share else None
