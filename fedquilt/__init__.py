@@ -28,6 +28,7 @@ if TYPE_CHECKING:
     from fedquilt.round.training.local import Local
     from fedquilt.round.training.optimizers import SGD, Adam
     from fedquilt.round.training.schedules import Constant, Cosine, Steps
+    from fedquilt.studies.study import Study, study
     from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
 
 # Names are imported when they are asked for: `fedquilt --help` and a typo need not wait for torch.
@@ -50,6 +51,7 @@ _HOMES = {
     "fedquilt.round.training.local": ("Local",),
     "fedquilt.round.training.optimizers": ("SGD", "Adam"),
     "fedquilt.round.training.schedules": ("Constant", "Cosine", "Steps"),
+    "fedquilt.studies.study": ("Study", "study"),
     "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update"),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
@@ -100,6 +102,7 @@ __all__ = [
     "Run",
     "Server",
     "Steps",
+    "Study",
     "Submodel",
     "TrainingStep",
     "Update",
@@ -120,6 +123,7 @@ __all__ = [
     "prepare",
     "run",
     "set_robustness",
+    "study",
     "tasks",
     "trace",
 ]

@@ -630,6 +630,22 @@ def parse_assignment(text: str) -> tuple[list[str], Any]:
     return path, found["value"] if list(found) == ["value"] else value.strip()
 
 
+def parse_grid(text: str) -> tuple[str, tuple[Any, ...]]:
+    """Return the path and the values of `a.b=v,v`. Each v is a TOML value, and bare words are text.
+
+    Values that are lists themselves are written as TOML lists: `a.b=[1.0],[1.0,0.5]`.
+    """
+    key, equals, values = text.partition("=")
+    path = _path(key) if equals else []
+    if not path or not values.strip():
+        raise ConfigError(f"--grid {text} was asked for; write it as --grid method.local.optimiser.lr=0.01,0.1.")
+    try:
+        found = tomllib.loads(f"values = [{values}]")["values"]
+    except (ValueError, RecursionError):
+        found = [value.strip() for value in values.split(",")]
+    return ".".join(path), tuple(found)
+
+
 def _path(key: str) -> list[str]:
     """The keys of a dotted key, which may be quoted: fleet.budgets."0.5"."""
     try:

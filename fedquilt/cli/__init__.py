@@ -6,17 +6,14 @@ here imports torch before a request has been understood.
 
 from __future__ import annotations
 
-import json
 import os
-import re
 import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import ExitStack, contextmanager, redirect_stdout
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from pathlib import Path
-from typing import TYPE_CHECKING, Any, TextIO
+from typing import TYPE_CHECKING, Any
 
 import tyro
 
@@ -24,6 +21,7 @@ import tyro
 # second took a minute beside another one. It is read when torch is loaded, which happens later.
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
+from fedquilt.cli.compare import CompareRequest
 from fedquilt.cli.options import (
     Assignments,
     By,
@@ -35,7 +33,6 @@ from fedquilt.cli.options import (
     Format,
     Macs,
     MethodName,
-    Methods,
     Name,
     Norms,
     Options,
@@ -49,13 +46,12 @@ from fedquilt.cli.options import (
     Whole,
     refuse_repeated,
 )
-from fedquilt.cli.playing import Playing, begun, refuse_taken, resumed, settings_lines, write_text
+from fedquilt.cli.output import output
+from fedquilt.cli.playing import begun, resumed
 from fedquilt.errors import ConfigError, ExportError, FedquiltError, RecordError, SubmodelError, TrainingError
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
-    from rich.console import Console
-
     from fedquilt.methods import Method
     from fedquilt.probe import Probe
     from fedquilt.terms import Budget
@@ -77,7 +73,7 @@ class RunRequest(Options):
         from fedquilt.cli.show import print_json, progress, say, show_result
 
         self.check_target()
-        with _output(self.json) as (console, stdout), ExitStack() as stack:
+        with output(self.json) as (console, stdout), ExitStack() as stack:
             if self.resume:
                 self.check_resume()
                 playing = resumed(self.resume, self.rounds, stack)
@@ -86,89 +82,14 @@ class RunRequest(Options):
                 playing = begun(experiment, self.source(self.config, self.method), self.out, stack)
             playing.check_target(self.target)
             if playing.run:
-                say(console, "\n".join([*settings_lines([playing]), playing.title]))
-                with progress(console, [""], playing.experiment.rounds) as begin:
+                say(console, "\n".join(playing.first_lines))
+                with progress(console, playing.experiment.rounds) as begin:
                     playing.play(begin)
             summary = playing.told(self.target)
             if self.json:
                 print_json(summary, stdout)
             else:
                 show_result(console, summary)
-
-
-@dataclass(frozen=True)
-class CompareRequest(Options):
-    """Train several methods on the same data, model and devices, and show them in one table.
-
-    With --out, each has a run's folder of its own inside, and compare.json has all summaries; with --resume, those
-    that are not finished go on.
-    """
-
-    methods: Methods = ()  # names of `fedquilt list methods`, or file.py:factory
-    config: File = None  # settings; if not given the demo's, or with --model or --data each method's defaults
-
-    def __call__(self) -> None:
-        from fedquilt.cli.show import print_json, progress, say, show_comparison
-
-        self.check_target()
-        with _output(self.json) as (console, stdout), ExitStack() as stack:
-            if self.resume:
-                self.check_resume()
-                all_of_them = self._resumed(self.resume, stack)
-            else:
-                all_of_them = self._begun(stack)
-            for one in all_of_them:
-                one.check_target(self.target)
-            if left := [one for one in all_of_them if one.run]:
-                title = f"{', '.join(one.name for one in all_of_them)} {left[0].title.partition(' ')[2]}"
-                say(console, "\n".join([*settings_lines(left), title]))
-                with progress(console, [one.name for one in left], left[0].experiment.rounds) as begin:
-                    for one in left:
-                        one.play(begin)
-            summaries = {one.name: one.told(self.target) for one in all_of_them}
-            if folder := self.out or self.resume:
-                write_text(folder / "compare.json", json.dumps(summaries, indent=2) + "\n")
-            if self.json:
-                print_json(summaries, stdout)
-            else:
-                show_comparison(console, summaries)
-
-    def _begun(self, stack: ExitStack) -> list[Playing]:
-        """A run a method, on the same ground; the settings of all are checked before the first begins."""
-        if not self.methods or len(set(self.methods)) < len(self.methods):
-            told = " ".join(self.methods) or "nothing"
-            raise ConfigError(f"compare {told} was asked for; name each method once, as in compare fedavg heterofl.")
-        experiments, wrong = [], []
-        for method in self.methods:
-            try:
-                experiments.append(self.experiment(self.config, method))
-            except ConfigError as error:
-                wrong.append(f"{method}: {error}")
-        if wrong:
-            raise ConfigError("\n".join(wrong))
-        folders = [self.out / _folder_name(method) if self.out else None for method in self.methods]
-        for folder in folders:
-            refuse_taken(folder)
-        ground = experiments[0].ground()
-        return [
-            replace(
-                begun(experiment, self.source(self.config, method), folder, stack, ground),
-                name=method,
-                command="compare",
-            )
-            for method, experiment, folder in zip(self.methods, experiments, folders, strict=True)
-        ]
-
-    def _resumed(self, out: Path, stack: ExitStack) -> list[Playing]:
-        names = self.methods or sorted(path.parent.name for path in out.glob("*/config.toml"))
-        if not names:
-            raise ConfigError(f"--resume {out} was asked for; there are no runs in it.")
-        runs = [resumed(out / _folder_name(name), self.rounds, stack) for name in names]
-        return [replace(run, name=name, command="compare") for name, run in zip(names, runs, strict=True)]
-
-
-def _folder_name(method: str) -> str:
-    return re.sub(r"[^\w.-]+", "_", method)
 
 
 @dataclass(frozen=True)
@@ -240,7 +161,7 @@ class ProbeRequest:
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, show_probe
 
-        with _output(self.json) as (console, stdout):
+        with output(self.json) as (console, stdout):
             found = self.measure()
             if self.json:
                 print_json(found.to_dict(), stdout)
@@ -284,7 +205,7 @@ class CheckRequest:
     def __call__(self) -> int:
         from fedquilt.cli.show import check_progress, print_json, show_findings
 
-        with _output(self.json) as (console, stdout):
+        with output(self.json) as (console, stdout):
             import torch
 
             from fedquilt.conformance import CHECKS, check_method
@@ -340,7 +261,7 @@ class ExportRequest:
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, say, show_export
 
-        with _output(self.json) as (console, stdout):
+        with output(self.json) as (console, stdout):
             from fedquilt.config import load_run
             from fedquilt.export import FORMATS, check_place, chosen, export_sizes
 
@@ -388,7 +309,7 @@ class ClientsRequest:
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, show_clients
 
-        with _output(self.json) as (console, stdout):
+        with output(self.json) as (console, stdout):
             from fedquilt.config import load_run
 
             run = load_run(self.run)
@@ -399,16 +320,6 @@ class ClientsRequest:
                 print_json(found.to_dict(), stdout)
             else:
                 show_clients(console, found)
-
-
-@contextmanager
-def _output(for_json: bool) -> Iterator[tuple[Console, TextIO]]:
-    """Where words go, and where JSON goes. A user's module may print; with --json that is not for standard output."""
-    from fedquilt.cli.show import console_for
-
-    stdout = sys.stdout
-    with redirect_stdout(sys.stderr if for_json else stdout):
-        yield console_for(for_json), stdout
 
 
 # --- the script -------------------------------------------------------------------------------------------------

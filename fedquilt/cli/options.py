@@ -30,6 +30,12 @@ Assignments = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="A.B=V", **_quiet)
 ]
 Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)]
+Seeds = Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT…", **_quiet)]
+Grid = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="A.B=V,V…", **_quiet)]
+TableFormat = Annotated[
+    Literal["text", "markdown", "latex", "csv", "json"],
+    tyro.conf.arg(metavar="text|markdown|latex|csv|json", **_quiet),
+]
 Config = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", **_quiet)]
 Methods = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD…", **_quiet)]
 MethodName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="METHOD", **_quiet)]
@@ -177,8 +183,20 @@ class Options(DataOptions):
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 
     def experiment(self, config: str | None, method: str | None) -> Experiment:
-        """The experiment that a file and the flags ask for; without a file, the demo or the defaults."""
-        from fedquilt.config import DEMO, Experiment, defaults, demo, read_toml
+        """Return the experiment that a file and the flags ask for."""
+        from fedquilt.config import Experiment
+
+        settings, asked = self.settings(config, method)
+        return Experiment.of(settings, asked, config or "")
+
+    def settings(self, config: str | None, method: str | None) -> tuple[Settings, dict[str, str]]:
+        """Return the settings of a file with the flags over them, and which flag set what.
+
+        Args:
+            config: Path of a file. None: the demo's settings or the defaults.
+            method: Name of the method. None: the file's, or the demo's.
+        """
+        from fedquilt.config import DEMO, defaults, demo, read_toml
 
         name = method or DEMO["method"]["name"]
         if config:
@@ -189,8 +207,7 @@ class Options(DataOptions):
             base = defaults(name, self._names_model())
         else:
             base = demo(name, bool(self._preset()))
-        settings, asked = self.layers(base, method)
-        return Experiment.of(settings, asked, config or "")
+        return self.layers(base, method)
 
     def source(self, config: str | None, method: str | None) -> str:
         """Return where the settings come from, as the first line of a run names it: a file, the demo or defaults."""
@@ -242,12 +259,16 @@ class Options(DataOptions):
         if self.target is not None:
             check_target(self.target)
 
-    def check_resume(self) -> None:
-        """A resumed run has its own settings."""
+    def check_resume(self, *others: str) -> None:
+        """Refuse flags beside --resume, because a run goes on with its own settings.
+
+        Args:
+            others: Fields of a command that go with --resume besides those that all commands have.
+        """
         beside = [
             f"--{'set' if one.name == 'assign' else one.name.replace('_', '-')}"
             for one in fields(self)
-            if one.name not in ("resume", "rounds", "target", "json", "methods")
+            if one.name not in ("resume", "rounds", "target", "json", "methods", *others)
             and getattr(self, one.name) != one.default
         ]
         if beside:

@@ -14,7 +14,7 @@ from fedquilt.errors import ConfigError, RecordError
 
 if TYPE_CHECKING:
     from fedquilt.cli.show import Begin
-    from fedquilt.config import Experiment, Ground
+    from fedquilt.config import Experiment
     from fedquilt.experiment import Run
     from fedquilt.milestones import Milestone
     from fedquilt.records import Folder
@@ -36,44 +36,15 @@ class Playing:
     folder: Folder | None = None
     finished: dict[str, Any] | None = None
     rounds: Path | None = None  # the folder that has its rounds, of one that is finished
-    name: str = ""
-    command: str = "run"
     source: str = ""  # Where the settings come from: a file, the demo or defaults.
 
     @property
-    def values(self) -> str:
-        """The settings that decide most, as the first line of a run shows them."""
-        from fedquilt.round.training.optimizers import SGD
-        from fedquilt.round.training.schedules import Constant
-        from fedquilt.settings import label
-        from fedquilt.terms import Budget
-
+    def first_lines(self) -> list[str]:
+        """Return the settings that matter most, and what is trained on what."""
         assert self.run is not None
-        local, fleet, rounds = self.run.method.local, self.run.fleet, self.experiment.rounds
-        optimiser = "" if isinstance(local.optimiser, SGD) else f"{label(type(local.optimiser))}, "
-        schedule = "" if isinstance(local.schedule, Constant) else f" ({label(type(local.schedule))})"
-        shares = [f"{one.share:g}" for one in fleet.kinds if one.share and one == Budget(share=one.share)]
-        if len(shares) < len(fleet.kinds) or len(shares) > MAX_SHOWN_SHARES:
-            budgets = f"{len(fleet.kinds)} kinds of budgets"
-        else:
-            budgets = f"share{'s'[: len(shares) != 1]} {', '.join(shares)}"
-        return (
-            f"{optimiser}lr {local.optimiser.lr:g}{schedule}, {local.epochs} epoch{'s'[: local.epochs != 1]}, "
-            f"batch {local.batch_size}, {fleet.sample} of {fleet.num_clients} clients, {budgets}, "
-            f"{rounds} round{'s'[: rounds != 1]}, seed {self.experiment.seed}"
-        )
-
-    @property
-    def title(self) -> str:
-        from fedquilt.round.link import PERFECT
-
-        assert self.run is not None
-        names, fleet = self.experiment.names, self.run.fleet
-        over = f"; {self.run.link}" if self.run.link != PERFECT else ""
-        return (
-            f"{names['method']} on {names['data']}: {names['model']} for {fleet.num_clients} clients, {fleet.sample} a "
-            f"round, {names['engine']} on {self.experiment.engine.device}{over}"
-        )
+        values = values_of(self.experiment, self.run, self.experiment.seed)
+        title = title_of(self.experiment.names["method"], self.experiment, self.run)
+        return [*settings_lines([("", self.source, values)]), title]
 
     def play(self, begin: Begin) -> None:
         """Train to the end, with the records on disk as soon as a round is over."""
@@ -92,7 +63,7 @@ class Playing:
                 path=folder.path if folder else None,
                 trackers=self.experiment.tracking,
                 settings=write(self.experiment),
-                watch=begin(self.name, run.server.round, labels, run.world.task.main.is_rate),
+                watch=begin(run.server.round, labels, run.world.task.main.is_rate),
                 names=self.experiment.names,
             )
         except KeyboardInterrupt as error:
@@ -100,11 +71,10 @@ class Playing:
 
     def _hint(self) -> str:
         assert self.run is not None
-        far = f"{self.name or 'The run'} was stopped after round {self.run.server.round} of {self.experiment.rounds}."
+        far = f"The run was stopped after round {self.run.server.round} of {self.experiment.rounds}."
         if self.folder is None:
             return f"{far} Nothing of it is kept; with --out DIR it could be resumed."
-        path = self.folder.path.parent if self.command == "compare" else self.folder.path
-        return f"{far} Go on with: fedquilt {self.command} --resume {path}"
+        return f"{far} Go on with: fedquilt run --resume {self.folder.path}"
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -147,14 +117,12 @@ def _plain(milestone: Milestone) -> dict[str, Any]:
     return values
 
 
-def begun(
-    experiment: Experiment, source: str, out: Path | None, stack: ExitStack, ground: Ground | None = None
-) -> Playing:
+def begun(experiment: Experiment, source: str, out: Path | None, stack: ExitStack) -> Playing:
     """A new run whose settings come from `source`, with a folder if one was asked for."""
     from fedquilt.records import Folder
 
     refuse_taken(out)
-    ground = ground or experiment.ground()
+    ground = experiment.ground()
     run = experiment.prepare(ground)
     settled = experiment.settled(run, ground)
     if out is None:
@@ -163,15 +131,63 @@ def begun(
     return Playing(settled, run, folder, source=source)
 
 
-def settings_lines(runs: Sequence[Playing]) -> list[str]:
-    """Return the first lines of runs: one for all of them, or one for each group whose settings differ."""
-    groups: dict[str, list[Playing]] = {}
-    for run in runs:
-        groups.setdefault(run.values, []).append(run)
+def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
+    """Return the settings that matter most, as the first line of a run shows them.
+
+    Args:
+        experiment: All settings.
+        run: The prepared run.
+        seed: Random seed. None: there are several, which another line shows.
+    """
+    from fedquilt.round.training.optimizers import SGD
+    from fedquilt.round.training.schedules import Constant
+    from fedquilt.settings import label
+    from fedquilt.terms import Budget
+
+    local, fleet, rounds = run.method.local, run.fleet, experiment.rounds
+    optimiser = "" if isinstance(local.optimiser, SGD) else f"{label(type(local.optimiser))}, "
+    schedule = "" if isinstance(local.schedule, Constant) else f" ({label(type(local.schedule))})"
+    shares = [f"{one.share:g}" for one in fleet.kinds if one.share and one == Budget(share=one.share)]
+    if len(shares) < len(fleet.kinds) or len(shares) > MAX_SHOWN_SHARES:
+        budgets = f"{len(fleet.kinds)} kinds of budgets"
+    else:
+        budgets = f"share{'s'[: len(shares) != 1]} {', '.join(shares)}"
+    last = "" if seed is None else f", seed {seed}"
+    return (
+        f"{optimiser}lr {local.optimiser.lr:g}{schedule}, {local.epochs} epoch{'s'[: local.epochs != 1]}, "
+        f"batch {local.batch_size}, {fleet.sample} of {fleet.num_clients} clients, {budgets}, "
+        f"{rounds} round{'s'[: rounds != 1]}{last}"
+    )
+
+
+def title_of(methods: str, experiment: Experiment, run: Run) -> str:
+    """Return the line that says which methods are trained on what."""
+    from fedquilt.engines import ENGINES
+    from fedquilt.records import registered
+    from fedquilt.round.link import PERFECT
+
+    names, fleet = experiment.names, run.fleet
+    model = names["model"] if experiment.model else run.summary["model"]
+    over = f"; {run.link}" if run.link != PERFECT else ""
+    return (
+        f"{methods} on {names['data']}: {model} for {fleet.num_clients} clients, {fleet.sample} a "
+        f"round, {registered(ENGINES, run.engine)} on {experiment.engine.device}{over}"
+    )
+
+
+def settings_lines(runs: Sequence[tuple[str, str, str]]) -> list[str]:
+    """Return the first lines of runs: one for all of them, or one for each group whose settings differ.
+
+    Args:
+        runs: Name, source of the settings, and the settings that matter most of each.
+    """
+    groups: dict[str, list[tuple[str, str]]] = {}
+    for name, source, values in runs:
+        groups.setdefault(values, []).append((name, source))
     lines = []
     for values, group in groups.items():
-        whose = f" of {', '.join(run.name for run in group)}" if len(groups) > 1 else ""
-        sources = ", ".join(dict.fromkeys(run.source for run in group))
+        whose = f" of {', '.join(name for name, _ in group)}" if len(groups) > 1 else ""
+        sources = ", ".join(dict.fromkeys(source for _, source in group))
         lines.append(f"settings{whose}: {sources} ({values})")
     return lines
 

@@ -32,17 +32,18 @@ from fedquilt.summaries import (
 from fedquilt.units import size
 
 if TYPE_CHECKING:
-    from rich.progress import Progress
+    from rich.progress import Progress, TaskID
 
     from fedquilt.clientwise import Clientwise
     from fedquilt.conformance import Finding
     from fedquilt.export import Exported
     from fedquilt.probe import Probe
     from fedquilt.round import Record
+    from fedquilt.studies import table as studies
 
 Watch = Callable[["Record"], None]
-# Of a run by its name: the rounds behind it, its labels, and whether its main figure is shown in percent.
-Begin = Callable[[str, int, Labels, bool], Watch]
+# Of a run: the rounds behind it, its labels, and whether its main figure is shown in percent.
+Begin = Callable[[int, Labels, bool], Watch]
 
 
 def console_for(for_json: bool = False) -> Console:
@@ -72,40 +73,52 @@ def _numbers(value: Any) -> Any:
 
 
 @contextmanager
-def progress(console: Console, names: Sequence[str], rounds: int) -> Iterator[Begin]:
-    """A bar a name with rate and time left on a terminal, else a line for every evaluated round.
+def progress(console: Console, rounds: int) -> Iterator[Begin]:
+    """Show a bar with rate and time left on a terminal, and elsewhere a line for every evaluated round.
 
-    What it yields starts the bar of a name, whose run stands at a round, and gives what to call after each.
+    It yields a function that starts the bar and returns what to call after each round.
     """
-    wide = max(map(len, names)) if len(names) > 1 else 0
     if not console.is_terminal:
 
-        def by_line(name: str, done: int, labels: Labels, percent: bool) -> Watch:
-            lead = f"{name:<{wide}}  " if wide else ""
-            return partial(_say_round, console, lead, rounds, labels, percent)
+        def by_line(done: int, labels: Labels, percent: bool) -> Watch:
+            return partial(say_round, console, "", rounds, labels, percent)
 
         yield by_line
         return
-    with _bars(console) as bars:
-        tasks = {name: bars.add_task(name if wide else "round", False, rounds, rate="", figures="") for name in names}
+    with round_bars(console) as bars:
+        task = bars.add_task("round", False, rounds, rate="", figures="")
 
-        def begin(name: str, done: int, labels: Labels, percent: bool) -> Watch:
-            task, began = tasks[name], time.perf_counter()
+        def begin(done: int, labels: Labels, percent: bool) -> Watch:
             bars.start_task(task)
             bars.update(task, completed=done)
-
-            def watch(record: Record) -> None:
-                rate = (record.round - done) / (time.perf_counter() - began)
-                bars.update(task, completed=record.round, rate=f"{rate:.1f} rounds/s")
-                if record.grades.main:
-                    bars.update(task, figures=_figures(record, labels, percent))
-
-            return watch
+            return watch_bar(bars, task, done, labels, percent)
 
         yield begin
 
 
-def _bars(console: Console) -> Progress:
+def watch_bar(bars: Progress, task: TaskID, done: int, labels: Labels, percent: bool) -> Watch:
+    """Return what to call after each round of a run to move its bar.
+
+    Args:
+        bars: The bars.
+        task: The bar of the run.
+        done: Rounds that were behind the run when it began or resumed.
+        labels: Names of shares whose name is not the number.
+        percent: True if the main figure is shown in percent.
+    """
+    began = time.perf_counter()
+
+    def watch(record: Record) -> None:
+        rate = (record.round - done) / (time.perf_counter() - began)
+        bars.update(task, completed=record.round, rate=f"{rate:.1f} rounds/s")
+        if record.grades.main:
+            bars.update(task, figures=figures_line(record, labels, percent))
+
+    return watch
+
+
+def round_bars(console: Console) -> Progress:
+    """Return bars with rounds, rate, time left and figures."""
     from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
     return Progress(
@@ -120,14 +133,14 @@ def _bars(console: Console) -> Progress:
     )
 
 
-def _say_round(console: Console, lead: str, rounds: int, labels: Labels, percent: bool, record: Record) -> None:
+def say_round(console: Console, lead: str, rounds: int, labels: Labels, percent: bool, record: Record) -> None:
     if record.grades.main:
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
         loss = "–" if record.loss is None else f"{record.loss:.3f}"  # nobody was there
-        say(console, f"{lead}round {count}  loss {loss}  {_figures(record, labels, percent)}")
+        say(console, f"{lead}round {count}  loss {loss}  {figures_line(record, labels, percent)}")
 
 
-def _figures(record: Record, labels: Labels, percent: bool) -> str:
+def figures_line(record: Record, labels: Labels, percent: bool) -> str:
     """Return the main figure of each share. Accuracy needs no name, because every number is a percentage."""
     lead = "" if record.grades.main == "accuracy" else f"{record.grades.main}  "
     shown = {share_label(share, labels): figure_text(value, percent) for share, value in record.grades.figures.items()}
@@ -183,52 +196,6 @@ def _totals(summary: Mapping[str, Any]) -> str:
     down, up, seconds, rounds = (summary[key] for key in ("bytes_down", "bytes_up", "seconds", "rounds"))
     over = f", {summary['link_seconds']:,.1f} s over the link" if "link_seconds" in summary else ""
     return f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s; {size(down)} to the clients, {size(up)} back{over}"
-
-
-def show_comparison(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Show a row for each method, with the main figure at every share, and below it what a device of a share holds.
-
-    In between the widest share's figure by domain, if there are domains, and what a target took, if there is one.
-    """
-    first = next(iter(summaries.values()))
-    main, percent = main_of(first), in_percent(first)
-    shares = list(dict.fromkeys(share for summary in summaries.values() for share in figures_of(summary)))
-    labels = {share: label for summary in summaries.values() for share, label in labels_of(summary).items()}
-    rows = {
-        name: {
-            **figures_row(figures_of(summary), shares, labels, percent),
-            "to clients": size(summary["bytes_down"]),
-            "back": size(summary["bytes_up"]),
-            "seconds": f"{summary['seconds']:.1f}",
-            **({"over the link": f"{summary['link_seconds']:,.1f} s"} if "link_seconds" in summary else {}),
-        }
-        for name, summary in summaries.items()
-    }
-    show_table(console, "method" if main == "accuracy" else f"method ({main})", rows)
-    _say_notes(console, summaries)
-    by_domain = {name: domains_of(summary) for name, summary in summaries.items()}
-    if domains := dict.fromkeys(domain for own in by_domain.values() for domain in own):
-        widest = max(shares, key=float)
-        rows = {
-            name: {domain: figure_text(own.get(domain, {}).get(widest), percent) for domain in domains}
-            for name, own in by_domain.items()
-        }
-        say(console, "")
-        show_table(console, f"share {share_label(widest, labels)}", rows)
-    if all("reached" in summary for summary in summaries.values()):
-        rows = {
-            name: {share_label(share, labels): milestone_text(summary["reached"].get(share)) for share in shares}
-            for name, summary in summaries.items()
-        }
-        say(console, "")
-        show_table(console, _to(first), rows)
-    alike: dict[str, list[str]] = {}  # methods by their members, which may differ: one common net, or rounded up
-    for name, summary in summaries.items():
-        alike.setdefault(json.dumps(summary["members"]), []).append(name)
-    for names in alike.values():
-        say(console, "")
-        title = "share" if len(alike) == 1 else f"share ({', '.join(names)})"
-        show_table(console, title, members_of(summaries[names[0]]))
 
 
 def show_probe(console: Console, found: Probe) -> None:
@@ -397,6 +364,25 @@ def show_table(console: Console, name: str, entries: Mapping[str, Mapping[str, A
     for row in rows:
         cells = zip(row, widths, right, strict=True)
         say(console, "  ".join(c.rjust(w) if number else c.ljust(w) for c, w, number in cells).rstrip())
+
+
+def show_text_table(console: Console, table: studies.Table) -> None:
+    """Show a table of a study: framed on a terminal, else aligned by spaces."""
+    if not console.is_terminal:
+        say(console, table.text)
+        return
+    from rich import box
+    from rich.table import Table
+    from rich.text import Text
+
+    framed = Table(box=box.ROUNDED, title=Text(table.title), title_justify="left")
+    for title, is_number in zip(table.head, table.right_aligned, strict=True):
+        framed.add_column(Text(title), justify="right" if is_number else "left")
+    for row in table.cells:
+        framed.add_row(*(Text(cell.starred, style="bold" if cell.is_best else "") for cell in row))
+    console.print(framed)
+    for note in table.notes:
+        say(console, note)
 
 
 def _cell(value: object) -> str:

@@ -1,0 +1,147 @@
+"""`fedquilt compare`: several methods, seeds and settings on the same data, in one table."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedquilt.cli.options import File, Flag, Grid, Methods, Options, Real, Seeds, TableFormat, Text, Whole
+from fedquilt.cli.output import output
+from fedquilt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from fedquilt.config import Settings
+    from fedquilt.studies.plan import Plan
+
+_GOES_WITH_RESUME = ("jobs", "baseline", "metric", "format", "yes")
+
+
+@dataclass(frozen=True)
+class CompareRequest(Options):
+    """Train several methods on the same data, model and devices, and show them in one table.
+
+    With --seeds every method is trained with every seed, and the table has means and sample deviations. With --grid the
+    settings of each method are tuned first, on samples that every client holds back, and never on the test set; the
+    best ones are then trained with all seeds. With --out each run has a folder of its own inside. The same command
+    again continues what was interrupted and does not repeat what is there.
+    """
+
+    methods: Methods = ()  # names of `fedquilt list methods`, file.py:factory, or TOML files of whole experiments
+    config: File = None  # settings of all methods; if not given the demo's, or with --model or --data the defaults
+    seeds: Seeds = ()  # random seeds that every method is trained with, such as 0 1 2; if not given that of --seed
+    grid: Grid = ()  # values of a setting to try, such as method.local.optimiser.lr=0.01,0.1; may be given again
+    validation: Real = None  # share of every client's training samples that a grid is tuned on; 0.1 if not given
+    tuning_seeds: Whole = None  # number of the seeds that a grid is tuned with; 1 if not given
+    tuning_rounds: Whole = None  # rounds of tuning runs; those of the other runs if not given
+    jobs: Whole = None  # runs at the same time, each in a process of its own; 1 if not given
+    baseline: Text = None  # one of the methods; also show what it took to reach parts of its best figure
+    metric: Text = None  # the metric to compare; the task's main one if not given
+    format: TableFormat = "text"  # how the tables are written on standard output
+    yes: Flag = False  # accept more than 1,000 runs
+
+    def __call__(self) -> None:
+        self.check_target()
+        with output(self.json or self.format != "text") as (console, stdout):
+            from fedquilt.cli.study import prepared, run_study, show_study
+
+            folder = self.resume or self.out
+            if self.resume:
+                self.check_resume(*_GOES_WITH_RESUME)
+            plan, sources = self._resumed(self.resume) if self.resume else self._planned()
+            grounds = prepared(plan, sources, folder, self.target, console)
+            found = run_study(plan, folder, self.jobs or 1, console, "compare", self.yes, grounds)
+            show_study(
+                found,
+                "json" if self.json else self.format,
+                console,
+                stdout,
+                metric=self.metric or "",
+                target=self.target,
+                baseline=self.baseline or "",
+            )
+
+    def _resumed(self, folder: Path) -> tuple[Plan, dict[str, str]]:
+        """Return the study in a folder, or some of its entries, with more rounds if they are asked for."""
+        from fedquilt.config import assign
+        from fedquilt.studies.plan import STUDY_FILE, Plan, find_entry
+
+        plan = Plan.read(folder)
+        names = [entry.name for entry in plan.entries]
+        for name in self.methods:
+            find_entry(names, f"{name}:", f"compare --resume {folder}")
+        entries = [entry for entry in plan.entries if not self.methods or entry.name in self.methods]
+        if self.rounds is not None:
+            for entry in entries:
+                assign(entry.settings, ["rounds"], self.rounds)
+        sources = {entry.name: str(folder / STUDY_FILE) for entry in entries}
+        return replace(plan, entries=tuple(entries)), sources
+
+    def _planned(self) -> tuple[Plan, dict[str, str]]:
+        """Return the study that the arguments ask for, with all settings checked, and where settings come from."""
+        from fedquilt.config import Experiment
+        from fedquilt.studies.plan import Entry, Plan
+
+        if not self.methods or len(set(self.methods)) < len(self.methods):
+            told = " ".join(self.methods) or "nothing"
+            raise ConfigError(f"compare {told} was asked for; name each method once, as in compare fedavg heterofl.")
+        if self.seeds and self.seed is not None:
+            raise ConfigError("--seed and --seeds were asked for; one of them fits.")
+        named = {_entry_name(method, self.methods): method for method in self.methods}
+        own = {name: self._with_own(name, list(named)) for name in named}
+        entries, sources, wrong, seeds = [], {}, [], set()
+        for name, method in named.items():
+            request, grid = own[name]
+            is_file = method.endswith(".toml")
+            config, asked_method = (method, None) if is_file else (self.config, method)
+            try:
+                settings, asked = request.settings(config, asked_method)
+                seeds.add(Experiment.of(settings, asked, config or "").seed)
+            except ConfigError as error:
+                wrong.append(f"{name}: {error}")
+                continue
+            entries.append(Entry(name, {key: value for key, value in settings.items() if key != "seed"}, grid))
+            sources[name] = request.source(config, asked_method)
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+        if not self.seeds and len(seeds) > 1:
+            raise ConfigError(
+                f"compare {' '.join(self.methods)} was asked for; these have the seeds {sorted(seeds)}. Name the seeds "
+                "of all with --seeds."
+            )
+        tuning: Settings = {} if self.tuning_rounds is None else {"rounds": self.tuning_rounds}
+        given: dict[str, Any] = {"validation": self.validation, "tuning_seeds": self.tuning_seeds}
+        given = {key: value for key, value in given.items() if value is not None}
+        plan = Plan(tuple(entries), self.seeds or tuple(seeds), tuning=tuning, **given)
+        if (tuning or given) and not any(entry.grid for entry in entries):
+            flags = [f"--{key.replace('_', '-')}" for key in given] + ["--tuning-rounds"] * bool(tuning)
+            raise ConfigError(f"{', '.join(flags)} was asked for without --grid, which alone is tuned.")
+        plan.check(self.yes)
+        plan.check_comparable()
+        return plan, sources
+
+    def _with_own(self, name: str, names: list[str]) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
+        """Return the request with the `--set` of one entry alone, and the entry's grid."""
+        from fedquilt.config import parse_grid
+        from fedquilt.studies.plan import find_entry
+
+        assignments, grid = [], {}
+        for text in self.assign:
+            entry, assignment = find_entry(names, text, "--set")
+            if entry in ("", name):
+                assignments.append(assignment)
+        for text in self.grid:
+            entry, assignment = find_entry(names, text, "--grid")
+            if entry in ("", name):
+                path, values = parse_grid(assignment)
+                grid[path] = values
+        return replace(self, assign=tuple(assignments)), grid
+
+
+def _entry_name(method: str, methods: tuple[str, ...]) -> str:
+    """Return what tables call a method: its name; of a file its name without folders, where no other has it."""
+    if not method.endswith(".toml"):
+        return method
+    stem = Path(method).stem
+    others = [Path(other).stem if other.endswith(".toml") else other for other in methods if other != method]
+    return method if stem in others else stem

@@ -1,0 +1,186 @@
+"""Studies on the command line: progress while they run, and tables when they are over."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, TextIO
+
+from fedquilt.cli.playing import Interrupted, settings_lines, title_of, values_of
+from fedquilt.cli.show import print_json, round_bars, say, say_round, show_text_table, watch_bar
+from fedquilt.studies.execute import Display, Grounds, finished, write_file
+from fedquilt.studies.plan import Plan, PlannedRun
+from fedquilt.studies.result import Result
+from fedquilt.studies.study import Study, run_plan
+
+if TYPE_CHECKING:
+    from rich.console import Console
+    from rich.progress import TaskID
+
+    from fedquilt.round import Record
+
+
+def prepared(
+    plan: Plan, sources: Mapping[str, str], folder: Path | None, target: float | None, console: Console
+) -> Grounds:
+    """Prepare a run of every entry before the first one begins, and show their settings.
+
+    A budget that holds nothing, or a method that does not fit the task, is an error now and not
+    after the entries before it have been trained.
+
+    Args:
+        plan: What is to be run.
+        sources: Where the settings of each entry come from, by entry.
+        folder: Folder of the study, if it has one. Entries of which a run is finished are not prepared.
+        target: Value of the main metric that was asked for.
+        console: Where the settings are shown.
+    """
+    from fedquilt.milestones import check_target
+
+    grounds = Grounds()
+    first = {run.entry: run for run in reversed(plan.final_runs({}))}
+    lines: list[tuple[str, str, str]] = []
+    title = ""
+    for planned in (first[entry.name] for entry in plan.entries):
+        if folder and finished(planned, folder / planned.folder):
+            continue
+        experiment = planned.experiment
+        run = experiment.prepare(grounds.of(experiment))
+        main = run.world.task.main
+        if target is not None:
+            check_target(target, main.name, main.is_rate)
+        seeds = None if len(plan.seeds) > 1 else planned.seed
+        lines.append((planned.entry, sources[planned.entry], values_of(experiment, run, seeds)))
+        title = title_of(", ".join(entry.name for entry in plan.entries), experiment, run)
+    if lines:
+        say(console, "\n".join([*settings_lines(lines), title]))
+    if lines and (len(plan.seeds) > 1 or plan.tuning_runs):
+        seeds_told = ", ".join(map(str, plan.seeds))
+        tuned = f", {len(plan.tuning_runs)} of them to tune" if plan.tuning_runs else ""
+        say(console, f"{plan.num_runs} runs{tuned}; seeds {seeds_told}")
+    return grounds
+
+
+def run_study(
+    plan: Plan,
+    folder: Path | None,
+    jobs: int,
+    console: Console,
+    command: str,
+    confirmed: bool = False,
+    grounds: Grounds | None = None,
+) -> Study:
+    """Run a study with its progress on the console.
+
+    Args:
+        plan: What is to be run.
+        folder: Folder of the study. None: nothing is kept.
+        jobs: Number of runs at the same time.
+        console: Where progress is shown.
+        command: What continues the study, for the message where it is interrupted.
+        confirmed: True: more than `MAX_RUNS` runs are accepted.
+        grounds: Data and model that were made before, if there are some.
+    """
+    with StudyProgress(console, plan) as watch:
+        try:
+            return run_plan(plan, folder, jobs, watch, confirmed, grounds)
+        except KeyboardInterrupt as error:
+            far = f"The study was stopped with {watch.done} of {plan.num_runs} runs finished."
+            if folder is None:
+                raise Interrupted(f"{far} Nothing of it is kept; with --out DIR it could be resumed.") from error
+            raise Interrupted(f"{far} Go on with: fedquilt {command} --resume {folder}") from error
+
+
+class StudyProgress:
+    """Bars on a terminal, one for all runs and one for each that is running; elsewhere a line per evaluation."""
+
+    def __init__(self, console: Console, plan: Plan) -> None:
+        self.done = 0
+        self._console = console
+        self._lock = threading.Lock()
+        self._total = plan.num_runs
+        is_single = len(plan.seeds) == 1 and not plan.tuning_runs
+        self._is_single = is_single
+        runs = [*plan.tuning_runs, *plan.final_runs({})]
+        self._wide = max(len(self._name(run)) for run in runs)
+        self._bars = round_bars(console) if console.is_terminal else None
+        self._all: TaskID | None = None
+        self._tasks: dict[str, TaskID] = {}
+
+    def _name(self, planned: PlannedRun) -> str:
+        return planned.entry if self._is_single else planned.title
+
+    def __enter__(self) -> StudyProgress:
+        if self._bars is not None:
+            self._bars.start()
+            self._all = self._bars.add_task("runs", total=self._total, rate="", figures="")
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._bars is not None:
+            self._bars.stop()
+
+    def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
+        name = self._name(planned)
+        if self._bars is None:
+            lead = f"{name:<{self._wide}}  "
+
+            def by_line(record: Record) -> None:
+                with self._lock:
+                    say_round(self._console, lead, display.rounds, display.labels, display.percent, record)
+
+            return by_line
+        bars = self._bars
+        task = bars.add_task(name, total=display.rounds, completed=display.done, rate="", figures="")
+        self._tasks[planned.folder] = task
+        return watch_bar(bars, task, display.done, display.labels, display.percent)
+
+    def end(self, planned: PlannedRun, result: Result) -> None:
+        with self._lock:
+            self.done += 1
+            if result.diverged is not None:
+                say(self._console, f"{self._name(planned)} diverged in round {result.diverged}")
+        if self._bars is not None and self._all is not None:
+            self._bars.update(self._all, completed=self.done)
+            task = self._tasks.pop(planned.folder, None)
+            if task is not None:
+                self._bars.remove_task(task)
+
+
+def show_study(
+    study: Study,
+    kind: str,
+    console: Console,
+    stdout: TextIO,
+    *,
+    metric: str = "",
+    target: float | None = None,
+    baseline: str = "",
+) -> None:
+    """Show the tables of a study, and write their numbers into its folder.
+
+    Args:
+        study: A study that was run.
+        kind: "text", "markdown", "latex", "csv" or "json".
+        console: Where text is shown.
+        stdout: Where the other formats are written.
+        metric: As in `Study.tables`.
+        target: As in `Study.tables`.
+        baseline: As in `Study.tables`.
+    """
+    found = study.to_json(metric, target, baseline)
+    if study.path is not None:
+        write_file(study.path / "compare.json", json.dumps(found, indent=2) + "\n")
+    if kind == "json":
+        print_json(found, stdout)
+        return
+    tables = study.tables(metric, target, baseline)
+    for place, table in enumerate(tables):
+        if kind == "text":
+            if place:
+                say(console, "")
+            show_text_table(console, table)
+        else:
+            print("\n" * bool(place) + table.render(kind), file=stdout)

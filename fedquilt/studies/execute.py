@@ -1,0 +1,262 @@
+"""Run the planned runs of a study: those that are there are read, interrupted ones are resumed, the rest begins.
+
+In one process, runs of one seed share their data and what an engine has recorded. With several
+jobs each run has a process of its own (`workers.py`), and its numbers are the same.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+from fedquilt.config import Experiment, Ground, read_toml
+from fedquilt.errors import ConfigError, RecordError, TrainingError
+from fedquilt.experiment import Run
+from fedquilt.files import why, write
+from fedquilt.loop import complete
+from fedquilt.records import Folder, holds_a_run, read
+from fedquilt.round import Record
+from fedquilt.round.labels import labels_by_share
+from fedquilt.round.serve import grade
+from fedquilt.settings import write as plain_settings
+from fedquilt.studies.plan import PlannedRun
+from fedquilt.studies.result import Result
+
+
+@dataclass(frozen=True)
+class Display:
+    """What is needed to show the progress of one run.
+
+    Attributes:
+        rounds: Number of rounds in all.
+        done: Rounds that are behind it, where it resumes.
+        percent: True if the main figure is shown in percent.
+        labels: Names of shares whose name is not the number.
+    """
+
+    rounds: int
+    done: int = 0
+    percent: bool = True
+    labels: Mapping[str, str] = field(default_factory=dict)
+
+    @staticmethod
+    def of(run: Run, rounds: int) -> Display:
+        labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
+        return Display(rounds, run.server.round, run.world.task.main.is_rate, labels)
+
+
+class Watch(Protocol):
+    """Told about the progress of a study. With several jobs it is called from several threads."""
+
+    def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
+        """Return a function that is called with every record of a run that begins or resumes."""
+
+    def end(self, planned: PlannedRun, result: Result) -> None:
+        """Take note of a run that is over, or was there already."""
+
+
+class Unwatched:
+    """A `Watch` that does nothing."""
+
+    def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
+        return lambda record: None
+
+    def end(self, planned: PlannedRun, result: Result) -> None:
+        return None
+
+
+@dataclass
+class Grounds:
+    """Data, model and devices of the last run, which the next one uses again if its settings are the same."""
+
+    _last: list[tuple[Experiment, Ground]] = field(default_factory=list)
+
+    def of(self, experiment: Experiment) -> Ground:
+        """Return the ground of an experiment. One is kept at a time, because data may be large."""
+        for other, ground in self._last:
+            if _same_ground(experiment, other):
+                return ground
+        self._last = []  # Free the old data before the new data is loaded.
+        ground = experiment.ground()
+        self._last = [(experiment, ground)]
+        return ground
+
+
+def _same_ground(one: Experiment, other: Experiment) -> bool:
+    names = ("data", "model", "task", "fleet", "seed", "init")
+    machines = (one.engine.device, one.engine.precision), (other.engine.device, other.engine.precision)
+    return machines[0] == machines[1] and all(getattr(one, name) == getattr(other, name) for name in names)
+
+
+def execute(
+    runs: Sequence[PlannedRun],
+    folder: Path | None,
+    jobs: int = 1,
+    watch: Watch | None = None,
+    grounds: Grounds | None = None,
+) -> list[Result]:
+    """Run what is not there yet, and return the results in the order of the runs.
+
+    Args:
+        runs: Planned runs.
+        folder: Folder of the study. None: nothing is written, and there is one job.
+        jobs: Number of processes that run at the same time. 1: all run in this process.
+        watch: Told about the progress.
+        grounds: Data and model that were made before, if there are some.
+    """
+    watch = watch or Unwatched()
+    found: dict[int, Result] = {}
+    for place, planned in enumerate(runs):
+        if folder and (result := finished(planned, folder / planned.folder)):
+            found[place] = result
+            watch.end(planned, result)
+    rest = [(place, planned) for place, planned in enumerate(runs) if place not in found]
+    if jobs > 1 and len(rest) > 1:
+        from fedquilt.studies.workers import execute_in_processes
+
+        assert folder is not None, "several jobs exchange their results through the study's folder"
+        execute_in_processes([planned for _, planned in rest], folder, jobs, watch)
+        for place, planned in rest:
+            result = finished(planned, folder / planned.folder)
+            assert result is not None, "a process that ended well has written its summary"
+            found[place] = result
+        return [found[place] for place in range(len(runs))]
+    grounds = grounds or Grounds()
+    for place, planned in rest:
+        path = folder / planned.folder if folder else None
+        found[place] = perform(planned, path, grounds, watch)
+        watch.end(planned, found[place])
+    return [found[place] for place in range(len(runs))]
+
+
+def finished(planned: PlannedRun, path: Path) -> Result | None:
+    """Return the result in a run's folder, if the run is over."""
+    summary = read_summary(path)
+    if summary is None:
+        return None
+    is_short = summary.get("rounds", 0) < planned.experiment.rounds and "diverged" not in summary
+    if planned.measure == "training" and is_short:
+        return None
+    records = read(path) if planned.measure == "training" else []
+    return Result(planned.entry, planned.seed, summary, tuple(records))
+
+
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Return how the run in a folder ended; None if it has not.
+
+    Raises:
+        RecordError: The file is there and is not what a run wrote.
+    """
+    file = path / "summary.json"
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{file} cannot be read: {error}.") from error
+    try:
+        summary = json.loads(text)
+    except ValueError as error:
+        raise RecordError(f"{file} is damaged: {error}. Delete it to finish the run again.") from error
+    if not isinstance(summary, dict):
+        raise RecordError(f"{file} is damaged: it holds no object. Delete it to finish the run again.")
+    return summary
+
+
+def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Watch) -> Result:
+    """Train one run to its end, from its last checkpoint where there is one.
+
+    A run whose loss is no longer a number counts with the state before that round, and its
+    summary names the round as `diverged`.
+    """
+    if planned.measure != "training":
+        return _measured(planned, path, grounds)
+    with ExitStack() as stack:
+        experiment, run, folder = _opened(planned, path, grounds, stack)
+        try:
+            complete(
+                run,
+                experiment.rounds,
+                folder=folder,
+                path=path,
+                trackers=experiment.tracking,
+                settings=plain_settings(experiment),
+                watch=watch.begin(planned, Display.of(run, experiment.rounds)),
+                names=experiment.names,
+            )
+            summary = {**run.summary, **experiment.names}
+        except TrainingError as error:
+            if error.__cause__ is not None:  # A mistake or a full device, and not a loss that is no number.
+                raise
+            summary = {**run.summary, **experiment.names, **_diverged(run)}
+            if folder:
+                folder.finish(summary)
+    return Result(planned.entry, planned.seed, summary, tuple(run.records))
+
+
+def _diverged(run: Run) -> dict[str, Any]:
+    """Return the entries of a summary for a run that diverged: figures of its last state, and the round."""
+    grades = run.grades
+    if not run.records or not run.records[-1].grades.main:
+        grades = grade(run.federation, run.server, run.fleet, run.engine, run.evaluation)
+    return {"accuracy": grades.accuracy, "metrics": grades.metrics, "diverged": run.server.round + 1}
+
+
+def _opened(
+    planned: PlannedRun, path: Path | None, grounds: Grounds, stack: ExitStack
+) -> tuple[Experiment, Run, Folder | None]:
+    """Return the experiment, the run and its folder, which are new or as an earlier process left them."""
+    experiment = planned.experiment
+    if path is None:
+        ground = grounds.of(experiment)
+        run = experiment.prepare(ground)
+        return experiment.settled(run, ground), run, None
+    if not holds_a_run(path):
+        ground = grounds.of(experiment)
+        run = experiment.prepare(ground)
+        settled = experiment.settled(run, ground)
+        folder = stack.enter_context(Folder.create(path, settled.to_toml(), settled.checkpoint))
+        return settled, run, folder
+    config = path / "config.toml"
+    there = Experiment.of(read_toml(config), file=str(config))
+    settled = replace(there, rounds=experiment.rounds)
+    folder = stack.enter_context(Folder.resume(path, settled.checkpoint))
+    run = settled.prepare(grounds.of(settled))
+    done = folder.load(run)
+    if done > settled.rounds:
+        raise ConfigError(f"{settled.rounds} rounds were asked for; the run in {path} has {done} behind it.")
+    if settled != there:
+        write_file(config, settled.to_toml())
+    return settled, run, folder
+
+
+def _measured(planned: PlannedRun, path: Path | None, grounds: Grounds) -> Result:
+    """Return what a measure finds about a run that is prepared and not trained."""
+    from fedquilt.studies.measures import MEASURES
+
+    experiment = planned.experiment
+    ground = grounds.of(experiment)
+    run = experiment.prepare(ground)
+    found = MEASURES[planned.measure](run, experiment.rounds)
+    summary = {**experiment.names, "seed": planned.seed, "measure": planned.measure, **found}
+    if path is not None:
+        path.mkdir(parents=True, exist_ok=True)
+        write_file(path / "config.toml", experiment.settled(run, ground).to_toml())
+        write_file(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+    return Result(planned.entry, planned.seed, summary)
+
+
+def write_file(path: Path, text: str) -> None:
+    """Write a file whole or not at all.
+
+    Raises:
+        RecordError: It could not be written.
+    """
+    try:
+        write(path, [text.encode()])
+    except OSError as error:
+        raise RecordError(f"{path} could not be written: {why(error)}.") from error

@@ -1,0 +1,369 @@
+"""A study as values: which runs there are, in which folders, and what `study.toml` holds.
+
+DIR/
+├── study.toml                     what was asked for, written before the first run
+├── ENTRY/
+│   ├── seed0/ seed1/ …            one run per seed (`records.py`)
+│   ├── tuning/POINT-seed0/ …      runs on the validation part, one per point of the grid
+│   └── tuned.json                 figures of all points, and the point that was chosen
+"""
+
+from __future__ import annotations
+
+import copy
+import itertools
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+from fedquilt.config import Experiment, Settings, assign, choose, overlay, read_toml
+from fedquilt.errors import ConfigError
+from fedquilt.names import nearest
+from fedquilt.settings import label
+
+MAX_RUNS = 1_000  # More runs than this are started only if they are confirmed.
+STUDY_FILE = "study.toml"
+Point = Mapping[str, Any]  # Values of a grid by the path of their setting.
+Stage = Literal["final", "tuning"]
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One row of a study: a name, and the settings that its runs share.
+
+    Attributes:
+        name: What tables call it, such as "fedrolex".
+        settings: Tables of plain values as `config.toml` has them. A seed in them is replaced.
+        grid: Values to try, by the path of the setting. Empty: nothing is tuned.
+    """
+
+    name: str
+    settings: Settings
+    grid: Mapping[str, tuple[Any, ...]] = field(default_factory=dict)
+
+    @property
+    def folder(self) -> str:
+        """Return the name of its folder."""
+        return folder_name(self.name)
+
+    @property
+    def points(self) -> list[Point]:
+        """Return all combinations of the grid's values, in the order in which they were given."""
+        paths = list(self.grid)
+        return [dict(zip(paths, values, strict=True)) for values in itertools.product(*self.grid.values())]
+
+
+@dataclass(frozen=True)
+class PlannedRun:
+    """One run of a study.
+
+    Attributes:
+        entry: Name of the row.
+        seed: Random seed.
+        settings: All settings, the seed and the point of the grid included.
+        folder: Folder inside the study's.
+        point: Point of the grid.
+        stage: "tuning" runs are evaluated on the validation part, "final" ones on the test set.
+        measure: What is done: "training", or a name of `MEASURES` that trains nothing.
+    """
+
+    entry: str
+    seed: int
+    settings: Settings
+    folder: str
+    point: Point = field(default_factory=dict)
+    stage: Stage = "final"
+    measure: str = "training"
+
+    @property
+    def title(self) -> str:
+        """Return what progress lines call it."""
+        tuned = ", ".join(f"{_short(path)} {value}" for path, value in self.point.items())
+        return f"{self.entry}, {tuned}, tuning" if self.stage == "tuning" else f"{self.entry}, seed {self.seed}"
+
+    @property
+    def experiment(self) -> Experiment:
+        """Return the settings as the experiment that they describe."""
+        return Experiment.of(self.settings)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """All that was asked of a study.
+
+    Attributes:
+        entries: Rows, each with a name of its own.
+        seeds: Random seeds of the final runs of every entry.
+        validation: Share of every client's training samples on which a grid is tuned.
+        tuning_seeds: Number of the seeds, from the first on, with which a grid is tuned.
+        tuning: Settings that tuning runs have instead, such as fewer rounds.
+        measure: What is done in every run, as in `PlannedRun`.
+    """
+
+    entries: tuple[Entry, ...]
+    seeds: tuple[int, ...] = (0,)
+    validation: float = 0.1
+    tuning_seeds: int = 1
+    tuning: Settings = field(default_factory=dict)
+    measure: str = "training"
+
+    def __post_init__(self) -> None:
+        wrong = list(self._problems())
+        if wrong:
+            raise ConfigError("\n  ".join(["a study was asked for that cannot be run:", *wrong]))
+
+    def _problems(self) -> Iterator[str]:
+        names = [entry.name for entry in self.entries]
+        if not names:
+            yield "it has no entries; name at least one method or file."
+        for name in dict.fromkeys(name for name in names if names.count(name) > 1):
+            yield f"{name} is given {names.count(name)} times; give each entry once, or another name."
+        folders = [entry.folder.casefold() for entry in self.entries]
+        for entry in self.entries:
+            if folders.count(entry.folder.casefold()) > 1 and names.count(entry.name) == 1:
+                yield f"the name {entry.name!r} gives the same folder as another one; give it another name."
+        if not self.seeds:
+            yield "it has no seeds; give at least one."
+        elif len(set(self.seeds)) < len(self.seeds):
+            yield f"the seeds {' '.join(map(str, self.seeds))} repeat one; give each once."
+        if not 0 < self.validation < 1:
+            yield f"validation = {self.validation} was given; a share of the training samples in (0, 1) fits."
+        if not 1 <= self.tuning_seeds <= len(self.seeds):
+            yield f"tuning with {self.tuning_seeds} seeds was asked for; there are {len(self.seeds)}."
+        for entry in self.entries:
+            for path, values in entry.grid.items():
+                if not values:
+                    yield f"{entry.name}: the grid over {path} has no values."
+                elif len({json.dumps(value) for value in values}) < len(values):
+                    yield f"{entry.name}: the grid over {path} repeats a value."
+
+    @property
+    def num_runs(self) -> int:
+        """Return the number of runs, tuning included. Nothing is built to count them."""
+        tuning = sum(math.prod(map(len, entry.grid.values())) for entry in self.entries if entry.grid)
+        return tuning * self.tuning_seeds + len(self.entries) * len(self.seeds)
+
+    def check(self, confirmed: bool = False) -> None:
+        """Refuse too many runs, settings that do not fit, and entries that cannot be compared.
+
+        Args:
+            confirmed: True: any number of runs is accepted.
+        """
+        if self.num_runs > MAX_RUNS and not confirmed:
+            raise ConfigError(
+                f"a study of {self.num_runs:,} runs was asked for; more than {MAX_RUNS:,} are started only with "
+                "--yes (in Python: confirmed=True)."
+            )
+        wrong = []
+        experiments = {}
+        for entry in self.entries:
+            settings = [run.settings for run in self._tuning_runs(entry)[: math.prod(map(len, entry.grid.values()))]]
+            for one in settings or [self._final(entry, self.seeds[0], {}).settings]:
+                try:
+                    experiments[entry.name] = Experiment.of(one)
+                except ConfigError as error:
+                    wrong.append(f"{entry.name}: {error}")
+                    break  # The other points would say the same again.
+        if wrong:
+            raise ConfigError("\n".join(wrong))
+
+    def check_comparable(self) -> None:
+        """Refuse entries with different data or tasks, of which no table could compare figures."""
+        found: dict[tuple[str, str], list[str]] = {}
+        for entry in self.entries:
+            experiment = Experiment.of(self._final(entry, self.seeds[0], {}).settings)
+            options = dict(sorted(experiment.data.options.items()))
+            data = f"{experiment.data.name} {json.dumps(options, default=str) if options else ''}".strip()
+            task = label(type(experiment.task)) if experiment.task else "the data's task"
+            found.setdefault((data, task), []).append(entry.name)
+        if len(found) > 1:
+            lines = [f"{', '.join(names)}: {data}, {task}" for (data, task), names in found.items()]
+            raise ConfigError(
+                "these were to be compared; their data or tasks differ, so that their figures cannot be:\n  "
+                + "\n  ".join(lines)
+            )
+
+    @property
+    def tuning_runs(self) -> list[PlannedRun]:
+        """Return the runs on the validation part: all points of the grids, for the first seeds."""
+        return [run for entry in self.entries for run in self._tuning_runs(entry)]
+
+    def final_runs(self, chosen: Mapping[str, Point]) -> list[PlannedRun]:
+        """Return the runs of all seeds, seed by seed, because entries of one seed share their data.
+
+        Args:
+            chosen: Point of the grid by entry, for those that have one.
+        """
+        return [self._final(entry, seed, chosen.get(entry.name, {})) for seed in self.seeds for entry in self.entries]
+
+    def _final(self, entry: Entry, seed: int, point: Point) -> PlannedRun:
+        settings = laid(entry.settings, point)
+        settings["seed"] = seed
+        return PlannedRun(entry.name, seed, settings, f"{entry.folder}/seed{seed}", point, measure=self.measure)
+
+    def _tuning_runs(self, entry: Entry) -> list[PlannedRun]:
+        if not entry.grid:
+            return []
+        runs = []
+        for seed in self.seeds[: self.tuning_seeds]:
+            for point in entry.points:
+                settings = self._on_validation(laid(overlay(entry.settings, self.tuning), point))
+                settings["seed"] = seed
+                folder = f"{entry.folder}/tuning/{_point_name(point)}-seed{seed}"
+                runs.append(PlannedRun(entry.name, seed, settings, folder, point, "tuning"))
+        return runs
+
+    def _on_validation(self, settings: Settings) -> Settings:
+        """Return settings with which nothing of the test set is seen.
+
+        They are evaluated once, at the end, unless the settings ask for more.
+        """
+        data = settings.get("data", {})
+        if not (isinstance(data, Mapping) and data.get("validation")):
+            assign(settings, ["data", "validation"], self.validation)
+        evaluation = settings.get("evaluation", {})
+        if not (isinstance(evaluation, Mapping) and "every" in evaluation):
+            assign(settings, ["evaluation", "every"], 0)
+        return assign(settings, ["evaluation", "on"], "validation")
+
+    # --- the file ----------------------------------------------------------------------------------------------
+
+    def to_toml(self) -> str:
+        """Return the text of `study.toml`, from which `Plan.read` makes an equal plan."""
+        import tomli_w
+
+        entries = [
+            {"name": entry.name, "grid": {path: list(values) for path, values in entry.grid.items()}}
+            | {"settings": {key: value for key, value in entry.settings.items() if key != "seed"}}
+            for entry in self.entries
+        ]
+        plain = {
+            "seeds": list(self.seeds),
+            "validation": self.validation,
+            "tuning_seeds": self.tuning_seeds,
+            "measure": self.measure,
+            "tuning": self.tuning,
+            "entries": entries,
+        }
+        return tomli_w.dumps(plain)
+
+    @staticmethod
+    def read(folder: Path) -> Plan:
+        """Return the plan in a study's folder."""
+        file = folder / STUDY_FILE
+        if not file.is_file():
+            found = "there is no study in it" if folder.is_dir() else "there is no such folder"
+            raise ConfigError(f"the study in {folder} was asked for; {found}.")
+        plain = read_toml(file)
+        try:
+            entries = [
+                Entry(one["name"], one["settings"], {path: tuple(values) for path, values in one["grid"].items()})
+                for one in plain["entries"]
+            ]
+            return Plan(
+                tuple(entries),
+                tuple(plain["seeds"]),
+                plain["validation"],
+                plain["tuning_seeds"],
+                plain["tuning"],
+                plain["measure"],
+            )
+        except (KeyError, TypeError, AttributeError) as error:
+            raise ConfigError(f"{file} is not what a study wrote: {type(error).__name__} {error}.") from error
+
+    def check_extends(self, other: Plan, folder: Path) -> None:
+        """Refuse a folder in which an entry of the same name has other settings.
+
+        Other seeds and other entries are accepted: runs that are there are not repeated.
+        """
+        lines = []
+        before = {entry.name: entry for entry in other.entries}
+        for entry in self.entries:
+            if entry.name in before:
+                asked, there = entry, before[entry.name]
+                pairs = (asked.settings, there.settings), (_plain_grid(asked), _plain_grid(there))
+                lines += [f"{entry.name}: {line}" for own, old in pairs for line in _differences(own, old)]
+        if any(entry.grid for entry in self.entries):
+            names = ("validation", "tuning", "tuning_seeds")
+            own, old = ({name: getattr(plan, name) for name in names} for plan in (self, other))
+            lines += _differences(own, old)
+        lines += _differences({"measure": self.measure}, {"measure": other.measure})
+        if lines:
+            told = "\n  ".join(lines)
+            raise ConfigError(
+                f"the folder {folder} was asked for; the study there has other settings:\n  {told}\n  Ask for what it "
+                "was, or name another folder."
+            )
+
+
+def laid(settings: Settings, point: Point) -> Settings:
+    """Return settings with the values of a point, names first because they decide which options there are."""
+    settings = copy.deepcopy(settings)
+    for path, value in sorted(point.items(), key=lambda one: not one[0].endswith("name")):
+        keys = path.split(".")
+        if keys[-1] == "name":
+            choose(settings, keys[:-1], value)
+        else:
+            assign(settings, keys, value)
+    return settings
+
+
+def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:
+    """Split `ENTRY:A.B=V` into the entry and `A.B=V`. Without an entry the first part is empty.
+
+    Args:
+        entries: Names of all entries.
+        text: What a flag was given.
+        flag: Its name, for the message.
+    """
+    path, equals, value = text.partition("=")
+    name, colon, own = path.rpartition(":")
+    if not colon:
+        return "", text
+    if name not in entries:
+        raise ConfigError(f"{flag} {text} was asked for; there is no entry {name!r}.{nearest(name, entries)}")
+    return name, f"{own}{equals}{value}"
+
+
+def folder_name(name: str) -> str:
+    """Return a name as a folder's: letters, digits, dots and hyphens."""
+    plain = re.sub(r"[^\w.-]+", "_", name).strip("_.") or "entry"
+    return plain if len(plain) <= 80 else f"{plain[:71]}-{zlib.crc32(name.encode()):08x}"
+
+
+def _point_name(point: Point) -> str:
+    return folder_name("-".join(f"{_short(path)}{value}" for path, value in point.items()))
+
+
+def _short(path: str) -> str:
+    return path.rpartition(".")[2]
+
+
+def _plain_grid(entry: Entry) -> dict[str, list[Any]]:
+    return {path: list(values) for path, values in entry.grid.items()}
+
+
+def _differences(own: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Return one line for each value that differs, by its path."""
+    asked, there = (dict(_leaves("", table)) for table in (own, old))
+    asked, there = ({path: value for path, value in leaves.items() if path != "seed"} for leaves in (asked, there))
+    nothing = "nothing"
+    return [
+        f"{path} is {there.get(path, nothing)} there, {asked.get(path, nothing)} was asked for"
+        for path in {**there, **asked}
+        if asked.get(path) != there.get(path)
+    ]
+
+
+def _leaves(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    for key, value in table.items():
+        inner = f"{path}.{key}" if path else key
+        if isinstance(value, Mapping):
+            yield from _leaves(inner, value)
+        else:
+            yield inner, list(value) if isinstance(value, tuple) else value

@@ -1,0 +1,285 @@
+"""A study: plan it, tune it, run it, and read it again."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from collections.abc import Mapping, Sequence
+from contextlib import ExitStack
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from fedquilt.config import Experiment, Settings, defaults, read_toml
+from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.settings import write as plain_settings
+from fedquilt.studies.execute import Grounds, Watch, execute, finished, write_file
+from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point
+from fedquilt.studies.report import comparison, frame, to_json
+from fedquilt.studies.result import Result
+from fedquilt.studies.table import Table
+
+if TYPE_CHECKING:
+    import pandas as pd
+
+
+@dataclass(frozen=True)
+class Trial:
+    """One point of a grid: its main figure on the validation part, for the widest model.
+
+    Attributes:
+        point: Values by the path of their setting.
+        figures: Main figure by seed. NaN: the run diverged.
+    """
+
+    point: Point
+    figures: Mapping[int, float]
+
+    @property
+    def mean(self) -> float:
+        return sum(self.figures.values()) / len(self.figures)
+
+
+@dataclass(frozen=True)
+class Study:
+    """Runs of several entries and seeds, and how their settings were tuned.
+
+    Attributes:
+        plan: What was asked for.
+        results: One result per final run that is there.
+        chosen: Point of the grid by entry, for entries that have a grid.
+        trials: Figures of all points by entry.
+        path: Folder of the study. None: it was not written.
+    """
+
+    plan: Plan
+    results: tuple[Result, ...] = field(repr=False)
+    chosen: Mapping[str, Point] = field(default_factory=dict)
+    trials: Mapping[str, tuple[Trial, ...]] = field(default_factory=dict, repr=False)
+    path: Path | None = None
+
+    def tables(self, metric: str = "", target: float | None = None, baseline: str = "") -> list[Table]:
+        """Return the tables that compare the entries.
+
+        Args:
+            metric: Name of a metric. Empty: the task's main one.
+            target: Value of the metric; what it took to reach it is shown. None: not shown.
+            baseline: Name of an entry; what it took to reach parts of its best figure is shown.
+        """
+        tables = comparison(self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline)
+        return [*tables, *self._tuning_tables()]
+
+    def to_json(self, metric: str = "", target: float | None = None, baseline: str = "") -> dict[str, Any]:
+        """Return all numbers of the tables as plain values. Arguments are those of `tables`."""
+        found = to_json(self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline)
+        tuned = {
+            name: {"chosen": dict(self.chosen[name]), "trials": [_plain_trial(trial) for trial in trials]}
+            for name, trials in self.trials.items()
+        }
+        return {**found, **({"tuned": tuned} if tuned else {})}
+
+    def frame(self, by_round: bool = False) -> pd.DataFrame:
+        """Return a pandas DataFrame with one line per entry, seed and share.
+
+        Args:
+            by_round: True: one line per evaluated round as well.
+        """
+        return frame(self.results, by_round)
+
+    def _tuning_tables(self) -> list[Table]:
+        if not self.trials:
+            return []
+        rows = []
+        for name, trials in self.trials.items():
+            for trial in trials:
+                point = ", ".join(f"{path} = {value}" for path, value in trial.point.items())
+                shown = "diverged" if trial.mean != trial.mean else f"{trial.mean:.4g}"
+                rows.append([name, point, shown, "yes" if trial.point == self.chosen[name] else ""])
+        main = self.results[0].main if self.results else "figure"
+        note = (
+            f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which these runs "
+            "held back. The test set was not used."
+        )
+        return [Table("tuning", ["entry", "setting", f"validation {main}", "chosen"], rows, [note])]
+
+    @staticmethod
+    def read(folder: str | Path) -> Study:
+        """Return the study in a folder with the runs that are finished. Nothing is trained."""
+        path = Path(folder)
+        plan = Plan.read(path)
+        chosen: dict[str, Point] = {}
+        trials: dict[str, tuple[Trial, ...]] = {}
+        for entry in plan.entries:
+            results = [(run, finished(run, path / run.folder)) for run in plan.tuning_runs if run.entry == entry.name]
+            there = [(run, result) for run, result in results if result]
+            if entry.grid and len(there) == len(results):
+                chosen[entry.name], trials[entry.name] = _choose(entry, there)
+        runs = [run for run in plan.final_runs(chosen) if run.entry in chosen or not _grid_of(plan, run.entry)]
+        found = [finished(run, path / run.folder) for run in runs]
+        return Study(plan, tuple(result for result in found if result), chosen, trials, path)
+
+
+def run_plan(
+    plan: Plan,
+    folder: str | Path | None = None,
+    jobs: int = 1,
+    watch: Watch | None = None,
+    confirmed: bool = False,
+    grounds: Grounds | None = None,
+) -> Study:
+    """Run a study and return it. Runs that are in the folder are not repeated.
+
+    Args:
+        plan: What is to be run.
+        folder: Folder of the study. None: nothing is kept.
+        jobs: Number of runs at the same time, in processes of their own.
+        watch: Told about the progress.
+        confirmed: True: more than `MAX_RUNS` runs are accepted.
+        grounds: Data and model that were made before, if there are some.
+    """
+    if jobs < 1:
+        raise ConfigError(f"{jobs} jobs were asked for; at least one is needed.")
+    plan.check(confirmed)
+    with ExitStack() as stack:
+        path = None if folder is None else Path(folder)
+        if path is not None:
+            _announce(plan, path)
+        where = path
+        if where is None and jobs > 1:  # Processes exchange their results through a folder.
+            where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-study-")))
+        chosen, trials = _tuned(plan, where, jobs, watch)
+        results = execute(plan.final_runs(chosen), where, jobs, watch, grounds)
+    return Study(plan, tuple(results), chosen, trials, path)
+
+
+def _announce(plan: Plan, folder: Path) -> None:
+    """Write what was asked for, before the first run begins."""
+    if (folder / STUDY_FILE).exists():
+        plan.check_extends(Plan.read(folder), folder)
+    elif folder.is_dir() and (folder / "config.toml").exists():
+        raise ConfigError(f"the folder {folder} was asked for; a run is there. Name another folder for the study.")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"the folder {folder} was asked for; it cannot be made: {error.strerror}.") from error
+    write_file(folder / STUDY_FILE, plan.to_toml())
+
+
+def _tuned(
+    plan: Plan, folder: Path | None, jobs: int, watch: Watch | None
+) -> tuple[dict[str, Point], dict[str, tuple[Trial, ...]]]:
+    """Run the grids on the validation part, and return the best point and all trials by entry."""
+    runs = plan.tuning_runs
+    results = execute(runs, folder, jobs, watch)
+    chosen: dict[str, Point] = {}
+    trials: dict[str, tuple[Trial, ...]] = {}
+    for entry in plan.entries:
+        if not entry.grid:
+            continue
+        own = [(run, result) for run, result in zip(runs, results, strict=True) if run.entry == entry.name]
+        chosen[entry.name], trials[entry.name] = _choose(entry, own)
+        if folder is not None:
+            tuned = {
+                "chosen": chosen[entry.name],
+                "trials": [_plain_trial(trial) for trial in trials[entry.name]],
+            }
+            write_file(folder / entry.folder / "tuned.json", json.dumps(tuned, indent=2) + "\n")
+    return chosen, trials
+
+
+def _choose(entry: Entry, runs: Sequence[tuple[PlannedRun, Result]]) -> tuple[Point, tuple[Trial, ...]]:
+    """Return the point with the best mean figure, the first of equal ones, and all trials.
+
+    The figure is the task's main one, of the widest model, in the last evaluated round. A point
+    with which a run diverged is never chosen.
+    """
+    trials = []
+    for point in entry.points:
+        own = [(run.seed, result) for run, result in runs if run.point == point]
+        trials.append(Trial(point, {seed: _widest_figure(result) for seed, result in own}))
+    alive = [trial for trial in trials if trial.mean == trial.mean]
+    if not alive:
+        raise TrainingError(
+            f"{entry.name}: every point of the grid over {', '.join(entry.grid)} diverged. Try smaller rates."
+        )
+    sign = 1.0 if runs[0][1].higher_is_better else -1.0
+    best = max(alive, key=lambda trial: sign * trial.mean)
+    return best.point, tuple(trials)
+
+
+def _widest_figure(result: Result) -> float:
+    figures = result.metric()
+    if result.diverged is not None or not figures:
+        return float("nan")
+    return figures[max(figures, key=float)]
+
+
+def _plain_trial(trial: Trial) -> dict[str, Any]:
+    figures = {str(seed): figure if figure == figure else None for seed, figure in trial.figures.items()}
+    return {"point": dict(trial.point), "figures": figures}
+
+
+def _grid_of(plan: Plan, name: str) -> Mapping[str, tuple[Any, ...]]:
+    return next(entry.grid for entry in plan.entries if entry.name == name)
+
+
+def study(
+    entries: Mapping[str, Experiment | Settings] | Sequence[str],
+    *,
+    seeds: Sequence[int] = (0,),
+    grid: Mapping[str, Sequence[Any]] | None = None,
+    validation: float = 0.1,
+    tuning_seeds: int = 1,
+    tuning: Settings | None = None,
+    out: str | Path | None = None,
+    jobs: int = 1,
+    watch: Watch | None = None,
+    confirmed: bool = False,
+) -> Study:
+    """Run every entry with every seed, and return a `Study` with tables and a DataFrame.
+
+    With `out` each run has a folder inside, and a call that was interrupted continues where it
+    stopped. Runs that are there are not repeated, so that entries and seeds can be added.
+
+    Args:
+        entries: Experiments, or settings as `config.toml` has them, by name. Or names of methods
+            (with their defaults on the bundled digits) and TOML files.
+        seeds: Random seeds. They replace the seed of an experiment.
+        grid: Values to try, by the path of a setting (`method.local.optimiser.lr`). The best point
+            of each entry, on the validation part, is then run with all seeds. None: no tuning.
+        validation: Share of every client's training samples that tuning runs hold back.
+        tuning_seeds: Number of the seeds with which a grid is tuned.
+        tuning: Settings that tuning runs have instead, such as `{"rounds": 10}`.
+        out: Folder of the study. None: nothing is kept.
+        jobs: Number of runs at the same time, each in a process of its own.
+        watch: Told about the progress.
+        confirmed: True: more than 1,000 runs are accepted.
+
+    Example:
+        >>> import fedquilt as fq
+        >>> settings = {"data": "digits", "model": "tiny_resnet", "rounds": 1, "fleet": {"clients": 4}}
+        >>> found = fq.study(
+        ...     {name: {**settings, "method": name} for name in ("fedavg", "heterofl")}, seeds=(0, 1)
+        ... )
+        >>> [(result.entry, result.seed) for result in found.results]
+        [('fedavg', 0), ('heterofl', 0), ('fedavg', 1), ('heterofl', 1)]
+    """
+    named = entries if isinstance(entries, Mapping) else {name: _settings_of(name) for name in _names(entries)}
+    values = {path: tuple(one) for path, one in (grid or {}).items()}
+    rows = []
+    for name, own in named.items():
+        plain = plain_settings(own) if isinstance(own, Experiment) else dict(own)
+        rows.append(Entry(name, {key: value for key, value in plain.items() if key != "seed"}, values))
+    plan = Plan(tuple(rows), tuple(seeds), validation, tuning_seeds, dict(tuning or {}))
+    plan.check_comparable()
+    return run_plan(plan, out, jobs, watch, confirmed)
+
+
+def _names(entries: Sequence[str]) -> Sequence[str]:
+    if isinstance(entries, str):
+        raise ConfigError(f"study({entries!r}) was called; a list of names or a mapping fits: study([{entries!r}]).")
+    return entries
+
+
+def _settings_of(name: str) -> Settings:
+    return read_toml(name) if name.endswith(".toml") else defaults(name)
