@@ -1,0 +1,119 @@
+"""Stored results: runs that pages report, small and without weights.
+
+    results/PAPER/NAME-seed0/
+    ├── config.toml        every setting; `fedquilt run config.toml` repeats the run
+    ├── rounds.jsonl.gz    one record per round; not there where nothing was trained
+    └── summary.json       the last round, the best one, and how the run was made
+"""
+
+from __future__ import annotations
+
+import gzip
+import json
+import platform
+import re
+import time
+import tomllib
+import zlib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from fedquilt.errors import ConfigError, RecordError
+from fedquilt.files import why, write
+from fedquilt.round import Record
+from fedquilt.studies.execute import read_summary
+from fedquilt.studies.result import Result
+from fedquilt.version import __version__
+
+MAX_BYTES = 100_000  # of one folder
+_ROUNDS = "rounds.jsonl.gz"
+_SHORTENED = ("seconds", "loss")  # of a record: to six digits, more than any table shows
+
+
+def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, Any]) -> None:
+    """Write the folder of a stored result.
+
+    Args:
+        result: A finished run.
+        run_folder: Folder of the run, of which `config.toml` is kept.
+        target: Folder to write. One that holds the same run is left as it is.
+        about: What else `summary.json` has under "about": the command, the table and its row.
+
+    Raises:
+        ConfigError: The folder holds another run, or the result is too large.
+    """
+    config = (run_folder / "config.toml").read_bytes()
+    if target.exists():
+        if (target / "config.toml").read_bytes() != config:
+            raise ConfigError(f"{target} was to be written; it holds a run with other settings. Move it first.")
+        return
+    files = {"config.toml": config, "summary.json": _summary(result, about)}
+    if result.records:
+        lines = "".join(json.dumps(_short(record)) + "\n" for record in result.records)
+        files[_ROUNDS] = gzip.compress(lines.encode(), mtime=0)
+    size = sum(map(len, files.values()))
+    if size > MAX_BYTES:
+        raise ConfigError(
+            f"{target} was to be written; it would take {size:,} bytes, and at most {MAX_BYTES:,} are stored. "
+            "Evaluate less often."
+        )
+    try:
+        target.mkdir(parents=True)
+        for name, content in files.items():
+            write(target / name, [content])
+    except OSError as error:
+        raise RecordError(f"{target} could not be written: {why(error)}.") from error
+
+
+def _summary(result: Result, about: Mapping[str, Any]) -> bytes:
+    versions = {"fedquilt": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    summary = {**result.summary, "about": {**about, "date": time.strftime("%Y-%m-%d"), "versions": versions}}
+    if result.best is not None:
+        number, grades = result.best
+        summary["best"] = {"round": number, "accuracy": grades.accuracy, "metrics": grades.metrics}
+    return (json.dumps(summary, indent=1, ensure_ascii=False) + "\n").encode()
+
+
+def _short(record: Record) -> dict[str, Any]:
+    plain = record.to_dict()
+    for name in _SHORTENED:
+        if plain[name] is not None:
+            plain[name] = float(f"{plain[name]:.6g}")
+    return plain
+
+
+def read_stored(folder: Path) -> Result:
+    """Return the result in a folder.
+
+    Raises:
+        RecordError: A file is missing or damaged.
+    """
+    summary = read_summary(folder)
+    if summary is None:
+        raise RecordError(f"the stored result in {folder} was asked for; it has no summary.json.")
+    file = folder / _ROUNDS
+    records: list[Record] = []
+    if file.exists():
+        try:
+            lines = gzip.decompress(file.read_bytes()).splitlines()
+            records = [Record.from_dict(json.loads(line)) for line in lines]
+        except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
+            raise RecordError(f"{file} is damaged: {error}.") from error
+    return Result(summary.get("method", folder.name), summary.get("seed", 0), summary, tuple(records))
+
+
+def read_config(folder: Path) -> dict[str, Any]:
+    """Return the settings of a stored result."""
+    file = folder / "config.toml"
+    try:
+        return tomllib.loads(file.read_text())
+    except (OSError, ValueError) as error:
+        raise RecordError(f"{file} cannot be read: {error}.") from error
+
+
+def stored_name(*parts: str) -> str:
+    """Return the name of a stored result: parts in lower case, without what a shell would read."""
+    return "-".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in parts if part)

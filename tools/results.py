@@ -1,0 +1,109 @@
+"""Fill in the tables of docs/results from the stored results in results/.
+
+    make results
+
+A table is marked by a comment in front of it. The comment names the value of each column and the
+results of each row:
+
+    <!-- results
+    columns: accuracy 1.0 % | best accuracy 1.0 % | seconds s
+    FedAvg: fedrescue/digits-fedavg-*
+    -->
+
+A column is a value of `fedquilt/studies/values.py`. Two of them with ` / ` between share a cell,
+and `@` stands for what a row adds to its results (`λ 0.2: splitmix/figure7-splitmix-* @ 0.2`).
+Several results give mean ± sample deviation. What a cell has in brackets, the paper's number, is
+kept, and so are rows without results.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from fedquilt.studies.result import Result
+from fedquilt.studies.statistics import Spread
+from fedquilt.studies.stored import read_stored
+from fedquilt.studies.values import Value
+
+ROOT = Path(__file__).parents[1]
+PAGES = ROOT / "docs" / "results"
+MARKED = re.compile(r"<!-- results\n(?P<mark>.*?)\n-->\n(?P<table>(?:\|[^\n]*\n)+)", re.DOTALL)
+CELL = re.compile(r"(?P<bold>\*\*)?(?P<value>.*?)(?:\*\*)?(?P<paper> \([^()]*\))?")
+
+
+def filled(page: str, results: Path = ROOT / "results") -> str:
+    """Return a page in which every marked table has the numbers of the stored results."""
+    return MARKED.sub(lambda found: _filled_table(found["mark"], found["table"], results), page)
+
+
+def _filled_table(mark: str, table: str, results: Path) -> str:
+    settings = dict(line.split(": ", 1) for line in mark.splitlines())
+    columns = settings.pop("columns").split(" | ")
+    head, rule, *rows = table.splitlines()
+    named = set()
+    lines = [head, rule]
+    for row in rows:
+        cells = [cell.strip() for cell in row.strip().strip("|").split("|")]
+        labels, values = cells[: -len(columns)], cells[-len(columns) :]
+        name = ", ".join(label for label in labels if label).replace("**", "")
+        if name in settings:
+            named.add(name)
+            computed = row_of(settings[name], columns, results)
+            values = [_cell(old, new) for old, new in zip(values, computed, strict=True)]
+        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in [*labels, *values]) + "|")
+    if missing := settings.keys() - named:
+        raise ValueError(f"no row of the table has these names: {sorted(missing)}.")
+    return f"<!-- results\n{mark}\n-->\n" + "\n".join(lines) + "\n"
+
+
+def row_of(pattern: str, columns: Sequence[str], folder: Path) -> list[str]:
+    """Return the cells of one row in the units of the columns. A row without results is an error."""
+    glob, _, insert = pattern.partition(" @ ")
+    results = [read_stored(path) for path in sorted(folder.glob(glob))]
+    if not results:
+        raise ValueError(f"{folder / glob} has no stored result.")
+    return [
+        " / ".join(_shown(results, Value.parse(text.replace("@", insert))) for text in column.split(" / "))
+        for column in columns
+    ]
+
+
+def _shown(results: Sequence[Result], value: Value) -> str:
+    """Return mean and deviation of a value over results. A cost has both over clients itself."""
+    numbers = []
+    for result in results:
+        number = value.of(result)
+        if number is None:
+            raise ValueError(f"the result of {result.entry}, seed {result.seed} has no {' '.join(value.path)}.")
+        numbers.append(number)
+    if isinstance(numbers[0], Mapping):
+        (number,) = numbers
+        assert isinstance(number, Mapping)
+        mean, deviation = number["mean"], number["deviation"] or None
+    else:
+        spread = Spread.of([number for number in numbers if not isinstance(number, Mapping)])
+        mean, deviation = spread.mean, spread.deviation
+    shown = value.shown(mean)
+    return shown if deviation is None else f"{shown} ± {value.shown(deviation)}"
+
+
+def _cell(old: str, new: str) -> str:
+    """Return the new value in place of the old one. The paper's number and bold type stay."""
+    parts = CELL.fullmatch(old)
+    assert parts is not None
+    bold = parts["bold"] or ""
+    return f"{bold}{new}{bold}{parts['paper'] or ''}"
+
+
+def main() -> None:
+    for page in sorted(PAGES.glob("*.md")):
+        old = page.read_text()
+        new = filled(old)
+        page.write_text(new)
+        print(page.relative_to(ROOT), "has changed" if new != old else "is as it was")
+
+
+if __name__ == "__main__":
+    main()
