@@ -451,7 +451,7 @@ def _mean_text(runs: Iterable[Result], number: Callable[[Result], float | None],
 
 
 def _points(difference: float) -> str:
-    return f"{100 * difference:.3g} points"
+    return f"{100 * difference:.2f} points"
 
 
 def _count(mean: float) -> str:

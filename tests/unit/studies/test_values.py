@@ -1,0 +1,110 @@
+"""What a column of a table shows, read from text."""
+
+from __future__ import annotations
+
+import pytest
+
+from fedquilt.errors import ConfigError
+from fedquilt.studies.result import Result
+from fedquilt.studies.values import Value
+
+
+@pytest.fixture
+def run(record):
+    svhn = {"accuracy/svhn": {"1.0": 0.3}}
+    records = [
+        record(1, {"1.0": 0.2, "0.5": 0.1}, **svhn),
+        record(2),
+        record(3, {"1.0": 0.6, "0.5": 0.4}, **svhn),
+        record(4, {"1.0": 0.5, "0.5": 0.5}),
+    ]
+    summary = {
+        "accuracy": {"1.0": 0.5, "0.5": 0.5},
+        "metrics": {"accuracy": {"1.0": 0.5}, "accuracy/svhn": {"0.5": 0.25}},
+        "seconds": 12.5,
+        "bytes_down": 4_000_000_000,
+        "bytes_up": 500_000_000,
+        "percent": True,
+        "macs": {"mean": 5.0, "deviation": 1.0},
+    }
+    return Result("a", 0, summary, records)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("accuracy 1.0 %", 0.5),
+        ("metrics accuracy/svhn 0.5 %", 0.25),
+        ("best accuracy 1.0 %", 0.6),
+        ("best metrics accuracy/svhn 1.0 %", 0.3),
+        ("best round count", 3),
+        ("at 1 accuracy 0.5 %", 0.1),
+        ("at 2 accuracy 0.5 %", None),
+        ("at 9 accuracy 0.5 %", None),
+        ("rounds_to 0.4 0.5 count", 3),
+        ("rounds_to 0.4 1 count", 3),
+        ("bytes_to 0.4 0.5 MB", 330),
+        ("rounds_to 0.9 0.5 count", None),
+        ("rounds_to 0.1 0.25 count", None),
+        ("seconds s", 12.5),
+        ("gigabytes count", 4.5),
+        ("macs M", {"mean": 5.0, "deviation": 1.0}),
+        ("accuracy 0.25 %", None),
+        ("accuracy %", None),
+        ("seconds 1.0 s", None),
+        ("percent %", None),
+    ],
+)
+def test_numbers_of_a_run(run, text, number):
+    assert Value.parse(text).of(run) == number
+
+
+def test_without_records_the_best_is_what_the_summary_says():
+    early = Result("a", 0, {"best": {"accuracy": {"1.0": 0.7}}})
+    assert Value.parse("best accuracy 1.0 %").of(early) == 0.7
+    assert Value.parse("best accuracy 1.0 %").of(Result("a", 0, {})) is None
+
+
+def test_where_lower_is_better_a_target_is_an_upper_bound(record):
+    records = [record(n, {"1.0": value}, "rmse") for n, value in ((1, 0.9), (2, 0.4))]
+    run = Result("a", 0, {"main": "rmse", "higher_is_better": False}, records)
+    assert Value.parse("rounds_to 0.5 1.0 count").of(run) == 2
+
+
+@pytest.mark.parametrize(
+    ("text", "number", "shown"),
+    [
+        ("accuracy 1.0 %", 0.6124, "61.2"),
+        ("bytes_down GB", 4.02e9, "4.0"),
+        ("bytes_down MB", 4.02e9, "4,020.0"),
+        ("params M", 11_689_512, "11.69"),
+        ("seconds s", 12.4, "12"),
+        ("rounds count", 1500, "1,500"),
+    ],
+)
+def test_numbers_are_shown_in_their_unit(text, number, shown):
+    assert Value.parse(text).shown(number) == shown
+
+
+def test_the_factor_is_that_of_the_unit():
+    assert Value.parse("accuracy 1.0 %").factor == 100
+    assert Value.parse("bytes_down GB").factor == 1e-9
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("accuracy 1.0", "the value 'accuracy 1.0' was asked for; it ends with a unit"),
+        ("seconds gb", "Known: %, GB, MB"),
+        ("%", "the value '%' was asked for; it ends with a unit after the keys"),
+        ("", "the value '' was asked for; it ends with a unit"),
+        ("rounds_to 0.5 count", "write 'rounds_to TARGET SHARE UNIT'"),
+        ("rounds_to high 0.5 count", "write 'rounds_to TARGET SHARE UNIT'"),
+        ("bytes_to 0.5 wide GB", "write 'bytes_to TARGET SHARE UNIT'"),
+        ("at accuracy 1.0 %", "write 'at ROUND KEYS UNIT'"),
+        ("at 500 %", "write 'at ROUND KEYS UNIT'"),
+    ],
+)
+def test_a_text_that_is_no_value_is_refused(text, message):
+    with pytest.raises(ConfigError, match=message):
+        Value.parse(text)
