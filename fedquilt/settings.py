@@ -365,8 +365,13 @@ def _read_choice(kind: type[Choice], plain: Mapping[str, Any], path: str, proble
                 Problem(_join(path, key), f"nothing was found; {name} needs {_fitting(parameter.hint)} here.")
             )
     if len(problems) > before:
+        problems += _further(kind, {**values, "name": name, "options": options}, path, UNSET)
         return UNSET
-    return kind(name, options, **values)
+    try:
+        return kind(name, options, **values)
+    except ConfigError as error:
+        problems.extend(_blamed(error, path, own))
+        return UNSET
 
 
 # --- writing ----------------------------------------------------------------------------------------------------

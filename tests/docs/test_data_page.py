@@ -28,6 +28,15 @@ def test_the_first_lines_deal_the_digits():
     assert names["data"].num_clients == 20
 
 
+def test_the_lines_on_validation_samples_evaluate_on_them():
+    names: dict[str, object] = {}
+    code = next(block for block in blocks("python") if "with_validation" in block)
+    exec(compile(code, "data.md", "exec"), names)
+    run = names["run"]
+    assert len(run.data.test_targets) == len(names["data"].validation_parts.order) == 280
+    assert set(run.accuracy) == {"1.0"}
+
+
 def test_commands_on_bundled_data_run_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")]

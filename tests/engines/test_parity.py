@@ -14,6 +14,7 @@ from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import METHODS, FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.models import TransformerLM
 from fedquilt.round.federation import World
+from fedquilt.round.serve import arranged
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, TaskLoss, View, Wrapping, together
 from fedquilt.round.training.regions import Between
@@ -45,6 +46,22 @@ def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play,
     for other in others:
         assert_same(truth, other)
         assert all(r.stacks <= 5 for r in other.records)
+
+
+@pytest.mark.parametrize("on", ["test", "validation"])
+@pytest.mark.parametrize("norm", ["batch", "post"])
+@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(family, norm, on, play, make_data):
+    """Where they are, every share is evaluated with the same nets; one client has a single sample."""
+    data = make_data(family, (7, 4, 9, 5, 1, 4), labels=2).with_validation(0.3)
+    method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, optimiser=SHARP, norm=norm)
+    how = fq.Evaluation(local=True, batch_size=10, on=on)
+    truth, others = both(play, method, family, data, shares=SHARES, evaluation=how)
+    arranged_truth = arranged(truth.federation, truth.server, truth.engine)
+    for other in others:
+        assert_same(truth, other)
+        theirs = arranged(other.federation, other.server, other.engine)
+        torch.testing.assert_close(dict(theirs.weights), dict(arranged_truth.weights), rtol=0, atol=1e-9)
 
 
 @pytest.mark.parametrize(

@@ -110,6 +110,19 @@ def test_norms_of_each_client_give_the_numbers_of_the_sequential_engine(method, 
     assert_same(truth, other)
 
 
+@pytest.mark.parametrize("on", ["test", "validation"])
+def test_base_nets_sorted_by_validation_give_the_numbers_of_the_sequential_engine(on, residual, crew, make_data):
+    data = make_data(residual, RAGGED, labels=2).with_validation(0.3)
+    method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, norm="post")
+    how = fq.Evaluation(batch_size=10, on=on)
+    engines = ("sequential", Ray(data, precision="fp64", cluster=TWO))
+    truth, other = (
+        fq.run(method, residual, data, fq.Fleet.of(SHARES, 6), engine, 2, precision="fp64", evaluation=how)
+        for engine in engines
+    )
+    assert_same(truth, other)
+
+
 def test_steps_of_all_rounds_weight_clients_on_workers_too(residual, start):
     """Three rounds: what a client counted in earlier ones travels to its worker, and back."""
     method = FedRolex(weighting="updates")
