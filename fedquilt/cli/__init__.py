@@ -1,4 +1,4 @@
-"""The command line: `fedquilt run`, `compare`, `export`, `clients`, `list`, `probe` and `check`.
+"""The command line: `fedquilt run`, `compare`, `reproduce`, `export`, `clients`, `list`, `probe` and `check`.
 
 Exit status: 0 done, 1 the run or a check failed, 2 the request was wrong, 130 interrupted. Nothing
 here imports torch before a request has been understood.
@@ -48,6 +48,7 @@ from fedquilt.cli.options import (
 )
 from fedquilt.cli.output import output
 from fedquilt.cli.playing import begun, resumed
+from fedquilt.cli.reproduce import ReproduceRequest
 from fedquilt.errors import ConfigError, ExportError, FedquiltError, RecordError, SubmodelError, TrainingError
 from fedquilt.version import __version__
 
@@ -327,6 +328,7 @@ class ClientsRequest:
 COMMANDS: dict[str, Callable[..., Any]] = {
     "run": RunRequest,
     "compare": CompareRequest,
+    "reproduce": ReproduceRequest,
     "export": ExportRequest,
     "clients": ClientsRequest,
     "list": ListRequest,

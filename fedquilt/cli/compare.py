@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.cli.options import File, Flag, Grid, Methods, Options, Real, Seeds, TableFormat, Text, Whole
 from fedquilt.cli.output import output
 from fedquilt.errors import ConfigError
+from fedquilt.names import nearest
 
 if TYPE_CHECKING:
     from fedquilt.config import Settings
@@ -49,8 +50,10 @@ class CompareRequest(Options):
             if self.resume:
                 self.check_resume(*_GOES_WITH_RESUME)
             plan, sources = self._resumed(self.resume) if self.resume else self._planned()
-            grounds = prepared(plan, sources, folder, self.target, console)
-            found = run_study(plan, folder, self.jobs or 1, console, "compare", self.yes, grounds)
+            self._check_request(plan)
+            grounds = prepared(plan, sources, folder, console, self.target, self.metric or "")
+            again = f"fedquilt compare --resume {folder}"
+            found = run_study(plan, folder, self.jobs or 1, console, again, self.yes, grounds)
             show_study(
                 found,
                 "json" if self.json else self.format,
@@ -60,6 +63,15 @@ class CompareRequest(Options):
                 target=self.target,
                 baseline=self.baseline or "",
             )
+
+    def _check_request(self, plan: Plan) -> None:
+        names = [entry.name for entry in plan.entries]
+        if self.baseline is not None and self.baseline not in names:
+            raise ConfigError(
+                f"--baseline {self.baseline} was asked for; it is not compared.{nearest(self.baseline, names)}"
+            )
+        if self.jobs is not None and self.jobs < 1:
+            raise ConfigError(f"--jobs {self.jobs} was asked for; at least one is needed.")
 
     def _resumed(self, folder: Path) -> tuple[Plan, dict[str, str]]:
         """Return the study in a folder, or some of its entries, with more rounds if they are asked for."""

@@ -32,6 +32,9 @@ Assignments = Annotated[
 Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)]
 Seeds = Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT…", **_quiet)]
 Grid = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="A.B=V,V…", **_quiet)]
+Rows = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", **_quiet)]
+PaperTable = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PAPER/TABLE", **_quiet)]
+Scale = Annotated[str, tyro.conf.arg(metavar="smoke|short|full", **_quiet)]
 TableFormat = Annotated[
     Literal["text", "markdown", "latex", "csv", "json"],
     tyro.conf.arg(metavar="text|markdown|latex|csv|json", **_quiet),

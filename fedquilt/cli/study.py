@@ -10,20 +10,29 @@ from typing import TYPE_CHECKING, TextIO
 
 from fedquilt.cli.playing import Interrupted, settings_lines, title_of, values_of
 from fedquilt.cli.show import print_json, round_bars, say, say_round, show_text_table, watch_bar
+from fedquilt.errors import ConfigError
+from fedquilt.names import nearest
 from fedquilt.studies.execute import Display, Grounds, finished, write_file
-from fedquilt.studies.plan import Plan, PlannedRun
+from fedquilt.studies.plan import Plan, PlannedRun, check_alike
 from fedquilt.studies.result import Result
 from fedquilt.studies.study import Study, run_plan
+from fedquilt.summaries import UNDER_ATTACK
 
 if TYPE_CHECKING:
     from rich.console import Console
     from rich.progress import TaskID
 
     from fedquilt.round import Record
+    from fedquilt.tasks import Task
 
 
 def prepared(
-    plan: Plan, sources: Mapping[str, str], folder: Path | None, target: float | None, console: Console
+    plan: Plan,
+    sources: Mapping[str, str],
+    folder: Path | None,
+    console: Console,
+    target: float | None = None,
+    metric: str = "",
 ) -> Grounds:
     """Prepare a run of every entry before the first one begins, and show their settings.
 
@@ -34,8 +43,9 @@ def prepared(
         plan: What is to be run.
         sources: Where the settings of each entry come from, by entry.
         folder: Folder of the study, if it has one. Entries of which a run is finished are not prepared.
-        target: Value of the main metric that was asked for.
         console: Where the settings are shown.
+        target: Value of the main metric that was asked for.
+        metric: Metric that was asked for. Empty: the main one.
     """
     from fedquilt.milestones import check_target
 
@@ -43,17 +53,21 @@ def prepared(
     first = {run.entry: run for run in reversed(plan.final_runs({}))}
     lines: list[tuple[str, str, str]] = []
     title = ""
+    tasks: dict[str, list[str]] = {}
     for planned in (first[entry.name] for entry in plan.entries):
         if folder and finished(planned, folder / planned.folder):
             continue
         experiment = planned.experiment
         run = experiment.prepare(grounds.of(experiment))
-        main = run.world.task.main
+        task = run.world.task
+        tasks.setdefault(repr(task), []).append(planned.entry)
         if target is not None:
-            check_target(target, main.name, main.is_rate)
+            check_target(target, task.main.name, task.main.is_rate)
+        _check_metric(metric, task)
         seeds = None if len(plan.seeds) > 1 else planned.seed
         lines.append((planned.entry, sources[planned.entry], values_of(experiment, run, seeds)))
         title = title_of(", ".join(entry.name for entry in plan.entries), experiment, run)
+    check_alike({"task": tasks})
     if lines:
         say(console, "\n".join([*settings_lines(lines), title]))
     if lines and (len(plan.seeds) > 1 or plan.tuning_runs):
@@ -63,12 +77,20 @@ def prepared(
     return grounds
 
 
+def _check_metric(metric: str, task: Task) -> None:
+    """Refuse a metric that the task does not have. Those of domains and under attack have a suffix."""
+    known = [one.name for one in task.measured]
+    others = (f"local_{task.main.name}", *UNDER_ATTACK)
+    if metric and metric.partition("/")[0] not in (*known, *others):
+        raise ConfigError(f"--metric {metric} was asked for; nobody records it.{nearest(metric, known)}")
+
+
 def run_study(
     plan: Plan,
     folder: Path | None,
     jobs: int,
     console: Console,
-    command: str,
+    again: str,
     confirmed: bool = False,
     grounds: Grounds | None = None,
 ) -> Study:
@@ -79,7 +101,7 @@ def run_study(
         folder: Folder of the study. None: nothing is kept.
         jobs: Number of runs at the same time.
         console: Where progress is shown.
-        command: What continues the study, for the message where it is interrupted.
+        again: Command that continues the study, for the message where it is interrupted.
         confirmed: True: more than `MAX_RUNS` runs are accepted.
         grounds: Data and model that were made before, if there are some.
     """
@@ -90,7 +112,7 @@ def run_study(
             far = f"The study was stopped with {watch.done} of {plan.num_runs} runs finished."
             if folder is None:
                 raise Interrupted(f"{far} Nothing of it is kept; with --out DIR it could be resumed.") from error
-            raise Interrupted(f"{far} Go on with: fedquilt {command} --resume {folder}") from error
+            raise Interrupted(f"{far} Go on with: {again}") from error
 
 
 class StudyProgress:

@@ -24,7 +24,6 @@ from typing import Any, Literal
 from fedquilt.config import Experiment, Settings, assign, choose, overlay, read_toml
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.settings import label
 
 MAX_RUNS = 1_000  # More runs than this are started only if they are confirmed.
 STUDY_FILE = "study.toml"
@@ -173,20 +172,19 @@ class Plan:
             raise ConfigError("\n".join(wrong))
 
     def check_comparable(self) -> None:
-        """Refuse entries with different data or tasks, of which no table could compare figures."""
-        found: dict[tuple[str, str], list[str]] = {}
+        """Refuse entries with different data or tasks, of which no table could compare figures.
+
+        A task that is left open is found from the data, so that it equals that of other entries.
+        """
+        data: dict[str, list[str]] = {}
+        tasks: dict[str, list[str]] = {}
         for entry in self.entries:
-            experiment = Experiment.of(self._final(entry, self.seeds[0], {}).settings)
-            options = dict(sorted(experiment.data.options.items()))
-            data = f"{experiment.data.name} {json.dumps(options, default=str) if options else ''}".strip()
-            task = label(type(experiment.task)) if experiment.task else "the data's task"
-            found.setdefault((data, task), []).append(entry.name)
-        if len(found) > 1:
-            lines = [f"{', '.join(names)}: {data}, {task}" for (data, task), names in found.items()]
-            raise ConfigError(
-                "these were to be compared; their data or tasks differ, so that their figures cannot be:\n  "
-                + "\n  ".join(lines)
-            )
+            experiment = self._final(entry, self.seeds[0], {}).experiment
+            options = json.dumps(experiment.data.options, default=str, sort_keys=True)
+            data.setdefault(f"{experiment.data.name} {options.replace('{}', '')}".strip(), []).append(entry.name)
+            if experiment.task is not None:
+                tasks.setdefault(repr(experiment.task), []).append(entry.name)
+        check_alike({"data": data, "task": tasks})
 
     @property
     def tuning_runs(self) -> list[PlannedRun]:
@@ -279,14 +277,19 @@ class Plan:
     def check_extends(self, other: Plan, folder: Path) -> None:
         """Refuse a folder in which an entry of the same name has other settings.
 
-        Other seeds and other entries are accepted: runs that are there are not repeated.
+        Other seeds and other entries are accepted, because runs that are there are not repeated. So
+        are more rounds, for which runs that are there are resumed.
         """
         lines = []
         before = {entry.name: entry for entry in other.entries}
         for entry in self.entries:
             if entry.name in before:
                 asked, there = entry, before[entry.name]
-                pairs = (asked.settings, there.settings), (_plain_grid(asked), _plain_grid(there))
+                settings = asked.settings
+                if _rounds(settings) >= _rounds(there.settings):
+                    settings = {**settings, "rounds": _rounds(there.settings)}
+                there_settings = {**there.settings, "rounds": _rounds(there.settings)}
+                pairs = (settings, there_settings), (_plain_grid(asked), _plain_grid(there))
                 lines += [f"{entry.name}: {line}" for own, old in pairs for line in _differences(own, old)]
         if any(entry.grid for entry in self.entries):
             names = ("validation", "tuning", "tuning_seeds")
@@ -299,6 +302,23 @@ class Plan:
                 f"the folder {folder} was asked for; the study there has other settings:\n  {told}\n  Ask for what it "
                 "was, or name another folder."
             )
+
+
+def check_alike(found: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
+    """Refuse entries of which a property differs.
+
+    Args:
+        found: For each property the entries by its value.
+    """
+    lines = [
+        f"{', '.join(names)}: {what} {value}"
+        for what, values in found.items()
+        if len(values) > 1
+        for value, names in values.items()
+    ]
+    if lines:
+        told = "\n  ".join(lines)
+        raise ConfigError(f"these were to be compared; their data or tasks differ, and so their figures:\n  {told}")
 
 
 def laid(settings: Settings, point: Point) -> Settings:
@@ -342,6 +362,11 @@ def _point_name(point: Point) -> str:
 
 def _short(path: str) -> str:
     return path.rpartition(".")[2]
+
+
+def _rounds(settings: Settings) -> int:
+    rounds: int = settings.get("rounds", Experiment.rounds)
+    return rounds
 
 
 def _plain_grid(entry: Entry) -> dict[str, list[Any]]:

@@ -1,9 +1,9 @@
 """Stored results: runs that pages report, small and without weights.
 
-    results/PAPER/NAME-seed0/
-    ├── config.toml        every setting; `fedquilt run config.toml` repeats the run
-    ├── rounds.jsonl.gz    one record per round; not there where nothing was trained
-    └── summary.json       the last round, the best one, and how the run was made
+results/PAPER/NAME-seed0/
+├── config.toml        every setting; `fedquilt run config.toml` repeats the run
+├── rounds.jsonl.gz    one record per round; not there where nothing was trained
+└── summary.json       the last round, the best one, and how the run was made
 """
 
 from __future__ import annotations

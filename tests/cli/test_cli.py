@@ -601,48 +601,6 @@ def test_a_run_that_fails_exits_with_1(own: Path, capsys: pytest.CaptureFixture[
     assert "\nTrainingError: client " in said.err
 
 
-# --- compare ----------------------------------------------------------------------------------------------------
-
-
-def test_methods_are_compared_on_the_same_ground(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = [*TINY[:4], "--cohort", "3", "--rounds", "2"]
-    found = told(capsys, "compare", "fedavg", "heterofl", "mine.py:method", *quick, "--out", "c")
-    assert list(found) == ["fedavg", "heterofl", "mine.py:method"]
-    assert all(set(summary) == SUMMARY for summary in found.values())
-    assert [summary["method"] for summary in found.values()] == ["fedavg", "heterofl", "mine.py:Mine"]
-    assert json.loads(Path("c/compare.json").read_text()) == found
-    for name, folder in zip(found, ("fedavg", "heterofl", "mine.py_method"), strict=True):
-        assert json.loads(Path("c", folder, "summary.json").read_text()) == found[name]
-        assert len(Path("c", folder, "rounds.jsonl").read_text().splitlines()) == 2
-    alone = told(capsys, "run", "--method", "heterofl", *quick)
-    assert found["heterofl"]["accuracy"] == alone["accuracy"]
-    Path("c/fedavg/summary.json").unlink()  # one of them was stopped before its end
-    again = told(capsys, "compare", "--resume", "c")
-    assert {name: summary["accuracy"] for name, summary in again.items()} == {
-        folder: found[name]["accuracy"]
-        for name, folder in zip(found, ("fedavg", "heterofl", "mine.py_method"), strict=True)
-    }
-    assert main(["compare", "fedavg", *quick, "--out", "c"]) == 2
-    assert "a run is there already" in capsys.readouterr().err
-
-
-def test_a_comparison_is_one_table(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["compare", "fedavg", "local", *TINY[:4], *THREE, "--cohort", "3", "--rounds", "1"]) == 0
-    _, settings, first, *_, head, one, other, common, alone, space, below, whole, half, quarter = (
-        capsys.readouterr().out.splitlines()
-    )
-    own_values = values("lr 0.05, 1 epoch, batch 32", "3 of 6")
-    assert settings == f"settings: fedavg's defaults, local's defaults {own_values}"
-    assert first.startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
-    assert head.split() == ["method", "1", "0.5", "0.25", "to", "clients", "back", "seconds"]
-    assert (one.split()[0], other.split()[0]) == ("fedavg", "local")
-    small = "4 of 6 devices cannot hold the net that they train"
-    assert common == f"fedavg: every client trains share 1, whatever its budget; {small}"
-    assert alone.startswith("local: every client trains what fits its budget, alone")
-    assert (space, below.split()) == ("", ["share", "parameters", "MACs", "a", "sample"])
-    assert [row.split()[0] for row in (whole, half, quarter)] == ["1", "0.5", "0.25"]
-
-
 def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Under the table of accuracies by share, which are of one common net then, and in the list of methods."""
     quick = ["--clients", "4", "--cohort", "1", "--rounds", "1"]
@@ -665,15 +623,6 @@ def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixt
     assert (space, head.split(), below) == ("", ["domain", "1", "0.5", "0.25"], "")
     assert (one.split()[0], other.split()[0]) == ("mnist", "syn")
     assert last.startswith("1 round in ")
-    found = told(capsys, "compare", "fedavg", "heterofl", *quick)
-    assert all(list(summary["metrics"]["accuracy/syn"]) == ["1.0", "0.5", "0.25"] for summary in found.values())
-    assert main(["compare", "fedavg", "heterofl", *quick]) == 0
-    _, table, *_ = capsys.readouterr().out.split("\n\n")
-    head, one, other = table.splitlines()
-    assert head.split() == ["share", "1", "mnist", "syn"]
-    both = [found["fedavg"]["metrics"][f"accuracy/{name}"]["1.0"] for name in ("mnist", "syn")]
-    assert one.split() == ["fedavg", *(f"{value:.1%}" for value in both)]
-    assert other.split()[0] == "heterofl"
     assert told(capsys, "run", *quick, "--set", "evaluation.domains=false")["metrics"].keys() == {
         "accuracy",
         "loss",
@@ -683,36 +632,20 @@ def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixt
 
 def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = [*TINY[:4], *THREE, "--cohort", "3", "--rounds", "3"]
-    found = told(capsys, "compare", "fedavg", "heterofl", *quick, "--out", "c", "--target", "0.01")
-    assert json.loads(Path("c/compare.json").read_text()) == found
-    for name, summary in found.items():
-        assert summary["target"] == 0.01
-        assert list(summary["reached"]) == list(summary["accuracy"])
-        plain = json.loads(Path("c", name, "summary.json").read_text())
-        assert plain == {key: value for key, value in summary.items() if key not in ("target", "reached")}
-        first = json.loads(Path("c", name, "rounds.jsonl").read_text().splitlines()[0])
-        sent = first["bytes_down"] + first["bytes_up"]
-        assert summary["reached"]["1.0"] == {
-            "round": 1,
-            "bytes": sent,
-            "seconds": first["seconds"],
-            "link_seconds": None,
-        }
-    high = told(capsys, "compare", "--resume", "c", "--target", "1")["heterofl"]["reached"]  # from what is on disk
-    assert high == {"1.0": None, "0.5": None, "0.25": None}
-    assert main(["compare", "--resume", "c", "--target", "0.01"]) == 0
-    _, table, *_ = capsys.readouterr().out.split("\n\n")
-    head, one, _ = table.splitlines()
-    assert head.split() == ["to", "1%", "1", "0.5", "0.25"]
-    assert one.startswith("fedavg    1 round, ")
-    assert main(["run", "--resume", "c/fedavg", "--target", "1"]) == 0
+    found = told(capsys, "run", "--method", "fedavg", *quick, "--out", "c", "--target", "0.01")
+    plain = json.loads(Path("c/summary.json").read_text())
+    assert plain == {key: value for key, value in found.items() if key not in ("target", "reached")}
+    first = json.loads(Path("c/rounds.jsonl").read_text().splitlines()[0])
+    sent = first["bytes_down"] + first["bytes_up"]
+    cost = {"round": 1, "bytes": sent, "seconds": first["seconds"], "link_seconds": None}
+    assert (found["target"], found["reached"]["1.0"]) == (0.01, cost)
+    assert main(["run", "--resume", "c", "--target", "1"]) == 0  # from what is on disk
     head, row, *_ = capsys.readouterr().out.splitlines()
     assert head.split()[:4] == ["share", "accuracy", "to", "100%"]
     assert row.split()[2] == "–"
-    assert told(capsys, "run", *TINY, "--rounds", "1", "--target", "0.01")["reached"]["1.0"]["round"] == 1
-    Path("c/fedavg/rounds.jsonl").write_text("{")
-    assert main(["run", "--resume", "c/fedavg", "--target", "1"]) == 1
-    assert "c/fedavg/rounds.jsonl is not what was written" in capsys.readouterr().err
+    Path("c/rounds.jsonl").write_text("{")
+    assert main(["run", "--resume", "c", "--target", "1"]) == 1
+    assert "c/rounds.jsonl is not what was written" in capsys.readouterr().err
 
 
 def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -722,59 +655,6 @@ def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(own: Path, capsys
     assert over == found["link_seconds"]
     assert main(["run", "--resume", "timed", "--target", "0.01"]) == 0
     assert f", {over:,.1f} s over the link" in capsys.readouterr().out.splitlines()[1]
-    assert main(["compare", "fedavg", *asked]) == 0
-    _, table, *_ = capsys.readouterr().out.split("\n\n")
-    assert table.splitlines()[1].endswith(" s over the link")
-
-
-def test_methods_of_other_members_are_told_apart(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """HeteroFL as released rounds up."""
-    Path("up.py").write_text("import fedquilt as fq\ndef up():\n    return fq.methods.HeteroFL(rounding='ceil')\n")
-    quick = [*TINY[:4], "--cohort", "3", "--rounds", "1", "--set", 'fleet.budgets={"0.3"=1.0}']
-    assert main(["compare", "heterofl", "up.py:up", *quick]) == 0
-    assert [line.split("  ")[0] for line in capsys.readouterr().out.splitlines() if line.startswith("share")] == [
-        "share (heterofl)",
-        "share (up.py:up)",
-    ]
-
-
-def test_a_terminal_gets_a_bar_for_every_method(own: Path) -> None:
-    text = on_a_terminal("compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "2", cwd=own)
-    assert "rounds/s" in text
-    assert "╭" in text
-
-
-@pytest.mark.parametrize(
-    ("args", "said"),
-    [
-        ([], "compare nothing was asked for; name each method once"),
-        (["fedavg", "fedavg"], "compare fedavg fedavg was asked for; name each method once"),
-        (["fedavg", "fedrolx", "fedbm"], "fedbm: a problem:"),
-        (["fedavg", "fedrolex", "--set", "method.shift=2"], "fedavg has no such key"),
-        (["--resume", "absent"], "--resume absent was asked for; there are no runs in it."),
-        (["--resume", "absent", "--seed", "2"], "together with --seed"),
-        (["fedavg", "--target", "60"], "a target of 60 was asked for; accuracy lies in (0, 1]"),
-    ],
-)
-def test_a_wrong_comparison_exits_with_2(
-    own: Path, args: Sequence[str], said: str, capsys: pytest.CaptureFixture[str]
-) -> None:
-    assert main(["compare", *args]) == 2
-    assert said in capsys.readouterr().err
-
-
-def test_an_interrupted_comparison_says_how_to_go_on(
-    own: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupted(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    quick = [*TINY[:4], "--cohort", "3", "--rounds", "2"]
-    with monkeypatch.context() as patched:
-        patched.setattr("fedquilt.experiment.Run.train", interrupted)
-        assert main(["compare", "fedavg", "heterofl", *quick, "--out", "c"]) == 130
-    assert "fedavg was stopped after round 0 of 2. Go on with: fedquilt compare --resume c" in capsys.readouterr().err
-    assert list(told(capsys, "compare", "--resume", "c")) == ["fedavg", "heterofl"]
 
 
 # --- list and probe ---------------------------------------------------------------------------------------------

@@ -1,0 +1,92 @@
+"""`fedquilt reproduce`: a table or figure of a paper, with the paper's numbers beside the measured ones."""
+
+from __future__ import annotations
+
+import shlex
+import sys
+from dataclasses import dataclass
+from pathlib import Path
+
+from fedquilt.cli.options import (
+    Assignments,
+    Flag,
+    PaperTable,
+    Place,
+    Precision,
+    Rows,
+    Scale,
+    Seeds,
+    TableFormat,
+    Text,
+    Whole,
+)
+from fedquilt.cli.output import output
+
+
+@dataclass(frozen=True)
+class ReproduceRequest:
+    """Run a table or figure of a paper, and show the paper's numbers, the measured ones and their difference.
+
+    `fedquilt list papers` shows what there is. The same command again continues what was interrupted and does not
+    repeat what is there. --scale smoke needs no data and takes seconds: it shows that everything runs, and its numbers
+    mean nothing.
+    """
+
+    table: PaperTable  # a name of `fedquilt list papers`, such as fedrolex/table3, or a TOML file of your own
+    scale: Scale = "full"  # full: the settings of the paper; short: fewer rounds; smoke: seconds, on generated images
+    rows: Rows = ()  # only rows whose name contains one of these
+    seeds: Seeds = ()  # random seeds; those of the table if not given
+    assign: Assignments = ()  # a setting of all rows by its path, such as method.local.batch_size=50; may be repeated
+    data_folder: Place = None  # folder of data files; if not given that of FEDQUILT_DATA, else data
+    device: Text = None  # such as cpu, cuda or cuda:1
+    precision: Precision = None  # of products on the device
+    out: Place = None  # folder of the study; runs/PAPER-TABLE-SCALE if not given
+    jobs: Whole = None  # runs at the same time, each in a process of its own; 1 if not given
+    store: Place = None  # also store results without weights in this folder, such as results
+    format: TableFormat = "text"  # how the table is written on standard output
+    json: Flag = False  # print the table as JSON on standard output, and nothing else there
+    yes: Flag = False  # accept more than 1,000 runs
+
+    def __call__(self) -> None:
+        with output(self.json or self.format != "text") as (console, stdout):
+            from fedquilt.cli.show import print_json, say, show_text_table
+            from fedquilt.cli.study import run_study
+            from fedquilt.config import parse_assignment
+            from fedquilt.studies.papers import comparison_table, data_folder, read_preset
+            from fedquilt.studies.reproduce import plan_of, store_study
+
+            preset = read_preset(self.table)
+            assignments = [parse_assignment(text) for text in self.assign]
+            for key, value in {"device": self.device, "precision": self.precision}.items():
+                if value is not None:
+                    assignments.append((["engine", key], value))
+            plan = plan_of(
+                preset,
+                self.scale,
+                data_folder=data_folder(self.data_folder),
+                seeds=self.seeds,
+                rows=self.rows,
+                assignments=assignments,
+            )
+            folder = self.out or Path("runs") / f"{_folder_name(self.table)}-{self.scale}"
+            seeds = ", ".join(map(str, plan.seeds))
+            say(console, f"{preset.title}\n{plan.num_runs} runs at scale {self.scale} into {folder}; seeds {seeds}")
+            again = f"fedquilt {shlex.join(sys.argv[1:])}"
+            study = run_study(plan, folder, self.jobs or 1, console, again, self.yes)
+            if self.store:
+                stored = store_study(study, preset, self.scale, self.store, {"command": again})
+                say(console, f"{len(stored)} results are stored in {self.store}")
+            table = comparison_table(preset, study.results, self.scale)
+            if self.json or self.format == "json":
+                print_json(table.plain, stdout)
+            elif self.format == "text":
+                show_text_table(console, table)
+            else:
+                print(table.render(self.format), file=stdout)
+
+
+def _folder_name(table: str) -> str:
+    """Return a name for the folder of a table's study."""
+    from fedquilt.studies.plan import folder_name
+
+    return folder_name(table.removesuffix(".toml").replace("/", "-"))

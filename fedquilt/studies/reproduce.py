@@ -1,0 +1,98 @@
+"""Run a table of a paper as a study, and store its results."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from fedquilt.config import Settings, assign, choose
+from fedquilt.errors import ConfigError
+from fedquilt.names import nearest
+from fedquilt.studies.papers import FULL, Preset, Row
+from fedquilt.studies.plan import Entry, Plan
+from fedquilt.studies.stored import store, stored_name
+from fedquilt.studies.study import Study
+
+Assignment = tuple[Sequence[str], Any]  # The keys of a setting, and its value.
+
+
+def plan_of(
+    preset: Preset,
+    scale: str = FULL,
+    *,
+    data_folder: Path,
+    seeds: Sequence[int] = (),
+    rows: Sequence[str] = (),
+    assignments: Sequence[Assignment] = (),
+) -> Plan:
+    """Return the study that reproduces a table.
+
+    Args:
+        preset: The table.
+        scale: Name of one of its scales.
+        data_folder: Folder of the data files.
+        seeds: Random seeds. Empty: those of the scale.
+        rows: Texts that the names of rows contain. Empty: all rows.
+        assignments: Settings that are laid over those of every row.
+
+    Raises:
+        ConfigError: No row has a name that contains the text.
+        DataError: A data file is missing.
+    """
+    chosen = replace(preset, rows=tuple(chosen_rows(preset, rows)))
+    grid = preset.grid_at(scale)
+    entries = []
+    for name, settings in chosen.rows_at(scale, data_folder):
+        entries.append(Entry(name, _assigned(settings, assignments), grid))
+    return Plan(
+        tuple(entries),
+        tuple(seeds) or preset.seeds_at(scale),
+        tuning=preset.tuning_at(scale),
+        measure=preset.measure,
+    )
+
+
+def chosen_rows(preset: Preset, texts: Sequence[str]) -> list[Row]:
+    """Return the rows whose name contains one of the texts, in any case of letters; all, if there is no text."""
+    names = [row.name for row in preset.rows]
+    for text in texts:
+        if not any(text.casefold() in name.casefold() for name in names):
+            raise ConfigError(f"the row {text!r} of {preset.name} was asked for; it has none.{nearest(text, names)}")
+    return [row for row in preset.rows if not texts or any(text.casefold() in row.name.casefold() for text in texts)]
+
+
+def _assigned(settings: Settings, assignments: Sequence[Assignment]) -> Settings:
+    settings = copy.deepcopy(settings)
+    for keys, value in sorted(assignments, key=lambda one: one[0][-1] != "name"):  # Names decide which keys there are.
+        if keys[-1] == "name":
+            choose(settings, keys[:-1], value)
+        else:
+            assign(settings, keys, value)
+    return settings
+
+
+def store_study(study: Study, preset: Preset, scale: str, folder: Path, about: Mapping[str, Any]) -> list[Path]:
+    """Store every run of a study, and return the folders.
+
+    Args:
+        study: A study with a folder.
+        preset: The table that it reproduces.
+        scale: Name of the scale.
+        folder: Folder of stored results, such as `results`.
+        about: What `summary.json` says about all of them, such as the command.
+    """
+    assert study.path is not None, "only what is in a folder can be stored"
+    paper, _, table = preset.name.partition("/")
+    folders = []
+    runs = {(run.entry, run.seed): run for run in study.plan.final_runs(study.chosen)}
+    for result in study.results:
+        planned = runs[result.entry, result.seed]
+        name = stored_name(table, result.entry, "" if scale == FULL else scale)
+        target = folder / paper / f"{name}-seed{result.seed}"
+        more = {"table": preset.name, "row": result.entry, "scale": scale, "tuned": dict(planned.point)}
+        store(result, study.path / planned.folder, target, {**about, **more})
+        folders.append(target)
+    return folders
