@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any
 
@@ -243,13 +243,17 @@ class _Comparison:
         """Return what was marked at each share or why nothing was, equal reasons once."""
         by_reason: dict[str, list[str]] = {}
         for share, verdict in self.verdicts.items():
-            outcome = "nothing is marked"
+            marked = "nothing is marked"
             if verdict.entry is not None:
-                outcome = f"{verdict.entry} is marked as best"
-            by_reason.setdefault(f"{outcome}: {verdict.reason}.", []).append(self.labels[share])
+                marked = f"{verdict.entry} is marked as best"
+            reason = f"{marked} because {verdict.reason}."
+            by_reason.setdefault(reason, []).append(self.labels[share])
         if len(by_reason) == 1:
-            return _sentence(next(iter(by_reason)))
-        return " ".join(_sentence(f"at {', '.join(labels)} {reason}") for reason, labels in by_reason.items())
+            (reason,) = by_reason
+            return reason.replace("nothing is marked", "Nothing is marked", 1)
+        return " ".join(
+            f"Share{'s'[: len(labels) != 1]} {', '.join(labels)}: {reason}" for reason, labels in by_reason.items()
+        )
 
     def _run_notes(self) -> list[str]:
         """Return notes on runs that are missing or diverged."""
@@ -317,7 +321,8 @@ class _Comparison:
                 for name, by_percentage in self.baseline_costs.items()
             ]
             lead = f"{title} to a percentage of the best {main} of {self.baseline}"
-            tables.append(Table(lead, head, rows, notes))
+            tables.append(Table(lead, head, rows))
+        tables[-1] = replace(tables[-1], notes=notes)
         return tables
 
     def size_tables(self) -> list[Table]:
@@ -456,12 +461,6 @@ def _points(difference: float) -> str:
 
 def _count(mean: float) -> str:
     return f"{mean:,.1f}".removesuffix(".0")
-
-
-def _sentence(text: str) -> str:
-    """Return a text with a capital first letter, which names of methods keep as they are."""
-    lead = text.partition(" ")[0]
-    return text[0].upper() + text[1:] if lead in ("nothing", "at") else text
 
 
 def _plain_spread(by_seed: Mapping[int, float | None]) -> dict[str, Any] | None:

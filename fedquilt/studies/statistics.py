@@ -118,7 +118,7 @@ def best_entry(
     if len(rows) == 1:
         return Verdict(None, "only one row has figures")
     if len({seed for by_seed in rows.values() for seed in by_seed}) < MIN_SEEDS:
-        return Verdict(None, "fewer than three seeds")
+        return Verdict(None, "there are fewer than three seeds")
 
     sign = 1.0 if higher_is_better else -1.0
     signed = {name: {seed: sign * value for seed, value in by_seed.items()} for name, by_seed in rows.items()}

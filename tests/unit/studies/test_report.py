@@ -56,7 +56,7 @@ def test_mean_deviation_and_costs_of_each_row(study):
 def test_one_note_says_what_was_marked(study):
     (note,) = comparison(study)[0].notes
     assert note == (
-        "a is marked as best: the mean paired difference of a to b, 10.00 points, is more than "
+        "a is marked as best because the mean paired difference of a to b, 10.00 points, is more than "
         "twice its standard error, 0.00 points."
     )
 
@@ -65,7 +65,7 @@ def test_one_seed_has_no_deviation_and_no_mark(study):
     table = comparison([one for one in study if one.seed == 0])[0]
     assert table.title == "accuracy, seed 0"
     assert column(table, "1") == ["50.0%", "40.0%"]
-    assert table.notes == ["Nothing is marked: fewer than three seeds."]
+    assert table.notes == ["Nothing is marked because there are fewer than three seeds."]
     assert not any(cell.is_best for row in table.cells for cell in row)
 
 
@@ -83,8 +83,8 @@ def test_reasons_that_are_equal_are_said_once(study):
     table = comparison(runs)[0]
     assert list(table.head[1:4]) == ["1", "3M", "0.25"]
     (note,) = table.notes
-    assert note.startswith("At 1 a is marked as best: the mean paired difference")
-    assert note.endswith("At 3M, 0.25 nothing is marked: a and b are a tie.")
+    assert note.startswith("Share 1: a is marked as best because the mean paired difference")
+    assert note.endswith("Shares 3M, 0.25: nothing is marked because a and b are a tie.")
 
 
 def test_missing_and_diverged_runs_are_named(study):
@@ -93,7 +93,7 @@ def test_missing_and_diverged_runs_are_named(study):
     table = comparison(runs, seeds=(0, 1, 2, 3))[0]
     assert column(table, "1") == ["60.0 ± 10.0%", "50.0 ± 14.1%"]  # b: 0.4 and 0.6
     assert list(table.notes) == [
-        "Nothing is marked: missing runs leave a and b 2 common seeds, fewer than three.",
+        "Nothing is marked because missing runs leave a and b 2 common seeds, fewer than three.",
         "a: no run of seed 3; the means are over the others.",
         "a: the run of seed 2 diverged in round 2; its last figures count.",
         "b: no run of seeds 1, 3; the means are over the others.",
@@ -105,7 +105,7 @@ def test_a_figure_that_is_not_a_number_is_shown_and_never_marked(study, result):
     runs = [*study[:5], result("b", 2, [0.3, math.nan], diverged=2)]
     table = comparison(runs)[0]
     assert column(table, "1")[1] == "nan ± nan%"
-    assert table.notes[0].startswith("Nothing is marked: a figure of a or b is not a finite")
+    assert table.notes[0].startswith("Nothing is marked because a figure of a or b is not a finite")
 
 
 def test_notes_of_methods_are_said_once_a_row(study):
@@ -185,7 +185,7 @@ def test_cost_tables_refer_to_the_baseline(study):
 
 def test_a_seed_that_the_baseline_lacks_is_said(study):
     runs = [one for one in study if (one.entry, one.seed) != ("a", 2)]
-    notes = comparison(runs, baseline="a")[1].notes
+    notes = comparison(runs, baseline="a")[3].notes
     assert notes[1] == "a has no run of seed 2; its mean best is used there."
 
 

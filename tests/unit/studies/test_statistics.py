@@ -106,8 +106,8 @@ def test_where_lower_is_better_the_lowest_mean_is_marked():
         ({}, "no row has a figure"),
         ({"a": seeds(1, 2, 3)}, "only one row has figures"),
         ({"a": seeds(1, 2, 3), "b": {}}, "only one row has figures"),
-        ({"a": seeds(5), "b": seeds(1)}, "fewer than three seeds"),
-        ({"a": seeds(5, 6), "b": seeds(1, 2)}, "fewer than three seeds"),
+        ({"a": seeds(5), "b": seeds(1)}, "there are fewer than three seeds"),
+        ({"a": seeds(5, 6), "b": seeds(1, 2)}, "there are fewer than three seeds"),
         ({"a": seeds(1, 2, 3), "b": seeds(1, 2, 3)}, "a and b are a tie"),
         ({"a": seeds(0.3, 0.5, 0.4), "b": seeds(0.1 + 0.2, 0.5, 0.4)}, "b and a are a tie"),
         (
