@@ -192,6 +192,10 @@ class _Comparison:
         head = ["method", *self.labels.values(), *self._totals, *self._target_head()]
         return Table(self._title(), head, rows, self._notes())
 
+    @property
+    def _has_clock(self) -> bool:
+        return any("link_seconds" in result.summary for result in self.runs)
+
     @cached_property
     def _totals(self) -> dict[str, tuple[Callable[[Result], float | None], Show]]:
         """Return the columns of costs: the number of a run, and how it is shown."""
@@ -201,7 +205,7 @@ class _Comparison:
             "client MACs": (lambda result: result.macs, amount),
             "seconds": (lambda result: result.summary.get("seconds"), "{:.1f}".format),
         }
-        if any("link_seconds" in result.summary for result in self.runs):
+        if self._has_clock:
             totals["over the link"] = (
                 lambda result: result.summary.get("link_seconds"),
                 "{:,.1f} s".format,
@@ -213,11 +217,25 @@ class _Comparison:
             return f"{self.metric}, seed {self.seeds[0]}"
         return f"{self.metric}, mean ± sample deviation over {len(self.seeds)} seeds"
 
-    def _target_head(self) -> list[str]:
+    @cached_property
+    def _target_columns(self) -> dict[str, tuple[Callable[[Cost], float | None], Show]]:
+        """Return the columns of each share for a target; none without one.
+
+        Where the link has a clock, there is also the time that the rounds would take over it.
+        """
         if self.target is None:
-            return []
+            return {}
+        columns: dict[str, tuple[Callable[[Cost], float | None], Show]] = {
+            "rounds": (lambda cost: cost.rounds, _count),
+            "bytes": (lambda cost: cost.bytes, size),
+        }
+        if self._has_clock:
+            columns["over the link"] = (lambda cost: cost.link_seconds, "{:,.1f} s".format)
+        return columns
+
+    def _target_head(self) -> list[str]:
         labels = self.labels.values()
-        return [f"{cost} ({label})" for label in labels for cost in ("rounds", "bytes")]
+        return [f"{title} ({label})" for label in labels for title in self._target_columns]
 
     def _target_cells(self, name: str) -> list[str]:
         if self.target is None:
@@ -225,14 +243,15 @@ class _Comparison:
         cells: list[str] = []
         for share in self.shares:
             cost = self.target_costs[name].get(share, Cost({}))
-            cells += [cost.shown(cost.rounds, _count), cost.shown(cost.bytes, size)]
+            cells += [cost.shown(mean(cost), show) for mean, show in self._target_columns.values()]
         return cells
 
     def _notes(self) -> list[str]:
         notes = [self._verdict_note()]
         if self.target is not None:
             reached = target_text(self.target, self.metric, self.percent)
-            notes.append(f"rounds and bytes: until the share first had {reached}, means over the seeds that had it.")
+            columns = ", ".join(f"{title} (…)" for title in self._target_columns)
+            notes.append(f"{columns}: until that share first had {reached}, means over the seeds that had it.")
         notes += self._run_notes()
         for name, runs in self.rows.items():
             said = dict.fromkeys(result.summary.get("note") for result in runs)
@@ -476,6 +495,7 @@ def _plain_cost(cost: Cost) -> dict[str, Any]:
         "rounds": cost.rounds,
         "bytes": cost.bytes,
         "macs": cost.macs,
+        "link_seconds": cost.link_seconds,
         "reached": len(cost.reached),
         "count": len(cost.by_seed),
         "by_seed": {str(seed): milestone and asdict(milestone) for seed, milestone in cost.by_seed.items()},

@@ -236,6 +236,12 @@ class Cost:
         """Return the mean client multiply-adds of the runs that reached the target."""
         return _mean_or_none([milestone.macs for milestone in self.reached])
 
+    @property
+    def link_seconds(self) -> float | None:
+        """Return the mean seconds over the link; None: it has no clock, or no run got there."""
+        seconds = [milestone.link_seconds for milestone in self.reached]
+        return _mean_or_none([value for value in seconds if value is not None])
+
     def shown(self, mean: float | None, show: Callable[[float], str]) -> str:
         """Return a mean, and how many of the runs it is over where some never got there.
 

@@ -118,12 +118,19 @@ def test_rounds_and_bytes_to_a_target(study):
     table = comparison(study, target=0.5)[0]
     assert column(table, "rounds (1)") == ["2", "2 (2 of 3)"]
     assert column(table, "bytes (1)") == ["220 B", "220 B (2 of 3)"]
-    assert "until the share first had 50%" in table.notes[1]
+    assert "until that share first had 50%" in table.notes[1]
 
 
 def test_a_link_with_a_clock_has_a_column(study):
-    table = comparison(with_summary(study, link_seconds=1234.0))[0]
+    """Every round takes 617 s over the link; row b reaches 0.5 in round 2, at two seeds."""
+    timed = [
+        replace(one, records=[replace(record, link_seconds=617.0) for record in one.records])
+        for one in with_summary(study, link_seconds=1234.0)
+    ]
+    table = comparison(timed, target=0.5)[0]
     assert column(table, "over the link") == ["1,234.0 s", "1,234.0 s"]
+    assert column(table, "over the link (1)") == ["1,234.0 s", "1,234.0 s (2 of 3)"]
+    assert "over the link" not in comparison(study)[0].head
 
 
 def test_a_metric_that_is_no_rate_has_four_digits(result):
