@@ -14,6 +14,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.data import FederatedData
 from fedquilt.data.federated import Scale
+from fedquilt.data.parts import Parts
 from fedquilt.engines.exams import Exam, pieces, summed
 from fedquilt.errors import ConfigError, DataError, FedquiltError, RecordError, TrainingError
 from fedquilt.family.net import Pass
@@ -375,19 +376,23 @@ class Simulation(Engine):
 
         At most `MAX_CALIBRATION_SAMPLES` positions, drawn once for each seed.
         """
-        return self._shuffled("training", self.data.parts.order)[:MAX_CALIBRATION_SAMPLES]
+        return self._shuffled("training", self.data.parts)[:MAX_CALIBRATION_SAMPLES]
 
     @property
     def validation(self) -> Tensor:
         """Return the positions of clients' validation samples in the training set, mixed."""
         parts = self.data.validation_parts
         assert parts is not None, "has_validation was asked first"
-        return self._shuffled("validation", parts.order)
+        return self._shuffled("validation", parts)
 
-    def _shuffled(self, name: SampleSet, samples: Tensor) -> Tensor:
-        """Return positions in an order that depends on the seed alone. Each set is shuffled once for each seed."""
+    def _shuffled(self, name: SampleSet, parts: Parts) -> Tensor:
+        """Return the positions of all clients in an order that depends on the seed alone.
+
+        Each set is shuffled once for each seed, because a fleet may be large.
+        """
         seed = self.world.seed
         if name not in self._orders or self._orders[name][0] != seed:
+            samples = parts.order
             self._orders[name] = seed, samples[noise.order(noise.key(3, seed), len(samples))]
         return self._orders[name][1]
 
