@@ -43,12 +43,14 @@ def entries(what: str, name: str = "") -> dict[str, Entry]:
 
 def options(what: str, name: str) -> dict[str, Entry]:
     """The single values one can set of one of them, a row each."""
-    from fedquilt.config import Machine
+    from fedquilt.config import Machine, Source
 
     kind = _known(what, name)
     if what == "links":
         return leaves(type(kind), kind)
     found = leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
+    if what == "data":  # Every data set has it. `list partitions` shows the options of partitions.
+        found = {**found, "validation": leaves(Source)["validation"]}
     if presets := getattr(kind, "presets", None):
         shown = {"type": " | ".join(presets), "default": "null", "what it is": "a setting of its paper's or its code's"}
         found = {"preset": shown, **found}

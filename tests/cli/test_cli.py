@@ -777,6 +777,8 @@ def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixtur
     assert rows["local.optimiser"].split()[1:5] == ["sgd", "|", "adam", "sgd"]
     assert "channels the window moves each round" in rows["shift"]
     assert "fedrolex-cifar10-low | " in rows["preset"]
+    assert main(["list", "data", "digits"]) == 0
+    assert "that is held back for validation. 0: none" in capsys.readouterr().out
     assert main(["list", "methods", "fedrolx"]) == 2
     assert "there is no method named 'fedrolx'. Did you mean 'fedrolex'?" in capsys.readouterr().err
 
