@@ -168,6 +168,7 @@ class StudyProgress:
             self._bars.update(self._all, completed=self.done)
             task = self._tasks.pop(planned.folder, None)
             if task is not None:
+                self._bars.refresh()  # A short run would not be seen otherwise.
                 self._bars.remove_task(task)
 
 

@@ -222,7 +222,7 @@ class Plan:
         They are evaluated once, at the end, unless the settings ask for more.
         """
         data = settings.get("data", {})
-        if not (isinstance(data, Mapping) and data.get("validation")):
+        if not (isinstance(data, Mapping) and "validation" in data):  # 0: the data has a part of its own.
             assign(settings, ["data", "validation"], self.validation)
         evaluation = settings.get("evaluation", {})
         if not (isinstance(evaluation, Mapping) and "every" in evaluation):

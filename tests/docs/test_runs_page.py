@@ -72,7 +72,7 @@ def test_a_target_is_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptro
     assert main(shortened(begin, ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"])) == 0
     assert main([*again, "--json"]) == 0
     found = json.loads(Path("runs/two/compare.json").read_text())
-    assert [summary["target"] for summary in found.values()] == [0.7, 0.7]
+    assert (found["target"], list(found["entries"])) == (0.7, ["fedavg", "heterofl"])
     data = replace(make_data(perceptron, (4, 4)), test_domains=torch.arange(24) % 2, domain_names=("mnist", "svhn"))
     run = fq.run(fq.methods.FedAvg(), perceptron, data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
     exec(blocks("python")[1], {"run": run})

@@ -333,7 +333,7 @@ def test_methods_that_are_compared_are_tracked_side_by_side(tmp_path, monkeypatc
     quick = ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"]
     assert main(["compare", "fedavg", "heterofl", *quick, "--track", "tensorboard", "--out", "c"]) == 0
     for method in ("fedavg", "heterofl"):
-        found = events(Path("c", method, "tensorboard"))
+        found = events(Path("c", method, "seed0", "tensorboard"))
         assert [event.step for event in found.Scalars("bytes_up")] == [1, 2]
         assert b"fleet.sample" in found.PluginTagToContent("hparams")["_hparams_/session_start_info"]
 
