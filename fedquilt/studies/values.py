@@ -24,7 +24,15 @@ from fedquilt.round import Grades
 from fedquilt.studies.result import Result
 
 # The factor by which a number is multiplied, and the decimals that are shown.
-UNITS = {"%": (100.0, 1), "GB": (1e-9, 1), "MB": (1e-6, 1), "s": (1.0, 0), "M": (1e-6, 2), "count": (1.0, 0)}
+UNITS = {
+    "%": (100.0, 1),
+    "GB": (1e-9, 1),
+    "MB": (1e-6, 1),
+    "MiB": (2.0**-20, 2),
+    "s": (1.0, 0),
+    "M": (1e-6, 2),
+    "count": (1.0, 0),
+}
 _COSTS = {"rounds_to": "round", "bytes_to": "bytes"}
 
 
