@@ -128,8 +128,9 @@ class ListRequest(DataOptions):
                 say(console, "")
             show_table(console, what, all_of_it)
             if self.name:
-                say(console, "")
-                show_table(console, "option", listing.options(what, self.name))
+                for title, rows in listing.details(what, self.name).items():
+                    say(console, "")
+                    show_table(console, title, rows)
 
     def _plot(self) -> None:
         from fedquilt.cli.show import console_for, print_json, say

@@ -31,14 +31,31 @@ LISTS = (
     "formats",
     "norms",
     "objectives",
+    "papers",
 )
 
 
 def entries(what: str, name: str = "") -> dict[str, Entry]:
-    """All of one kind by name, or one of them."""
+    """All of one kind by name, or one of them. The name of a paper means all of its tables."""
     about: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
-    found = {name: _known(what, name)} if name else _table(what)
+    if not name:
+        found = _table(what)
+    elif what == "papers":
+        found = {one: one for one in _tables_named(name)}
+    else:
+        found = {name: _known(what, name)}
     return {one: about(kind) for one, kind in found.items()}
+
+
+def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
+    """Return further tables on one entry, by the title of their first column."""
+    if what != "papers":
+        return {"option": options(what, name)}
+    if _tables_named(name) != (name,):  # a paper with all its tables
+        return {}
+    table = _paper_table(name)
+    notes = {str(place): {"what it says": note} for place, note in enumerate(table["notes"], start=1)}
+    return {"row (the paper's numbers)": table["rows"], "scale": table["sizes"], "note": notes}
 
 
 def options(what: str, name: str) -> dict[str, Entry]:
@@ -72,6 +89,7 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.models import MODELS
     from fedquilt.round.link import CODECS, LINKS
     from fedquilt.round.training.objectives import OBJECTIVES
+    from fedquilt.studies.papers import presets
     from fedquilt.tasks import METRICS, TASKS
     from fedquilt.tracking import TRACKERS
 
@@ -90,8 +108,37 @@ def _table(what: str) -> Mapping[str, Any]:
         FORMATS,
         NORM_POLICIES,
         OBJECTIVES,
+        {name: name for name in presets()},
     )
     return known(dict(zip(LISTS, tables, strict=True)), what, "list")
+
+
+def _tables_named(name: str) -> tuple[str, ...]:
+    from fedquilt.studies.papers import tables_named
+
+    return tables_named(name)
+
+
+def _paper_table(name: str) -> Entry:
+    """Return a table or figure of a paper: what it needs, its rows with the paper's numbers, its scales."""
+    from fedquilt.studies.papers import parsed_preset
+
+    preset = parsed_preset(name)
+    titles = [column.title for column in preset.columns]
+    sizes = {
+        scale: {"seeds": " ".join(map(str, preset.seeds_at(scale))), "what differs": preset.scales[scale].note}
+        for scale in preset.scales
+    }
+    return {
+        "title": preset.title,
+        "scales": " ".join(preset.scales),
+        "data": " ".join(preset.data) or "none",
+        "measure": preset.measure,
+        "runs": len(preset.rows) * len(preset.seeds),
+        "rows": {row.name: dict(zip(titles, row.paper, strict=True)) for row in preset.rows},
+        "sizes": sizes,
+        "notes": list(preset.notes),
+    }
 
 
 def _method(kind: type[Method]) -> Entry:
@@ -143,4 +190,5 @@ _ABOUT: dict[str, Callable[[Any], Entry]] = {
     "metrics": _metric,
     "engines": _engine,
     "links": _link,
+    "papers": _paper_table,
 }

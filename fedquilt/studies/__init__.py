@@ -2,6 +2,7 @@
 
 measures.py    numbers of a run that take no training
 papers.py      tables and figures of papers as presets
+published.py   the paper's numbers beside the measured ones
 result.py      one run as statistics see it
 statistics.py  mean and deviation over seeds, paired comparison, cost to a target
 table.py       a table of text cells in several formats

@@ -21,10 +21,12 @@ from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, r
 from fedquilt.errors import ConfigError, DataError, FedquiltError
 from fedquilt.names import known, nearest
 from fedquilt.studies.measures import MEASURES
+from fedquilt.studies.plan import Entry, Plan
 from fedquilt.studies.values import Value
 
 TRAINING = "training"  # The measure that trains and evaluates; all others are in `MEASURES`.
 SMOKE = "smoke"  # The scale that needs no data
+SMOKE_NOTE = "Generated images and two rounds or so: it shows that everything runs, and its numbers mean nothing."
 FULL = "full"  # The paper's scale, which every preset has
 DATA_VARIABLE = "FEDQUILT_DATA"  # Environment variable with the folder of data files
 DATA_FOLDER = "data"  # The folder if the variable is not set
@@ -155,6 +157,27 @@ class Preset:
             return rows
         return [(name, self._located(settings, Path(folder))) for name, settings in rows]
 
+    def plan(self, scale: str, folder: str | Path | None = None, seeds: Sequence[int] = ()) -> Plan:
+        """Return the study that fills in the table.
+
+        Args:
+            scale: Name of a scale.
+            folder: Folder of data files. None: that of `data_folder()`.
+            seeds: Random seeds. Empty: those of the scale.
+
+        Raises:
+            ConfigError: There is no such scale.
+            DataError: A row needs a data file that is not in the folder.
+        """
+        grid = self.grid_at(scale)
+        rows = self.rows_at(scale, data_folder(folder))
+        return Plan(
+            tuple(Entry(name, settings, grid) for name, settings in rows),
+            tuple(seeds) or self.seeds_at(scale),
+            tuning=self.tuning_at(scale),
+            measure=self.measure,
+        )
+
     def _laid(self, row: Row, scale: Scale) -> Settings:
         layers = [self.settings, *(self.parts[part] for part in row.parts), row.settings]
         layers += [scale.settings, *(scale.parts[part] for part in row.parts if part in scale.parts)]
@@ -231,19 +254,26 @@ def parsed_preset(name: str) -> Preset:
     except OSError as error:
         raise ConfigError(f"{name} was asked for; it cannot be read: {error.strerror or error}.") from error
     preset = resolved(Preset, parse_toml(text, name), {}, name)
-    return replace(preset, name=name, scales={**preset.scales, FULL: preset.scales.get(FULL, Scale())})
+    scales = {**preset.scales, FULL: preset.scales.get(FULL, Scale())}
+    if SMOKE in scales:
+        scales[SMOKE] = replace(scales[SMOKE], note=scales[SMOKE].note or SMOKE_NOTE)
+    return replace(preset, name=name, scales=scales)
+
+
+def tables_named(name: str) -> tuple[str, ...]:
+    """Return the tables that a name stands for: one table, or all tables of a paper."""
+    tables = papers()
+    if name in tables:
+        return tables[name]
+    return (known({one: one for one in (*tables, *presets())}, name, "paper, table or figure"),)
 
 
 def _file(name: str) -> Traversable:
-    found = _files()
-    if name in found:
-        return found[name]
-    tables = papers()
-    if name in tables:
-        listed = ", ".join(tables[name])
+    if name in papers():
+        listed = ", ".join(papers()[name])
         raise ConfigError(f"the paper {name!r} was asked for; name one of its tables: {listed}.")
-    paper = name.partition("/")[0]
-    return known({one: found[one] for one in tables.get(paper, found)}, name, "table or figure")
+    (table,) = tables_named(name)
+    return _files()[table]
 
 
 def _files() -> dict[str, Traversable]:
@@ -256,6 +286,12 @@ def _files() -> dict[str, Traversable]:
         if entry.name.endswith(".toml")
     }
     return {name: found[name] for name in sorted(found)}
+
+
+def paper_number(text: str) -> float | None:
+    """Return the number with which a paper's text begins: 69.44 of "69.44 ± 1.50"; None of ""."""
+    found = _NUMBER.match(text)
+    return float(found[0].replace(",", "").replace("−", "-")) if found else None
 
 
 # --- checking ---------------------------------------------------------------------------------------
@@ -329,7 +365,7 @@ def _problems_of_row(preset: Preset, row: Row, place: str) -> Iterator[str]:
             'one for each is needed, "" where the paper has no number.'
         )
     for text in row.paper:
-        if text and _NUMBER.match(text) is None:
+        if text and paper_number(text) is None:
             yield f'{place}.paper: {text!r} was found; a number such as "69.44 ± 1.50", or "", would fit.'
 
 

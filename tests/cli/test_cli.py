@@ -32,6 +32,7 @@ from fedquilt.records import load
 from fedquilt.round.clients import Devices
 from fedquilt.round.link import CODECS
 from fedquilt.round.training.objectives import OBJECTIVES
+from fedquilt.studies.papers import presets
 from fedquilt.tracking import TensorBoard
 from tests.conftest import shortened
 
@@ -693,6 +694,7 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
         "formats",
         "norms",
         "objectives",
+        "papers",
     ]
     assert (list(listed["codecs"]), list(listed["objectives"])) == (list(CODECS), list(OBJECTIVES))
     assert listed["codecs"]["linear"]["defaults"]["bits"] == 32
@@ -709,6 +711,25 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert capsys.readouterr().out.splitlines()[1].split()[0] == "sequential"
     assert main(["list", "method"]) == 2
     assert "Did you mean 'methods'?" in capsys.readouterr().err
+
+
+def test_tables_of_papers_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    listed = told(capsys, "list", "papers")
+    assert list(listed) == list(presets())
+    assert listed["fedrolex/table3"]["data"] == "cifar10"
+    assert set(listed["fedrolex/table3"]["scales"].split()) == {"smoke", "short", "full"}
+    assert list(told(capsys, "list", "papers", "fedrolex")) == [name for name in presets() if "fedrolex/" in name]
+    one = told(capsys, "list", "papers", "fedrolex/table4")["fedrolex/table4"]
+    assert one["rows"]["FedRolex, low heterogeneity"]["global accuracy"] == "80.14 ± 0.52"
+    assert one["sizes"]["full"]["seeds"] == "0 1 2 3 4"
+    assert main(["list", "papers", "fedrolex/table4"]) == 0
+    printed = capsys.readouterr().out
+    for text in ("80.14 ± 0.52", "its numbers mean nothing", "A tenth of the paper's rounds", "bounding box crop"):
+        assert text in printed
+    assert main(["list", "papers", "fedrolex"]) == 0
+    assert "80.14" not in capsys.readouterr().out
+    assert main(["list", "papers", "fedrolx"]) == 2
+    assert "Did you mean 'fedrolex'?" in capsys.readouterr().err
 
 
 def test_a_run_goes_over_a_link_by_name(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,0 +1,93 @@
+"""The paper's numbers beside the measured ones."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+
+from fedquilt.studies.papers import FULL, Preset, paper_number
+from fedquilt.studies.result import Result
+from fedquilt.studies.statistics import Spread, by_entry, missing_seeds
+from fedquilt.studies.table import Table
+from fedquilt.studies.values import Value
+from fedquilt.summaries import NOTHING
+
+HEAD = ("row", "column", "paper", "measured", "difference")
+
+
+def comparison_table(preset: Preset, results: Iterable[Result], scale: str = FULL) -> Table:
+    """Return the paper's and the measured numbers of a preset, one line for each row and column.
+
+    Measured numbers are means over seeds, ± the sample deviation where there are several. Lines
+    that have neither number are left out.
+
+    Args:
+        preset: Table or figure of a paper.
+        results: Runs of its rows. `Result.entry` is the name of the row.
+        scale: Scale at which they were run. It decides the notes.
+    """
+    runs = by_entry(results)
+    lines = []
+    for row in preset.rows:
+        for column, paper in zip(preset.columns, row.paper, strict=True):
+            spread = spread_of(runs.get(row.name, []), column.parsed)
+            if spread is None and not paper:
+                continue
+            measured = NOTHING if spread is None else spread_text(spread, column.parsed)
+            difference = _difference(paper, spread, column.parsed)
+            lines.append([row.name, column.title, paper or NOTHING, measured, difference])
+    title = f"{preset.name}: {preset.title}"
+    return Table(title, HEAD, lines, [*_notes(preset, runs, scale)])
+
+
+def spread_of(results: Sequence[Result], value: Value) -> Spread | None:
+    """Return mean and sample deviation of a value over runs. None: no run has it.
+
+    A value that is itself a mean over clients has their deviation. Over several seeds, means and
+    deviations are averaged.
+    """
+    numbers = [number for result in results if (number := value.of(result)) is not None]
+    if not numbers:
+        return None
+    tables = [number for number in numbers if isinstance(number, Mapping)]
+    if not tables:
+        return Spread.of([number for number in numbers if not isinstance(number, Mapping)])
+    mean = sum(table["mean"] for table in tables) / len(tables)
+    deviation = sum(table["deviation"] for table in tables) / len(tables)
+    return Spread(mean, deviation, len(tables))
+
+
+def spread_text(spread: Spread, value: Value) -> str:
+    """Return mean ± deviation in the unit of a value, or the mean alone if there is one number."""
+    shown = value.shown(spread.mean)
+    return shown if spread.deviation is None else f"{shown} ± {value.shown(spread.deviation)}"
+
+
+def _difference(paper: str, spread: Spread | None, value: Value) -> str:
+    """Return measured minus paper in the unit of a value."""
+    number = paper_number(paper)
+    if number is None or spread is None:
+        return NOTHING
+    text = value.shown(spread.mean - number / value.factor)
+    is_zero = not any(digit in text for digit in "123456789")
+    return text.lstrip("-") if is_zero else text
+
+
+def _notes(preset: Preset, runs: Mapping[str, Sequence[Result]], scale: str) -> Iterator[str]:
+    if preset.scale(scale).note:
+        yield f"Scale {scale}: {preset.scale(scale).note}"
+    yield from preset.notes
+    seeds = preset.seeds_at(scale)
+    for row in preset.rows:
+        results = runs.get(row.name, [])
+        missing = missing_seeds(results, seeds)
+        if not results:
+            yield f"{row.name}: it was not run."
+        elif missing:
+            listed = ", ".join(map(str, missing))
+            yield f"{row.name}: no run of seed{'s'[: len(missing) != 1]} {listed}; the means are over the others."
+        for result in results:
+            if result.diverged is not None:
+                yield (
+                    f"{row.name}: the run of seed {result.seed} diverged in round {result.diverged}; "
+                    "its last figures count."
+                )
