@@ -6,7 +6,7 @@ READY = $(VENV)/.ready
 # Two test processes on two cores: threads that wait by spinning would starve each other.
 export OMP_WAIT_POLICY = PASSIVE
 
-.PHONY: demo test test-all check bench clean
+.PHONY: demo test test-all check bench results clean
 .DELETE_ON_ERROR:
 
 $(READY): pyproject.toml constraints.txt
@@ -38,6 +38,10 @@ bench: $(READY)
 	$(BIN)/python bench/customise.py
 	$(BIN)/python bench/flower.py
 	if $(BIN)/python -c 'import sys, torch; sys.exit(not torch.cuda.is_available())'; then $(BIN)/python bench/gpu.py && $(BIN)/python bench/memory.py && $(BIN)/python bench/fedrescue.py && $(BIN)/python bench/splitmix.py; fi
+
+# Write the tables of docs/results from the stored results.
+results: $(READY)
+	$(BIN)/python tools/results.py
 
 clean:
 	rm -rf $(VENV)

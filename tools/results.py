@@ -19,11 +19,11 @@ kept, and so are rows without results.
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
+from fedquilt.studies.published import spread_of, spread_text
 from fedquilt.studies.result import Result
-from fedquilt.studies.statistics import Spread
 from fedquilt.studies.stored import read_stored
 from fedquilt.studies.values import Value
 
@@ -71,22 +71,13 @@ def row_of(pattern: str, columns: Sequence[str], folder: Path) -> list[str]:
 
 
 def _shown(results: Sequence[Result], value: Value) -> str:
-    """Return mean and deviation of a value over results. A cost has both over clients itself."""
-    numbers = []
+    """Return mean and deviation of a value over results, of which each must have it."""
     for result in results:
-        number = value.of(result)
-        if number is None:
+        if value.of(result) is None:
             raise ValueError(f"the result of {result.entry}, seed {result.seed} has no {' '.join(value.path)}.")
-        numbers.append(number)
-    if isinstance(numbers[0], Mapping):
-        (number,) = numbers
-        assert isinstance(number, Mapping)
-        mean, deviation = number["mean"], number["deviation"] or None
-    else:
-        spread = Spread.of([number for number in numbers if not isinstance(number, Mapping)])
-        mean, deviation = spread.mean, spread.deviation
-    shown = value.shown(mean)
-    return shown if deviation is None else f"{shown} ± {value.shown(deviation)}"
+    spread = spread_of(results, value)
+    assert spread is not None
+    return spread_text(spread, value)
 
 
 def _cell(old: str, new: str) -> str:

@@ -52,7 +52,8 @@ class ReproduceRequest:
             from fedquilt.cli.show import print_json, say, show_text_table
             from fedquilt.cli.study import run_study
             from fedquilt.config import parse_assignment
-            from fedquilt.studies.papers import comparison_table, data_folder, read_preset
+            from fedquilt.studies.papers import data_folder, read_preset
+            from fedquilt.studies.published import comparison_table
             from fedquilt.studies.reproduce import plan_of, store_study
 
             preset = read_preset(self.table)
