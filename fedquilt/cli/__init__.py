@@ -1,4 +1,4 @@
-"""The command line: `fedquilt run`, `compare`, `reproduce`, `export`, `clients`, `list`, `probe` and `check`.
+"""The command line: `fedquilt run`, `compare`, `reproduce`, `export`, `clients`, `list`, `data`, `probe` and `check`.
 
 Exit status: 0 done, 1 the run or a check failed, 2 the request was wrong, 130 interrupted. Nothing
 here imports torch before a request has been understood.
@@ -22,6 +22,7 @@ import tyro
 os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
 
 from fedquilt.cli.compare import CompareRequest
+from fedquilt.cli.data import DataRequest
 from fedquilt.cli.options import (
     Assignments,
     By,
@@ -333,6 +334,7 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "export": ExportRequest,
     "clients": ClientsRequest,
     "list": ListRequest,
+    "data": DataRequest,
     "probe": ProbeRequest,
     "check": CheckRequest,
 }

@@ -108,7 +108,8 @@ def _single_valued(kind: Callable[..., Any]) -> dict[str, str]:
         value_type, *marks = get_args(hint)
         if value_type is bool or tyro.conf.UseAppendAction in marks or tyro.conf.Positional in marks:
             continue
-        flag = f"--{field.replace('_', '-')}"
+        renamed = [mark.name for mark in marks if getattr(mark, "name", None)]
+        flag = f"--{(renamed or [field])[0].replace('_', '-')}"
         aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
         names |= dict.fromkeys([flag, *aliases], flag)
     return names

@@ -1,0 +1,110 @@
+"""The command `fedquilt data prepare`: public data sets as .npz files."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated
+
+import tyro
+
+from fedquilt.cli.options import Flag, Place, Whole
+from fedquilt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedquilt.data.prepare import Prepared
+    from fedquilt.data.prepare.download import Watch
+
+_quiet = {"help_behavior_hint": ""}
+Action = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="prepare", **_quiet)]
+DataNames = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME…", **_quiet)]
+Origin = Annotated[str | None, tyro.conf.arg(name="from", metavar="DIR|URL", **_quiet)]
+
+
+@dataclass(frozen=True)
+class DataRequest:
+    """Download public data sets, check their sums, and write them as .npz files: `fedquilt data prepare cifar10`.
+
+    Names: cifar10, cifar100, mnist_writers (MNIST by writer), digits5 (MNIST, SVHN, USPS, SYN-like digits and MNIST-M),
+    syn (SYN-like digits alone, drawn without a download). docs/data.md has their sources and terms.
+    """
+
+    action: Action  # what to do: prepare
+    names: DataNames = ()  # data sets
+    out: Place = None  # folder for NAME.npz, and for what is downloaded; data if not given
+    origin: Origin = None  # folder or URL that has the published files by their names; if not given the public hosts
+    force: Flag = False  # write over files that are there
+    per_domain: Whole = None  # training images per domain of digits5 and syn, 2,000 if not given; half for testing
+    seed: Whole = None  # of the images that digits5 chooses and that are synthesised; 0 if not given
+    fonts: Place = None  # folder of fonts for synthesised digits; if not given those of matplotlib and Pillow
+    json: Flag = False  # print what was written as JSON on standard output, and nothing else there
+
+    def __call__(self) -> None:
+        from fedquilt.cli.show import console_for, print_json
+        from fedquilt.data.prepare import FOLDER, Recipe, prepare
+
+        if self.action != "prepare":
+            raise ConfigError(f"data {self.action} was asked for; `fedquilt data prepare NAME…` fits.")
+        chosen = {"per_domain": self.per_domain, "seed": self.seed}
+        recipe = Recipe(fonts=self.fonts, **{name: value for name, value in chosen.items() if value is not None})
+        console = console_for(self.json)
+        with _progress(console) as watch:
+            found = prepare(self.names, self.out or FOLDER, self.origin or "", self.force, recipe, watch)
+        if self.json:
+            print_json({one.data_set.name: one.to_dict() for one in found})
+        else:
+            _show(console, found)
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Watch]:
+    """Show a bar for each step on a terminal, and a line elsewhere."""
+    from fedquilt.cli.show import say
+
+    if not console.is_terminal:
+
+        def by_line(what: str, done: int, total: int) -> None:
+            if done == 0:
+                say(console, what)
+
+        yield by_line
+        return
+
+    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks = {}
+
+        def watch(what: str, done: int, total: int) -> None:
+            if what not in tasks:
+                tasks[what] = bars.add_task(what)
+            bars.update(tasks[what], completed=done, total=total or None)
+
+        yield watch
+
+
+def _show(console: Console, found: list[Prepared]) -> None:
+    """Show a row for each file, its terms, and what could not be checked."""
+    from fedquilt.cli.show import say, show_table
+    from fedquilt.units import size
+
+    rows = {
+        one.data_set.name: {
+            "file": str(one.path),
+            "training": one.shapes["x_train"][0],
+            "test": one.shapes["x_test"][0],
+            "shape": " × ".join(map(str, one.shapes["x_train"][1:])),
+            "size": size(one.bytes),
+        }
+        for one in found
+    }
+    show_table(console, "data", rows)
+    for one in found:
+        say(console, f"{one.data_set.name}: {one.data_set.title}. Terms: {one.data_set.terms}.")
+        for file in one.files:
+            if not file.is_checked:
+                say(console, f"{file.path} could not be checked, as no sum is published. Its SHA-256 is {file.sha256}.")

@@ -1,0 +1,137 @@
+"""Public data sets as .npz files: download what is published, check its sums, and write the arrays of docs/data.md.
+
+The readers are tested against small local files of the published layouts. They have not been run against the public
+hosts.
+"""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from fedquilt.data.prepare.catalogue import DATA_SETS, DataSet, Recipe
+from fedquilt.data.prepare.download import Downloads, Fetched, Published, Watch
+from fedquilt.errors import ConfigError
+from fedquilt.files import write
+from fedquilt.names import known
+
+__all__ = [
+    "DATA_SETS",
+    "DataSet",
+    "Prepared",
+    "Published",
+    "Recipe",
+    "missing_message",
+    "prepare",
+]
+
+FOLDER = Path("data")  # Where files are written unless another folder is named.
+DOWNLOADS = "downloads"  # Folder below it for what was downloaded.
+
+
+@dataclass(frozen=True)
+class Prepared:
+    """A file that was written, and what it was made from."""
+
+    data_set: DataSet
+    path: Path
+    bytes: int
+    sha256: str
+    shapes: Mapping[str, tuple[int, ...]]
+    files: tuple[Fetched, ...]
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return what JSON can hold."""
+        return {
+            "file": str(self.path),
+            "bytes": self.bytes,
+            "sha256": self.sha256,
+            "arrays": {name: list(shape) for name, shape in self.shapes.items()},
+            "title": self.data_set.title,
+            "source": self.data_set.source,
+            "terms": self.data_set.terms,
+            "files": [
+                {
+                    "file": str(file.path),
+                    "downloaded_from": file.origin or None,
+                    "bytes": file.bytes,
+                    "sha256": file.sha256,
+                    "checked": file.is_checked,
+                }
+                for file in self.files
+            ],
+        }
+
+
+def prepare(
+    names: Sequence[str],
+    out: Path = FOLDER,
+    origin: str = "",
+    force: bool = False,
+    recipe: Recipe | None = None,
+    watch: Watch | None = None,
+) -> list[Prepared]:
+    """Write data sets as `out/NAME.npz`, each whole or not at all.
+
+    Args:
+        names: Names of `DATA_SETS`.
+        out: Folder for the files. What is downloaded is kept in its folder `downloads`.
+        origin: Folder or URL with the published files by their names. Empty: where they are published.
+        force: Write over files that are there.
+        recipe: How many images are chosen, and the fonts of synthesised ones. None: the defaults.
+        watch: Called with what is being done, how much of it is done, and how much there is (0: unknown).
+
+    Raises:
+        ConfigError: A name is unknown or was given twice, or a file is there already.
+        DataError: A file cannot be had, has the wrong sum, or is not laid out as published.
+    """
+    chosen = [known(DATA_SETS, name, "data set to prepare") for name in names]
+    if not chosen or len(set(names)) < len(names):
+        asked = " ".join(names) or "nothing"
+        raise ConfigError(f"prepare {asked} was asked for; name each data set once. Known: {', '.join(DATA_SETS)}.")
+    paths = [out / f"{one.name}.npz" for one in chosen]
+    for path in paths:
+        if path.exists() and not force:
+            raise ConfigError(f"{path} was asked for; it is there already. --force writes over it.")
+    report = watch or (lambda what, done, total: None)
+    downloads = Downloads(out / DOWNLOADS, origin, report)
+    return [
+        _prepared(one, path, downloads, recipe or Recipe(), report) for one, path in zip(chosen, paths, strict=True)
+    ]
+
+
+def _prepared(data_set: DataSet, path: Path, downloads: Downloads, recipe: Recipe, watch: Watch) -> Prepared:
+    files = {file.name: downloads.fetch(file) for file in data_set.files}
+    watch(f"making {path.name}", 0, 0)
+    arrays = data_set.make(files, recipe, watch)
+    buffer = io.BytesIO()
+    np.savez(buffer, allow_pickle=False, **arrays)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    written = write(path, [buffer.getbuffer()])
+    shapes = {name: array.shape for name, array in arrays.items()}
+    return Prepared(data_set, path, written.size, written.sha256, shapes, tuple(files.values()))
+
+
+def missing_message(name: str, folder: str | Path = FOLDER) -> str:
+    """Return what to say where the file of a data set is missing: what it is, its source, and how to prepare it.
+
+    Args:
+        name: Name of the data set, and of the file without .npz.
+        folder: Folder in which it was looked for.
+    """
+    file = Path(folder) / f"{name}.npz"
+    if name not in DATA_SETS:
+        return (
+            f"{file} is needed; there is no such file, and `fedquilt data prepare` cannot make it. It can make "
+            f"{', '.join(DATA_SETS)}."
+        )
+    found = DATA_SETS[name]
+    return (
+        f"{file} is needed; there is no such file. It holds {found.title}. Source: {found.source}. "
+        f"`fedquilt data prepare {name} --out {folder}` prepares it."
+    )

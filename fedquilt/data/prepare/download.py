@@ -1,0 +1,230 @@
+"""Published files: where they are, their sums, and a folder in which they are kept once they were downloaded."""
+
+from __future__ import annotations
+
+import hashlib
+import http.client
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import BinaryIO
+from urllib.error import HTTPError, URLError
+from urllib.parse import quote, urlsplit
+from urllib.request import (
+    HTTPDefaultErrorHandler,
+    HTTPErrorProcessor,
+    HTTPHandler,
+    HTTPRedirectHandler,
+    HTTPSHandler,
+    OpenerDirector,
+    ProxyHandler,
+    Request,
+    url2pathname,
+)
+
+from fedquilt.errors import DataError
+from fedquilt.files import why, write
+from fedquilt.units import size as shown_size
+
+SCHEMES = ("http", "https", "file")
+TIMEOUT_S = 60.0  # Seconds without a byte after which a download is given up.
+CHUNK_BYTES = 1 << 18
+
+Watch = Callable[
+    [str, int, int], None
+]  # What is being done, how much of it is done, and how much there is (0: unknown).
+
+
+@dataclass(frozen=True)
+class Published:
+    """A file that others publish."""
+
+    name: str  # Its name in the folder of downloads, and below --from.
+    urls: tuple[str, ...]  # Where it is published, the first to try first.
+    max_bytes: int  # A larger file is refused. The exact size where it is known.
+    max_unpacked: int  # Bytes that it may unpack to.
+    md5: str = ""  # Sum that its authors or torchvision publish. Empty: none is known, so that it cannot be checked.
+
+
+@dataclass(frozen=True)
+class Fetched:
+    """A published file on this machine."""
+
+    published: Published
+    path: Path
+    origin: str  # URL it was downloaded from. Empty if it was there already.
+    bytes: int
+    sha256: str
+
+    @property
+    def is_checked(self) -> bool:
+        """Return True if the sum is known and right."""
+        return bool(self.published.md5)
+
+
+@dataclass
+class Downloads:
+    """A folder of downloaded files, each of which is downloaded at most once.
+
+    Args:
+        folder: Folder in which downloads are kept.
+        origin: Folder or URL that has the files by their names, instead of the places where they are published. Files
+            in a folder are read where they are.
+        watch: Called with the progress of a download.
+    """
+
+    folder: Path
+    origin: str = ""
+    watch: Watch = field(default=lambda what, done, total: None)
+
+    def fetch(self, published: Published) -> Fetched:
+        """Return the file with its sum checked, downloaded unless it is there already.
+
+        Raises:
+            DataError: It cannot be had, is larger than announced, breaks off, or has another sum. Files that are there
+                stay as they are.
+        """
+        if self.origin and "://" not in self.origin:
+            return self._found(published, Path(self.origin) / published.name)
+        path = self.folder / published.name
+        if path.exists():
+            return self._found(published, path)
+        urls = published.urls
+        if self.origin:
+            urls = (f"{self.origin.rstrip('/')}/{quote(published.name)}",)
+        failures = []
+        for url in urls:
+            try:
+                return self._download(published, url, path)
+            except _UnreachableError as error:
+                failures.append(str(error))
+        raise DataError(f"{published.name} could not be downloaded: {'; '.join(failures)}.{_by_hand(path)}")
+
+    def _found(self, published: Published, path: Path) -> Fetched:
+        """Return a file that is there, if its sum is right."""
+        try:
+            with path.open("rb") as file:
+                md5, sha256, size = _sums(file)
+        except OSError as error:
+            raise DataError(f"{path} is needed; it cannot be read: {why(error)}.") from error
+        if published.md5 and md5 != published.md5:
+            raise DataError(
+                f"{path} has the MD5 sum {md5}; the published file has {published.md5}. Move it away to have it "
+                "downloaded again."
+            )
+        if size > published.max_bytes:
+            raise DataError(f"{path} has {size:,} bytes; the published file has at most {published.max_bytes:,}.")
+        return Fetched(published, path, "", size, sha256)
+
+    def _download(self, published: Published, url: str, path: Path) -> Fetched:
+        """Download into a temporary file that takes its name once its sum is right."""
+        if urlsplit(url).scheme not in SCHEMES:
+            raise DataError(f"{url} was asked for; only {', '.join(SCHEMES)} are read.")
+        path.parent.mkdir(parents=True, exist_ok=True)
+        written = write(path, self._checked(published, url))
+        return Fetched(published, path, url, written.size, written.sha256)
+
+    def _checked(self, published: Published, url: str) -> Iterator[bytes]:
+        """Yield a download and raise at its end if it is not the file that was published."""
+        digest = hashlib.md5(usedforsecurity=False)
+        size = 0
+        with _opened(url) as (stream, announced):
+            if announced > published.max_bytes:
+                raise DataError(
+                    f"{url} announces {announced:,} bytes; the published file has at most {published.max_bytes:,}."
+                )
+            told = f" ({shown_size(announced)})" if announced else ""
+            what = f"{published.name}{told} from {urlsplit(url).netloc or 'a local folder'}"
+            self.watch(what, 0, announced)
+            for chunk in _chunks(stream, url):
+                size += len(chunk)
+                if size > published.max_bytes:
+                    raise DataError(f"{url} sends more than {published.max_bytes:,} bytes, which the file has at most.")
+                digest.update(chunk)
+                self.watch(what, size, announced)
+                yield chunk
+        if size < announced:
+            raise DataError(f"{url} broke off after {size:,} of {announced:,} bytes. Try again.")
+        if published.md5 and digest.hexdigest() != published.md5:
+            raise DataError(
+                f"{url} has the MD5 sum {digest.hexdigest()}; the published file has {published.md5}. Nothing was kept."
+            )
+
+
+class _UnreachableError(Exception):
+    """A place that does not have the file. The next one may."""
+
+
+@contextmanager
+def _opened(url: str) -> Iterator[tuple[BinaryIO, int]]:
+    """Yield a stream over a URL and the number of bytes that it announces (0: unknown)."""
+    stream, announced = _stream(url)
+    with stream:
+        yield stream, announced
+
+
+def _stream(url: str) -> tuple[BinaryIO, int]:
+    parts = urlsplit(url)
+    if parts.scheme == "file":
+        path = Path(url2pathname(parts.path))
+        try:
+            return path.open("rb"), path.stat().st_size
+        except OSError as error:
+            raise _UnreachableError(f"{url}: {why(error)}") from error
+    try:
+        response = _opener().open(Request(url, headers={"User-Agent": "fedquilt"}), timeout=TIMEOUT_S)
+    except HTTPError as error:
+        error.close()
+        raise _UnreachableError(f"{url}: HTTP status {error.code} ({error.reason})") from error
+    except (URLError, OSError, http.client.HTTPException, ValueError) as error:
+        raise _UnreachableError(f"{url}: {getattr(error, 'reason', error)}") from error
+    if response is None:
+        raise _UnreachableError(f"{url}: it leads to an address that is not read")
+    length = response.headers.get("Content-Length", "")
+    return response, int(length) if length.isdecimal() else 0
+
+
+def _opener() -> OpenerDirector:
+    """Return an opener that knows HTTP and HTTPS alone, so that a redirection cannot lead to a local file or FTP."""
+    opener = OpenerDirector()
+    handlers = (
+        ProxyHandler,
+        HTTPHandler,
+        HTTPSHandler,
+        HTTPRedirectHandler,
+        HTTPErrorProcessor,
+        HTTPDefaultErrorHandler,
+    )
+    for handler in handlers:
+        opener.add_handler(handler())
+    return opener
+
+
+def _chunks(stream: BinaryIO, url: str) -> Iterator[bytes]:
+    while True:
+        try:
+            chunk = stream.read(CHUNK_BYTES)
+        except http.client.IncompleteRead as error:
+            chunk = error.partial  # The caller compares the sizes.
+        except (OSError, http.client.HTTPException) as error:
+            raise DataError(f"{url} broke off: {error or type(error).__name__}. Try again.") from error
+        if not chunk:
+            return
+        yield chunk
+
+
+def _sums(file: BinaryIO) -> tuple[str, str, int]:
+    """Return the MD5 sum, the SHA-256 sum and the size of a file."""
+    md5 = hashlib.md5(usedforsecurity=False)
+    sha256 = hashlib.sha256()
+    size = 0
+    while chunk := file.read(CHUNK_BYTES):
+        md5.update(chunk)
+        sha256.update(chunk)
+        size += len(chunk)
+    return md5.hexdigest(), sha256.hexdigest(), size
+
+
+def _by_hand(path: Path) -> str:
+    return f" A copy of the file as {path}, or --from with a folder or URL that has it, does as well."

@@ -1,0 +1,61 @@
+"""MNIST as .gz files of the IDX format, and QMNIST's extended labels, which say who wrote each digit."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+import numpy as np
+
+from fedquilt.data.prepare.download import Fetched
+from fedquilt.data.prepare.packed import unpacked
+from fedquilt.errors import DataError
+
+WRITER_COLUMN = 2  # QMNIST's extended labels: class, series, writer, …
+MAX_WRONG_LABELS = 0.01  # Share of labels that may differ. Another order of the images would change nine in ten.
+_DTYPES: dict[int, np.dtype[Any]] = {0x08: np.dtype(np.uint8), 0x0C: np.dtype(">i4")}
+
+
+def idx(file: Fetched, num_dims: int) -> np.ndarray:
+    """Return the array of a gzipped IDX file with the announced number of dimensions."""
+    data = unpacked(file)
+    start = 4 * (1 + num_dims)
+    if len(data) < start or data[:2] != b"\0\0" or data[2] not in _DTYPES or data[3] != num_dims:
+        raise DataError(f"{file.path} is no IDX file of {num_dims} dimensions: it begins with {data[:4].hex()}.")
+    dtype = _DTYPES[data[2]]
+    shape = tuple(np.frombuffer(data, ">i4", num_dims, offset=4).tolist())
+    expected = start + dtype.itemsize * math.prod(shape)
+    if min(shape) < 0 or len(data) != expected:
+        raise DataError(f"{file.path} announces an array of {shape} and has {len(data):,} bytes, not {expected:,}.")
+    return np.frombuffer(data, dtype, offset=start).reshape(shape)
+
+
+def mnist(files: Mapping[str, Fetched], split: str) -> tuple[np.ndarray, np.ndarray]:
+    """Return the images (n, 28, 28) and digits of MNIST's `train` or `test` part."""
+    lead = "train" if split == "train" else "t10k"
+    images = idx(files[f"{lead}-images-idx3-ubyte.gz"], 3)
+    digits = idx(files[f"{lead}-labels-idx1-ubyte.gz"], 1)
+    if len(images) != len(digits):
+        raise DataError(f"MNIST's {split} part has {len(images)} images and {len(digits)} labels.")
+    return images, digits
+
+
+def mnist_writers(files: Mapping[str, Fetched]) -> dict[str, np.ndarray]:
+    """Return MNIST with the writer of every image as its client.
+
+    QMNIST's labels follow the order of MNIST. Its test part begins with MNIST's and is longer.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for split in ("train", "test"):
+        images, digits = mnist(files, split)
+        extended = idx(files[f"qmnist-{split}-labels-idx2-int.gz"], 2)[: len(images)]
+        if len(extended) != len(images) or extended.shape[1] <= WRITER_COLUMN:
+            raise DataError(f"QMNIST's {split} labels are {extended.shape}; MNIST has {len(images)} images.")
+        wrong = int((extended[:, 0] != digits).sum())
+        if wrong > MAX_WRONG_LABELS * len(digits):
+            raise DataError(f"{wrong} of QMNIST's {split} labels differ from MNIST's; they should be the same images.")
+        arrays[f"x_{split}"] = images
+        arrays[f"y_{split}"] = digits
+        arrays[f"client_{split}"] = extended[:, WRITER_COLUMN].astype(np.uint16)
+    return arrays

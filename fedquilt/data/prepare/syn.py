@@ -1,0 +1,216 @@
+"""SYN-like digits: synthetic house numbers after the recipe of Ganin and Lempitsky (ICML 2015, section 4).
+
+The published set was drawn with Windows fonts; one-, two- and three-digit numbers vary in position, orientation,
+background colour, stroke colour and blur. Its ranges were not published. Those here were chosen by hand, and the fonts
+are free ones, so that these images are like SYN and are not SYN. docs/data.md lists every random quantity.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import cache
+from io import BytesIO
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedquilt import noise
+from fedquilt.data.prepare.download import Watch
+from fedquilt.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from PIL.Image import Image
+    from PIL.ImageFont import FreeTypeFont
+
+SIDE = 28  # Pixels of a finished image.
+ZOOM = 3  # Images are drawn larger by this factor and made smaller at the end, which smooths edges.
+CANVAS = SIDE * ZOOM
+
+# Ranges of the random quantities, both ends included; lengths in pixels of the canvas, three to a finished pixel.
+NUM_DIGITS = (1, 3)
+FONT_SIZE = (42, 90)
+TENTHS_OF_DEGREES = (-250, 250)
+SHIFT = (-9, 9)
+BLUR_TENTHS = (0, 45)  # Radius of the Gaussian blur in tenths of a pixel.
+MIN_CONTRAST = 150  # Sum over the channels of |stroke − background|, below which both colours are drawn again.
+
+DEJAVU = (
+    "DejaVuSans.ttf",
+    "DejaVuSans-Bold.ttf",
+    "DejaVuSans-BoldOblique.ttf",
+    "DejaVuSans-Oblique.ttf",
+    "DejaVuSansMono.ttf",
+    "DejaVuSansMono-Bold.ttf",
+    "DejaVuSansMono-BoldOblique.ttf",
+    "DejaVuSansMono-Oblique.ttf",
+    "DejaVuSerif.ttf",
+    "DejaVuSerif-Bold.ttf",
+    "DejaVuSerif-BoldItalic.ttf",
+    "DejaVuSerif-Italic.ttf",
+)
+_SITE = 63  # Distinguishes these random numbers from all others of the same seed.
+_REPORT_EVERY = 100  # images
+
+
+def synthesised(count: int, split: str, seed: int, fonts: Path | None, watch: Watch) -> tuple[np.ndarray, np.ndarray]:
+    """Draw images (count, 28, 28, 3) as bytes and the digits they show, as many of each.
+
+    The same arguments, fonts and version of Pillow give the same bytes.
+
+    Args:
+        count: Number of images.
+        split: "train" or "test". Both draw from different random numbers.
+        seed: Random seed.
+        fonts: Folder with .ttf and .otf files. None: DejaVu, which matplotlib brings, and Pillow's own font.
+        watch: Called with the progress.
+    """
+    need_pillow("syn")
+    typefaces = _typefaces(fonts)
+    digits = np.arange(count, dtype=np.uint8) % 10
+    images = np.empty((count, SIDE, SIDE, 3), np.uint8)
+    for place, digit in enumerate(digits.tolist()):
+        draws = Draws(noise.key(seed, _SITE, split == "test", place))
+        images[place] = np.asarray(_image(digit, draws, typefaces))
+        if place % _REPORT_EVERY == 0:
+            watch(f"syn {split}", place, count)
+    return images, digits
+
+
+def syn(per_domain: dict[str, int], seed: int, fonts: Path | None, watch: Watch) -> dict[str, np.ndarray]:
+    """Return the arrays of a set of SYN-like digits.
+
+    Args:
+        per_domain: Number of training and of test images.
+        seed: Random seed.
+        fonts: Folder of fonts. None: those of matplotlib and Pillow.
+        watch: Called with the progress.
+    """
+    arrays: dict[str, np.ndarray] = {}
+    for split, count in per_domain.items():
+        arrays[f"x_{split}"], arrays[f"y_{split}"] = synthesised(count, split, seed, fonts, watch)
+    return arrays
+
+
+@dataclass
+class Draws:
+    """Random whole numbers for one image, by a hash of its key, the same on every machine."""
+
+    key: int
+    count: int = 0
+
+    def between(self, low: int, high: int) -> int:
+        """Return a number from `low` to `high`, both included."""
+        self.count += 1
+        return low + noise.key(self.key, self.count) % (high - low + 1)
+
+    def colour(self) -> tuple[int, int, int]:
+        return self.between(0, 255), self.between(0, 255), self.between(0, 255)
+
+
+def need_pillow(name: str) -> None:
+    """Raise an error that says how to install Pillow, if it is missing."""
+    try:
+        import PIL  # noqa: F401
+    except ImportError as error:
+        raise ConfigError(f"{name} needs Pillow, which is not installed: pip install 'fedquilt[images]'.") from error
+
+
+def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Image:
+    """Draw one image. The order in which random numbers are drawn is part of the recipe."""
+    from PIL import Image, ImageFilter
+
+    number = [draws.between(0, 9) for _ in range(draws.between(*NUM_DIGITS))]
+    labelled = draws.between(0, len(number) - 1)
+    number[labelled] = digit
+    text = "".join(map(str, number))
+    font = _font(typefaces[draws.between(0, len(typefaces) - 1)], draws.between(*FONT_SIZE))
+    angle = draws.between(*TENTHS_OF_DEGREES) / 10
+    shift = (draws.between(*SHIFT), draws.between(*SHIFT))
+    background, stroke = _colours(draws)
+    radius = draws.between(*BLUR_TENTHS) / 10
+
+    mask = _written(text, labelled, font)
+    mask = mask.rotate(angle, Image.Resampling.BILINEAR, translate=shift)
+    size = (CANVAS, CANVAS)
+    drawn = Image.composite(Image.new("RGB", size, stroke), Image.new("RGB", size, background), mask)
+    return drawn.filter(ImageFilter.GaussianBlur(radius)).reduce(ZOOM)
+
+
+def _colours(draws: Draws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
+    """Return two colours that can be told apart."""
+    while True:
+        background = draws.colour()
+        stroke = draws.colour()
+        contrast = sum(abs(one - other) for one, other in zip(background, stroke, strict=True))
+        if contrast >= MIN_CONTRAST:
+            return background, stroke
+
+
+def _written(text: str, labelled: int, font: FreeTypeFont) -> Image:
+    """Return white text on black, with the labelled digit in the middle. Its neighbours may be cut off."""
+    from PIL import Image, ImageDraw
+
+    left, top, right, bottom = font.getbbox(text[labelled])
+    before = font.getlength(text[:labelled])
+    corner = (round((CANVAS - left - right) / 2 - before), round((CANVAS - top - bottom) / 2))
+    mask = Image.new("L", (CANVAS, CANVAS), 0)
+    ImageDraw.Draw(mask).text(corner, text, fill=255, font=font)
+    return mask
+
+
+# --- fonts ------------------------------------------------------------------------------------------------------
+
+
+def _typefaces(folder: Path | None) -> tuple[Path | None, ...]:
+    """Return the files of fonts in a fixed order. None among them is the font inside Pillow."""
+    if folder is None:
+        return (*_dejavu(), None)
+    if not folder.is_dir():
+        raise ConfigError(f"--fonts {folder} was asked for; there is no such folder.")
+    found = sorted((file for file in folder.iterdir() if file.suffix.lower() in (".ttf", ".otf")), key=lambda f: f.name)
+    if not found:
+        raise ConfigError(f"--fonts {folder} was asked for; there are no .ttf or .otf files in it.")
+    for file in found:
+        _check_digits(file)
+    return tuple(found)
+
+
+def _dejavu() -> list[Path]:
+    try:
+        import matplotlib
+    except ImportError as error:
+        raise ConfigError(
+            "SYN-like digits are drawn with the fonts that matplotlib brings, which is not installed: pip install "
+            "'fedquilt[plot]', or name a folder of fonts with --fonts."
+        ) from error
+    folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
+    files = [folder / name for name in DEJAVU]
+    if missing := [file for file in files if not file.is_file()]:
+        raise DataError(f"{missing[0]} is needed for SYN-like digits; this matplotlib does not have it. Use --fonts.")
+    return files
+
+
+@cache
+def _font(file: Path | None, size: int) -> FreeTypeFont:
+    """Return a font. Basic layout keeps the result independent of the text layout library on the machine."""
+    from PIL import ImageFont
+
+    if file is not None:
+        return ImageFont.truetype(file, size, layout_engine=ImageFont.Layout.BASIC)
+    own = ImageFont.load_default(size)
+    if not isinstance(own, ImageFont.FreeTypeFont):
+        raise ConfigError("this Pillow cannot draw text: it was built without FreeType.")
+    assert isinstance(own.path, BytesIO)
+    return ImageFont.truetype(BytesIO(own.path.getvalue()), size, layout_engine=ImageFont.Layout.BASIC)
+
+
+def _check_digits(file: Path) -> None:
+    """Refuse a font in which two digits look alike, because it has no digits."""
+    try:
+        font = _font(file, FONT_SIZE[0])
+        shapes = {bytes(np.asarray(_written(digit, 0, font))) for digit in "0123456789"}
+    except OSError as error:
+        raise DataError(f"{file} cannot be read as a font: {error}.") from error
+    if len(shapes) < 10:
+        raise DataError(f"{file} has no shapes for the ten digits; move it out of the folder of fonts.")
