@@ -12,6 +12,7 @@ import pytest
 
 from fedquilt.cli import main
 from fedquilt.data import DATA, PARTITIONS, text
+from fedquilt.data.prepare import DATA_SETS, syn
 from fedquilt.data.sources import npz
 from tests.conftest import shortened
 
@@ -40,13 +41,14 @@ def test_the_lines_on_validation_samples_evaluate_on_them():
 def test_commands_on_bundled_data_run_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")]
-    ready = [line for line in lines if not re.search(r"hub:|\.npz", line)]
+    ready = [line for line in lines if not re.search(r"hub:|\.npz |prepare (?!syn)", line)]
     assert len(ready) >= 4
     for line in ready:
         words = shlex.split(line, comments=True)[1:]
         short = ["--rounds", "1", "--cohort", "1", "--epochs", "1"] if words[0] == "run" else []
         assert main(shortened(words, short)) == 0, line
     assert (tmp_path / "deal.svg").exists()
+    assert (tmp_path / "syn.npz").exists()
     assert "▅" in capsys.readouterr().out
 
 
@@ -69,6 +71,26 @@ def test_the_tables_name_what_there_is():
     options = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert options == [name for name in signature(text).parameters if name != "path"]
     assert {"normalise", "mean", "std", "channels", "public"} <= set(signature(npz).parameters)
+
+
+def test_the_tables_of_prepared_data_are_those_of_the_code():
+    section = PAGE.split("## Preparing public data")[1].split("\n## ")[0]
+    assert re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE) == list(DATA_SETS)
+    asked = re.findall(r"^fedquilt data prepare ([a-z0-9_ ]+?) --", section, re.MULTILINE)
+    assert set(" ".join(asked).split()) <= set(DATA_SETS)
+    assert "it was not run against the\npublic hosts" in section
+    ranges = {
+        "number of digits": f"{syn.NUM_DIGITS[0]} to {syn.NUM_DIGITS[1]}",
+        "font size": f"{syn.FONT_SIZE[0]} to {syn.FONT_SIZE[1]} pixels",
+        "rotation about the middle": f"−{-syn.TENTHS_OF_DEGREES[0] / 10} to {syn.TENTHS_OF_DEGREES[1] / 10} degrees",
+        "shift to the right, shift down": f"−{-syn.SHIFT[0]} to {syn.SHIFT[1]} pixels",
+        "radius of the Gaussian blur": f"{syn.BLUR_TENTHS[0] / 10} to {syn.BLUR_TENTHS[1] / 10} pixels",
+        "background colour, then stroke colour": f"0 to 255 per channel; both again until the channels' absolute "
+        f"differences sum to {syn.MIN_CONTRAST} or more",
+    }
+    for quantity, shown in ranges.items():
+        assert f"| {quantity} | {shown}" in section
+    assert f"canvas of {syn.CANVAS} × {syn.CANVAS} pixels and reduced to {syn.SIDE} × {syn.SIDE}" in section
 
 
 @pytest.mark.parametrize("name", ["cifar10", "digits5", "mnist_writers", "shakespeare"])

@@ -1,8 +1,9 @@
-"""SYN-like digits: synthetic house numbers after the recipe of Ganin and Lempitsky (ICML 2015, section 4).
+"""SYN-like digits: synthetic numbers after the recipe of Ganin and Lempitsky (ICML 2015).
 
-The published set was drawn with Windows fonts; one-, two- and three-digit numbers vary in position, orientation,
-background colour, stroke colour and blur. Its ranges were not published. Those here were chosen by hand, and the fonts
-are free ones, so that these images are like SYN and are not SYN. docs/data.md lists every random quantity.
+The published set was drawn with Windows fonts. Numbers of one to three digits vary in position, orientation, background
+colour, stroke colour and blur. The paper says that the degrees of variation were chosen by hand, and does not list them.
+The ranges and fonts here are our own choice, so that these images are like SYN and are not SYN. docs/data.md lists every
+random quantity.
 """
 
 from __future__ import annotations
