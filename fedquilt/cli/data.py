@@ -26,25 +26,27 @@ Origin = Annotated[str | None, tyro.conf.arg(name="from", metavar="DIR|URL", **_
 
 @dataclass(frozen=True)
 class DataRequest:
-    """Download public data sets, check their sums, and write them as .npz files: `fedquilt data prepare cifar10`.
+    """Download public data sets, check their sums, and write .npz files: `data prepare cifar10`.
 
-    Names: cifar10, cifar100, mnist_writers (MNIST by writer), digits5 (MNIST, SVHN, USPS, SYN-like digits and MNIST-M),
-    syn (SYN-like digits alone, drawn without a download). docs/data.md has their sources and terms.
+    Names: cifar10, cifar100, mnist_writers (MNIST by writer), digits5 (MNIST, SVHN, USPS, SYN-like
+    digits and MNIST-M), syn (SYN-like digits alone, drawn without a download). docs/data.md has their
+    sources and terms.
     """
 
     action: Action  # what to do: prepare
     names: DataNames = ()  # data sets
-    out: Place = None  # folder for NAME.npz, and for what is downloaded; data if not given
-    origin: Origin = None  # folder or URL that has the published files by their names; if not given the public hosts
+    out: Place = None  # folder for NAME.npz and downloads; else that of FEDQUILT_DATA, else data
+    origin: Origin = None  # folder or URL that has the published files; if not given public hosts
     force: Flag = False  # write over files that are there
-    per_domain: Whole = None  # training images per domain of digits5 and syn, 2,000 if not given; half for testing
-    seed: Whole = None  # of the images that digits5 chooses and that are synthesised; 0 if not given
-    fonts: Place = None  # folder of fonts for synthesised digits; if not given those of matplotlib and Pillow
+    per_domain: Whole = None  # training images per domain of digits5 and syn, 2,000 if not given
+    seed: Whole = None  # for choosing images of digits5 and drawing SYN; 0 if not given
+    fonts: Place = None  # folder of fonts for SYN; if not given those of matplotlib and Pillow
     json: Flag = False  # print what was written as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
         from fedquilt.cli.show import console_for, print_json
-        from fedquilt.data.prepare import FOLDER, Recipe, prepare
+        from fedquilt.data.prepare import Recipe, prepare
+        from fedquilt.studies.papers import data_folder
 
         if self.action != "prepare":
             raise ConfigError(f"data {self.action} was asked for; `fedquilt data prepare NAME…` fits.")
@@ -52,7 +54,7 @@ class DataRequest:
         recipe = Recipe(fonts=self.fonts, **{name: value for name, value in chosen.items() if value is not None})
         console = console_for(self.json)
         with _progress(console) as watch:
-            found = prepare(self.names, self.out or FOLDER, self.origin or "", self.force, recipe, watch)
+            found = prepare(self.names, data_folder(self.out), self.origin or "", self.force, recipe, watch)
         if self.json:
             print_json({one.data_set.name: one.to_dict() for one in found})
         else:

@@ -12,7 +12,7 @@ from fedquilt.checks import whole
 from fedquilt.data.federated import Normalise, Pool, Scale
 from fedquilt.errors import ConfigError
 
-GRID = 4  # Blocks per side of a prototype, each of one colour, so that pooling does not average it away.
+GRID = 4  # Blocks per side of a prototype. Large ones of one colour each survive pooling.
 DARKEST, BRIGHTEST = 64, 192  # Range of the bytes of a prototype, the upper end excluded.
 MAX_SHIFT = 48  # Bytes by which a domain may shift a colour, up or down.
 
@@ -25,17 +25,17 @@ def generated(
     shape: tuple[int, int, int] = (3, 32, 32),  # Channels, height and width of an image.
     train: int = 400,  # Number of training samples of all classes and domains together.
     test: int = 100,  # Number of test samples of all classes and domains together.
-    domains: tuple[str, ...] = (),  # Names of domains, which shift colours. Without names samples have no domain.
+    domains: tuple[str, ...] = (),  # Names of domains, which shift colours. Empty: none.
     normalise: Normalise = "auto",  # How bytes become what a model sees, as for npz.
-    mean: tuple[float, ...] = (),  # Mean of each channel where white is 1. Empty: as normalise says.
+    mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalise.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     seed: int = 0,  # Random seed of prototypes, noise and colours.
-    public: float = 0.0,  # Share of the training samples that everyone has, without targets. 0: none.
+    public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
 ) -> Pool:
-    """Images made from a seed, for trying settings without a download: a random prototype per class, plus noise.
+    """Images made from a seed, to try settings without a download: a prototype per class plus noise.
 
-    Whole numbers alone are computed with, so that every machine makes the same images. Classes are balanced, in every
-    domain too where the number of samples is a multiple of classes × domains.
+    Whole numbers alone are computed with, so that every machine makes the same images. Classes are
+    balanced, in every domain too where the number of samples is a multiple of classes × domains.
     """
     _check(classes, shape, train, test, domains)
     prototypes = _prototypes(seed, classes, shape)
@@ -78,7 +78,7 @@ def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
 
 
 def _shift(seed: int, domain: str, channels: int) -> Tensor:
-    """Return the shift of each channel in a domain. It depends on the domain's name, and not on the other domains."""
+    """Return the shift of each channel in a domain, which depends on the name of the domain alone."""
     if not domain:
         return torch.zeros(channels, dtype=torch.int64)
     key = torch.tensor(noise.key(seed, _SITE, _DOMAIN, zlib.crc32(domain.encode())))
@@ -86,7 +86,7 @@ def _shift(seed: int, domain: str, channels: int) -> Tensor:
 
 
 def _samples(key: int, prototypes: Tensor, shifts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Return images as bytes (sample, channel, height, width), their classes and the positions of their domains."""
+    """Return images as bytes (sample, channel, height, width), their classes and their domains."""
     number = torch.arange(count)
     targets = number % len(prototypes)
     places = number // len(prototypes) % len(shifts)
@@ -96,7 +96,7 @@ def _samples(key: int, prototypes: Tensor, shifts: Tensor, count: int) -> tuple[
 
 
 def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
-    """Return whole numbers with mean 0 and deviation 37, nearly normal: the sum of four bytes of a hash, divided."""
+    """Return whole numbers with mean 0 and deviation 37, nearly normal: the sum of four bytes, divided."""
     words = noise.bits(torch.tensor(key), torch.Size(shape).numel()).reshape(shape)
     total = sum(((words >> place) & 255 for place in (0, 8, 16, 24)), start=torch.zeros(shape, dtype=torch.int64))
     return torch.div(total - 2 * 255, 4, rounding_mode="floor")

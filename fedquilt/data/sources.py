@@ -69,11 +69,11 @@ def _digits() -> tuple[Tensor, Tensor]:
 def npz(
     path: File,  # The file.
     normalise: Normalise = "auto",  # How bytes become what a model sees: docs/data.md has a table.
-    mean: tuple[float, ...] = (),  # Mean of each channel where white is 1. Empty: as normalise says.
+    mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalise.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
-    channels: Literal["auto", "first", "last"] = "auto",  # Position of the channels of images in the file.
+    channels: Literal["auto", "first", "last"] = "auto",  # Where files have channels.
     domains: tuple[str, ...] = (),  # Names of the domains to keep, numbered in this order. Empty: all.
-    public: float = 0.0,  # Share of the training samples that everyone has, without targets. 0: none.
+    public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
 ) -> Pool:
     """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …"""
     arrays = _arrays(path)

@@ -208,9 +208,10 @@ def data_folder(folder: str | Path | None = None) -> Path:
 
 def missing_data(name: str, folder: Path, preset: str) -> DataError:
     """Return the error for a data set that a preset needs and that is not in the data folder."""
+    from fedquilt.data.prepare import missing_message
+
     return DataError(
-        f"{preset} needs the data set {name!r}; there is no {name}.npz in {folder.resolve()}. "
-        f"`fedquilt data prepare {name} --out {folder}` writes it, and the environment variable "
+        f"{preset} was asked for: {missing_message(name, folder)} The environment variable "
         f"{DATA_VARIABLE} names another folder."
     )
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import io
 import json
+import re
 from collections.abc import Iterator
 from contextlib import redirect_stdout
 from dataclasses import replace
@@ -16,6 +17,7 @@ from rich.console import Console
 from fedquilt.cli import main
 from fedquilt.cli.data import DataRequest, _progress
 from fedquilt.data.prepare import DATA_SETS
+from fedquilt.studies.papers import data_folder, missing_data
 from tests.unit.data.published import Host, cifar10_members, hosted, tar_gz
 
 
@@ -23,6 +25,7 @@ from tests.unit.data.published import Host, cifar10_members, hosted, tar_gz
 def host(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Host]:
     """A server that has CIFAR-10, whose published sum is that of the small file there."""
     monkeypatch.setenv("no_proxy", "127.0.0.1")
+    monkeypatch.delenv("FEDQUILT_DATA", raising=False)
     monkeypatch.chdir(tmp_path)
     with hosted({"cifar-10-binary.tar.gz": tar_gz(cifar10_members())}) as found:
         found.publish(monkeypatch, "cifar10")
@@ -67,6 +70,19 @@ def test_a_file_that_cannot_be_checked_is_named_with_its_sum(host, capsys, monke
     assert main(["data", "prepare", "cifar10"]) == 0
     printed = capsys.readouterr().out
     assert "cifar-10-binary.tar.gz could not be checked, as no sum is published. Its SHA-256 is" in printed
+
+
+def test_files_go_where_tables_look_for_them(host, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("FEDQUILT_DATA", "elsewhere")
+    error = str(missing_data("cifar10", data_folder(), "fedrolex/table3"))
+    assert error.startswith("fedrolex/table3 was asked for: elsewhere/cifar10.npz is needed; there is no such file.")
+    assert "Source: Alex Krizhevsky, https://www.cs.toronto.edu/~kriz/cifar.html" in error
+    command = re.search(r"`fedquilt (.*?)`", error)
+    assert command
+    assert main(command[1].split()) == 0
+    assert (tmp_path / "elsewhere" / "cifar10.npz").is_file()
+    assert main(["data", "prepare", "cifar10"]) == 2
+    assert "elsewhere/cifar10.npz was asked for; it is there already" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(

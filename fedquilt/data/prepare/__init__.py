@@ -1,7 +1,7 @@
-"""Public data sets as .npz files: download what is published, check its sums, and write the arrays of docs/data.md.
+"""Public data sets as .npz files: download published files, check their sums, write arrays.
 
-The readers are tested against small local files of the published layouts. They have not been run against the public
-hosts.
+The readers are tested against small local files of the published layouts. They have not been run
+against the public hosts.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def _prepared(data_set: DataSet, path: Path, downloads: Downloads, recipe: Recip
 
 
 def missing_message(name: str, folder: str | Path = FOLDER) -> str:
-    """Return what to say where the file of a data set is missing: what it is, its source, and how to prepare it.
+    """Return what to say where a data file is missing: what it is, its source, how to prepare it.
 
     Args:
         name: Name of the data set, and of the file without .npz.

@@ -1,4 +1,4 @@
-"""The data sets that can be prepared: what they are, where they are published, and how they become arrays."""
+"""Data sets that can be prepared: where they are published, and how they become arrays."""
 
 from __future__ import annotations
 
@@ -21,9 +21,9 @@ MB = 10**6
 class Recipe:
     """What a user may choose about the data sets that are drawn or synthesised."""
 
-    per_domain: int = 2000  # Training images per domain, of digits5 and syn. Half as many are for testing.
+    per_domain: int = 2000  # Training images per domain of digits5 and syn. Test images: half as many.
     seed: int = 0  # Random seed of the choice of images, and of synthesised ones.
-    fonts: Path | None = None  # Folder of fonts for synthesised digits. None: those of matplotlib and Pillow.
+    fonts: Path | None = None  # Folder of fonts for SYN. None: those of matplotlib and Pillow.
 
 
 Make = Callable[[Mapping[str, Fetched], Recipe, Watch], dict[str, np.ndarray]]

@@ -1,4 +1,4 @@
-"""CIFAR in its binary form: records of labels and 3 × 32 × 32 bytes in a .tar.gz file. Nothing is unpickled."""
+"""CIFAR in its binary form: records of labels and 3 × 32 × 32 bytes. Nothing is unpickled."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ def cifar10(archive: Fetched) -> Arrays:
 
 
 def cifar100(archive: Fetched) -> Arrays:
-    """Read CIFAR-100 with its 100 fine classes. Each image has its coarse class before the fine one."""
+    """Read CIFAR-100 with its fine classes. A record has the coarse class before the fine one."""
     folder = "cifar-100-binary"
     names = f"{folder}/fine_label_names.txt"
     return _read(archive, (f"{folder}/train.bin",), f"{folder}/test.bin", names, num_labels=2)

@@ -1,4 +1,4 @@
-"""Digits-Five: MNIST, SVHN, USPS, SYN-like digits and MNIST-M as 28 × 28 colour images, balanced by class."""
+"""Digits-Five: MNIST, SVHN, USPS, SYN-like digits and MNIST-M, 28 × 28, balanced by class."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def digits5(
 
 
 def split_counts(per_domain: int) -> dict[str, int]:
-    """Return the number of training and test images per domain, each a multiple of the number of classes."""
+    """Return the numbers of training and test images per domain, both multiples of ten."""
     if per_domain < 2 * NUM_CLASSES or per_domain % (2 * NUM_CLASSES):
         raise ConfigError(
             f"{per_domain} images per domain were asked for; a multiple of {2 * NUM_CLASSES} can be balanced by class, "
@@ -65,7 +65,7 @@ def split_counts(per_domain: int) -> dict[str, int]:
 
 
 def balanced(digits: np.ndarray, count: int, key: int, what: str) -> np.ndarray:
-    """Return the positions of `count` samples, as many of every class, drawn by a key and in ascending order."""
+    """Return the positions of `count` samples, as many of every class, drawn by a key, ascending."""
     each = count // NUM_CLASSES
     chosen = []
     for digit in range(NUM_CLASSES):
@@ -77,7 +77,7 @@ def balanced(digits: np.ndarray, count: int, key: int, what: str) -> np.ndarray:
     return np.sort(np.concatenate(chosen))
 
 
-# --- the published sets -----------------------------------------------------------------------------------------
+# --- the published sets ---------------------------------------------------------------------------
 
 
 def _mnist(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Samples:
@@ -94,7 +94,7 @@ def _svhn(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
 
 
 def _mat(file: Fetched) -> Samples:
-    """Return the images (n, 32, 32, 3) and digits of a MATLAB file, in which the digit 0 has the label 10."""
+    """Return the images (n, 32, 32, 3) and digits of a MATLAB file. The digit 0 has the label 10."""
     try:
         from scipy.io import loadmat, whosmat
         from scipy.io.matlab import MatReadError
@@ -123,7 +123,10 @@ def _usps(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
 
 
 def _libsvm(file: Fetched) -> Samples:
-    """Return the images (n, 16, 16) and digits of a LIBSVM text: the digit plus 1, then `pixel:value` from −1 to 1."""
+    """Return the images (n, 16, 16) and digits of a LIBSVM text.
+
+    A line has the digit plus 1, and then `pixel:value` with pixels from 1 on and values from −1 to 1.
+    """
     lines = unpacked(file).splitlines()
     pixels = np.zeros((len(lines), math.prod(USPS_SHAPE)))
     digits = np.zeros(len(lines), np.uint8)
@@ -142,7 +145,10 @@ def _libsvm(file: Fetched) -> Samples:
 
 
 def _mnistm(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Samples:
-    """Read MNIST-M: a list of PNG files and their digits, and the files. The list may come last, so read twice."""
+    """Read MNIST-M: PNG files, and a list of their names and digits.
+
+    The archive is read twice, because the list may come after the files it names.
+    """
     file = files["mnist_m.tar.gz"]
     folder = f"mnist_m/mnist_m_{split}"
     listing = dict(members(file, lambda name: name == f"{folder}_labels.txt"))
@@ -189,7 +195,7 @@ _READERS: dict[str, Callable[[Mapping[str, Fetched], str, int, int], Samples]] =
 }
 
 
-# --- images -----------------------------------------------------------------------------------------------------
+# --- images ---------------------------------------------------------------------------------------
 
 
 def _coloured(grey: np.ndarray, size: bool = True) -> np.ndarray:
@@ -200,7 +206,7 @@ def _coloured(grey: np.ndarray, size: bool = True) -> np.ndarray:
 
 
 def _resized(images: np.ndarray) -> np.ndarray:
-    """Return colour images (n, height, width, 3) resized to 28 × 28 by Pillow's bilinear filter."""
+    """Return colour images (n, height, width, 3) resized to 28 × 28 by a bilinear filter."""
     from PIL import Image
 
     resized = [Image.fromarray(one).resize((SIDE, SIDE), Image.Resampling.BILINEAR) for one in images]

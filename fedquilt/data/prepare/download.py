@@ -1,4 +1,4 @@
-"""Published files: where they are, their sums, and a folder in which they are kept once they were downloaded."""
+"""Published files: their addresses and sums, and a folder that keeps what was downloaded."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class Published:
     urls: tuple[str, ...]  # Where it is published, the first to try first.
     max_bytes: int  # A larger file is refused. The exact size where it is known.
     max_unpacked: int  # Bytes that it may unpack to.
-    md5: str = ""  # Sum that its authors or torchvision publish. Empty: none is known, so that it cannot be checked.
+    md5: str = ""  # Published sum. Empty: none is known, so that the file cannot be checked.
 
 
 @dataclass(frozen=True)
@@ -69,8 +69,8 @@ class Downloads:
 
     Args:
         folder: Folder in which downloads are kept.
-        origin: Folder or URL that has the files by their names, instead of the places where they are published. Files
-            in a folder are read where they are.
+        origin: Folder or URL that has the files by their names. Files in a folder are read where
+            they are. Empty: the places where files are published.
         watch: Called with the progress of a download.
     """
 
@@ -82,8 +82,8 @@ class Downloads:
         """Return the file with its sum checked, downloaded unless it is there already.
 
         Raises:
-            DataError: It cannot be had, is larger than announced, breaks off, or has another sum. Files that are there
-                stay as they are.
+            DataError: It cannot be had, is larger than announced, breaks off, or has another sum.
+                Files that are there stay as they are.
         """
         if self.origin and "://" not in self.origin:
             return self._found(published, Path(self.origin) / published.name)
@@ -186,7 +186,7 @@ def _stream(url: str) -> tuple[BinaryIO, int]:
 
 
 def _opener() -> OpenerDirector:
-    """Return an opener that knows HTTP and HTTPS alone, so that a redirection cannot lead to a local file or FTP."""
+    """Return an opener for HTTP and HTTPS alone, so that no redirection leads to a local file."""
     opener = OpenerDirector()
     handlers = (
         ProxyHandler,

@@ -1,4 +1,4 @@
-"""MNIST as .gz files of the IDX format, and QMNIST's extended labels, which say who wrote each digit."""
+"""MNIST in gzipped IDX files, and QMNIST's extended labels, which say who wrote each digit."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from fedquilt.data.prepare.packed import unpacked
 from fedquilt.errors import DataError
 
 WRITER_COLUMN = 2  # QMNIST's extended labels: class, series, writer, …
-MAX_WRONG_LABELS = 0.01  # Share of labels that may differ. Another order of the images would change nine in ten.
+MAX_WRONG_LABELS = 0.01  # Share that may differ. In another order nine in ten would.
 _DTYPES: dict[int, np.dtype[Any]] = {0x08: np.dtype(np.uint8), 0x0C: np.dtype(">i4")}
 
 

@@ -1,4 +1,4 @@
-"""Packed files: gzip, bzip2 and tar, read without unpacking to disk and never beyond a known size."""
+"""Packed files: gzip, bzip2 and tar, read in memory and never beyond a known size."""
 
 from __future__ import annotations
 
@@ -35,8 +35,9 @@ def unpacked(file: Fetched) -> bytes:
 def members(file: Fetched, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """Yield the names and contents of some members of a .tar.gz file, in their order in it.
 
-    Nothing is written to disk, and members that are not wanted are skipped. A path that leads out of the archive, or a
-    wanted member that is a link or is there twice, is in no published archive, so that the whole file is refused.
+    Nothing is written to disk, and members that are not wanted are skipped. A path that leads out of
+    the archive, or a wanted member that is a link or is there twice, is in no published archive, so
+    that the whole file is refused.
 
     Args:
         file: The archive.

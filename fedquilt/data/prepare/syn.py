@@ -1,9 +1,9 @@
 """SYN-like digits: synthetic numbers after the recipe of Ganin and Lempitsky (ICML 2015).
 
-The published set was drawn with Windows fonts. Numbers of one to three digits vary in position, orientation, background
-colour, stroke colour and blur. The paper says that the degrees of variation were chosen by hand, and does not list them.
-The ranges and fonts here are our own choice, so that these images are like SYN and are not SYN. docs/data.md lists every
-random quantity.
+The published set was drawn with Windows fonts. Numbers of one to three digits vary in position,
+orientation, background colour, stroke colour and blur. The paper says that the degrees of variation
+were chosen by hand, and does not list them. The ranges and fonts here are our own choice, so that
+these images are like SYN and are not SYN. docs/data.md lists every random quantity.
 """
 
 from __future__ import annotations
@@ -28,13 +28,13 @@ SIDE = 28  # Pixels of a finished image.
 ZOOM = 3  # Images are drawn larger by this factor and made smaller at the end, which smooths edges.
 CANVAS = SIDE * ZOOM
 
-# Ranges of the random quantities, both ends included; lengths in pixels of the canvas, three to a finished pixel.
+# Ranges of the random quantities, both ends included. Lengths are in pixels of the canvas.
 NUM_DIGITS = (1, 3)
 FONT_SIZE = (42, 90)
 TENTHS_OF_DEGREES = (-250, 250)
 SHIFT = (-9, 9)
 BLUR_TENTHS = (0, 45)  # Radius of the Gaussian blur in tenths of a pixel.
-MIN_CONTRAST = 150  # Sum over the channels of |stroke − background|, below which both colours are drawn again.
+MIN_CONTRAST = 150  # Sum of |stroke − background| over channels; below it both are drawn again.
 
 DEJAVU = (
     "DejaVuSans.ttf",
@@ -149,7 +149,7 @@ def _colours(draws: Draws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
 
 
 def _written(text: str, labelled: int, font: FreeTypeFont) -> Image:
-    """Return white text on black, with the labelled digit in the middle. Its neighbours may be cut off."""
+    """Return white text on black, with the labelled digit in the middle and its neighbours cut off."""
     from PIL import Image, ImageDraw
 
     left, top, right, bottom = font.getbbox(text[labelled])
@@ -160,7 +160,7 @@ def _written(text: str, labelled: int, font: FreeTypeFont) -> Image:
     return mask
 
 
-# --- fonts ------------------------------------------------------------------------------------------------------
+# --- fonts ----------------------------------------------------------------------------------------
 
 
 def _typefaces(folder: Path | None) -> tuple[Path | None, ...]:
@@ -194,7 +194,7 @@ def _dejavu() -> list[Path]:
 
 @cache
 def _font(file: Path | None, size: int) -> FreeTypeFont:
-    """Return a font. Basic layout keeps the result independent of the text layout library on the machine."""
+    """Return a font. Basic layout does not depend on text libraries of the machine."""
     from PIL import ImageFont
 
     if file is not None:
