@@ -230,8 +230,13 @@ class Pool:
         Samples keep their order, clients their numbers, and public samples, which have no domain, all stay.
 
         Raises:
-            DataError: A name is no domain of this data, was given twice, or test samples do not have domains.
+            DataError: A name is no domain of this data, was given twice, or test samples do not have domains. Or the
+                data is dealt already, so that its parts would name other samples.
         """
+        if isinstance(self, FederatedData):
+            raise DataError(
+                f"domains {', '.join(names)} were asked for; {self.name} is dealt already. Choose them before."
+            )
         if self.domains is None or self.test_domains is None:
             which = "samples" if self.domains is None else "test samples"
             raise DataError(f"domains {', '.join(names)} were asked for; {which} of {self.name} have no domains.")
