@@ -42,12 +42,12 @@ def digits5(
     for split, count in counts.items():
         parts = []
         for place, domain in enumerate(DOMAINS):
-            watch(f"{domain} {split}", 0, 0)
-            key = noise.key(seed, _SITE, place, split == "test")
             if domain == "syn":
                 parts.append(synthesised(count, split, seed, fonts, watch))
-            else:
-                parts.append(_READERS[domain](files, split, count, key))
+                continue
+            watch(f"{domain} {split}", 0, 0)
+            key = noise.key(seed, _SITE, place, split == "test")
+            parts.append(_READERS[domain](files, split, count, key))
         arrays[f"x_{split}"] = np.concatenate([images for images, _ in parts])
         arrays[f"y_{split}"] = np.concatenate([digits for _, digits in parts])
         arrays[f"domain_{split}"] = np.repeat(np.arange(len(DOMAINS), dtype=np.uint8), count)
