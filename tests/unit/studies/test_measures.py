@@ -1,0 +1,85 @@
+"""Measures that train nothing."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+import torch
+from torch import nn
+
+import fedquilt as fq
+from fedquilt.errors import ConfigError
+from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, SplitMix
+from fedquilt.studies.measures import MEASURES
+
+
+def small_net() -> nn.Module:
+    """5 → 8 → 3: a member of w hidden units has 9·w + 3 parameters and 8·w multiply-adds."""
+    return nn.Sequential(nn.Linear(5, 8), nn.ReLU(), nn.Linear(8, 3))
+
+
+@pytest.fixture
+def net():
+    return fq.trace(small_net, torch.zeros(2, 5))
+
+
+def prepared(method, family, make_data, shares, sizes=(6, 6), **more):
+    fleet = fq.Fleet.of(shares, len(sizes), len(sizes))
+    return fq.prepare(method, family, make_data(family, sizes), fleet, seed=0, **more)
+
+
+def test_a_rolling_window_is_even_by_channel_and_not_by_entry(make_data):
+    """After one turn of eight rounds: all channels alike, but those half an axis apart are never held together."""
+    layers = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 3)
+    family = fq.trace(lambda: nn.Sequential(*layers), torch.zeros(2, 1, 6, 6))
+    rolling, random = (
+        MEASURES["coverage"](prepared(method, family, make_data, (0.5,)), 8) for method in (FedRolex(), FedDropout())
+    )
+    assert rolling["weight"] == "1.weight"
+    assert rolling["channel"] == {"least": 8, "mean": 8.0, "deviation": 0.0}
+    assert random["channel"]["mean"] == 8
+    assert random["channel"]["deviation"] > 0
+    assert rolling["entry"]["least"] == 0
+    assert rolling["entry"]["mean"] == random["entry"]["mean"] == 4
+    assert rolling["entry"]["deviation"] > random["entry"]["deviation"]
+
+
+def test_a_net_without_convolutions_has_no_coverage(net, make_data):
+    with pytest.raises(ConfigError, match="it counts channels of a convolution"):
+        MEASURES["coverage"](prepared(HeteroFL(), net, make_data, (0.5,)), 2)
+
+
+def test_sizes_are_those_of_what_is_deployed_and_trained(net, make_data):
+    found = MEASURES["sizes"](prepared(HeteroFL(), net, make_data, (1.0, 0.5)), 0)
+    assert found["params"] == {"1.0": 75, "0.5": 39}
+    assert found["macs"] == {"1.0": 64, "0.5": 32}
+    assert found["clients"] == {"params": 57.0, "macs": 48.0, "bytes": 228.0}
+
+
+def test_shares_that_are_evaluated_have_sizes_too(net, make_data):
+    evaluation = fq.Evaluation(shares=(0.25,))
+    found = MEASURES["sizes"](prepared(FedAvg(), net, make_data, (1.0,), evaluation=evaluation), 0)
+    assert found["params"] == {"1.0": 75, "0.25": 21}
+
+
+def test_a_mixture_has_the_sum_of_its_nets(net, make_data):
+    """Four nets of two hidden units each in place of one of eight; a client of share 1/2 trains two."""
+    method = SplitMix(base=0.25)
+    found = MEASURES["sizes"](prepared(method, net, make_data, (1.0, 0.5)), 0)
+    assert found["params"] == {"1.0": 4 * 21, "0.5": 2 * 21}
+    assert found["macs"] == {"1.0": 4 * 16, "0.5": 2 * 16}
+    assert found["clients"]["params"] == 3 * 21
+
+
+def test_costs_of_clients_and_what_domains_have_trained(net, make_data):
+    """The client of share 1/2 has the first half of the hidden units, and so has its domain."""
+    run = prepared(HeteroFL().with_local(masked="", batch_size=4), net, make_data, (1.0, 0.5))
+    homes = torch.ones(len(run.data.targets), dtype=torch.int64)
+    homes[run.data.parts[0]] = 0
+    run.engine.data = replace(run.data, domains=homes, domain_names=("near", "far"))
+    found = MEASURES["clients"](run, 2)
+    assert found["params"] == {"mean": 2 * (75 + 39) / 2, "deviation": 75 - 39}  # both ways
+    assert found["trained"] == {"near": 1.0, "far": 39 / 75}
+    assert found["macs"]["mean"] == sum(device.macs for device in run.clientwise().devices) / 2
+    assert run.server.round == 0
