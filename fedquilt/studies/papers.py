@@ -21,7 +21,6 @@ from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, r
 from fedquilt.errors import ConfigError, DataError, FedquiltError
 from fedquilt.names import known, nearest
 from fedquilt.studies.measures import MEASURES
-from fedquilt.studies.plan import Entry, Plan
 from fedquilt.studies.values import Value
 
 TRAINING = "training"  # The measure that trains and evaluates; all others are in `MEASURES`.
@@ -156,27 +155,6 @@ class Preset:
         if folder is None:
             return rows
         return [(name, self._located(settings, Path(folder))) for name, settings in rows]
-
-    def plan(self, scale: str, folder: str | Path | None = None, seeds: Sequence[int] = ()) -> Plan:
-        """Return the study that fills in the table.
-
-        Args:
-            scale: Name of a scale.
-            folder: Folder of data files. None: that of `data_folder()`.
-            seeds: Random seeds. Empty: those of the scale.
-
-        Raises:
-            ConfigError: There is no such scale.
-            DataError: A row needs a data file that is not in the folder.
-        """
-        grid = self.grid_at(scale)
-        rows = self.rows_at(scale, data_folder(folder))
-        return Plan(
-            tuple(Entry(name, settings, grid) for name, settings in rows),
-            tuple(seeds) or self.seeds_at(scale),
-            tuning=self.tuning_at(scale),
-            measure=self.measure,
-        )
 
     def _laid(self, row: Row, scale: Scale) -> Settings:
         layers = [self.settings, *(self.parts[part] for part in row.parts), row.settings]

@@ -26,6 +26,7 @@ from fedquilt.studies.papers import (
     read_preset,
     tables_named,
 )
+from fedquilt.studies.reproduce import plan_of
 
 SMALL: dict[str, Any] = {
     "title": "Table 1: a small one",
@@ -105,17 +106,16 @@ def test_a_grid_and_tuning_runs_belong_to_a_scale(make: Any) -> None:
     assert (preset.grid_at("full"), preset.grid_at("smoke")) == ({lr: (0.1, 0.2)}, {lr: (0.1,)})
     assert preset.tuning_at("full") == {"rounds": 9, "evaluation": {"every": 3}}
     assert preset.tuning_at("smoke") == {"rounds": 1, "evaluation": {"every": 3}}
-    plan = preset.plan("smoke")
+    plan = plan_of(preset, "smoke", data_folder=Path())
     assert [run.settings["rounds"] for run in plan.tuning_runs] == [1, 1]
     assert [entry.points for entry in plan.entries] == [[{lr: 0.1}]] * 2
 
 
 def test_a_plan_has_the_rows_the_seeds_and_the_measure(make: Any) -> None:
-    plan = make(measure="sizes").plan("smoke")
+    plan = plan_of(make(measure="sizes"), "smoke", data_folder=Path())
     assert [entry.name for entry in plan.entries] == ["FedRolex", "HeteroFL"]
     assert (plan.seeds, plan.measure) == ((0,), "sizes")
-    assert make().plan("smoke", seeds=[7, 8]).seeds == (7, 8)
-    assert not make().plan("smoke").tuning_runs
+    assert not plan.tuning_runs
 
 
 def test_papers_numbers() -> None:
@@ -132,16 +132,15 @@ def test_papers_numbers() -> None:
 def test_data_files_are_looked_up_in_a_folder(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     preset = make()
     with pytest.raises(DataError) as caught:
-        preset.plan("full", tmp_path)
+        preset.rows_at("full", tmp_path)
     for text in ("small.toml needs the data set 'mine'", "no mine.npz in", f"data prepare mine --out {tmp_path}"):
         assert text in str(caught.value)
-    preset.plan("smoke", tmp_path)  # which needs none
+    preset.rows_at("smoke", tmp_path)  # which needs none
     (tmp_path / "mine.npz").touch()
     assert preset.rows_at("full", tmp_path)[0][1]["data"]["name"] == str(tmp_path / "mine.npz")
     assert preset.rows_at("full")[0][1]["data"]["name"] == "mine.npz"
     monkeypatch.setenv("FEDQUILT_DATA", str(tmp_path))
     assert data_folder() == tmp_path
-    assert preset.plan("full").entries[0].settings["data"]["name"] == str(tmp_path / "mine.npz")
     assert data_folder("elsewhere") == Path("elsewhere")
     monkeypatch.delenv("FEDQUILT_DATA")
     assert data_folder() == Path("data")
@@ -267,7 +266,7 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_every_row_of_every_preset_is_an_experiment_at_every_scale(name: str, stand_ins: Path) -> None:
     preset = read_preset(name)
     for scale in preset.scales:
-        plan = preset.plan(scale, stand_ins)
+        plan = plan_of(preset, scale, data_folder=stand_ins)
         for run in (*plan.tuning_runs, *plan.final_runs({})[: len(preset.rows)]):  # one seed
             assert isinstance(Experiment.of(run.settings), Experiment)
     assert all(settings["rounds"] <= 10 for _, settings in preset.rows_at(SMOKE))
@@ -357,7 +356,7 @@ def test_tuned_rates_are_those_of_the_results_page() -> None:
     common = experiment(rows("fedrolex/table4", "tuned")["homogeneous (largest), low heterogeneity"]).method.local
     assert [local.optimiser.lr for local in (rolling, static, common)] == [0.03, 0.015, 0.015]
     assert {local.batch_size for local in (rolling, static, common)} == {50}
-    plan = read_preset("fedrolex/table3-tuned").plan("smoke")
+    plan = plan_of(parsed_preset("fedrolex/table3-tuned"), "smoke", data_folder=Path())
     assert {run.settings["data"]["validation"] for run in plan.tuning_runs} == {0.1}
     assert {run.settings["evaluation"]["on"] for run in plan.tuning_runs} == {"validation"}
 
