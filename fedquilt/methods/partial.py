@@ -42,7 +42,7 @@ def released_settings(**own: Any) -> Presets:
 
 
 # FedRolex, Tables 8 and 13: "high" is two labels a client and "low" five; CIFAR-100's are alike. Rounds and fleets are
-# no part of a method: examples/fedrolex has whole experiments.
+# no part of a method: fedquilt/papers/fedrolex has whole experiments.
 TABLE_8: Presets = {
     "fedrolex-cifar10-high": _at(_CIFAR10, 800, 1500),
     "fedrolex-cifar10-low": _at(_CIFAR10, 800, 1250),

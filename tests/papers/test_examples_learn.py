@@ -51,25 +51,12 @@ def draw_images(path: Path, side: int, classes: int, per_class: int, domains: Se
     np.savez(path, **arrays)
 
 
-def draw_text(path: Path) -> None:
-    """Write the speeches of 12 users, who all count."""
-    words = ["one", "two", "three", "four", "five", "six", "seven", "eight", "nine", "ten"]
-    lines = [" ".join(words[start:] + words[:start]) for start in range(10)]
-    speeches = ("\n".join(lines) + "\n").encode()
-    users = [f"user {place}" for place in range(12)]
-    starts = np.arange(len(users)) * len(speeches)
-    text = np.frombuffer(speeches * len(users), dtype=np.uint8)
-    np.savez(path, text=text, start=starts, users=users)
-
-
 @pytest.fixture(scope="module")
 def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all data sets that the examples name."""
     folder = tmp_path_factory.mktemp("drawn")
     draw_images(folder / "digits5.npz", 28, 10, 8, DOMAINS)
     draw_images(folder / "cifar10.npz", 32, 10, 20)
-    draw_images(folder / "cifar100.npz", 32, 100, 4)
-    draw_text(folder / "stackoverflow.npz")
     return folder
 
 
@@ -120,13 +107,6 @@ class Cut:
 
 
 FILES = {
-    "fedrolex/figure3-cifar10-high": Cut("cifar10.npz"),
-    "fedrolex/figure4-cifar10-high": Cut("cifar10.npz"),
-    "fedrolex/table3-cifar10-high": Cut("cifar10.npz"),
-    "fedrolex/table3-cifar10-low": Cut("cifar10.npz"),
-    "fedrolex/table3-cifar100-high": Cut("cifar100.npz"),
-    "fedrolex/table4-cifar10-high": Cut("cifar10.npz"),
-    "fedrolex/table3-stackoverflow": Cut(clients=None, more=("data.vocabulary=10",)),
     # A fifth of the drawn images would be 4 per client, which say nothing about those of another client.
     "fedrescue/cifar10-clusters": Cut("cifar10.npz", more=("data.partition.fraction=1",)),
     "fedrescue/cifar10-lossy": Cut("cifar10.npz"),
@@ -165,13 +145,12 @@ SCRIPTS = {
     "own_model": "",
     "fedrescue_case_study": "digits5.npz --images 20 --seeds 1 --ways progressive --epochs 2",
     "fedrescue_tables": f"digits5.npz --table digits --methods FedResCuE --lr 0.03 {QUICK}",
-    "fedrolex_table3": f"cifar10.npz --stages full --methods fedrolex --lrs 0.03 --cohort 2 {QUICK}",
     "splitmix_robust": f"digits5.npz --clients 5 --tests 20 --lambdas 0 1 --weights {QUICK}",
     "splitmix_tables": f"digits5.npz --table digits --methods Split-Mix {QUICK}",
     "tasks": "--rounds 2",
 }
 HELPERS = {"reproducing", "results"}  # imported by the scripts; they train nothing
-LONGER = {"fedrolex_table3", "splitmix_robust", "splitmix_tables"}  # 5 to 20 s
+LONGER = {"splitmix_robust", "splitmix_tables"}  # 5 to 20 s
 MAX_ROUNDS = 3  # of scripts that have no option for it
 
 

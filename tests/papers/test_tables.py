@@ -8,12 +8,11 @@ import tomllib
 
 import pytest
 import torch
-from torch import nn
 
 import fedquilt as fq
 from fedquilt import settings
 from fedquilt.errors import TrainingError
-from fedquilt.methods import FedDropout, FedRolex, HeteroFL, Method
+from fedquilt.methods import HeteroFL, Method
 from tests.conftest import load_example, with_local
 
 FEDRESCUE = ("sufficiency", "clusters", "loss", "samples", "parts", "norms", "digits")
@@ -35,58 +34,6 @@ def test_splitmixs_cases(table):
     cases = list(load_example("splitmix_tables").cases(table))
     assert len(cases) == {"digits": 6, "cifar10": 6, "iid": 6, "ablation": 16, "budgets": 14, "contact": 4}[table]
     assert all(fq.Fleet.of(case.fleet, 50, case.contact).num_clients == 50 for case in cases)
-
-
-@pytest.mark.parametrize(
-    ("labels", "fleet", "rounds", "milestones"),
-    [
-        (2, "uniform", 2500, (800, 1500)),  # Table 8
-        (5, "income", 2000, (800, 1250)),  # Table 13
-        (2, "share:1", 1250, (500, 1000)),  # Table 9
-        (5, "share:0.0625", 1500, (500, 1000)),
-        (2, "rho:0.2", 1250, (500, 1000)),  # Tables 10 and 11
-        (2, "rho:0.5", 1500, (700, 1200)),
-        (5, "gamma:4", 1500, (800, 1200)),  # Table 12
-    ],
-)
-def test_fedrolexs_schedules_and_fleets(labels, fleet, rounds, milestones):
-    script = load_example("fedrolex_table3")
-    kind, _, at = fleet.partition(":")
-    schedule = script.scheduled(labels, kind, float(at or 1))
-    assert schedule == script.Schedule(rounds, milestones) == schedule.within(0)
-    assert schedule.within(rounds // 10) == script.Schedule(rounds // 10, tuple(one // 10 for one in milestones))
-    assert fq.Fleet.of(script.FLEETS[kind](float(at or 1)), 100, 10).num_clients == 100
-
-
-def test_a_tenth_is_held_out_of_every_client(perceptron, make_data):
-    data = make_data(perceptron, (20, 11))
-    found = load_example("fedrolex_table3").held_out(data)
-    assert [len(part) for part in found.parts] == [18, 9]
-    assert torch.equal(found.test_inputs, data.inputs[[0, 10, 20, 30]])
-    assert not {0, 10, 20, 30} & {int(row) for part in found.parts for row in part}
-
-
-def test_a_rolling_window_is_even_by_channel_and_not_by_entry(make_data, tmp_path):
-    """After one turn of eight rounds: all channels alike, but those half an axis apart are never held together."""
-    script, results = load_example("fedrolex_table3"), load_example("results")
-    layers = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 3)
-    family = fq.trace(lambda: nn.Sequential(*layers), torch.zeros(2, 1, 6, 6))
-    data, fleet = make_data(family, (6, 6)), fq.Fleet.of((0.5,), 2, 2)
-    folder = tmp_path / "results"
-    runs = load_example("reproducing").Runs(family, tmp_path / "runs.jsonl", "cpu", "fp32", results=folder)
-
-    def counted(kind):
-        known = {"method": kind.__name__, "fleet": "half", "rounds": 8, "seed": 0}
-        script.coverage(runs, known, fleet, data, kind(), 0)
-        return results.summary_of(folder / f"coverage-{kind.__name__.lower()}-half-rounds8-seed0")
-
-    rolling, random = counted(FedRolex), counted(FedDropout)
-    assert rolling["channel"] == {"least": 8, "mean": 8.0, "deviation": 0.0}
-    assert random["channel"]["mean"] == 8
-    assert random["channel"]["deviation"] > 0
-    assert rolling["entry"]["least"] == 0
-    assert rolling["entry"]["mean"] == random["entry"]["mean"] == 4
-    assert rolling["entry"]["deviation"] > random["entry"]["deviation"]
 
 
 def test_a_run_that_is_written_down_is_not_made_again(residual, make_data, tmp_path):
