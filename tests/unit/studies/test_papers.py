@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import re
+import tomllib
+from dataclasses import fields
+from importlib.resources import files
 from pathlib import Path
 from typing import Any
 
@@ -116,6 +120,15 @@ def test_a_plan_has_the_rows_the_seeds_and_the_measure(make: Any) -> None:
     assert [entry.name for entry in plan.entries] == ["FedRolex", "HeteroFL"]
     assert (plan.seeds, plan.measure) == ((0,), "sizes")
     assert not plan.tuning_runs
+
+
+def test_the_format_is_as_the_readme_describes_it(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```toml\n(.*?)```", (files("fedquilt.papers") / "README.md").read_text(), re.DOTALL)
+    (tmp_path / "example.toml").write_text(text)
+    preset = read_preset(str(tmp_path / "example.toml"))
+    (_, high), (_, low) = preset.rows_at("short")
+    assert (high["rounds"], low["rounds"], low["method"]["name"]) == (250, 200, "heterofl")
+    assert set(tomllib.loads(text)) == {field.name for field in fields(Preset)} - {"name", "grid", "tuning"}
 
 
 def test_papers_numbers() -> None:
