@@ -21,6 +21,7 @@ from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, r
 from fedquilt.errors import ConfigError, DataError, FedquiltError
 from fedquilt.names import known, nearest
 from fedquilt.studies.measures import MEASURES
+from fedquilt.studies.plan import laid
 from fedquilt.studies.values import Value
 
 TRAINING = "training"  # The measure that trains and evaluates; all others are in `MEASURES`.
@@ -371,7 +372,7 @@ def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> I
     if tuning:
         variants.append(overlay(checked, tuning))
     for path, values in preset.grid_at(scale).items():
-        variants += [assign(overlay(checked, {}), path.split("."), value) for value in values]
+        variants += [laid(checked, {path: value}) for value in values]
     for variant in variants:
         try:
             Experiment.of(variant)
