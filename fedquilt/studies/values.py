@@ -6,6 +6,7 @@
     at 500 accuracy 1.0 %        the same in round 500
     rounds_to 0.55 0.5 count     first evaluated round in which share 0.5 has a main figure of 0.55
     bytes_to 0.55 0.5 GB         bytes both ways until then
+    seconds_to 0.55 0.5 s        seconds until then, evaluations included
 
 Presets of papers and pages of results use the same text.
 """
@@ -33,7 +34,7 @@ UNITS = {
     "M": (1e-6, 2),
     "count": (1.0, 0),
 }
-_COSTS = {"rounds_to": "round", "bytes_to": "bytes"}
+_COSTS = {"rounds_to": "round", "bytes_to": "bytes", "seconds_to": "seconds"}
 
 
 @dataclass(frozen=True)
