@@ -55,12 +55,13 @@ class Row:
     Attributes:
         name: Name of the row, which no other row has.
         paper: The paper's number for each column as printed, such as "69.44 ± 1.50". "" if it has none.
+            A file may leave out the list if the paper has no number at all.
         parts: Names of `Preset.parts` that are laid over the common settings, in this order.
         settings: Settings that are laid over the parts.
     """
 
     name: str
-    paper: tuple[str, ...]
+    paper: tuple[str, ...] = ()
     parts: tuple[str, ...] = ()
     settings: Mapping[str, Any] = field(default_factory=dict)
 
@@ -234,10 +235,12 @@ def parsed_preset(name: str) -> Preset:
     except OSError as error:
         raise ConfigError(f"{name} was asked for; it cannot be read: {error.strerror or error}.") from error
     preset = resolved(Preset, parse_toml(text, name), {}, name)
+    nothing = ("",) * len(preset.columns)
+    rows = tuple(replace(row, paper=row.paper or nothing) for row in preset.rows)
     scales = {**preset.scales, FULL: preset.scales.get(FULL, Scale())}
     if SMOKE in scales:
         scales[SMOKE] = replace(scales[SMOKE], note=scales[SMOKE].note or SMOKE_NOTE)
-    return replace(preset, name=name, scales=scales)
+    return replace(preset, name=name, rows=rows, scales=scales)
 
 
 def tables_named(name: str) -> tuple[str, ...]:
