@@ -111,8 +111,6 @@ FILES = {
     "fedrescue/cifar10-clusters": Cut("cifar10.npz", more=("data.partition.fraction=1",)),
     "fedrescue/cifar10-lossy": Cut("cifar10.npz"),
     "fedrescue/digits": Cut(),
-    "splitmix/digits": Cut(),
-    "splitmix/cifar10": Cut("cifar10.npz"),
 }
 
 
@@ -145,12 +143,10 @@ SCRIPTS = {
     "own_model": "",
     "fedrescue_case_study": "digits5.npz --images 20 --seeds 1 --ways progressive --epochs 2",
     "fedrescue_tables": f"digits5.npz --table digits --methods FedResCuE --lr 0.03 {QUICK}",
-    "splitmix_robust": f"digits5.npz --clients 5 --tests 20 --lambdas 0 1 --weights {QUICK}",
-    "splitmix_tables": f"digits5.npz --table digits --methods Split-Mix {QUICK}",
     "tasks": "--rounds 2",
 }
-HELPERS = {"reproducing", "results"}  # imported by the scripts; they train nothing
-LONGER = {"splitmix_robust", "splitmix_tables"}  # 5 to 20 s
+HELPERS = {"reproducing"}  # imported by the scripts; they train nothing
+LONGER: set[str] = set()  # 5 to 20 s
 MAX_ROUNDS = 3  # of scripts that have no option for it
 
 
@@ -182,7 +178,7 @@ def test_scripts_learn(
 
 # --- nets as written, and real data -----------------------------------------------------------------------------
 
-REAL = {"fedrescue/digits": "digits5.npz", "splitmix/digits": "digits5.npz", "splitmix/cifar10": "cifar10.npz"}
+REAL = {"fedrescue/digits": "digits5.npz"}
 
 
 def real(file: str) -> Path:

@@ -182,6 +182,14 @@ def test_compared_methods_are_trained_alike(name, resolve):
         assert (found.fleet.budgets, found.evaluation.shares) == (Uniform((1.0,)), ())
 
 
+@pytest.mark.parametrize("kind", ["digits", "cifar10", "domainnet"])
+@pytest.mark.parametrize("method", ["sheterofl", "heterofl", "fedavg"])
+def test_methods_have_the_settings_in_which_they_are_compared(kind, method):
+    """The same rates, schedules, epochs, batches, masks and norms. Split-Mix and HeteroFL rescale layers."""
+    local = METHODS[method].preset(kind).local
+    assert local == replace(SplitMix.preset(kind).local, scaler=method == "heterofl")
+
+
 def test_the_ablation_has_every_combination(resolve):
     found = {
         (one.method.local.norm.name, one.method.rescale_init, one.method.local.scaler)

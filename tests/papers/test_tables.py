@@ -16,7 +16,6 @@ from fedquilt.methods import HeteroFL, Method
 from tests.conftest import load_example, with_local
 
 FEDRESCUE = ("sufficiency", "clusters", "loss", "samples", "parts", "norms", "digits")
-SPLITMIX = ("digits", "ablation", "budgets", "contact", "cifar10", "iid")
 
 
 @pytest.mark.parametrize("table", FEDRESCUE)
@@ -27,13 +26,6 @@ def test_fedrescues_cases(table):
     assert len(cases) == len(set(cases)) == counts[table]
     assert all(isinstance(case.how, Method) and case.link in (*script.RATES, "by domain") for case in cases)
     assert all(script.fleet(case.setting, 20, 3).num_clients == 20 for case in cases)
-
-
-@pytest.mark.parametrize("table", SPLITMIX)
-def test_splitmixs_cases(table):
-    cases = list(load_example("splitmix_tables").cases(table))
-    assert len(cases) == {"digits": 6, "cifar10": 6, "iid": 6, "ablation": 16, "budgets": 14, "contact": 4}[table]
-    assert all(fq.Fleet.of(case.fleet, 50, case.contact).num_clients == 50 for case in cases)
 
 
 def test_a_run_that_is_written_down_is_not_made_again(residual, make_data, tmp_path):
@@ -107,16 +99,6 @@ def test_stored_runs_of_fedrescue_have_names_of_their_own(table):
     others = {"part": 0.5, "lr": 0.03, "clip": 1.0, "freeze": "gradient", "augment": False, "rounds": 9}
     for name, value in others.items():
         assert not set(names()) & set(names(**{name: value}))
-
-
-@pytest.mark.parametrize("table", SPLITMIX)
-def test_stored_runs_of_splitmix_have_names_of_their_own(table):
-    script = load_example("splitmix_tables")
-    slug = load_example("reproducing").slug
-    names = [slug(script.name_of(case, argparse.Namespace(part=0.3, rounds=0))) for case in script.cases(table)]
-    assert len(set(names)) == len(names)
-    short = [slug(script.name_of(case, argparse.Namespace(part=0.15, rounds=9))) for case in script.cases(table)]
-    assert not set(names) & set(short)
 
 
 def test_a_run_that_was_stopped_goes_on_from_what_was_kept(residual, make_data, tmp_path, monkeypatch):
