@@ -1,93 +1,119 @@
-"""FedResCuE's case study (appendix A.1), the example itself on a few drawn images."""
+"""FedResCuE's case study (appendix A.1, Tables 1, 7 and 8): its method and its preset, on a few drawn images."""
 
 from __future__ import annotations
 
-import json
-from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from torch import nn
 
 import fedquilt as fq
+from fedquilt.config import Experiment, Settings, overlay
 from fedquilt.data import npz
+from fedquilt.errors import ConfigError
 from fedquilt.family.cut import prefix
-from tests.conftest import load_example, save_images
+from fedquilt.papers.fedrescue_case_study import ProgressiveColumns
+from fedquilt.studies.papers import parsed_preset
+from fedquilt.studies.plan import Entry, Plan
+from fedquilt.studies.study import run_plan
+from tests.conftest import save_images
+
+TABLE = "fedrescue/table7"
+SMALL = {"model": "tiny_resnet", "data": {"partition": {"max_size": 20}}, "method": {"local": {"epochs": 2}}}
+SHAKEN = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "decay": 1e-2}  # These move weights of masked gradients.
 
 
 @pytest.fixture(scope="module")
-def case():
-    return load_example("fedrescue_case_study")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A folder with three domains of 8×8 pixels, in another order than that in which they are learnt."""
+    path = tmp_path_factory.mktemp("digits")
+    save_images(path / "digits5.npz", 90, 3, domains=np.array(["syn", "svhn", "mnist"]))
+    return path
 
 
-@pytest.fixture(scope="module")
-def file(tmp_path_factory):
-    """Three domains of 8×8 pixels, the two asked for in another order than they are learnt."""
-    path = tmp_path_factory.mktemp("digits") / "digits.npz"
-    return save_images(path, 90, 3, domains=np.array(["syn", "svhn", "mnist"]))
+def settings_of(row: str, folder: Path) -> Settings:
+    """Return the settings of a row with less to do."""
+    rows = dict(parsed_preset(TABLE).rows_at("full", folder))
+    return overlay(rows[row], SMALL)
 
 
-@pytest.fixture(scope="module")
-def pool(case, file):
-    return case.two_domains(npz(file, **case.SCALE))
-
-
-def test_the_first_domain_is_the_first_clients(case, pool, file):
-    family = fq.trace(nn.Sequential(nn.Flatten(), nn.Linear(192, 6), nn.Linear(6, 4)), pool.example)
-    run = case.study(case.Columns(), family, pool, 20, seed=1)
-    whole = npz(file, **case.SCALE)
-    for client, home in enumerate((2, 0)):  # mnist, syn
+def test_the_first_client_has_mnist_and_half_of_the_net(folder):
+    run = Experiment.of(settings_of("progressive, 371 images, plain", folder)).prepare()
+    everything = npz(folder / "digits5.npz", mean=(0.5,), std=(0.5,))
+    for client, domain in enumerate(("mnist", "syn")):
         part = run.data.parts[client]
         assert len(part) == 20
-        theirs = whole.inputs[whole.domains == home]
-        assert all(bool((theirs == run.data.inputs[row]).flatten(1).all(1).any()) for row in part)
+        number = everything.domain_names.index(domain)
+        images = everything.inputs[everything.domains == number]
+        assert all(bool((images == run.data.inputs[row]).flatten(1).all(1).any()) for row in part)
     assert [float(run.fleet.budget(client, 0, 1).share) for client in (0, 1)] == [0.5, 1.0]
 
 
-@pytest.mark.parametrize("progressive", [True, False])
-def test_what_the_half_has_learnt_stays_bit_for_bit_or_is_written_over(progressive, case, pool):
+@pytest.mark.parametrize("way", ["progressive", "overwriting"])
+def test_the_narrow_net_stays_bit_for_bit_or_is_overwritten(way, folder):
     """With momentum and weight decay, which would move a weight whose gradient is masked."""
-    family = fq.trace(lambda: fq.models.PreResNet((1, 1), 4, 3, widths=(4, 8)), pool.example)
-    local = replace(case.LOCAL, optimiser=fq.SGD(lr=0.05, momentum=0.9, nesterov=True, decay=1e-2), epochs=2)
-    run = case.study(case.Columns(local=local, progressive=progressive), family, pool, 24, seed=3)
+    settings = settings_of(f"{way}, 743 images, momentum", folder)
+    run = Experiment.of(overlay(settings, {"method": {"local": {"optimiser": SHAKEN}}})).prepare()
+    family = run.world.family
     half = prefix(family.fit(fq.Budget(share=0.5)))
 
-    def cut():
+    def narrow_net():
         return family.cutter.gather(run.server.weights, half, family.trainable)
 
-    fresh = cut()
+    fresh = narrow_net()
     first = {name: weight.clone() for name, weight in run.train(1).server.weights.items()}
-    learnt = cut()
+    learnt = narrow_net()
     assert all(not torch.equal(fresh[name], learnt[name]) for name in learnt)
+
     run.train(2)
-    same = {name: torch.equal(weight, cut()[name]) for name, weight in learnt.items()}
-    assert all(same.values()) if progressive else not any(same.values())
-    outside = [name for name in family.trainable if run.server.weights[name].shape != learnt[name].shape]
-    assert outside
-    assert all(not torch.equal(first[name], run.server.weights[name]) for name in outside)
-    assert [record.clients for record in run.records] == [2, 2]
+    same = {name: torch.equal(weight, narrow_net()[name]) for name, weight in learnt.items()}
+    assert all(same.values()) if way == "progressive" else not any(same.values())
+    wider = [name for name in family.trainable if run.server.weights[name].shape != learnt[name].shape]
+    assert wider
+    assert all(not torch.equal(first[name], run.server.weights[name]) for name in wider)
     assert [record.loss is not None for record in run.records] == [True, True]
-    assert len(case.accuracies(run)) == 3
 
 
-def test_the_example_runs_as_it_is_called(case, file, capsys):
-    """As a table beside the paper's numbers, and as JSON."""
-    options = ["--images", "16", "--seeds", "1", "3", "--epochs", "1", "--model", "tiny_resnet"]
-    case.main([str(file), *options])
-    head, _, one, other = capsys.readouterr().out.splitlines()
-    assert head == "| images | | x1 on mnist | x1 on syn | x0.5 on mnist |"
-    assert one.startswith("| 16 | progressive | ")
-    assert other.startswith("| 16 | overwriting | ")
-    case.main([str(file), *options, "--ways", "progressive", "--momentum", "0.9", "--json"])
-    told = json.loads(capsys.readouterr().out)
-    assert told["seeds"] == [1, 3]
-    [row] = told["rows"]
-    assert (row["images"], row["way"]) == (16, "progressive")
-    assert [len(found) for found in row["accuracy"]] == [3, 3]
-    assert case.table([{**row, "images": 743}]).count("(") == 3  # the paper's
+def test_all_rows_are_the_papers():
+    """Rate, epochs, batches, images and seeds are those of A.1; momentum and decay those of Table 17."""
+    preset = parsed_preset(TABLE)
+    assert preset.seeds == (1, 3, 5, 7, 9, 11)
+    assert len(preset.rows) == 8
+    for name, settings in preset.rows_at("full"):
+        way, images, steps = name.split(", ")
+        # The file is not there, and is not needed to read the method.
+        found = Experiment.of({**settings, "data": {"name": "generated", "domains": ["mnist", "syn"]}})
+        plain = fq.SGD(lr=0.01, momentum=0.0)
+        shaken = fq.SGD(lr=0.01, momentum=0.9, nesterov=True, decay=1e-4)
+        local = fq.Local(optimiser=plain if steps == "plain" else shaken, epochs=10, batch_size=32, norm="batch")
+        assert found.method == ProgressiveColumns(local=local, progressive=way == "progressive")
+        assert settings["data"]["partition"]["max_size"] == int(images.split()[0])
+        assert (found.rounds, found.fleet.clients, found.fleet.sample) == (2, 2, 2)
+        assert found.model is not None
+        assert found.model.name == "digits_cnn"
 
 
-def test_the_net_is_the_papers(case):
+def test_the_papers_numbers():
+    rows = {row.name: row.paper for row in parsed_preset(TABLE).rows}
+    assert rows["progressive, 743 images, plain"] == ("77.95 ± 7.93", "69.48 ± 1.93", "74.99 ± 11.26")
+    assert rows["overwriting, 371 images, momentum"] == ("19.60 ± 17.53", "19.03 ± 16.32", "19.23 ± 16.21")
+
+
+def test_a_smoke_run_has_all_numbers_of_the_table():
+    preset = parsed_preset(TABLE)
+    entries = [Entry(name, settings) for name, settings in preset.rows_at("smoke") if "743" in name and "plain" in name]
+    study = run_plan(Plan(tuple(entries), preset.seeds_at("smoke")))
+    assert [result.entry.split(",")[0] for result in study.results] == ["progressive", "overwriting"]
+    for result in study.results:
+        assert all(column.parsed.of(result) is not None for column in preset.columns)
+
+
+def test_a_share_of_the_narrower_net_is_checked():
+    with pytest.raises(ConfigError, match="inner"):
+        ProgressiveColumns(inner=1.0)
+
+
+def test_the_net_is_the_papers():
     spec = fq.models.MODELS["digits_cnn"]
     assert sum(weight.numel() for weight in spec.factory().parameters()) == 14_214_090  # Table 16
