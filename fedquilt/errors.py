@@ -6,6 +6,7 @@ FedquiltError
 ├── BudgetError       a budget no member fits, or a plan or net that exceeds one
 ├── DataError         data of the wrong shape, or a client without any
 ├── TrainingError     local training failed: names client, round and stage
+│   └── DivergenceError   a loss, a weight or a method's state that is no longer finite
 ├── RecordError       what a run leaves on disk could not be written, or not be read back
 ├── ExportError       a model that cannot be written in a format, or answers otherwise there
 └── ConfigError       a request that cannot be carried out: unknown names, impossible values
@@ -42,6 +43,10 @@ class DataError(FedquiltError):
 
 class TrainingError(FedquiltError):
     """Local training failed; the message names client, round and stage."""
+
+
+class DivergenceError(TrainingError):
+    """A loss, a weight or the state of a method is no longer finite, although the samples are."""
 
 
 class RecordError(FedquiltError):

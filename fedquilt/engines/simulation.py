@@ -16,7 +16,7 @@ from fedquilt.data import FederatedData
 from fedquilt.data.federated import Scale
 from fedquilt.data.parts import Parts
 from fedquilt.engines.exams import Exam, pieces, summed
-from fedquilt.errors import ConfigError, DataError, FedquiltError, RecordError, TrainingError
+from fedquilt.errors import ConfigError, DataError, DivergenceError, FedquiltError, RecordError, TrainingError
 from fedquilt.family.net import Pass
 from fedquilt.precision import DTYPES, Precision, computing, unfit
 from fedquilt.round.attack import PGD
@@ -401,8 +401,10 @@ class Simulation(Engine):
         good = losses.isfinite()
         if not bool(good.all()):
             step = int((~good).nonzero()[0])
-            hint = self.data.flaw(job.client.id) or "A smaller learning rate or gradient clipping (clip=1.0) would help"
-            raise TrainingError(
+            flaw = self.data.flaw(job.client.id)
+            kind = TrainingError if flaw else DivergenceError
+            hint = flaw or "A smaller learning rate or gradient clipping (clip=1.0) would help"
+            raise kind(
                 f"client {job.client.id} (budget {job.client.budget}) had a loss of {float(losses[step])} in round "
                 f"{job.round + 1}, step {step}. {hint}; the server's state is that of the round before."
             )

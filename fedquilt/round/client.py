@@ -14,7 +14,7 @@ from dataclasses import dataclass, field, replace
 import torch
 from torch import Tensor
 
-from fedquilt.errors import FedquiltError, TrainingError
+from fedquilt.errors import DivergenceError, FedquiltError, TrainingError
 from fedquilt.family.member import Member
 from fedquilt.round.federation import Federation
 from fedquilt.round.link import PERFECT, Trip
@@ -376,7 +376,7 @@ def _check_slot(what: str, values: Weights, learner: Learner, member: Member) ->
 def check_state(job: Job, tensors: Iterable[Tensor]) -> None:
     """Refuse state of a method that is not finite before it reaches the server."""
     if not are_finite(tensors):
-        raise TrainingError(
+        raise DivergenceError(
             f"client {job.client.id} (budget {job.client.budget}) left state of its method that is not finite in "
             f"round {job.round + 1}; it was refused, and the server's state is that of the round before. Finite "
             "values would work; a smaller learning rate may give them."
@@ -398,7 +398,7 @@ def are_finite(tensors: Iterable[Tensor]) -> bool:
 def check_sent(job: Job, weights: Iterable[Tensor]) -> None:
     """Refuse weights that are not finite before they reach the server."""
     if not are_finite(weights):
-        raise TrainingError(
+        raise DivergenceError(
             f"client {job.client.id} (budget {job.client.budget}) sent weights that are not finite in round "
             f"{job.round + 1}; they were refused, and the server's state is that of the round before."
         )

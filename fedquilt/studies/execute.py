@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from fedquilt.config import Experiment, Ground, read_toml
-from fedquilt.errors import ConfigError, RecordError, TrainingError
+from fedquilt.errors import ConfigError, DivergenceError, RecordError
 from fedquilt.experiment import Run
 from fedquilt.files import why, write
 from fedquilt.loop import complete
@@ -189,9 +189,7 @@ def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Wat
                 names=experiment.names,
             )
             summary = {**run.summary, **experiment.names}
-        except TrainingError as error:
-            if error.__cause__ is not None:  # A mistake or a full device, and not a loss that is no number.
-                raise
+        except DivergenceError:
             summary = {**run.summary, **experiment.names, **_diverged(run)}
             if folder:
                 folder.finish(summary)
