@@ -620,7 +620,7 @@ def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
 def parse_assignment(text: str) -> tuple[list[str], Any]:
     """`a.b=v` as a path and a value: v is a TOML value, and bare words are text."""
     key, equals, value = text.partition("=")
-    path = _path(key) if equals else []
+    path = parse_path(key) if equals else []
     if not path:
         raise ConfigError(f"--set {text} was asked for; write it as --set method.shift=2.")
     try:
@@ -636,18 +636,18 @@ def parse_grid(text: str) -> tuple[str, tuple[Any, ...]]:
     Values that are lists themselves are written as TOML lists: `a.b=[1.0],[1.0,0.5]`.
     """
     key, equals, values = text.partition("=")
-    path = _path(key) if equals else []
-    if not path or not values.strip():
+    path = key.strip()
+    if not equals or not parse_path(path) or not values.strip():
         raise ConfigError(f"--grid {text} was asked for; write it as --grid method.local.optimiser.lr=0.01,0.1.")
     try:
         found = tomllib.loads(f"values = [{values}]")["values"]
     except (ValueError, RecursionError):
         found = [value.strip() for value in values.split(",")]
-    return ".".join(path), tuple(found)
+    return path, tuple(found)
 
 
-def _path(key: str) -> list[str]:
-    """The keys of a dotted key, which may be quoted: fleet.budgets."0.5"."""
+def parse_path(key: str) -> list[str]:
+    """Return the keys of a dotted key, which may be quoted: fleet.budgets."0.5". Empty: it is not one."""
     try:
         table: Any = tomllib.loads(f"{key} = 0")
     except (ValueError, RecursionError):

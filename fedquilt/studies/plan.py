@@ -2,6 +2,8 @@
 
 DIR/
 ├── study.toml                     what was asked for, written before the first run
+├── compare.json                   the numbers of the tables, written by `fedquilt compare`
+├── lock                           held by the process that runs the study
 ├── ENTRY/
 │   ├── seed0/ seed1/ …            one run per seed (`records.py`)
 │   ├── tuning/POINT-seed0/ …      runs on the validation part, one per point of the grid
@@ -17,16 +19,20 @@ import math
 import re
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fedquilt.config import Experiment, Settings, assign, choose, overlay, read_toml
+from fedquilt.config import Experiment, Settings, assign, choose, overlay, parse_path, read_toml
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
+from fedquilt.studies.measures import MEASURES
 
 MAX_RUNS = 1_000  # More runs than this are started only if they are confirmed.
 STUDY_FILE = "study.toml"
+COMPARISON_FILE = "compare.json"
+_FILES = (STUDY_FILE, COMPARISON_FILE, "lock")  # in the folder of every study, beside those of its entries
+MAX_FOLDER_BYTES = 80
 Point = Mapping[str, Any]  # Values of a grid by the path of their setting.
 Stage = Literal["final", "tuning"]
 
@@ -82,8 +88,13 @@ class PlannedRun:
     @property
     def title(self) -> str:
         """Return what progress lines call it."""
-        tuned = ", ".join(f"{_short(path)} {value}" for path, value in self.point.items())
+        tuned = ", ".join(f"{_last_key(path)} {value}" for path, value in self.point.items())
         return f"{self.entry}, {tuned}, tuning" if self.stage == "tuning" else f"{self.entry}, seed {self.seed}"
+
+    @property
+    def rounds(self) -> int:
+        """Return the number of rounds. Nothing is resolved to find it."""
+        return _rounds(self.settings)
 
     @property
     def experiment(self) -> Experiment:
@@ -117,6 +128,33 @@ class Plan:
             raise ConfigError("\n  ".join(["a study was asked for that cannot be run:", *wrong]))
 
     def _problems(self) -> Iterator[str]:
+        yield from self._problems_of_names()
+        wrong_seeds = [seed for seed in self.seeds if type(seed) is not int or not 0 <= seed < 2**63]
+        if not self.seeds:
+            yield "it has no seeds; give at least one."
+        elif wrong_seeds:
+            yield f"the seed {wrong_seeds[0]!r} was given; whole numbers from 0 on fit."
+        elif len(set(self.seeds)) < len(self.seeds):
+            yield f"the seeds {' '.join(map(str, self.seeds))} repeat one; give each once."
+        if not 0 < self.validation < 1:
+            yield f"validation = {self.validation} was given; a share of the training samples in (0, 1) fits."
+        if not 1 <= self.tuning_seeds <= len(self.seeds):
+            yield f"tuning with {self.tuning_seeds} seeds was asked for; there are {len(self.seeds)}."
+        measures = ("training", *MEASURES)
+        if self.measure not in measures:
+            yield f"there is no measure {self.measure!r}.{nearest(self.measure, measures)}"
+        if not isinstance(self.tuning, Mapping):
+            yield f"tuning = {self.tuning!r} was given; a table of settings fits."
+        for entry in self.entries:
+            if not isinstance(entry.settings, Mapping):
+                yield f"{entry.name}: {entry.settings!r} was given; a table of settings fits."
+            elif type(_rounds(entry.settings)) is not int:
+                yield f"{entry.name}: rounds = {entry.settings['rounds']!r} was given; a whole number fits."
+            for path, values in entry.grid.items():
+                for problem in _problems_of_values(path, values):
+                    yield f"{entry.name}: the grid over {path} {problem}"
+
+    def _problems_of_names(self) -> Iterator[str]:
         names = [entry.name for entry in self.entries]
         if not names:
             yield "it has no entries; name at least one method or file."
@@ -126,20 +164,8 @@ class Plan:
         for entry in self.entries:
             if folders.count(entry.folder.casefold()) > 1 and names.count(entry.name) == 1:
                 yield f"the name {entry.name!r} gives the same folder as another one; give it another name."
-        if not self.seeds:
-            yield "it has no seeds; give at least one."
-        elif len(set(self.seeds)) < len(self.seeds):
-            yield f"the seeds {' '.join(map(str, self.seeds))} repeat one; give each once."
-        if not 0 < self.validation < 1:
-            yield f"validation = {self.validation} was given; a share of the training samples in (0, 1) fits."
-        if not 1 <= self.tuning_seeds <= len(self.seeds):
-            yield f"tuning with {self.tuning_seeds} seeds was asked for; there are {len(self.seeds)}."
-        for entry in self.entries:
-            for path, values in entry.grid.items():
-                if not values:
-                    yield f"{entry.name}: the grid over {path} has no values."
-                elif len({json.dumps(value) for value in values}) < len(values):
-                    yield f"{entry.name}: the grid over {path} repeats a value."
+            if entry.folder.casefold() in _FILES:
+                yield f"the name {entry.name!r} is that of a file of every study; give it another name."
 
     @property
     def num_runs(self) -> int:
@@ -148,7 +174,7 @@ class Plan:
         return tuning * self.tuning_seeds + len(self.entries) * len(self.seeds)
 
     def check(self, confirmed: bool = False) -> None:
-        """Refuse too many runs, settings that do not fit, and entries that cannot be compared.
+        """Refuse too many runs, and settings that do not fit.
 
         Args:
             confirmed: True: any number of runs is accepted.
@@ -159,12 +185,12 @@ class Plan:
                 "--yes (in Python: confirmed=True)."
             )
         wrong = []
-        experiments = {}
         for entry in self.entries:
-            settings = [run.settings for run in self._tuning_runs(entry)[: math.prod(map(len, entry.grid.values()))]]
-            for one in settings or [self._final(entry, self.seeds[0], {}).settings]:
+            first_point = next(iter(entry.points), {})
+            tuning = self._tuning_runs(entry)[: math.prod(map(len, entry.grid.values()))]
+            for run in (self._final(entry, self.seeds[0], first_point), *tuning):
                 try:
-                    experiments[entry.name] = Experiment.of(one)
+                    Experiment.of(run.settings)
                 except ConfigError as error:
                     wrong.append(f"{entry.name}: {error}")
                     break  # The other points would say the same again.
@@ -256,7 +282,7 @@ class Plan:
         file = folder / STUDY_FILE
         if not file.is_file():
             found = "there is no study in it" if folder.is_dir() else "there is no such folder"
-            raise ConfigError(f"the study in {folder} was asked for; {found}.")
+            raise ConfigError(f"the study in {folder} was asked for; {found}.{runs_outside_a_study(folder)}")
         plain = read_toml(file)
         try:
             entries = [
@@ -273,28 +299,26 @@ class Plan:
             )
         except (KeyError, TypeError, AttributeError) as error:
             raise ConfigError(f"{file} is not what a study wrote: {type(error).__name__} {error}.") from error
+        except ConfigError as error:
+            raise ConfigError(f"{file} is not what a study wrote: {error}") from error
 
     def check_extends(self, other: Plan, folder: Path) -> None:
         """Refuse a folder in which an entry of the same name has other settings.
 
         Other seeds and other entries are accepted, because runs that are there are not repeated. So
         are more rounds, for which runs that are there are resumed.
+
+        Args:
+            other: The plan of the study in the folder.
+            folder: The folder, for the message.
         """
         lines = []
         before = {entry.name: entry for entry in other.entries}
         for entry in self.entries:
             if entry.name in before:
-                asked, there = entry, before[entry.name]
-                settings = asked.settings
-                if _rounds(settings) >= _rounds(there.settings):
-                    settings = {**settings, "rounds": _rounds(there.settings)}
-                there_settings = {**there.settings, "rounds": _rounds(there.settings)}
-                pairs = (settings, there_settings), (_plain_grid(asked), _plain_grid(there))
-                lines += [f"{entry.name}: {line}" for own, old in pairs for line in _differences(own, old)]
-        if any(entry.grid for entry in self.entries):
-            names = ("validation", "tuning", "tuning_seeds")
-            own, old = ({name: getattr(plan, name) for name in names} for plan in (self, other))
-            lines += _differences(own, old)
+                lines += [f"{entry.name}: {line}" for line in _differences_of(entry, before[entry.name])]
+        if self.has_grid and other.has_grid:
+            lines += _differences(self._tuning_choices, other._tuning_choices)
         lines += _differences({"measure": self.measure}, {"measure": other.measure})
         if lines:
             told = "\n  ".join(lines)
@@ -302,6 +326,55 @@ class Plan:
                 f"the folder {folder} was asked for; the study there has other settings:\n  {told}\n  Ask for what it "
                 "was, or name another folder."
             )
+
+    def extending(self, other: Plan) -> Plan:
+        """Return this plan with the entries and seeds of another one that it leaves out.
+
+        It is what `study.toml` holds afterwards. Without them the settings of runs that are there would be
+        forgotten, and runs with other settings could take their place unseen.
+
+        Args:
+            other: A plan that this one extends, as `check_extends` finds.
+        """
+        own = {entry.name: entry for entry in self.entries}
+        entries = {**{entry.name: entry for entry in other.entries}, **own}
+        tuned = self if self.has_grid else other
+        return replace(
+            self,
+            entries=tuple(entries.values()),
+            seeds=tuple(dict.fromkeys((*other.seeds, *self.seeds))),
+            validation=tuned.validation,
+            tuning_seeds=tuned.tuning_seeds,
+            tuning=tuned.tuning,
+        )
+
+    @property
+    def has_grid(self) -> bool:
+        """Return True if an entry is tuned."""
+        return any(entry.grid for entry in self.entries)
+
+    @property
+    def _tuning_choices(self) -> dict[str, Any]:
+        """Return what the choice of a point depends on, besides settings and grid."""
+        return {
+            "validation": self.validation,
+            "tuning": self.tuning,
+            "seeds of tuning": self.seeds[: self.tuning_seeds],
+        }
+
+
+def runs_outside_a_study(folder: Path) -> str:
+    """Return a sentence on runs in a folder that are no study's; empty if there are none.
+
+    Earlier versions of `compare` wrote one run into DIR/METHOD.
+    """
+    names = sorted(file.parent.name for file in folder.glob("*/rounds.jsonl"))
+    if not names:
+        return ""
+    return (
+        f" It has the runs {', '.join(names)}, which an earlier version or `fedquilt run` wrote. Continue each with "
+        f"fedquilt run --resume {folder / names[0]}, or name another folder for a study."
+    )
 
 
 def check_alike(found: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
@@ -324,8 +397,8 @@ def check_alike(found: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
 def laid(settings: Settings, point: Point) -> Settings:
     """Return settings with the values of a point, names first because they decide which options there are."""
     settings = copy.deepcopy(settings)
-    for path, value in sorted(point.items(), key=lambda one: not one[0].endswith("name")):
-        keys = path.split(".")
+    by_keys = [(parse_path(path), value) for path, value in point.items()]
+    for keys, value in sorted(by_keys, key=lambda one: one[0][-1] != "name"):
         if keys[-1] == "name":
             choose(settings, keys[:-1], value)
         else:
@@ -351,22 +424,57 @@ def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:
 
 
 def folder_name(name: str) -> str:
-    """Return a name as a folder's: letters, digits, dots and hyphens."""
+    """Return a name as a folder's: letters, digits, dots and hyphens, and no more than 80 bytes."""
     plain = re.sub(r"[^\w.-]+", "_", name).strip("_.") or "entry"
-    return plain if len(plain) <= 80 else f"{plain[:71]}-{zlib.crc32(name.encode()):08x}"
+    if len(plain.encode()) <= MAX_FOLDER_BYTES:
+        return plain
+    return f"{plain.encode()[:71].decode(errors='ignore')}-{_checksum(name)}"
 
 
 def _point_name(point: Point) -> str:
-    return folder_name("-".join(f"{_short(path)}{value}" for path, value in point.items()))
+    return folder_name("-".join(f"{_last_key(path)}{_value_name(value)}" for path, value in point.items()))
 
 
-def _short(path: str) -> str:
-    return path.rpartition(".")[2]
+def _value_name(value: Any) -> str:
+    """Return a value as part of a folder's name, which no other value of the same type has."""
+    text = str(value)
+    plain = re.sub(r"[^\w.-]+", "_", text).strip("_")
+    return plain if plain == text else f"{plain}_{_checksum(json.dumps(value, default=str))}".lstrip("_")
+
+
+def _checksum(text: str) -> str:
+    return f"{zlib.crc32(text.encode()):08x}"
+
+
+def _last_key(path: str) -> str:
+    return parse_path(path)[-1]
+
+
+def _problems_of_values(path: str, values: Sequence[Any]) -> Iterator[str]:
+    """Yield what is wrong with one path of a grid, as the end of a sentence."""
+    names = [_value_name(value).casefold() for value in values]
+    if not parse_path(path):
+        yield "was asked for; write a path as in method.local.optimiser.lr."
+    if parse_path(path) == ["seed"]:
+        yield "was asked for; seeds are not tuned. Name them as the seeds of the study."
+    if not values:
+        yield "has no values."
+    elif len(set(names)) < len(names):
+        yield "repeats a value, or has two that differ in type or in capital letters alone."
 
 
 def _rounds(settings: Settings) -> int:
     rounds: int = settings.get("rounds", Experiment.rounds)
     return rounds
+
+
+def _differences_of(asked: Entry, there: Entry) -> list[str]:
+    """Return one line for each setting or value of a grid that differs. More rounds are no difference."""
+    settings = asked.settings
+    if _rounds(settings) >= _rounds(there.settings):
+        settings = {**settings, "rounds": _rounds(there.settings)}
+    there_settings = {**there.settings, "rounds": _rounds(there.settings)}
+    return _differences(settings, there_settings) + _differences(_plain_grid(asked), _plain_grid(there))
 
 
 def _plain_grid(entry: Entry) -> dict[str, list[Any]]:
