@@ -12,8 +12,8 @@ from fedquilt.cli.playing import Interrupted, settings_lines, title_of, values_o
 from fedquilt.cli.show import print_json, round_bars, say, say_round, show_text_table, watch_bar
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.studies.execute import Display, Grounds, finished, write_file
-from fedquilt.studies.plan import Plan, PlannedRun, check_alike
+from fedquilt.studies.execute import Display, Grounds, finished, torch_settings_restored, write_file
+from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun, check_alike
 from fedquilt.studies.result import Result
 from fedquilt.studies.study import Study, run_plan
 from fedquilt.summaries import UNDER_ATTACK
@@ -58,7 +58,8 @@ def prepared(
         if folder and finished(planned, folder / planned.folder):
             continue
         experiment = planned.experiment
-        run = experiment.prepare(grounds.of(experiment))
+        with torch_settings_restored():
+            run = experiment.prepare(grounds.of(experiment))
         task = run.world.task
         tasks.setdefault(repr(task), []).append(planned.entry)
         if target is not None:
@@ -195,7 +196,7 @@ def show_study(
     """
     found = study.to_json(metric, target, baseline)
     if study.path is not None:
-        write_file(study.path / "compare.json", json.dumps(found, indent=2) + "\n")
+        write_file(study.path / COMPARISON_FILE, json.dumps(found, indent=2) + "\n")
     if kind == "json":
         print_json(found, stdout)
         return

@@ -7,11 +7,13 @@ jobs each run has a process of its own (`workers.py`), and its numbers are the s
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Protocol
+
+import torch
 
 from fedquilt.config import Experiment, Ground, read_toml
 from fedquilt.errors import ConfigError, DivergenceError, RecordError
@@ -134,12 +136,15 @@ def execute(
 
 
 def finished(planned: PlannedRun, path: Path) -> Result | None:
-    """Return the result in a run's folder, if the run is over."""
+    """Return the result in a run's folder, if the run is over.
+
+    Settings are not resolved, so that a study of many runs is read in little time.
+    """
     summary = read_summary(path)
     if summary is None:
         return None
-    is_short = summary.get("rounds", 0) < planned.experiment.rounds and "diverged" not in summary
-    if planned.measure == "training" and is_short:
+    is_short = summary.get("rounds", 0) < planned.rounds
+    if is_short and "diverged" not in summary:
         return None
     records = read(path) if planned.measure == "training" else []
     return Result(planned.entry, planned.seed, summary, tuple(records))
@@ -174,8 +179,10 @@ def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Wat
     summary names the round as `diverged`.
     """
     if planned.measure != "training":
-        return _measured(planned, path, grounds)
+        with torch_settings_restored():
+            return _measured(planned, path, grounds)
     with ExitStack() as stack:
+        stack.enter_context(torch_settings_restored())
         experiment, run, folder = _opened(planned, path, grounds, stack)
         try:
             complete(
@@ -194,6 +201,23 @@ def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Wat
             if folder:
                 folder.finish(summary)
     return Result(planned.entry, planned.seed, summary, tuple(run.records))
+
+
+@contextmanager
+def torch_settings_restored() -> Iterator[None]:
+    """Restore the number of threads, and whether algorithms are deterministic, when the block is over.
+
+    A run sets both for the whole process, and leaves them where its settings do. Without this a large
+    model would be trained with one thread after a small one, and with several in a process of its own.
+    Their last digits would differ.
+    """
+    threads = torch.get_num_threads()
+    is_deterministic = torch.are_deterministic_algorithms_enabled()
+    try:
+        yield
+    finally:
+        torch.set_num_threads(threads)
+        torch.use_deterministic_algorithms(is_deterministic)
 
 
 def _diverged(run: Run) -> dict[str, Any]:
@@ -240,21 +264,22 @@ def _measured(planned: PlannedRun, path: Path | None, grounds: Grounds) -> Resul
     ground = grounds.of(experiment)
     run = experiment.prepare(ground)
     found = MEASURES[planned.measure](run, experiment.rounds)
-    summary = {**experiment.names, "seed": planned.seed, "measure": planned.measure, **found}
+    known = {"seed": planned.seed, "rounds": experiment.rounds, "measure": planned.measure}
+    summary = {**experiment.names, **known, **found}
     if path is not None:
-        path.mkdir(parents=True, exist_ok=True)
         write_file(path / "config.toml", experiment.settled(run, ground).to_toml())
         write_file(path / "summary.json", json.dumps(summary, indent=2) + "\n")
     return Result(planned.entry, planned.seed, summary)
 
 
 def write_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all.
+    """Write a file whole or not at all, and the folders above it.
 
     Raises:
         RecordError: It could not be written.
     """
     try:
+        path.parent.mkdir(parents=True, exist_ok=True)
         write(path, [text.encode()])
     except OSError as error:
         raise RecordError(f"{path} could not be written: {why(error)}.") from error
