@@ -309,6 +309,22 @@ def undisturbed() -> Iterator[None]:
 
 
 @contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Hold the right to write in a folder, which is made if it is not there.
+
+    Raises:
+        ConfigError: Another process holds it, or the folder cannot be written to.
+    """
+    with _writable(f"the folder {path} was asked for"):
+        path.mkdir(parents=True, exist_ok=True)
+        handle = _lock(path)
+    try:
+        yield
+    finally:
+        os.close(handle)
+
+
+@contextmanager
 def _writable(asked: str) -> Iterator[None]:
     try:
         yield

@@ -3,24 +3,29 @@
 from __future__ import annotations
 
 import json
+import math
+import operator
 import tempfile
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.config import Experiment, Settings, defaults, read_toml
-from fedquilt.errors import ConfigError, TrainingError
+from fedquilt.errors import ConfigError, RecordError, TrainingError
+from fedquilt.records import locked
 from fedquilt.settings import write as plain_settings
 from fedquilt.studies.execute import Grounds, Watch, execute, finished, write_file
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point
+from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, runs_outside_a_study
 from fedquilt.studies.report import comparison, frame, to_json
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
 
 if TYPE_CHECKING:
     import pandas as pd
+
+TUNED_FILE = "tuned.json"
 
 
 @dataclass(frozen=True)
@@ -92,9 +97,8 @@ class Study:
         rows = []
         for name, trials in self.trials.items():
             for trial in trials:
-                point = ", ".join(f"{path} = {value}" for path, value in trial.point.items())
                 shown = "diverged" if trial.mean != trial.mean else f"{trial.mean:.4g}"
-                rows.append([name, point, shown, "yes" if trial.point == self.chosen[name] else ""])
+                rows.append([name, _point_text(trial.point), shown, "yes" if trial.point == self.chosen[name] else ""])
         main = self.results[0].main if self.results else "figure"
         note = (
             f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which these runs "
@@ -107,15 +111,18 @@ class Study:
         """Return the study in a folder with the runs that are finished. Nothing is trained."""
         path = Path(folder)
         plan = Plan.read(path)
+        runs: dict[str, list[tuple[PlannedRun, Result | None]]] = {entry.name: [] for entry in plan.entries}
+        for run in plan.tuning_runs:
+            runs[run.entry].append((run, finished(run, path / run.folder)))
         chosen: dict[str, Point] = {}
         trials: dict[str, tuple[Trial, ...]] = {}
         for entry in plan.entries:
-            results = [(run, finished(run, path / run.folder)) for run in plan.tuning_runs if run.entry == entry.name]
-            there = [(run, result) for run, result in results if result]
-            if entry.grid and len(there) == len(results):
+            there = [(run, result) for run, result in runs[entry.name] if result]
+            if entry.grid and len(there) == len(runs[entry.name]):
                 chosen[entry.name], trials[entry.name] = _choose(entry, there)
-        runs = [run for run in plan.final_runs(chosen) if run.entry in chosen or not _grid_of(plan, run.entry)]
-        found = [finished(run, path / run.folder) for run in runs]
+        is_open = {entry.name for entry in plan.entries if entry.grid and entry.name not in chosen}
+        final = [run for run in plan.final_runs(chosen) if run.entry not in is_open]
+        found = [finished(run, path / run.folder) for run in final]
         return Study(plan, tuple(result for result in found if result), chosen, trials, path)
 
 
@@ -143,6 +150,8 @@ def run_plan(
     with ExitStack() as stack:
         path = None if folder is None else Path(folder)
         if path is not None:
+            _check_place(plan, path)
+            stack.enter_context(locked(path))
             _announce(plan, path)
         where = path
         if where is None and jobs > 1:  # Processes exchange their results through a folder.
@@ -152,16 +161,22 @@ def run_plan(
     return Study(plan, tuple(results), chosen, trials, path)
 
 
-def _announce(plan: Plan, folder: Path) -> None:
-    """Write what was asked for, before the first run begins."""
+def _check_place(plan: Plan, folder: Path) -> None:
+    """Refuse a folder that holds something else."""
     if (folder / STUDY_FILE).exists():
         plan.check_extends(Plan.read(folder), folder)
-    elif folder.is_dir() and (folder / "config.toml").exists():
+    elif (folder / "config.toml").exists():
         raise ConfigError(f"the folder {folder} was asked for; a run is there. Name another folder for the study.")
-    try:
-        folder.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise ConfigError(f"the folder {folder} was asked for; it cannot be made: {error.strerror}.") from error
+    elif found := runs_outside_a_study(folder):
+        raise ConfigError(f"the folder {folder} was asked for; there is no study in it.{found}")
+
+
+def _announce(plan: Plan, folder: Path) -> None:
+    """Write what was asked for, before the first run begins. What was there stays in it."""
+    if (folder / STUDY_FILE).exists():
+        there = Plan.read(folder)
+        plan.check_extends(there, folder)  # Another process may have written it before this one had the lock.
+        plan = plan.extending(there)
     write_file(folder / STUDY_FILE, plan.to_toml())
 
 
@@ -179,12 +194,34 @@ def _tuned(
         own = [(run, result) for run, result in zip(runs, results, strict=True) if run.entry == entry.name]
         chosen[entry.name], trials[entry.name] = _choose(entry, own)
         if folder is not None:
-            tuned = {
-                "chosen": chosen[entry.name],
-                "trials": [_plain_trial(trial) for trial in trials[entry.name]],
-            }
-            write_file(folder / entry.folder / "tuned.json", json.dumps(tuned, indent=2) + "\n")
+            _write_choice(entry, chosen[entry.name], trials[entry.name], folder / entry.folder)
     return chosen, trials
+
+
+def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: Path) -> None:
+    """Write `tuned.json`. More rounds may lead to another point, with which final runs there cannot go on."""
+    file = folder / TUNED_FILE
+    if file.exists() and any(folder.glob("seed*")):
+        before = _read_choice(file)
+        if before != chosen:
+            raise ConfigError(
+                f"{entry.name}: tuning chose {_point_text(chosen)}; the runs in {folder} have {_point_text(before)}. "
+                "Name another folder for these settings."
+            )
+    tuned = {"chosen": chosen, "trials": [_plain_trial(trial) for trial in trials]}
+    write_file(file, json.dumps(tuned, indent=2) + "\n")
+
+
+def _read_choice(file: Path) -> Point:
+    try:
+        chosen: Point = json.loads(file.read_text())["chosen"]
+    except (OSError, ValueError, TypeError, KeyError) as error:
+        raise RecordError(f"{file} is damaged: {error}.") from error
+    return chosen
+
+
+def _point_text(point: Point) -> str:
+    return ", ".join(f"{path} = {value}" for path, value in point.items())
 
 
 def _choose(entry: Entry, runs: Sequence[tuple[PlannedRun, Result]]) -> tuple[Point, tuple[Trial, ...]]:
@@ -210,17 +247,14 @@ def _choose(entry: Entry, runs: Sequence[tuple[PlannedRun, Result]]) -> tuple[Po
 def _widest_figure(result: Result) -> float:
     figures = result.metric()
     if result.diverged is not None or not figures:
-        return float("nan")
-    return figures[max(figures, key=float)]
+        return math.nan
+    figure = figures[max(figures, key=float)]
+    return figure if math.isfinite(figure) else math.nan
 
 
 def _plain_trial(trial: Trial) -> dict[str, Any]:
     figures = {str(seed): figure if figure == figure else None for seed, figure in trial.figures.items()}
     return {"point": dict(trial.point), "figures": figures}
-
-
-def _grid_of(plan: Plan, name: str) -> Mapping[str, tuple[Any, ...]]:
-    return next(entry.grid for entry in plan.entries if entry.name == name)
 
 
 def study(
@@ -265,12 +299,14 @@ def study(
         [('fedavg', 0), ('heterofl', 0), ('fedavg', 1), ('heterofl', 1)]
     """
     named = entries if isinstance(entries, Mapping) else {name: _settings_of(name) for name in _names(entries)}
-    values = {path: tuple(one) for path, one in (grid or {}).items()}
+    values = {path: _listed(one, f"the values of {path}") for path, one in (grid or {}).items()}
     rows = []
     for name, own in named.items():
+        if not isinstance(own, (Experiment, Mapping)):
+            raise ConfigError(f"study({{{name!r}: {own!r}}}) was called; an Experiment or a table of settings fits.")
         plain = plain_settings(own) if isinstance(own, Experiment) else dict(own)
         rows.append(Entry(name, {key: value for key, value in plain.items() if key != "seed"}, values))
-    plan = Plan(tuple(rows), tuple(seeds), validation, tuning_seeds, dict(tuning or {}))
+    plan = Plan(tuple(rows), _whole_seeds(seeds), validation, tuning_seeds, dict(tuning or {}))
     plan.check_comparable()
     return run_plan(plan, out, jobs, watch, confirmed)
 
@@ -278,7 +314,28 @@ def study(
 def _names(entries: Sequence[str]) -> Sequence[str]:
     if isinstance(entries, str):
         raise ConfigError(f"study({entries!r}) was called; a list of names or a mapping fits: study([{entries!r}]).")
-    return entries
+    names = _listed(entries, "the entries")
+    for name in names:
+        if not isinstance(name, str):
+            raise ConfigError(f"study([{name!r}]) was called; names of methods and TOML files fit, or a mapping.")
+        if names.count(name) > 1:
+            raise ConfigError(f"study({list(names)}) was called; give {name!r} once.")
+    return names
+
+
+def _listed(values: Iterable[Any], what: str) -> tuple[Any, ...]:
+    """Return several values as a tuple. A text is one value."""
+    if isinstance(values, str) or not isinstance(values, Iterable):
+        raise ConfigError(f"study was called with {values!r} as {what}; a list fits.")
+    return tuple(values)
+
+
+def _whole_seeds(seeds: Iterable[int]) -> tuple[int, ...]:
+    """Return seeds as Python's integers, which those of NumPy are not."""
+    try:
+        return tuple(operator.index(seed) for seed in _listed(seeds, "seeds"))
+    except TypeError as error:
+        raise ConfigError(f"study was called with the seeds {seeds!r}; whole numbers fit.") from error
 
 
 def _settings_of(name: str) -> Settings:
