@@ -14,39 +14,43 @@ import signal
 import subprocess
 import sys
 import threading
+import time
+from collections import deque
 from collections.abc import Callable, Sequence
-from concurrent.futures import FIRST_EXCEPTION, ThreadPoolExecutor, wait
+from concurrent.futures import FIRST_EXCEPTION, Future, ThreadPoolExecutor, wait
+from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import IO, Any
 
+from fedquilt import errors
 from fedquilt.errors import FedquiltError, TrainingError
 from fedquilt.round import Record
 from fedquilt.studies.execute import Display, Grounds, Watch, finished, perform
 from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
 
-_STOP_SECONDS = 60.0  # A worker that was told to stop saves its state; after this time it is killed.
+STOP_SECONDS = 60.0  # A worker that is stopped saves its state; after this time it is killed.
+_LINES_KEPT = 50  # of what a worker writes to standard error
 
 
 def execute_in_processes(runs: Sequence[PlannedRun], folder: Path, jobs: int, watch: Watch) -> None:
     """Run all, `jobs` at a time. After a failure no further run begins, and those that run are finished.
 
     Raises:
-        TrainingError: A worker failed. The message has what it wrote to standard error.
+        FedquiltError: A worker failed. Its error is raised again, with the run that it belongs to.
     """
     workers = _Workers(folder, watch)
+    futures: list[Future[None]] = []
     with ThreadPoolExecutor(jobs) as pool:
-        futures = [pool.submit(workers.run, planned) for planned in runs]
         try:
+            futures += [pool.submit(workers.run, planned) for planned in runs]
             done, _ = wait(futures, return_when=FIRST_EXCEPTION)
             for future in futures:
                 if future not in done:
                     future.cancel()
             wait([future for future in futures if not future.cancelled()])
         except BaseException:
-            for future in futures:
-                future.cancel()
             workers.stop()
             raise
     for future in futures:
@@ -76,28 +80,28 @@ class _Workers:
                 stdin=subprocess.PIPE,
                 stdout=subprocess.PIPE,
                 stderr=subprocess.PIPE,
-                text=True,
+                encoding="utf-8",
+                errors="replace",
                 env=_environment(),
                 start_new_session=True,  # ctrl-C reaches the parent alone, which stops its workers in order.
             )
             self._running.add(process)
+        conversation = _Conversation(process, planned, self._watch)
         try:
-            errors = _serve(process, request, planned, self._watch)
+            conversation.hold(request)
         finally:
             with self._lock:
                 self._running.discard(process)
         if self._is_stopped:
             return
-        if process.returncode:
-            lines = errors.strip().splitlines() or [f"it ended with status {process.returncode}"]
-            raise TrainingError(f"{planned.title}: {lines[-1]}")
+        conversation.check()
         result = finished(planned, path)
         if result is None:
             raise TrainingError(f"{planned.title}: its process ended without a summary in {path}.")
         self._watch.end(planned, result)
 
     def stop(self) -> None:
-        """Ask all workers to save their states and to end."""
+        """Ask all workers to save their states and to end, and let no further one begin."""
         with self._lock:
             self._is_stopped = True
             running = list(self._running)
@@ -105,8 +109,8 @@ class _Workers:
             process.terminate()
         for process in running:
             try:
-                process.wait(_STOP_SECONDS)
-            except subprocess.TimeoutExpired:
+                process.wait(STOP_SECONDS)
+            except (subprocess.TimeoutExpired, KeyboardInterrupt):  # ctrl-C again: do not wait any longer
                 process.kill()
 
 
@@ -120,30 +124,75 @@ def _environment() -> dict[str, str]:
     return {**usual, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
-def _serve(process: subprocess.Popen[str], request: str, planned: PlannedRun, watch: Watch) -> str:
-    """Send a worker its request, pass its records on, and return what it wrote to standard error."""
-    assert process.stdin is not None
-    assert process.stdout is not None
-    assert process.stderr is not None
-    errors: list[str] = []
-    reader = threading.Thread(target=lambda: errors.extend(process.stderr or ()), daemon=True)
-    reader.start()
-    with process.stdin, process.stdout, process.stderr:
+class _Conversation:
+    """The parent's side of a worker: sends the request, passes records on, and remembers how it ended."""
+
+    def __init__(self, process: subprocess.Popen[str], planned: PlannedRun, watch: Watch) -> None:
+        self._process = process
+        self._planned = planned
+        self._watch = watch
+        self._after: Callable[[Record], None] = lambda record: None
+        self._error: dict[str, Any] | None = None
+        self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
+
+    def hold(self, request: str) -> None:
+        """Send the request, and read what the worker writes until it ends.
+
+        If a record cannot be passed on, standard input closes on the way out, which ends the worker.
+        """
+        process = self._process
+        assert process.stdin is not None
+        assert process.stdout is not None
+        assert process.stderr is not None
+        reader = threading.Thread(target=self._lines.extend, args=(process.stderr,), daemon=True)
+        reader.start()
         try:
-            process.stdin.write(request + "\n")
-            process.stdin.flush()
-            after: Callable[[Record], None] = lambda record: None  # noqa: E731
+            with suppress(BrokenPipeError):  # It ended at once; its status says so.
+                process.stdin.write(request + "\n")
+                process.stdin.flush()
             for line in process.stdout:
-                message = json.loads(line)
-                if "display" in message:
-                    after = watch.begin(planned, Display(**message["display"]))
-                else:
-                    after(Record.from_dict(message["record"]))
-        except BrokenPipeError:  # It ended at once; its status says so.
-            pass
-        process.wait()
-        reader.join()
-    return "".join(errors)
+                self._take(line)
+        finally:
+            with suppress(BrokenPipeError):  # What could not be sent is still in the buffer.
+                process.stdin.close()
+            process.stdout.close()
+            process.wait()
+            reader.join()
+            process.stderr.close()
+
+    def _take(self, line: str) -> None:
+        try:
+            message = json.loads(line)
+        except ValueError:
+            message = None
+        if not isinstance(message, dict):  # Something was printed before the worker could redirect it.
+            self._lines.append(line)
+        elif "display" in message:
+            self._after = self._watch.begin(self._planned, Display(**message["display"]))
+        elif "error" in message:
+            self._error = message["error"]
+        elif "record" in message:
+            self._after(Record.from_dict(message["record"]))
+
+    def check(self) -> None:
+        """Raise what went wrong in the worker, once it has ended."""
+        status = self._process.returncode
+        title = self._planned.title
+        if self._error is not None:
+            kind: type[FedquiltError] = getattr(errors, self._error["kind"], TrainingError)
+            failure = kind(f"{title}: {self._error['text']}")
+            for note in self._error["notes"]:
+                failure.add_note(note)
+            raise failure
+        if status < 0:
+            name = signal.Signals(-status).name
+            raise TrainingError(
+                f"{title}: its process was ended by {name}. Too little memory is the usual reason; fewer jobs need "
+                "less. The same command again continues the study."
+            )
+        if status:
+            lines = "".join(self._lines).strip().splitlines() or ["it wrote nothing to standard error"]
+            raise TrainingError(f"{title}: its process ended with status {status}: {lines[-1]}")
 
 
 class _Messenger:
@@ -159,6 +208,11 @@ class _Messenger:
     def end(self, planned: PlannedRun, result: Result) -> None:
         """The end of this process says it."""
 
+    def fail(self, error: FedquiltError) -> None:
+        """Pass on why this process ends, so that the parent can raise the same error."""
+        notes = list(getattr(error, "__notes__", ()))
+        self._send(error={"kind": type(error).__name__, "text": str(error), "notes": notes})
+
     def _send(self, **message: Any) -> None:
         print(json.dumps(message), file=self._out)
 
@@ -168,29 +222,34 @@ def main() -> int:
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # A user's module may print.
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stop as for ctrl-C: with a checkpoint.
-    request = json.loads(sys.stdin.readline())
-    planned = PlannedRun(**request["planned"])
-    threading.Thread(target=_stop_with_parent, args=(sys.stdin,), daemon=True).start()
-
+    messenger = _Messenger(out)
     try:
-        perform(planned, Path(request["path"]), Grounds(), _Messenger(out))
+        request = json.loads(sys.stdin.readline())
+        threading.Thread(target=_stop_with_parent, args=(sys.stdin.fileno(),), daemon=True).start()
+        perform(PlannedRun(**request["planned"]), Path(request["path"]), Grounds(), messenger)
     except FedquiltError as error:
-        print(f"{type(error).__name__}: {' '.join(str(error).split())}", file=sys.stderr)
+        messenger.fail(error)
         return 1
     except (KeyboardInterrupt, BrokenPipeError):
         return 130
     return 0
 
 
-def _stop_with_parent(stdin: IO[str]) -> None:
+def _stop_with_parent(stdin: int) -> None:
     """Interrupt this process when standard input closes, because then its parent is gone.
 
     The descriptor is read and not the file object, whose lock a thread that waits would hold
-    when the interpreter ends.
+    when the interpreter ends. If the interruption is lost, because a user's code catches everything,
+    the process ends later without a checkpoint; those that it has written are whole.
+
+    Args:
+        stdin: Descriptor of standard input.
     """
-    while os.read(stdin.fileno(), 4096):
+    while os.read(stdin, 4096):
         pass
     os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(STOP_SECONDS)
+    os._exit(130)
 
 
 if __name__ == "__main__":
