@@ -291,7 +291,7 @@ def study(
 
     Example:
         >>> import fedquilt as fq
-        >>> settings = {"data": "digits", "model": "tiny_resnet", "rounds": 1, "fleet": {"clients": 4}}
+        >>> settings = {"data": "diabetes", "rounds": 1, "fleet": {"clients": 4}}
         >>> found = fq.study(
         ...     {name: {**settings, "method": name} for name in ("fedavg", "heterofl")}, seeds=(0, 1)
         ... )

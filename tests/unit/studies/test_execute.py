@@ -45,15 +45,14 @@ def test_runs_that_are_there_are_not_repeated(own, settings, counting):
 
 
 def test_an_interrupted_run_goes_on_to_the_same_result(own, settings, counting):
-    """Five interruptions at different rounds, and a sixth call that has nothing left to interrupt it."""
-    runs = runs_of(settings(), settings("heterofl"), settings("fedrolex"), seeds=(0, 1, 2))
+    runs = runs_of(settings(), settings("heterofl"))
     whole = execute(runs, None)
-    for rounds in (1, 3, 2, 4, 5):
+    for rounds in (1, 2):
         with pytest.raises(KeyboardInterrupt):
             execute(runs, own / "study", watch=counting(rounds))
     resumed = counting()
     ended = execute(runs, own / "study", watch=resumed)
-    assert resumed.begun[0][1] == 1  # it resumed in the middle of a run
+    assert resumed.begun == [(runs[1].folder, 1)]  # it resumed in the middle of a run
     assert list(map(numbers, ended)) == list(map(numbers, whole))
     assert list(map(numbers, execute(runs, own / "study"))) == list(map(numbers, whole))
 
