@@ -85,7 +85,7 @@ def store_study(study: Study, preset: Preset, scale: str, folder: Path, about: M
         about: What `summary.json` says about all of them, such as the command.
     """
     assert study.path is not None, "only what is in a folder can be stored"
-    paper, _, table = preset.name.partition("/")
+    paper, table = _place(preset.name)
     folders = []
     runs = {(run.entry, run.seed): run for run in study.plan.final_runs(study.chosen)}
     for result in study.results:
@@ -96,3 +96,9 @@ def store_study(study: Study, preset: Preset, scale: str, folder: Path, about: M
         store(result, study.path / planned.folder, target, {**about, **more})
         folders.append(target)
     return folders
+
+
+def _place(name: str) -> tuple[str, str]:
+    """Return the paper and the table of a preset's name. Those of a user's file are its folder and its name."""
+    above, _, table = name.removesuffix(".toml").rpartition("/")
+    return stored_name(Path(above).name) or "own", table

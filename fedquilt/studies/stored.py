@@ -44,16 +44,18 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
 
     Raises:
         ConfigError: The folder holds another run, or the result is too large.
+        RecordError: A file could not be read or written.
     """
-    config = (run_folder / "config.toml").read_bytes()
-    if target.exists():
-        if (target / "config.toml").read_bytes() != config:
+    config = _read(run_folder / "config.toml")
+    if (target / "summary.json").exists():
+        if _read(target / "config.toml") != config:
             raise ConfigError(f"{target} was to be written; it holds a run with other settings. Move it first.")
         return
-    files = {"config.toml": config, "summary.json": _summary(result, about)}
+    files = {"config.toml": config}
     if result.records:
         lines = "".join(json.dumps(_short(record)) + "\n" for record in result.records)
         files[_ROUNDS] = gzip.compress(lines.encode(), mtime=0)
+    files["summary.json"] = _summary(result, about)  # The last one: a folder that has it is whole.
     size = sum(map(len, files.values()))
     if size > MAX_BYTES:
         raise ConfigError(
@@ -61,11 +63,18 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
             "Evaluate less often."
         )
     try:
-        target.mkdir(parents=True)
+        target.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             write(target / name, [content])
     except OSError as error:
         raise RecordError(f"{target} could not be written: {why(error)}.") from error
+
+
+def _read(file: Path) -> bytes:
+    try:
+        return file.read_bytes()
+    except OSError as error:
+        raise RecordError(f"{file} cannot be read: {why(error)}.") from error
 
 
 def _summary(result: Result, about: Mapping[str, Any]) -> bytes:
@@ -100,7 +109,7 @@ def read_stored(folder: Path) -> Result:
         try:
             lines = gzip.decompress(file.read_bytes()).splitlines()
             records = [Record.from_dict(json.loads(line)) for line in lines]
-        except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError) as error:
+        except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
             raise RecordError(f"{file} is damaged: {error}.") from error
     return Result(summary.get("method", folder.name), summary.get("seed", 0), summary, tuple(records))
 
@@ -116,4 +125,4 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 def stored_name(*parts: str) -> str:
     """Return the name of a stored result: parts in lower case, without what a shell would read."""
-    return "-".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-") for part in parts if part)
+    return "-".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-.") for part in parts if part)

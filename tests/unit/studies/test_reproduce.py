@@ -1,0 +1,90 @@
+"""A table of a paper as a study: its rows, what is laid over them, and where results are stored."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from fedquilt.errors import ConfigError
+from fedquilt.studies.papers import read_preset
+from fedquilt.studies.reproduce import chosen_rows, plan_of, store_study
+from fedquilt.studies.stored import read_config, read_stored
+from fedquilt.studies.study import run_plan
+
+PRESET = """
+title = "Two rows"
+seeds = [4, 5]
+columns = [{title = "accuracy", value = "accuracy 1.0 %"}]
+rows = [
+    {name = "FedAvg", paper = ["1"], settings.method = "fedavg"},
+    {name = "HeteroFL ×1", paper = ["2"], settings.method = "heterofl"},
+]
+
+[settings]
+data = "own.py:pool"
+model = "own.py:net"
+fleet = {clients = 4, sample = 2}
+rounds = 1
+
+[scales.smoke]
+note = "the same"
+"""
+
+
+@pytest.fixture
+def preset(own):
+    (own / "tables").mkdir()
+    (own / "tables" / "mine.toml").write_text(PRESET)
+    return read_preset("tables/mine.toml")
+
+
+def test_a_table_is_a_study(preset):
+    plan = plan_of(preset, data_folder=Path())
+    assert [entry.name for entry in plan.entries] == ["FedAvg", "HeteroFL ×1"]
+    assert plan.seeds == (4, 5)
+    assert plan_of(preset, data_folder=Path(), seeds=(7,)).seeds == (7,)
+
+
+def test_rows_are_chosen_by_a_part_of_their_name(preset):
+    assert [row.name for row in chosen_rows(preset, ["heterofl"])] == ["HeteroFL ×1"]
+    assert len(chosen_rows(preset, [])) == 2
+    with pytest.raises(ConfigError, match=r"the row 'rolex' of tables/mine\.toml was asked for; it has none"):
+        chosen_rows(preset, ["fedavg", "rolex"])
+
+
+def test_names_are_laid_before_other_settings(preset):
+    asked = [(["method", "shift"], 2), (["method", "name"], "fedrolex"), (["engine", "device"], "cpu")]
+    for entry in plan_of(preset, data_folder=Path(), assignments=asked).entries:
+        assert entry.settings["method"]["name"] == "fedrolex"
+        assert entry.settings["method"]["shift"] == 2
+        assert entry.settings["engine"] == {"device": "cpu"}
+    assert "engine" not in plan_of(preset, data_folder=Path()).entries[0].settings
+
+
+def test_every_run_is_stored_once(preset):
+    study = run_plan(plan_of(preset, data_folder=Path()), "study")
+    folders = store_study(study, preset, "full", Path("results"), {"command": "c"})
+    assert [folder.as_posix() for folder in folders] == [
+        "results/tables/mine-fedavg-seed4",
+        "results/tables/mine-heterofl-1-seed4",
+        "results/tables/mine-fedavg-seed5",
+        "results/tables/mine-heterofl-1-seed5",
+    ]
+    for folder, result in zip(folders, study.results, strict=True):
+        found = read_stored(folder)
+        assert found.metric() == result.metric()
+        assert found.summary["about"]["row"] == result.entry
+        assert read_config(folder)["seed"] == result.seed
+    assert store_study(study, preset, "full", Path("results"), {}) == folders
+
+
+@pytest.mark.parametrize(
+    ("name", "folder"),
+    [("fedrolex/table3", "fedrolex/table3"), ("mine.toml", "own/mine"), ("../../mine.toml", "own/mine")],
+)
+def test_results_of_any_file_stay_in_the_folder(preset, name, folder):
+    study = run_plan(plan_of(preset, data_folder=Path(), seeds=(0,), rows=["FedAvg"]), "study")
+    (found,) = store_study(study, replace(preset, name=name), "smoke", Path("results"), {})
+    assert found.as_posix() == f"results/{folder}-fedavg-smoke-seed0"
