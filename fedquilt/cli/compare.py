@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -52,7 +53,7 @@ class CompareRequest(Options):
             plan, sources = self._resumed(self.resume) if self.resume else self._planned()
             self._check_request(plan)
             grounds = prepared(plan, sources, folder, console, self.target, self.metric or "")
-            again = f"fedquilt compare --resume {folder}"
+            again = shlex.join(["fedquilt", "compare", *self._entries_resumed, "--resume", str(folder)])
             found = run_study(plan, folder, self.jobs or 1, console, again, self.yes, grounds)
             show_study(
                 found,
@@ -63,6 +64,11 @@ class CompareRequest(Options):
                 target=self.target,
                 baseline=self.baseline or "",
             )
+
+    @property
+    def _entries_resumed(self) -> tuple[str, ...]:
+        """Return the entries of a study that were asked for, if only some of them were."""
+        return self.methods if self.resume else ()
 
     def _check_request(self, plan: Plan) -> None:
         names = [entry.name for entry in plan.entries]
@@ -87,7 +93,9 @@ class CompareRequest(Options):
             for entry in entries:
                 assign(entry.settings, ["rounds"], self.rounds)
         sources = {entry.name: str(folder / STUDY_FILE) for entry in entries}
-        return replace(plan, entries=tuple(entries)), sources
+        chosen = replace(plan, entries=tuple(entries))
+        chosen.check_comparable()
+        return chosen, sources
 
     def _planned(self) -> tuple[Plan, dict[str, str]]:
         """Return the study that the arguments ask for, with all settings checked, and where settings come from."""

@@ -50,6 +50,11 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
     assert not Path("c/heterofl").exists()
     assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]
     assert list(told(capsys, "compare", "heterofl", "--resume", "c")["entries"]) == ["heterofl"]
+    assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]  # nothing is forgotten
+    with monkeypatch.context() as patched:
+        patched.setattr("fedquilt.experiment.Run.train", interrupted)
+        assert main(["compare", "heterofl", "--resume", "c", "--rounds", "2"]) == 130
+    assert "Go on with: fedquilt compare heterofl --resume c" in capsys.readouterr().err
 
 
 def test_what_is_there_is_not_run_again(own: Path, capsys: Capture) -> None:  # noqa: F811
@@ -205,3 +210,12 @@ def test_a_damaged_summary_is_named(own: Path, capsys: Capture, text: str) -> No
     Path("c/fedavg/seed0/summary.json").write_bytes(text.encode(errors="surrogateescape"))
     assert main(["compare", "--resume", "c"]) == 1
     assert "c/fedavg/seed0/summary.json" in capsys.readouterr().err
+
+
+def test_a_folder_of_the_layout_before_studies_says_how_to_go_on(own: Path, capsys: Capture) -> None:  # noqa: F811
+    assert main(["run", *TINY, "--rounds", "1", "--out", "c/fedavg"]) == 0
+    said = "It has the runs fedavg, which an earlier version or `fedquilt run` wrote. Continue each with fedquilt run"
+    for args in (["--resume", "c"], ["fedavg", *QUICK, "--out", "c"]):
+        assert main(["compare", *args]) == 2
+        assert said in capsys.readouterr().err
+    assert not Path("c/study.toml").exists()
