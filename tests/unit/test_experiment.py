@@ -15,7 +15,15 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import fedquilt as fq
-from fedquilt.errors import BudgetError, ConfigError, DataError, FedquiltError, TraceError, TrainingError
+from fedquilt.errors import (
+    BudgetError,
+    ConfigError,
+    DataError,
+    DivergenceError,
+    FedquiltError,
+    TraceError,
+    TrainingError,
+)
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.round.client import send
@@ -224,7 +232,7 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
     good = play(method, theirs, data, engine=engine, rounds=1)
     bad = with_local(method, schedule=Exploding())
     message = r"client [01] \(budget share 1\) had a loss of \S+ in round 2, step \d"
-    with pytest.raises(TrainingError, match=message) as e:
+    with pytest.raises(DivergenceError, match=message) as e:
         play(bad, theirs, data, engine=engine, rounds=3)
     left = e.value.run
     assert left.server.round == 1
@@ -238,7 +246,9 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
 def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, theirs, play, make_data):
     """One step: the loss is measured before it, and only the weights show what it did."""
     method = with_local(FedAvg(), optimiser=fq.SGD(momentum=0.0), schedule=Infinite())
-    with pytest.raises(TrainingError, match=r"client \d .* weights that are not finite in round 1; they were refused"):
+    with pytest.raises(
+        DivergenceError, match=r"client \d .* weights that are not finite in round 1; they were refused"
+    ):
         play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
 
 
