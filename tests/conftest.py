@@ -210,11 +210,14 @@ def assert_same_grades(one: Record, other: Record, atol: float = 1e-9) -> None:
 
 
 def load_example(name: str) -> ModuleType:
-    """A script of examples/ as a module; those beside it can be imported by it."""
-    folder = Path(__file__).parents[1] / "examples"
-    if str(folder) not in sys.path:
-        sys.path.append(str(folder))
-    spec = importlib.util.spec_from_file_location(name, folder / f"{name}.py")
+    """Return a script of examples/ as a module."""
+    return load_script(f"examples/{name}.py")
+
+
+def load_script(path: str) -> ModuleType:
+    """Return a script of the repository as a module."""
+    file = Path(__file__).parents[1] / path
+    spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fedquilt.cli.options import (
@@ -54,7 +54,7 @@ class ReproduceRequest:
             from fedquilt.config import parse_assignment
             from fedquilt.studies.papers import data_folder, read_preset
             from fedquilt.studies.published import comparison_table
-            from fedquilt.studies.reproduce import plan_of, store_study
+            from fedquilt.studies.reproduce import chosen_rows, plan_of, store_study
 
             preset = read_preset(self.table)
             assignments = [parse_assignment(text) for text in self.assign]
@@ -77,7 +77,8 @@ class ReproduceRequest:
             if self.store:
                 stored = store_study(study, preset, self.scale, self.store, {"command": again})
                 say(console, f"{len(stored)} results are stored in {self.store}")
-            table = comparison_table(preset, study.results, self.scale)
+            chosen = replace(preset, rows=tuple(chosen_rows(preset, self.rows)))
+            table = comparison_table(chosen, study.results, self.scale)
             if self.json or self.format == "json":
                 print_json(table.plain, stdout)
             elif self.format == "text":

@@ -1,7 +1,7 @@
 """Stored results: runs that pages report, small and without weights.
 
 results/PAPER/NAME-seed0/
-├── config.toml        every setting; `fedquilt run config.toml` repeats the run
+├── config.toml        every setting; `fedquilt run config.toml` repeats the run where its data file is
 ├── rounds.jsonl.gz    one record per round; not there where nothing was trained
 └── summary.json       the last round, the best one, and how the run was made
 """
@@ -46,7 +46,7 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
         ConfigError: The folder holds another run, or the result is too large.
         RecordError: A file could not be read or written.
     """
-    config = _read(run_folder / "config.toml")
+    config = _portable(_read(run_folder / "config.toml"))
     if (target / "summary.json").exists():
         if _read(target / "config.toml") != config:
             raise ConfigError(f"{target} was to be written; it holds a run with other settings. Move it first.")
@@ -55,6 +55,7 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
     if result.records:
         lines = "".join(json.dumps(_short(record)) + "\n" for record in result.records)
         files[_ROUNDS] = gzip.compress(lines.encode(), mtime=0)
+    about = {**about, "device": _device(config)}
     files["summary.json"] = _summary(result, about)  # The last one: a folder that has it is whole.
     size = sum(map(len, files.values()))
     if size > MAX_BYTES:
@@ -70,6 +71,19 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
         raise RecordError(f"{target} could not be written: {why(error)}.") from error
 
 
+def _portable(config: bytes) -> bytes:
+    """Return settings in which a data file has its name alone, because folders differ between machines."""
+    return re.sub(rb'(?m)^(name = ")[^"\n]*/([^"/\n]+\.npz")$', rb"\1\2", config)
+
+
+def _device(config: bytes) -> str:
+    """Return the device that a run was trained on, with the name of its hardware."""
+    device = tomllib.loads(config.decode()).get("engine", {}).get("device", "cpu")
+    if device.startswith("cuda") and torch.cuda.is_available():
+        return f"{device}, {torch.cuda.get_device_name(device)}"
+    return f"{device}, {platform.processor() or platform.machine()}"
+
+
 def _read(file: Path) -> bytes:
     try:
         return file.read_bytes()
@@ -79,7 +93,12 @@ def _read(file: Path) -> bytes:
 
 def _summary(result: Result, about: Mapping[str, Any]) -> bytes:
     versions = {"fedquilt": __version__, "torch": torch.__version__, "python": platform.python_version()}
-    summary = {**result.summary, "about": {**about, "date": time.strftime("%Y-%m-%d"), "versions": versions}}
+    data = Path(str(result.summary.get("data", ""))).name
+    summary = {
+        **result.summary,
+        "data": data,
+        "about": {**about, "date": time.strftime("%Y-%m-%d"), "versions": versions},
+    }
     if result.best is not None:
         number, grades = result.best
         summary["best"] = {"round": number, "accuracy": grades.accuracy, "metrics": grades.metrics}

@@ -5,14 +5,15 @@ from __future__ import annotations
 import json
 import re
 import statistics
-import tomllib
 from pathlib import Path
 
 import pytest
 
 import fedquilt as fq
+from fedquilt.config import Experiment
 from fedquilt.fleets import Quarters
-from tests.conftest import load_example
+from fedquilt.studies.stored import MAX_BYTES, read_config, read_stored
+from tests.conftest import load_script
 
 ROOT = Path(__file__).parents[2]
 PAGES = sorted((ROOT / "docs" / "results").glob("*.md"))
@@ -23,12 +24,12 @@ README = (ROOT / "README.md").read_text()
 
 @pytest.fixture(scope="module")
 def results():
-    return load_example("results")
+    return load_script("tools/results.py")
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)
 def test_marked_tables_have_the_numbers_of_the_stored_runs(results, page):
-    """`python examples/results.py` would change nothing."""
+    """`make results` would change nothing."""
     text = page.read_text()
     assert results.filled(text) == text
 
@@ -58,31 +59,40 @@ def test_other_tables_say_that_they_were_transcribed_and_from_which_command(resu
         section = re.split(r"^#+ .*\n", text[: table.start()], flags=re.MULTILINE)[-1]
         before = section.rstrip().rpartition("\n\n")[2]
         assert "ranscribed" in before, table[0].splitlines()[0]
-        assert "python examples/" in section, table[0].splitlines()[0]
+        assert re.search(r"python examples/|fedquilt reproduce", section), table[0].splitlines()[0]
 
 
 @pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
-def test_stored_runs_are_small_whole_and_without_weights(results, folder):
+def test_stored_runs_are_small_whole_and_without_weights(folder):
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert files.keys() <= {"config.toml", "summary.json", "rounds.jsonl.gz"}
-    assert sum(files.values()) <= results.MAX_BYTES
-    config = tomllib.loads((folder / "config.toml").read_text())
-    assert config["command"].startswith("python examples/")
-    assert config.keys() >= {"rounds", "seed", "precision", "device", "versions", "data", "fleet", "link", "method"}
+    assert sum(files.values()) <= MAX_BYTES
+    config, result = read_config(folder), read_stored(folder)
+    command = result.summary["about"]["command"] if "about" in result.summary else config["command"]
+    assert command.startswith(("fedquilt reproduce ", "python examples/"))
+    assert config.keys() >= {"rounds", "seed", "data", "fleet", "link", "method"}
     assert folder.name.endswith(f"-seed{config['seed']}")
-    summary, rounds = results.summary_of(folder), results.rounds_of(folder)
-    assert summary.items() >= config["case"].items()
-    assert ("accuracy" in summary) == bool(rounds)
-    if rounds:
-        evaluated = {record["round"]: record for record in rounds if "accuracy" in record}
-        *_, last = evaluated.values()
-        assert len(rounds) == config["rounds"] or "diverged" in summary
-        if "diverged" not in summary:
-            assert summary["accuracy"] == last["accuracy"]
-        widest = max(last["accuracy"], key=float)
-        assert summary["best"]["accuracy"][widest] == max(one["accuracy"][widest] for one in evaluated.values())
-        assert summary["best"]["accuracy"] == evaluated[summary["best"]["round"]]["accuracy"]
-        assert summary["bytes_up"] == sum(record["bytes_up"] for record in rounds)
+    assert ("accuracy" in result.summary) == bool(result.records)
+    if result.records:
+        evaluated = [record for record in result.records if record.grades.main]
+        assert len(result.records) == config["rounds"] or result.diverged
+        if not result.diverged:
+            assert result.summary["accuracy"] == evaluated[-1].grades.accuracy
+        round_of_best, grades = result.best
+        assert result.summary["best"]["accuracy"] == grades.accuracy
+        assert result.summary["best"]["round"] == round_of_best
+        assert result.summary["bytes_up"] == sum(record.bytes_up for record in result.records)
+
+
+@pytest.mark.parametrize(
+    "folder", [one for one in FOLDERS if "command" not in read_config(one)], ids=lambda one: one.name
+)
+def test_settings_of_stored_runs_can_be_read_again(folder, tmp_path, monkeypatch):
+    """Results that `fedquilt reproduce --store` wrote; earlier ones list settings that a script had."""
+    config = read_config(folder)
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / config["data"]["name"]).write_bytes(b"PK\x05\x06" + bytes(18))  # an archive without arrays
+    assert Experiment.of(config).rounds == config["rounds"]
 
 
 def test_the_readme_repeats_what_the_pages_have():
@@ -98,10 +108,10 @@ def test_the_readme_repeats_what_the_pages_have():
     assert count >= 20
 
 
-def test_what_clients_of_split_mix_compute_follows_from_their_budgets(results):
+def test_what_clients_of_split_mix_compute_follows_from_their_budgets():
     """A client trains as many base nets as it can hold; FedAvg's client trains one."""
     base, mixing, slim = (
-        results.summary_of(ROOT / "results" / "splitmix" / f"clients-{name}-seed0")
+        read_stored(ROOT / "results" / "splitmix" / f"clients-{name}-seed0").summary
         for name in ("fedavg-0.125", "split-mix", "sheterofl")
     )
     fleet = fq.Fleet.of(Quarters(), 50, 1.0)
@@ -116,30 +126,20 @@ def test_what_clients_of_split_mix_compute_follows_from_their_budgets(results):
     assert slim["trained"] == pytest.approx({name: share**2 for name, share in widest.items()}, abs=2e-3)
 
 
-def test_toml_is_read_back(results):
-    config = {"a": 'x "y"\n×', "b": True, "c": [1, 2.5, -0.0], "t": {"u": {"v w": []}, "f": float("inf")}, "d": 3}
-    assert tomllib.loads(results.toml(config)) == config
-    with pytest.raises(TypeError, match="NoneType"):
-        results.toml({"a": None})
-
-
 def test_a_table_is_filled_in_from_several_runs_and_the_papers_numbers_stay(results, tmp_path):
     for seed, accuracy in enumerate((0.5, 0.7)):
         summary = {"accuracy": {"1.0": accuracy}, "macs": {"mean": 2e6, "deviation": 5e5}, "by": {"0.2": accuracy}}
-        results.store(tmp_path / "paper" / f"fedavg-seed{seed}", {"seed": seed}, summary, [{"round": 1}])
+        folder = tmp_path / "paper" / f"fedavg-seed{seed}"
+        folder.mkdir(parents=True)
+        (folder / "summary.json").write_text(json.dumps(summary))
     mark = "<!-- results\ncolumns: {}\nFedAvg, all: paper/{}\n-->\n| | | ×1 |\n|---|---|---:|\n{}"
     page = mark.format("accuracy 1.0 %", "fedavg-*", "| **FedAvg** | all | 1.0 (68.0) |\n| paper | | 68.0 |\n")
-    assert results.filled(page, tmp_path).endswith("| **FedAvg** | all | 60.0 ± 10.0 (68.0) |\n| paper | | 68.0 |\n")
+    assert results.filled(page, tmp_path).endswith("| **FedAvg** | all | 60.0 ± 14.1 (68.0) |\n| paper | | 68.0 |\n")
     one = mark.format("macs M / by @ %", "fedavg-seed0 @ 0.2", "| FedAvg | all | **0** |\n")
     assert results.filled(one, tmp_path).endswith("| FedAvg | all | **2.00 ± 0.50 / 50.0** |\n")
-    with pytest.raises(ValueError, match="no stored run"):
+    with pytest.raises(ValueError, match="no stored result"):
         results.filled(page.replace("fedavg-*", "fedprox-*"), tmp_path)
+    with pytest.raises(ValueError, match="has no loss 1.0"):
+        results.filled(page.replace("accuracy 1.0", "loss 1.0"), tmp_path)
     with pytest.raises(ValueError, match=r"no row .*FedAvg, all"):
         results.filled(page.replace("| all |", "| some |"), tmp_path)
-
-
-def test_a_folder_that_would_be_large_is_not_written(results, tmp_path):
-    with pytest.raises(ValueError, match="at most 100,000"):
-        results.store(tmp_path / "run", {}, {"a": "x" * 100_001})
-    assert not (tmp_path / "run").exists()
-    assert json.dumps(results.rounds_of(tmp_path)) == "[]"
