@@ -139,7 +139,7 @@ def test_a_table_is_filled_in_from_several_runs_and_the_papers_numbers_stay(resu
     assert results.filled(one, tmp_path).endswith("| FedAvg | all | **2.00 ± 0.50 / 50.0** |\n")
     with pytest.raises(ValueError, match="no stored result"):
         results.filled(page.replace("fedavg-*", "fedprox-*"), tmp_path)
-    with pytest.raises(ValueError, match="has no loss 1.0"):
+    with pytest.raises(ValueError, match=r"has no loss 1\.0"):
         results.filled(page.replace("accuracy 1.0", "loss 1.0"), tmp_path)
     with pytest.raises(ValueError, match=r"no row .*FedAvg, all"):
         results.filled(page.replace("| all |", "| some |"), tmp_path)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import subprocess
 import sys
 import venv
@@ -75,25 +76,19 @@ def test_rows_seeds_and_settings_can_be_chosen(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_a_wheel_brings_the_presets(tmp_path):
     """It is built, installed into an environment of its own, and runs a preset far from the checkout."""
-    build = [
-        sys.executable,
-        "-m",
-        "pip",
-        "wheel",
-        "-q",
-        "--no-deps",
-        "--no-build-isolation",
-        "-w",
-        str(tmp_path),
-        str(ROOT),
-    ]
+    source = tmp_path / "source"
+    shutil.copytree(ROOT / "fedquilt", source / "fedquilt", ignore=shutil.ignore_patterns("__pycache__"))
+    for name in ("pyproject.toml", "README.md", "LICENSE"):
+        shutil.copy(ROOT / name, source)
+    pip = [sys.executable, "-m", "pip"]
+    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
     subprocess.run(build, check=True, timeout=300)
     (wheel,) = tmp_path.glob("fedquilt-*.whl")
     # The dependencies are those of this environment; only the package comes from the wheel.
     venv.create(tmp_path / "env", with_pip=False, system_site_packages=False, symlinks=True)
     python = tmp_path / "env" / "bin" / "python"
     (site,) = (tmp_path / "env" / "lib").glob("python*/site-packages")
-    install = [sys.executable, "-m", "pip", "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
+    install = [*pip, "install", "-q", "--no-deps", "--target", str(site), str(wheel)]
     subprocess.run(install, check=True, timeout=300)
     others = [path for path in sys.path if path.endswith("site-packages")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *others])}
