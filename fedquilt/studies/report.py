@@ -213,9 +213,10 @@ class _Comparison:
         return totals
 
     def _title(self) -> str:
+        better = "" if self.runs[0].prefers_higher(self.metric) else " (lower is better)"
         if len(self.seeds) == 1:
-            return f"{self.metric}, seed {self.seeds[0]}"
-        return f"{self.metric}, mean ± sample deviation over {len(self.seeds)} seeds"
+            return f"{self.metric}{better}, seed {self.seeds[0]}"
+        return f"{self.metric}{better}, mean ± sample deviation over {len(self.seeds)} seeds"
 
     @cached_property
     def _target_columns(self) -> dict[str, tuple[Callable[[Cost], float | None], Show]]:
@@ -247,7 +248,7 @@ class _Comparison:
         return cells
 
     def _notes(self) -> list[str]:
-        notes = [self._verdict_note()]
+        notes = self._verdict_notes()
         if self.target is not None:
             reached = target_text(self.target, self.metric, self.percent)
             columns = ", ".join(f"{title} (…)" for title in self._target_columns)
@@ -258,8 +259,8 @@ class _Comparison:
             notes += [f"{name}: {note}" for note in said if note]
         return notes
 
-    def _verdict_note(self) -> str:
-        """Return what was marked at each share or why nothing was, equal reasons once."""
+    def _verdict_notes(self) -> list[str]:
+        """Return what was marked at each share or why nothing was, a note for each reason."""
         by_reason: dict[str, list[str]] = {}
         for share, verdict in self.verdicts.items():
             marked = "nothing is marked"
@@ -269,10 +270,8 @@ class _Comparison:
             by_reason.setdefault(reason, []).append(self.labels[share])
         if len(by_reason) == 1:
             (reason,) = by_reason
-            return reason.replace("nothing is marked", "Nothing is marked", 1)
-        return " ".join(
-            f"Share{'s'[: len(labels) != 1]} {', '.join(labels)}: {reason}" for reason, labels in by_reason.items()
-        )
+            return [reason.replace("nothing is marked", "Nothing is marked", 1)]
+        return [f"Share{'s'[: len(labels) != 1]} {', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
 
     def _run_notes(self) -> list[str]:
         """Return notes on runs that are missing or diverged."""

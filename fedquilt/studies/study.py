@@ -21,6 +21,7 @@ from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, ru
 from fedquilt.studies.report import comparison, frame, to_json
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
+from fedquilt.summaries import figure_text
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -94,12 +95,13 @@ class Study:
     def _tuning_tables(self) -> list[Table]:
         if not self.trials:
             return []
+        main = self.results[0].main if self.results else "figure"
+        is_rate = bool(self.results) and self.results[0].is_in_percent(main)
         rows = []
         for name, trials in self.trials.items():
             for trial in trials:
-                shown = "diverged" if trial.mean != trial.mean else f"{trial.mean:.4g}"
+                shown = "diverged" if trial.mean != trial.mean else figure_text(trial.mean, is_rate)
                 rows.append([name, _point_text(trial.point), shown, "yes" if trial.point == self.chosen[name] else ""])
-        main = self.results[0].main if self.results else "figure"
         note = (
             f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which these runs "
             "held back. The test set was not used."

@@ -46,6 +46,9 @@ _LATEX = str.maketrans(
         "–": "--",
         "—": "---",
         "…": r"\ldots{}",
+        "γ": r"$\gamma$",
+        "λ": r"$\lambda$",
+        "ρ": r"$\rho$",
     }
 )
 

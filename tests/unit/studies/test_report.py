@@ -82,9 +82,9 @@ def test_reasons_that_are_equal_are_said_once(study):
     ]
     table = comparison(runs)[0]
     assert list(table.head[1:4]) == ["1", "3M", "0.25"]
-    (note,) = table.notes
-    assert note.startswith("Share 1: a is marked as best because the mean paired difference")
-    assert note.endswith("Shares 3M, 0.25: nothing is marked because a and b are a tie.")
+    of_best, of_ties = table.notes  # a line each
+    assert of_best.startswith("Share 1: a is marked as best because the mean paired difference")
+    assert of_ties == "Shares 3M, 0.25: nothing is marked because a and b are a tie."
 
 
 def test_missing_and_diverged_runs_are_named(study):
@@ -152,7 +152,7 @@ def test_another_metric_has_its_own_direction_and_unit(study):
         for one in study
     ]
     table = comparison(runs, metric="loss")[0]
-    assert table.title.startswith("loss, mean")
+    assert table.title.startswith("loss (lower is better), mean")
     assert column(table, "1") == ["0.4 ± 0.1", "0.5 ± 0.1"]
     assert table.cells[0][1].is_best
 

@@ -76,7 +76,7 @@ def test_latex_escapes_what_it_would_read_as_commands():
 
 def test_latex_has_no_special_character_left():
     """A row that begins with a bracket would be an argument of the line break before it."""
-    wild = "[x]*{a}$^~\\_%&#±×–−·<|>"
+    wild = "[x]*{a}$^~\\_%&#±×–−·<|>γλρ"
     row = Table("", ["n"], [[wild]]).latex.splitlines()[6].removesuffix(r" \\")
     assert row.isascii()
     assert row.startswith("{[}")
