@@ -21,6 +21,7 @@ from fedquilt.cli.options import (
     Whole,
 )
 from fedquilt.cli.output import output
+from fedquilt.errors import ConfigError
 
 
 @dataclass(frozen=True)
@@ -56,6 +57,7 @@ class ReproduceRequest:
             from fedquilt.studies.published import comparison_table
             from fedquilt.studies.reproduce import chosen_rows, plan_of, store_study
 
+            self._check_request()
             preset = read_preset(self.table)
             assignments = [parse_assignment(text) for text in self.assign]
             for key, value in {"device": self.device, "precision": self.precision}.items():
@@ -85,6 +87,13 @@ class ReproduceRequest:
                 show_text_table(console, table)
             else:
                 print(table.render(self.format), file=stdout)
+
+    def _check_request(self) -> None:
+        """Refuse before the first run what would fail after the last one."""
+        if self.jobs is not None and self.jobs < 1:
+            raise ConfigError(f"--jobs {self.jobs} was asked for; at least one is needed.")
+        if self.store is not None and self.store.is_file():
+            raise ConfigError(f"--store {self.store} was asked for; a file is there. Name a folder.")
 
 
 def _folder_name(table: str) -> str:

@@ -131,6 +131,8 @@ class StudyProgress:
         self._bars = round_bars(console) if console.is_terminal else None
         self._all: TaskID | None = None
         self._tasks: dict[str, TaskID] = {}
+        self._begun: set[str] = set()  # folders of runs
+        self._there = 0  # runs that were finished before, and that nothing was said about yet
 
     def _name(self, planned: PlannedRun) -> str:
         return planned.entry if self._is_single else planned.title
@@ -147,7 +149,9 @@ class StudyProgress:
 
     def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
         name = self._name(planned)
+        self._begun.add(planned.folder)
         if self._bars is None:
+            self._say_there()
             lead = f"{name:<{self._wide}}  "
 
             def by_line(record: Record) -> None:
@@ -160,9 +164,16 @@ class StudyProgress:
         self._tasks[planned.folder] = task
         return watch_bar(bars, task, display.done, display.labels, display.percent)
 
+    def _say_there(self) -> None:
+        with self._lock:
+            if self._there:
+                say(self._console, f"{self._there} of {self._total} runs are there and are not repeated")
+            self._there = 0
+
     def end(self, planned: PlannedRun, result: Result) -> None:
         with self._lock:
             self.done += 1
+            self._there += planned.folder not in self._begun
             if result.diverged is not None:
                 say(self._console, f"{self._name(planned)} diverged in round {result.diverged}")
         if self._bars is not None and self._all is not None:

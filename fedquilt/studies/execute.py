@@ -7,6 +7,7 @@ jobs each run has a process of its own (`workers.py`), and its numbers are the s
 from __future__ import annotations
 
 import json
+import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -159,7 +160,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
     file = path / "summary.json"
     try:
         text = file.read_text()
-    except FileNotFoundError:
+    except (FileNotFoundError, NotADirectoryError):
         return None
     except (OSError, UnicodeDecodeError) as error:
         raise RecordError(f"{file} cannot be read: {error}.") from error
@@ -218,6 +219,25 @@ def torch_settings_restored() -> Iterator[None]:
     finally:
         torch.set_num_threads(threads)
         torch.use_deterministic_algorithms(is_deterministic)
+
+
+@contextmanager
+def warnings_shown_once() -> Iterator[None]:
+    """Log a warning about a run once in the block, although every seed has the same one."""
+    shown: set[str] = set()
+
+    def is_new(record: logging.LogRecord) -> bool:
+        message = record.getMessage()
+        is_first = message not in shown
+        shown.add(message)
+        return is_first
+
+    logger = logging.getLogger("fedquilt.experiment")
+    logger.addFilter(is_new)
+    try:
+        yield
+    finally:
+        logger.removeFilter(is_new)
 
 
 def _diverged(run: Run) -> dict[str, Any]:

@@ -281,8 +281,7 @@ class Plan:
         """Return the plan in a study's folder."""
         file = folder / STUDY_FILE
         if not file.is_file():
-            found = "there is no study in it" if folder.is_dir() else "there is no such folder"
-            raise ConfigError(f"the study in {folder} was asked for; {found}.{runs_outside_a_study(folder)}")
+            raise ConfigError(f"the study in {folder} was asked for; {_found_instead(folder)}")
         plain = read_toml(file)
         try:
             entries = [
@@ -361,6 +360,17 @@ class Plan:
             "tuning": self.tuning,
             "seeds of tuning": self.seeds[: self.tuning_seeds],
         }
+
+
+def _found_instead(folder: Path) -> str:
+    """Return what there is in the place of a study, and what would work."""
+    if folder.is_file():
+        return "this is a file. Name the folder that --out named."
+    if not folder.is_dir():
+        return "there is no such folder."
+    if (folder / "config.toml").is_file():
+        return "a single run is in it. Name the folder of the whole study, which has a study.toml."
+    return f"there is no study in it.{runs_outside_a_study(folder)}"
 
 
 def runs_outside_a_study(folder: Path) -> str:

@@ -16,7 +16,7 @@ from fedquilt.config import Experiment, Settings, defaults, read_toml
 from fedquilt.errors import ConfigError, RecordError, TrainingError
 from fedquilt.records import locked
 from fedquilt.settings import write as plain_settings
-from fedquilt.studies.execute import Grounds, Watch, execute, finished, write_file
+from fedquilt.studies.execute import Grounds, Watch, execute, finished, warnings_shown_once, write_file
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, runs_outside_a_study
 from fedquilt.studies.report import comparison, frame, to_json
 from fedquilt.studies.result import Result
@@ -150,6 +150,7 @@ def run_plan(
         raise ConfigError(f"{jobs} jobs were asked for; at least one is needed.")
     plan.check(confirmed)
     with ExitStack() as stack:
+        stack.enter_context(warnings_shown_once())
         path = None if folder is None else Path(folder)
         if path is not None:
             _check_place(plan, path)
@@ -165,6 +166,8 @@ def run_plan(
 
 def _check_place(plan: Plan, folder: Path) -> None:
     """Refuse a folder that holds something else."""
+    if folder.is_file():
+        raise ConfigError(f"the folder {folder} was asked for; a file is there. Name another folder for the study.")
     if (folder / STUDY_FILE).exists():
         plan.check_extends(Plan.read(folder), folder)
     elif (folder / "config.toml").exists():

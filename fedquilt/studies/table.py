@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import csv
 import io
+import re
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -204,4 +205,5 @@ def _markdown(text: str) -> str:
 
 
 def _latex(text: str) -> str:
-    return text.translate(_LATEX)
+    """Return text with all special characters escaped. A hyphen before a number is a minus sign."""
+    return re.sub(r"(?<!\S)-(?=\d)", "−", text).translate(_LATEX)

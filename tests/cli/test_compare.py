@@ -14,6 +14,7 @@ from tests.cli.test_cli import THREE, TINY, on_a_terminal, own, told, values  # 
 
 QUICK = [*TINY[:4], "--cohort", "3", "--rounds", "1"]
 Capture = pytest.CaptureFixture[str]
+Log = pytest.LogCaptureFixture
 
 
 def figures(found: dict, entry: str) -> dict[str, float]:
@@ -67,6 +68,27 @@ def test_what_is_there_is_not_run_again(own: Path, capsys: Capture) -> None:  # 
     longer = told(capsys, "compare", "--resume", "c", "--rounds", "2")
     assert len(Path("c/heterofl/seed1/rounds.jsonl").read_text().splitlines()) == 2
     assert longer["entries"]["fedavg"]["bytes_down"]["mean"] == 2 * after["entries"]["fedavg"]["bytes_down"]["mean"]
+
+
+def test_what_all_runs_have_in_common_is_said_once(own: Path, capsys: Capture, caplog: Log) -> None:  # noqa: F811
+    """Runs that are there are counted, and a warning is not repeated for every seed."""
+    asked = ["compare", "fedavg", *QUICK, *THREE, "--out", "c", "--seeds", "0"]
+    assert main(asked) == 0
+    assert "are there" not in capsys.readouterr().out
+    caplog.clear()
+    assert main([*asked, "1", "2"]) == 0
+    assert "1 of 3 runs are there and are not repeated" in capsys.readouterr().out.splitlines()
+    assert [record.message for record in caplog.records if "ignores budgets" in record.message] == [
+        "FedAvg ignores budgets: 4 of 6 devices cannot hold the net that they train."
+    ]
+
+
+def test_a_file_is_no_folder_of_a_study(own: Path, capsys: Capture) -> None:  # noqa: F811
+    Path("file").write_text("")
+    assert main(["compare", "fedavg", *QUICK, "--out", "file"]) == 2
+    assert capsys.readouterr().err == (
+        "ConfigError: the folder file was asked for; a file is there. Name another folder for the study.\n"
+    )
 
 
 def test_a_comparison_is_one_table(own: Path, capsys: Capture) -> None:  # noqa: F811

@@ -50,11 +50,15 @@ def test_a_preset_runs_at_the_smoke_scale(name, tmp_path, monkeypatch, capsys):
         (["fedrolex/table3", "--rows", "FedProx"], "the row 'FedProx' of fedrolex/table3 was asked for"),
         (["fedrolex/table3"], "fedquilt data prepare cifar10"),
         (["fedrolex/table6", "--scale", "smoke", "--set", "method.shft=2"], "method.shft"),
+        (["fedrolex/table6", "--scale", "smoke", "--jobs", "0"], "--jobs 0 was asked for; at least one is needed."),
+        (["fedrolex/table6", "--scale", "smoke", "--store", "file"], "--store file was asked for; a file is there."),
+        (["fedrolex/table6", "--scale", "smoke", "--out", "file"], "the folder file was asked for; a file is there."),
     ],
 )
 def test_what_cannot_be_reproduced_is_one_clear_error(args, said, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("FEDQUILT_DATA", raising=False)
+    (tmp_path / "file").write_text("")
     assert main(["reproduce", *args]) == 2
     assert said in capsys.readouterr().err
 

@@ -216,6 +216,13 @@ def test_a_folder_without_a_study_says_what_is_there(tmp_path):
         Plan.read(tmp_path / "absent")
     with pytest.raises(ConfigError, match=r"there is no study in it\.$"):
         Plan.read(tmp_path)
+    (tmp_path / "run").mkdir()
+    for name in ("file", "run/config.toml"):
+        (tmp_path / name).write_text("")
+    with pytest.raises(ConfigError, match=r"this is a file\. Name the folder that --out named\.$"):
+        Plan.read(tmp_path / "file")
+    with pytest.raises(ConfigError, match=r"a single run is in it\. Name the folder of the whole study"):
+        Plan.read(tmp_path / "run")
     for name in ("heterofl", "fedavg"):  # as earlier versions of `compare` wrote them
         (tmp_path / name).mkdir()
         (tmp_path / name / "rounds.jsonl").write_text("")

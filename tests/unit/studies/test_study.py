@@ -131,7 +131,7 @@ def test_a_folder_with_something_else_is_refused(own, settings):
         study({"a": settings()}, out="older")
     assert not (own / "older" / STUDY_FILE).exists()
     (own / "file").write_text("")
-    with pytest.raises(ConfigError, match="the folder file was asked for; it cannot be written to"):
+    with pytest.raises(ConfigError, match="the folder file was asked for; a file is there"):
         study({"a": settings()}, out="file")
 
 
@@ -153,6 +153,7 @@ def test_the_best_point_on_the_validation_part_is_run_with_all_seeds(own, settin
     assert [set(trial.figures) for trial in trials] == [{0, 1}, {0, 1}]
     assert found.chosen["a"] == max(trials, key=lambda trial: trial.mean).point
     assert [result.seed for result in found.results] == [0, 1, 2]
+    assert [row[2] for row in found.tables()[-1].rows] == [f"{trial.mean:.1%}" for trial in trials]
     tuned = json.loads((own / "s" / "a" / "tuned.json").read_text())
     assert tuned["chosen"] == found.chosen["a"]
 

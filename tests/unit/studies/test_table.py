@@ -84,6 +84,11 @@ def test_latex_has_no_special_character_left():
     assert bare == "xa--"
 
 
+def test_latex_has_a_minus_sign_before_a_number_and_hyphens_elsewhere():
+    line = Table("", ["row", "difference"], [["Split-Mix, k-1", "-59.3"]]).latex.splitlines()[6]
+    assert line == r"Split-Mix, k-1 & $-$59.3 \\"
+
+
 def test_csv_is_read_back_as_it_was():
     head, *rows = csv.reader(io.StringIO(TABLE.csv))
     assert head == ["method", "0.5", "back"]
