@@ -45,7 +45,8 @@ def nearest(name: str, names: Iterable[str]) -> str:
     """What to say behind a name nobody knows: the one that was meant, and all there are."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=1)
-    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {', '.join(names) or 'none'}."
+    separator = "; " if any("," in one for one in names) else ", "
+    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {separator.join(names) or 'none'}."
 
 
 def said(error: BaseException) -> str:

@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.cli.options import File, Flag, Grid, Methods, Options, Real, Seeds, TableFormat, Text, Whole
+from fedquilt.cli.options import File, Flag, Grid, Methods, Options, Place, Real, Seeds, TableFormat, Text, Whole
 from fedquilt.cli.output import output
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
@@ -30,6 +30,7 @@ class CompareRequest(Options):
     """
 
     methods: Methods = ()  # names of `fedquilt list methods`, file.py:factory, or TOML files of whole experiments
+    resume: Place = None  # continue the study in this folder; METHOD… chooses entries, --rounds trains longer
     config: File = None  # settings of all methods; if not given the demo's, or with --model or --data the defaults
     seeds: Seeds = ()  # random seeds that every method is trained with, such as 0 1 2; if not given that of --seed
     grid: Grid = ()  # values of a setting to try, such as method.local.optimiser.lr=0.01,0.1; may be given again
@@ -101,6 +102,7 @@ class CompareRequest(Options):
         """Return the study that the arguments ask for, with all settings checked, and where settings come from."""
         from fedquilt.config import Experiment
         from fedquilt.studies.plan import Entry, Plan
+        from fedquilt.studies.study import check_comparable
 
         if not self.methods or len(set(self.methods)) < len(self.methods):
             told = " ".join(self.methods) or "nothing"
@@ -137,7 +139,7 @@ class CompareRequest(Options):
             flags = [f"--{key.replace('_', '-')}" for key in given] + ["--tuning-rounds"] * bool(tuning)
             raise ConfigError(f"{', '.join(flags)} was asked for without --grid, which alone is tuned.")
         plan.check(self.yes)
-        plan.check_comparable()
+        check_comparable(plan, self.out)
         return plan, sources
 
     def _with_own(self, name: str, names: list[str]) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:

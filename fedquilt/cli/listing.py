@@ -130,11 +130,11 @@ def _paper_table(name: str) -> Entry:
         for scale in preset.scales
     }
     return {
-        "title": preset.title,
-        "scales": " ".join(preset.scales),
-        "data": " ".join(preset.data) or "none",
-        "measure": preset.measure,
         "runs": len(preset.rows) * len(preset.seeds),
+        "data": " ".join(preset.data) or "none",
+        "scales": " ".join(preset.scales),
+        "measure": preset.measure,
+        "title": preset.title,  # the last one, because it is long
         "rows": {row.name: dict(zip(titles, row.paper, strict=True)) for row in preset.rows},
         "sizes": sizes,
         "notes": list(preset.notes),

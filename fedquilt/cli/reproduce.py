@@ -55,7 +55,7 @@ class ReproduceRequest:
             from fedquilt.config import parse_assignment
             from fedquilt.studies.papers import data_folder, read_preset
             from fedquilt.studies.published import comparison_table
-            from fedquilt.studies.reproduce import chosen_rows, plan_of, store_study
+            from fedquilt.studies.reproduce import check_rows_in, chosen_rows, plan_of, store_study
 
             self._check_request()
             preset = read_preset(self.table)
@@ -73,7 +73,9 @@ class ReproduceRequest:
             )
             folder = self.out or Path("runs") / f"{_folder_name(self.table)}-{self.scale}"
             seeds = ", ".join(map(str, plan.seeds))
-            say(console, f"{preset.title}\n{plan.num_runs} runs at scale {self.scale} into {folder}; seeds {seeds}")
+            check_rows_in(preset, folder)
+            runs = "1 run" if plan.num_runs == 1 else f"{plan.num_runs} runs"
+            say(console, f"{preset.title}\n{runs} at scale {self.scale} into {folder}; seeds {seeds}")
             again = f"fedquilt {shlex.join(sys.argv[1:])}"
             study = run_study(plan, folder, self.jobs or 1, console, again, self.yes)
             if self.store:

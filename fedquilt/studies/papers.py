@@ -11,6 +11,7 @@ import os
 import re
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from difflib import get_close_matches
 from functools import cached_property
 from importlib.resources import files
 from importlib.resources.abc import Traversable
@@ -19,7 +20,7 @@ from typing import Any
 
 from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, resolved
 from fedquilt.errors import ConfigError, DataError, FedquiltError
-from fedquilt.names import known, nearest
+from fedquilt.names import nearest
 from fedquilt.studies.measures import MEASURES
 from fedquilt.studies.plan import laid
 from fedquilt.studies.values import Value
@@ -191,8 +192,8 @@ def missing_data(name: str, folder: Path, preset: str) -> DataError:
     from fedquilt.data.prepare import missing_message
 
     return DataError(
-        f"{preset} was asked for: {missing_message(name, folder)} The environment variable "
-        f"{DATA_VARIABLE} names another folder."
+        f"{preset} was asked for: {missing_message(name, folder)} --data-folder or the "
+        f"environment variable {DATA_VARIABLE} names another folder."
     )
 
 
@@ -248,7 +249,15 @@ def tables_named(name: str) -> tuple[str, ...]:
     tables = papers()
     if name in tables:
         return tables[name]
-    return (known({one: one for one in (*tables, *presets())}, name, "paper, table or figure"),)
+    if name in presets():
+        return (name,)
+    close = get_close_matches(name, (*tables, *presets()), n=1)
+    meant = f" Did you mean {close[0]!r}?" if close else ""
+    paper = name.partition("/")[0]
+    listed = ", ".join(tables.get(paper, tables))
+    raise ConfigError(
+        f"there is no paper, table or figure named {name!r}.{meant} Known: {listed}. `fedquilt list papers` shows all."
+    )
 
 
 def _file(name: str) -> Traversable:

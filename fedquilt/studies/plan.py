@@ -184,7 +184,7 @@ class Plan:
                 f"a study of {self.num_runs:,} runs was asked for; more than {MAX_RUNS:,} are started only with "
                 "--yes (in Python: confirmed=True)."
             )
-        wrong = []
+        wrong: dict[str, list[str]] = {}  # names of entries by their common problem
         for entry in self.entries:
             first_point = next(iter(entry.points), {})
             tuning = self._tuning_runs(entry)[: math.prod(map(len, entry.grid.values()))]
@@ -192,10 +192,10 @@ class Plan:
                 try:
                     Experiment.of(run.settings)
                 except ConfigError as error:
-                    wrong.append(f"{entry.name}: {error}")
+                    wrong.setdefault(str(error), []).append(entry.name)
                     break  # The other points would say the same again.
         if wrong:
-            raise ConfigError("\n".join(wrong))
+            raise ConfigError("\n".join(f"{'; '.join(names)}: {problem}" for problem, names in wrong.items()))
 
     def check_comparable(self) -> None:
         """Refuse entries with different data or tasks, of which no table could compare figures.

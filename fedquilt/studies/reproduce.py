@@ -12,7 +12,7 @@ from fedquilt.config import Settings, assign, choose
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.studies.papers import FULL, Preset, Row
-from fedquilt.studies.plan import Entry, Plan
+from fedquilt.studies.plan import STUDY_FILE, Entry, Plan
 from fedquilt.studies.stored import store, stored_name
 from fedquilt.studies.study import Study
 
@@ -62,6 +62,24 @@ def chosen_rows(preset: Preset, texts: Sequence[str]) -> list[Row]:
         if not any(text.casefold() in name.casefold() for name in names):
             raise ConfigError(f"the row {text!r} of {preset.name} was asked for; it has none.{nearest(text, names)}")
     return [row for row in preset.rows if not texts or any(text.casefold() in row.name.casefold() for text in texts)]
+
+
+def check_rows_in(preset: Preset, folder: Path) -> None:
+    """Refuse the folder of a study that has entries which are no rows of a table.
+
+    Args:
+        preset: The table.
+        folder: Folder of the study, which need not exist.
+    """
+    if not (folder / STUDY_FILE).is_file():
+        return
+    names = [row.name for row in preset.rows]
+    others = [entry.name for entry in Plan.read(folder).entries if entry.name not in names]
+    if others:
+        raise ConfigError(
+            f"the folder {folder} was asked for; it has a study of {'; '.join(others)}, which {preset.name} does not "
+            "have as rows. Name another folder."
+        )
 
 
 def _assigned(settings: Settings, assignments: Sequence[Assignment]) -> Settings:

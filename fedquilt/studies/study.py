@@ -164,6 +164,20 @@ def run_plan(
     return Study(plan, tuple(results), chosen, trials, path)
 
 
+def check_comparable(plan: Plan, folder: Path | None) -> None:
+    """Refuse entries with different data or tasks, also those that the study in a folder has already.
+
+    Args:
+        plan: What is to be run.
+        folder: Folder of the study, which need not exist. None: nothing is kept.
+    """
+    plan.check_comparable()
+    if folder is not None and (folder / STUDY_FILE).exists():
+        there = Plan.read(folder)
+        plan.check_extends(there, folder)
+        plan.extending(there).check_comparable()
+
+
 def _check_place(plan: Plan, folder: Path) -> None:
     """Refuse a folder that holds something else."""
     if folder.is_file():
@@ -312,7 +326,7 @@ def study(
         plain = plain_settings(own) if isinstance(own, Experiment) else dict(own)
         rows.append(Entry(name, {key: value for key, value in plain.items() if key != "seed"}, values))
     plan = Plan(tuple(rows), _whole_seeds(seeds), validation, tuning_seeds, dict(tuning or {}))
-    plan.check_comparable()
+    check_comparable(plan, None if out is None else Path(out))
     return run_plan(plan, out, jobs, watch, confirmed)
 
 

@@ -729,7 +729,13 @@ def test_tables_of_papers_are_listed(capsys: pytest.CaptureFixture[str]) -> None
     assert main(["list", "papers", "fedrolex"]) == 0
     assert "80.14" not in capsys.readouterr().out
     assert main(["list", "papers", "fedrolx"]) == 2
-    assert "Did you mean 'fedrolex'?" in capsys.readouterr().err
+    said = capsys.readouterr().err
+    assert "Did you mean 'fedrolex'? Known: fedrescue, fedrolex, splitmix. `fedquilt list papers` shows all." in said
+    assert main(["list", "papers", "fedrolex/tabel4"]) == 2
+    said = capsys.readouterr().err
+    assert "Did you mean 'fedrolex/table4'?" in said
+    assert "fedrolex/figure3" in said
+    assert "splitmix/" not in said
 
 
 def test_a_run_goes_over_a_link_by_name(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

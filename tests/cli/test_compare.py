@@ -91,6 +91,16 @@ def test_a_file_is_no_folder_of_a_study(own: Path, capsys: Capture) -> None:  # 
     )
 
 
+def test_a_study_keeps_to_its_data(own: Path, capsys: Capture) -> None:  # noqa: F811
+    """A method on other data is refused before the folder has it, so that the study can be continued."""
+    told(capsys, "compare", "fedavg", *QUICK, "--out", "c")
+    assert main(["compare", "local", "--data", "diabetes", "--rounds", "1", "--out", "c"]) == 2
+    said = capsys.readouterr().err
+    assert "their data or tasks differ" in said
+    assert "local: data diabetes" in said
+    assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg"]
+
+
 def test_a_comparison_is_one_table(own: Path, capsys: Capture) -> None:  # noqa: F811
     assert main(["compare", "fedavg", "local", *TINY[:4], *THREE, "--cohort", "3", "--rounds", "1"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -9,7 +9,7 @@ import pytest
 
 from fedquilt.errors import ConfigError
 from fedquilt.studies.papers import read_preset
-from fedquilt.studies.reproduce import chosen_rows, plan_of, store_study
+from fedquilt.studies.reproduce import check_rows_in, chosen_rows, plan_of, store_study
 from fedquilt.studies.stored import read_config, read_stored
 from fedquilt.studies.study import run_plan
 
@@ -52,6 +52,22 @@ def test_rows_are_chosen_by_a_part_of_their_name(preset):
     assert len(chosen_rows(preset, [])) == 2
     with pytest.raises(ConfigError, match=r"the row 'rolex' of tables/mine\.toml was asked for; it has none"):
         chosen_rows(preset, ["fedavg", "rolex"])
+
+
+def test_names_that_have_commas_are_listed_with_semicolons(preset):
+    preset = replace(preset, rows=tuple(replace(row, name=f"{row.name}, low") for row in preset.rows))
+    with pytest.raises(ConfigError, match=r"Known: FedAvg, low; HeteroFL ×1, low\.$"):
+        chosen_rows(preset, ["rolex"])
+
+
+def test_the_folder_of_another_study_is_refused(preset):
+    check_rows_in(preset, Path("study"))
+    plan = plan_of(preset, data_folder=Path(), rows=["FedAvg"], seeds=(4,))
+    run_plan(plan, "study")
+    check_rows_in(preset, Path("study"))
+    others = replace(preset, rows=preset.rows[1:])
+    with pytest.raises(ConfigError, match=r"it has a study of FedAvg, which tables/mine\.toml does not have as rows"):
+        check_rows_in(others, Path("study"))
 
 
 def test_names_are_laid_before_other_settings(preset):
