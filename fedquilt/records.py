@@ -250,7 +250,7 @@ def read(path: str | Path) -> list[Record]:
         return _parsed(file.read_bytes())
     except OSError as error:
         raise RecordError(f"the rounds of {path} were asked for; {file} cannot be read: {why(error)}.") from error
-    except (ValueError, TypeError) as error:
+    except (ValueError, TypeError, KeyError, AttributeError) as error:
         raise RecordError(f"the rounds of {path} were asked for; {file} is not what was written: {error}.") from error
 
 

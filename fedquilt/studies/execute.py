@@ -52,6 +52,9 @@ class Display:
         return Display(rounds, run.server.round, run.world.task.main.is_rate, labels)
 
 
+_COSTS = ("seconds", "bytes_down", "bytes_up", "link_seconds")  # numbers of a summary, each of which may be missing
+
+
 class Watch(Protocol):
     """Told about the progress of a study. With several jobs it is called from several threads."""
 
@@ -144,10 +147,12 @@ def finished(planned: PlannedRun, path: Path) -> Result | None:
     summary = read_summary(path)
     if summary is None:
         return None
+    if planned.measure == "training" and not ("metrics" in summary or "accuracy" in summary):
+        raise RecordError(f"{path / 'summary.json'} is damaged: it has no metrics. Delete it to finish the run again.")
     is_short = summary.get("rounds", 0) < planned.rounds
     if is_short and "diverged" not in summary:
         return None
-    records = read(path) if planned.measure == "training" else []
+    records = _all_records(path, summary) if planned.measure == "training" else []
     return Result(planned.entry, planned.seed, summary, tuple(records))
 
 
@@ -168,9 +173,47 @@ def read_summary(path: Path) -> dict[str, Any] | None:
         summary = json.loads(text)
     except ValueError as error:
         raise RecordError(f"{file} is damaged: {error}. Delete it to finish the run again.") from error
-    if not isinstance(summary, dict):
-        raise RecordError(f"{file} is damaged: it holds no object. Delete it to finish the run again.")
-    return summary
+    wrong = _wrong_in(summary) if isinstance(summary, dict) else "it holds no object"
+    if wrong:
+        raise RecordError(f"{file} is damaged: {wrong}. Delete it to finish the run again.")
+    return dict(summary)
+
+
+def _wrong_in(summary: Mapping[str, Any]) -> str:
+    """Return what a run would not have written into its summary; empty if nothing is wrong."""
+    rounds = summary.get("rounds", 0)
+    if type(rounds) is not int:
+        return f"rounds = {rounds!r} was found; a whole number fits"
+    metrics = summary.get("metrics", {})
+    if not isinstance(metrics, Mapping):
+        return f"metrics = {metrics!r} was found; a table fits"
+    if "accuracy" in summary:
+        metrics = {**metrics, "accuracy": summary["accuracy"]}
+    for name, figures in metrics.items():
+        if not isinstance(figures, Mapping) or not all(_is_number(figure) for figure in figures.values()):
+            return f"{name} = {figures!r} was found; a number for each share fits"
+    costs = [key for key in _COSTS if key in summary and not _is_number(summary[key])]
+    return f"{costs[0]} = {summary[costs[0]]!r} was found; a number fits" if costs else ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
+    """Return the records of a finished run. Without all of them its costs would be wrong."""
+    remedy = f"Delete the folder {path} to train this run again."
+    try:
+        records = read(path)
+    except RecordError as error:
+        raise RecordError(f"{error} {remedy}") from error
+    last = records[-1].round if records else 0
+    if last < summary.get("rounds", 0):
+        raise RecordError(
+            f"{path / 'rounds.jsonl'} is damaged: its last round is {last}, and that of summary.json "
+            f"{summary['rounds']}. {remedy}"
+        )
+    return records
 
 
 def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Watch) -> Result:

@@ -124,7 +124,20 @@ def test_samples_that_are_not_finite_are_no_divergence(own, settings):
 # --- files ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["{", "[]", "\udcff", ""])
+@pytest.mark.parametrize(
+    "text",
+    [
+        "{",
+        "[]",
+        "\udcff",
+        "",
+        '{"rounds": "x"}',
+        '{"rounds": 2}',
+        '{"rounds": 2, "metrics": 3}',
+        '{"rounds": 2, "metrics": {"rmse": {"1.0": "y"}}}',
+        '{"rounds": 2, "accuracy": {"1.0": 0.5}, "seconds": "a"}',
+    ],
+)
 def test_a_damaged_summary_is_one_error(own, settings, text):
     (run,) = runs_of(settings())
     file = own / "study" / run.folder / "summary.json"
@@ -139,7 +152,24 @@ def test_damaged_rounds_are_one_error(own, settings):
     execute([run], own / "study")
     file = own / "study" / run.folder / "rounds.jsonl"
     file.write_text(file.read_text()[:-5])
+    with pytest.raises(RecordError, match=r"rounds\.jsonl is not what was written.* Delete the folder .* again\.$"):
+        finished(run, file.parent)
+    file.write_text("3\n")
     with pytest.raises(RecordError, match=r"rounds\.jsonl is not what was written"):
+        finished(run, file.parent)
+
+
+def test_rounds_that_are_missing_are_one_error(own, settings):
+    """Multiply-adds and costs to a target are counted from them."""
+    (run,) = runs_of(settings())
+    execute([run], own / "study")
+    file = own / "study" / run.folder / "rounds.jsonl"
+    lines = file.read_text().splitlines(keepends=True)
+    file.write_text("".join(lines[:-1]))
+    said = (
+        rf"is damaged: its last round is {len(lines) - 1}, and that of summary\.json {len(lines)}\. Delete the folder"
+    )
+    with pytest.raises(RecordError, match=said):
         finished(run, file.parent)
 
 
@@ -173,7 +203,7 @@ def test_reading_many_finished_runs_resolves_no_settings(own, settings, monkeypa
     for run in runs:
         path = own / "study" / run.folder
         path.mkdir(parents=True)
-        (path / "summary.json").write_text('{"rounds": 0}')
+        (path / "summary.json").write_text('{"rounds": 0, "metrics": {}}')
         (path / "rounds.jsonl").write_text("")
     monkeypatch.setattr(PlannedRun, "experiment", None)  # any use of it would fail
     assert len(execute(runs, own / "study")) == 300

@@ -131,6 +131,10 @@ def test_settings_that_do_not_fit_are_listed_for_all_entries():
     text = str(caught.value)
     assert text.count("a: a problem") == text.count("b: a problem") == 1
     assert "c: " not in text
+    alike = Plan((make_entry("a", method="fedavgg"), make_entry("b", method="fedavgg")))
+    with pytest.raises(ConfigError, match=r"^a; b: a problem:\n.*no method named 'fedavgg'") as caught:
+        alike.check()
+    assert str(caught.value).count("fedavgg") == 1
 
 
 def test_a_tuning_run_sees_the_validation_part_alone():
