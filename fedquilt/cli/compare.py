@@ -111,7 +111,8 @@ class CompareRequest(Options):
             raise ConfigError("--seed and --seeds were asked for; one of them fits.")
         named = {_entry_name(method, self.methods): method for method in self.methods}
         own = {name: self._with_own(name, list(named)) for name in named}
-        entries, sources, wrong, seeds = [], {}, [], set()
+        wrong: dict[str, list[str]] = {}  # names of entries by their common problem
+        entries, sources, seeds = [], {}, set()
         for name, method in named.items():
             request, grid = own[name]
             is_file = method.endswith(".toml")
@@ -120,12 +121,12 @@ class CompareRequest(Options):
                 settings, asked = request.settings(config, asked_method)
                 seeds.add(Experiment.of(settings, asked, config or "").seed)
             except ConfigError as error:
-                wrong.append(f"{name}: {error}")
+                wrong.setdefault(str(error), []).append(name)
                 continue
             entries.append(Entry(name, {key: value for key, value in settings.items() if key != "seed"}, grid))
             sources[name] = request.source(config, asked_method)
         if wrong:
-            raise ConfigError("\n".join(wrong))
+            raise ConfigError("\n".join(f"{'; '.join(names)}: {problem}" for problem, names in wrong.items()))
         if not self.seeds and len(seeds) > 1:
             raise ConfigError(
                 f"compare {' '.join(self.methods)} was asked for; these have the seeds {sorted(seeds)}. Name the seeds "

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_type_hints
+from typing import TYPE_CHECKING, Annotated, Any, Literal, get_args, get_origin, get_type_hints
 
 import tyro
 
@@ -78,32 +78,32 @@ FLAGS = {
 
 
 def refuse_repeated(kind: Callable[..., Any], args: Sequence[str]) -> None:
-    """Refuse a flag that takes one value and is given again, of which the parser would use the last value only.
+    """Refuse a flag that is given again, of which the parser would use the last value only.
 
     Args:
-        kind: Dataclass of a command. Its list-valued fields and its switches may be repeated.
+        kind: Dataclass of a command. Fields that append and switches may be repeated.
         args: Arguments behind the name of the command.
     """
-    names = _single_valued(kind)
+    names = _given_once(kind)
     values: dict[str, str] = {}
     wrong = []
     for place, text in enumerate(args):
         flag, equals, value = text.partition("=")
-        name = names.get(flag.replace("_", "-"))
-        if name is None:
+        name, remedy = names.get(flag.replace("_", "-"), ("", ""))
+        if not name:
             continue
         if not equals:
             value = args[place + 1] if place + 1 < len(args) else ""
         if name in values:
-            wrong.append(f"{name} was given as {values[name]} and again as {value}; it takes one value.")
+            wrong.append(f"{name} was given as {values[name]} and again as {value}; {remedy}.")
         values[name] = value
     if wrong:
         raise ConfigError("\n  ".join(wrong))
 
 
-def _single_valued(kind: Callable[..., Any]) -> dict[str, str]:
-    """Return the flags of a command that take one value, each with the name that its aliases share."""
-    names: dict[str, str] = {}
+def _given_once(kind: Callable[..., Any]) -> dict[str, tuple[str, str]]:
+    """Return the flags that are given once, each with the name that its aliases share and what would work."""
+    names: dict[str, tuple[str, str]] = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
         value_type, *marks = get_args(hint)
         if value_type is bool or tyro.conf.UseAppendAction in marks or tyro.conf.Positional in marks:
@@ -111,7 +111,9 @@ def _single_valued(kind: Callable[..., Any]) -> dict[str, str]:
         renamed = [mark.name for mark in marks if getattr(mark, "name", None)]
         flag = f"--{(renamed or [field])[0].replace('_', '-')}"
         aliases = [alias for mark in marks for alias in getattr(mark, "aliases", None) or ()]
-        names |= dict.fromkeys([flag, *aliases], flag)
+        is_list = get_origin(value_type) is tuple
+        remedy = f"give all values at once, as in {flag} A B" if is_list else "it takes one value"
+        names |= dict.fromkeys([flag, *aliases], (flag, remedy))
     return names
 
 

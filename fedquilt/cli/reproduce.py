@@ -83,6 +83,9 @@ class ReproduceRequest:
                 say(console, f"{len(stored)} results are stored in {self.store}")
             chosen = replace(preset, rows=tuple(chosen_rows(preset, self.rows)))
             table = comparison_table(chosen, study.results, self.scale)
+            if self.assign:
+                changed = f"Settings that --set changed in all rows: {'; '.join(self.assign)}."
+                table = replace(table, notes=[changed, *table.notes])
             if self.json or self.format == "json":
                 print_json(table.plain, stdout)
             elif self.format == "text":

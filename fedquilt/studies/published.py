@@ -76,6 +76,10 @@ def _notes(preset: Preset, runs: Mapping[str, Sequence[Result]], scale: str) -> 
     if preset.scale(scale).note:
         yield f"Scale {scale}: {preset.scale(scale).note}"
     yield from preset.notes
+    for column in preset.columns:
+        is_missing = all(spread_of(results, column.parsed) is None for results in runs.values())
+        if runs and is_missing and not column.parsed.depends_on_round:
+            yield f"{column.title}: no run has {column.value!r}, which the column shows."
     seeds = preset.seeds_at(scale)
     for row in preset.rows:
         results = runs.get(row.name, [])

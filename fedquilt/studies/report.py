@@ -167,8 +167,13 @@ class _Comparison:
 
     @cached_property
     def baseline_costs(self) -> dict[str, dict[float, Cost]]:
-        """Return the cost by row and then by percentage; empty without a baseline."""
-        return cost_to_percentages(self.runs, self.baseline) if self.baseline else {}
+        """Return the cost by row and then by percentage; empty without a baseline that was evaluated."""
+        return cost_to_percentages(self.runs, self.baseline) if self._has_baseline else {}
+
+    @cached_property
+    def _has_baseline(self) -> bool:
+        """Return True if a run of the baseline was evaluated. One that diverges at once is not."""
+        return any(result.best_figure is not None for result in self.rows.get(self.baseline, ()))
 
     def spread(self, name: str, share: str, metric: str) -> Spread | None:
         """Return mean and deviation of a row; None: none of its runs has the figure."""
@@ -253,6 +258,10 @@ class _Comparison:
             reached = target_text(self.target, self.metric, self.percent)
             columns = ", ".join(f"{title} (…)" for title in self._target_columns)
             notes.append(f"{columns}: until that share first had {reached}, means over the seeds that had it.")
+        if self.baseline and not self._has_baseline:
+            notes.append(
+                f"The baseline {self.baseline} has no evaluated round, so that nothing can be compared with its best."
+            )
         notes += self._run_notes()
         for name, runs in self.rows.items():
             said = dict.fromkeys(result.summary.get("note") for result in runs)
@@ -312,7 +321,7 @@ class _Comparison:
 
     def cost_tables(self) -> list[Table]:
         """Return rounds, bytes and multiply-adds to percentages of the baseline's best figure."""
-        if not self.baseline:
+        if not self._has_baseline:
             return []
         main = self.runs[0].main
         notes = [
@@ -402,7 +411,7 @@ class _Comparison:
         if self.target is not None:
             costs = self.target_costs[name]
             entry["to_target"] = {share: _plain_cost(cost) for share, cost in costs.items()}
-        if self.baseline:
+        if self._has_baseline:
             entry["to_baseline"] = {
                 f"{percentage:g}": _plain_cost(cost) for percentage, cost in self.baseline_costs[name].items()
             }

@@ -2,6 +2,7 @@
 
     accuracy 1.0 %               accuracy of share 1.0 in the last evaluated round
     metrics accuracy/svhn 0.5 %  any entry of the summary, by its keys
+    metrics rmse 1.0 number      the same for an error, which is not a percentage
     best accuracy 1.0 %          the same in the best evaluated round (`Result.best`)
     at 500 accuracy 1.0 %        the same in round 500
     rounds_to 0.55 0.5 count     first evaluated round in which share 0.5 has a main figure of 0.55
@@ -33,6 +34,7 @@ UNITS = {
     "s": (1.0, 0),
     "M": (1e-6, 2),
     "count": (1.0, 0),
+    "number": (1.0, 3),  # for errors and losses
 }
 _COSTS = {"rounds_to": "round", "bytes_to": "bytes", "seconds_to": "seconds"}
 
@@ -72,6 +74,11 @@ class Value:
     @property
     def factor(self) -> float:
         return UNITS[self.unit][0]
+
+    @property
+    def depends_on_round(self) -> bool:
+        """Return True if a run has the value only when it gets to some round or target."""
+        return self.path[0] in (*_COSTS, "at")
 
     def of(self, result: Result) -> float | Mapping[str, float] | None:
         """Return the number of a run, before its unit is applied.

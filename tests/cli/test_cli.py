@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 
 import fedquilt as fq
 from fedquilt.cli import COMMANDS, main
-from fedquilt.cli.options import FLAGS, _single_valued, refuse_repeated
+from fedquilt.cli.options import FLAGS, _given_once, refuse_repeated
 from fedquilt.config import Experiment
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.fleets import Uniform
@@ -378,8 +378,14 @@ def test_a_flag_of_one_value_is_given_once(args: list[str], said: str, capsys: p
     assert capsys.readouterr().err == f"ConfigError: {said}; it takes one value.\n"
 
 
+def test_a_flag_of_several_values_is_given_once(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["compare", "fedavg", "--seeds", "0", "--seeds", "1"]) == 2
+    said = "--seeds was given as 0 and again as 1; give all values at once, as in --seeds A B."
+    assert capsys.readouterr().err == f"ConfigError: {said}\n"
+
+
 def test_flags_that_make_lists_may_be_given_again() -> None:
-    lists = {name: _single_valued(kind) for name, kind in COMMANDS.items()}
+    lists = {name: _given_once(kind) for name, kind in COMMANDS.items()}
     assert not {"--set", "--assign", "--track", "--share", "--json", "--force", "--plot"} & set().union(*lists.values())
     assert {"--seed", "--lr", "--config", "--method", "--resume"} <= {*lists["run"], *lists["compare"]}
     refuse_repeated(COMMANDS["run"], ["--set", "seed=1", "--set", "rounds=2", "--track", "mlflow", "--track", "wandb"])

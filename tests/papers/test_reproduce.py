@@ -72,6 +72,7 @@ def test_rows_seeds_and_settings_can_be_chosen(tmp_path, monkeypatch, capsys):
         "| FedRolex, 10 % | global accuracy |"
     )
     assert not any("HeteroFL" in line for line in lines)
+    assert "Settings that --set changed in all rows: rounds=1." in lines
     folders = sorted(path.name for path in Path("mine").glob("FedRolex*/seed*"))
     assert folders == ["seed4", "seed5"]
     assert "rounds = 1" in next(Path("mine").glob("FedRolex*/seed4/config.toml")).read_text()

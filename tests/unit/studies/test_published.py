@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from fedquilt.studies.papers import Column, Preset, Row, Scale
@@ -44,6 +46,15 @@ def test_lines_have_means_over_seeds_and_differences(preset, result):
 def test_the_papers_numbers_alone_are_shown_too(preset):
     table = comparison_table(preset, [])
     assert table.rows == [["FedRolex", "last", "69.44 ± 1.50", "–", "–"], ["FedAvg", "last", "38.0", "–", "–"]]
+
+
+def test_a_column_that_no_run_has_is_named(preset, result):
+    columns = (Column("error", "metrics rmse 1.0 number"), Column("later", "at 9 accuracy 1.0 %"))
+    rows = (Row("FedAvg", ("0.7", "")),)
+    mistaken = replace(preset, columns=columns, rows=rows, seeds=(0,), notes=())
+    notes = comparison_table(mistaken, [result("FedAvg", 0, [0.5])]).notes
+    assert notes == ["error: no run has 'metrics rmse 1.0 number', which the column shows."]
+    assert comparison_table(mistaken, []).notes == ["FedAvg: it was not run."]
 
 
 def test_notes_name_the_scale_missing_seeds_and_runs_that_diverged(preset, result):

@@ -190,6 +190,15 @@ def test_cost_tables_refer_to_the_baseline(study):
     assert column(macs_table, "50%") == ["1k", "2k"]
 
 
+def test_a_baseline_that_diverged_at_once_leaves_the_other_tables(study, result):
+    """An error would come after the last run, and hide what all runs have found."""
+    runs = [*study, *(result("dead", seed, [math.nan], diverged=1) for seed in range(3))]
+    main, sizes = comparison(runs, baseline="dead")
+    assert "The baseline dead has no evaluated round, so that nothing can be compared with its best." in main.notes
+    assert sizes.title == "sizes"
+    assert "to_baseline" not in to_json(runs, baseline="dead")["entries"]["a"]
+
+
 def test_a_seed_that_the_baseline_lacks_is_said(study):
     runs = [one for one in study if (one.entry, one.seed) != ("a", 2)]
     notes = comparison(runs, baseline="a")[3].notes

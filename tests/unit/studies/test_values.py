@@ -81,6 +81,7 @@ def test_where_lower_is_better_a_target_is_an_upper_bound(record):
         ("params M", 11_689_512, "11.69"),
         ("seconds s", 12.4, "12"),
         ("rounds count", 1500, "1,500"),
+        ("metrics rmse 1.0 number", 0.83456, "0.835"),
     ],
 )
 def test_numbers_are_shown_in_their_unit(text, number, shown):
