@@ -53,15 +53,15 @@ def comparison(
     """Return the tables that compare the rows of a study.
 
     The first table has a row for each entry: a metric at every share as mean ± sample deviation
-    over seeds, and what it cost. Then come the widest share's metric by domain where there are
-    domains, the cost to percentages of a baseline's best figure, and the sizes of devices.
+    over seeds, and what it cost. Then come the cost to a target, the widest share's metric by domain
+    where there are domains, the cost to percentages of a baseline's best figure, and the sizes of devices.
 
     Args:
         results: Runs of all rows.
         seeds: Seeds that were planned. Notes name those that a row lacks. Empty: all seeds that
             any row has.
         metric: Name of the metric. Empty: the main one.
-        target: Value of the metric for which rounds and bytes are shown. None: no such columns.
+        target: Value of the metric for which rounds and bytes are shown. None: no such table.
         baseline: Row whose best main figure the cost tables refer to. Empty: no cost tables.
 
     Raises:
@@ -71,6 +71,7 @@ def comparison(
     chosen = _Comparison.of(results, seeds, metric, target, baseline)
     return [
         chosen.main_table(),
+        *chosen.target_tables(),
         *chosen.domain_tables(),
         *chosen.cost_tables(),
         *chosen.size_tables(),
@@ -193,8 +194,8 @@ class _Comparison:
                 for share in self.shares
             ]
             totals = [_mean_text(runs, total, show) for total, show in self._totals.values()]
-            rows.append([name, *figures, *totals, *self._target_cells(name)])
-        head = ["method", *self.labels.values(), *self._totals, *self._target_head()]
+            rows.append([name, *figures, *totals])
+        head = ["method", *self.labels.values(), *self._totals]
         return Table(self._title(), head, rows, self._notes())
 
     @property
@@ -225,12 +226,10 @@ class _Comparison:
 
     @cached_property
     def _target_columns(self) -> dict[str, tuple[Callable[[Cost], float | None], Show]]:
-        """Return the columns of each share for a target; none without one.
+        """Return the costs to a target: the number, and how it is shown.
 
         Where the link has a clock, there is also the time that the rounds would take over it.
         """
-        if self.target is None:
-            return {}
         columns: dict[str, tuple[Callable[[Cost], float | None], Show]] = {
             "rounds": (lambda cost: cost.rounds, _count),
             "bytes": (lambda cost: cost.bytes, size),
@@ -239,25 +238,25 @@ class _Comparison:
             columns["over the link"] = (lambda cost: cost.link_seconds, "{:,.1f} s".format)
         return columns
 
-    def _target_head(self) -> list[str]:
-        labels = self.labels.values()
-        return [f"{title} ({label})" for label in labels for title in self._target_columns]
+    def target_tables(self) -> list[Table]:
+        """Return what each share of each row took to reach the target, if there is one.
 
-    def _target_cells(self, name: str) -> list[str]:
+        It is a table of its own, because columns for every share would make the first one too wide.
+        """
         if self.target is None:
             return []
-        cells: list[str] = []
-        for share in self.shares:
-            cost = self.target_costs[name].get(share, Cost({}))
-            cells += [cost.shown(mean(cost), show) for mean, show in self._target_columns.values()]
-        return cells
+        rows: list[list[str]] = []
+        for name in self.rows:
+            for share, label in self.labels.items():
+                cost = self.target_costs[name].get(share, Cost({}))
+                cells = [cost.shown(mean(cost), show) for mean, show in self._target_columns.values()]
+                rows.append([name, label, *cells])
+        reached = target_text(self.target, self.metric, self.percent)
+        title = f"cost until a share first had {reached}"
+        return [Table(title, ["method", "share", *self._target_columns], rows, ["Means over the seeds that had it."])]
 
     def _notes(self) -> list[str]:
         notes = self._verdict_notes()
-        if self.target is not None:
-            reached = target_text(self.target, self.metric, self.percent)
-            columns = ", ".join(f"{title} (…)" for title in self._target_columns)
-            notes.append(f"{columns}: until that share first had {reached}, means over the seeds that had it.")
         if self.baseline and not self._has_baseline:
             notes.append(
                 f"The baseline {self.baseline} has no evaluated round, so that nothing can be compared with its best."

@@ -173,7 +173,7 @@ def test_costs_to_parts_of_a_baselines_best(own: Path, capsys: Capture) -> None:
     text = capsys.readouterr().out
     for what in ("rounds", "bytes", "client MACs"):
         assert f"{what} to a percentage of the best accuracy of fedavg" in text
-    assert "rounds (1)" in text
+    assert "cost until a share first had 1%" in text
 
 
 def test_methods_of_other_members_are_told_apart(own: Path, capsys: Capture) -> None:  # noqa: F811

@@ -115,10 +115,12 @@ def test_notes_of_methods_are_said_once_a_row(study):
 
 def test_rounds_and_bytes_to_a_target(study):
     """Row a reaches 0.5 in round 2 at all seeds, row b at seeds 1 and 2."""
-    table = comparison(study, target=0.5)[0]
-    assert column(table, "rounds (1)") == ["2", "2 (2 of 3)"]
-    assert column(table, "bytes (1)") == ["220 B", "220 B (2 of 3)"]
-    assert "until that share first had 50%" in table.notes[1]
+    main, table, _ = comparison(study, target=0.5)
+    assert table.title == "cost until a share first had 50%"
+    assert [row[:2] for row in table.rows] == [["a", "1"], ["b", "1"]]
+    assert column(table, "rounds") == ["2", "2 (2 of 3)"]
+    assert column(table, "bytes") == ["220 B", "220 B (2 of 3)"]
+    assert main == comparison(study)[0]
 
 
 def test_a_link_with_a_clock_has_a_column(study):
@@ -127,9 +129,9 @@ def test_a_link_with_a_clock_has_a_column(study):
         replace(one, records=[replace(record, link_seconds=617.0) for record in one.records])
         for one in with_summary(study, link_seconds=1234.0)
     ]
-    table = comparison(timed, target=0.5)[0]
-    assert column(table, "over the link") == ["1,234.0 s", "1,234.0 s"]
-    assert column(table, "over the link (1)") == ["1,234.0 s", "1,234.0 s (2 of 3)"]
+    main, costs, _ = comparison(timed, target=0.5)
+    assert column(main, "over the link") == ["1,234.0 s", "1,234.0 s"]
+    assert column(costs, "over the link") == ["1,234.0 s", "1,234.0 s (2 of 3)"]
     assert "over the link" not in comparison(study)[0].head
 
 
@@ -138,12 +140,12 @@ def test_a_metric_that_is_no_rate_has_four_digits(result):
     runs = [
         result(name, seed, [value + seed], **lower) for name, value in (("a", 1.23456), ("b", 2.0)) for seed in range(3)
     ]
-    table = comparison(runs, target=1.5)[0]
+    table, costs, *_ = comparison(runs, target=1.5)
     assert column(table, "1") == ["2.235 ± 1", "3 ± 1"]
     assert table.cells[0][1].is_best
     assert "0.7654" in table.notes[0]
-    assert "had rmse 1.5" in table.notes[1]
-    assert column(table, "rounds (1)") == ["1 (1 of 3)", "–"]
+    assert costs.title.endswith("had rmse 1.5")
+    assert column(costs, "rounds") == ["1 (1 of 3)", "–"]
 
 
 def test_another_metric_has_its_own_direction_and_unit(study):
