@@ -46,6 +46,7 @@ from fedquilt.cli.options import (
     What,
     Whole,
     refuse_repeated,
+    refuse_spaces_in_grid,
 )
 from fedquilt.cli.output import output
 from fedquilt.cli.playing import begun, resumed
@@ -349,6 +350,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args and args[0] in COMMANDS:
         try:
             refuse_repeated(COMMANDS[args[0]], args[1:])
+            refuse_spaces_in_grid(args[1:])
         except ConfigError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2

@@ -101,6 +101,17 @@ def refuse_repeated(kind: Callable[..., Any], args: Sequence[str]) -> None:
         raise ConfigError("\n  ".join(wrong))
 
 
+def refuse_spaces_in_grid(args: Sequence[str]) -> None:
+    """Refuse `--grid lr=0.1, 0.2`, of which the parser would say only that it does not know 0.2.
+
+    Args:
+        args: Arguments behind the name of the command.
+    """
+    for flag, text, *more in zip(args, args[1:], args[2:], strict=False):
+        if flag == "--grid" and text.endswith(","):
+            raise ConfigError(f"--grid {text} {more[0]} was asked for; write values without spaces: {text}{more[0]}.")
+
+
 def _given_once(kind: Callable[..., Any]) -> dict[str, tuple[str, str]]:
     """Return the flags that are given once, each with the name that its aliases share and what would work."""
     names: dict[str, tuple[str, str]] = {}
@@ -278,7 +289,8 @@ class Options(DataOptions):
             and getattr(self, one.name) != one.default
         ]
         if beside:
+            fitting = ", ".join(f"--{name.replace('_', '-')}" for name in ("target", *others))
             raise ConfigError(
                 f"--resume {self.resume} was asked for together with {', '.join(beside)}; a run goes on with its own "
-                "settings, and only --rounds (to train longer), --target and --json go with it."
+                f"settings, and only --rounds (to train longer), {fitting} and --json go with it."
             )

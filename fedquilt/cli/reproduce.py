@@ -72,10 +72,10 @@ class ReproduceRequest:
                 assignments=assignments,
             )
             folder = self.out or Path("runs") / f"{_folder_name(self.table)}-{self.scale}"
-            seeds = ", ".join(map(str, plan.seeds))
+            seeds = f"seed{'s'[: len(plan.seeds) != 1]} {', '.join(map(str, plan.seeds))}"
             check_rows_in(preset, folder)
             runs = "1 run" if plan.num_runs == 1 else f"{plan.num_runs} runs"
-            say(console, f"{preset.title}\n{runs} at scale {self.scale} into {folder}; seeds {seeds}")
+            say(console, f"{preset.title}\n{runs} at scale {self.scale} into {folder}; {seeds}")
             again = f"fedquilt {shlex.join(sys.argv[1:])}"
             study = run_study(plan, folder, self.jobs or 1, console, again, self.yes)
             if self.store:

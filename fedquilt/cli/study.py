@@ -74,7 +74,7 @@ def prepared(
     if lines and (len(plan.seeds) > 1 or plan.tuning_runs):
         seeds_told = ", ".join(map(str, plan.seeds))
         tuned = f", {len(plan.tuning_runs)} of them to tune" if plan.tuning_runs else ""
-        say(console, f"{plan.num_runs} runs{tuned}; seeds {seeds_told}")
+        say(console, f"{plan.num_runs} runs{tuned}; seed{'s'[: len(plan.seeds) != 1]} {seeds_told}")
     return grounds
 
 

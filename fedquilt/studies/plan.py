@@ -467,6 +467,8 @@ def _problems_of_values(path: str, values: Sequence[Any]) -> Iterator[str]:
         yield "was asked for; write a path as in method.local.optimiser.lr."
     if parse_path(path) == ["seed"]:
         yield "was asked for; seeds are not tuned. Name them as the seeds of the study."
+    if parse_path(path) in (["data"], ["data", "name"]) or parse_path(path)[:1] == ["task"]:
+        yield "was asked for; figures on other data or of another task cannot be compared. Make each one a study."
     if not values:
         yield "has no values."
     elif len(set(names)) < len(names):

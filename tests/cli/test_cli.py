@@ -382,6 +382,12 @@ def test_a_flag_of_several_values_is_given_once(capsys: pytest.CaptureFixture[st
     assert main(["compare", "fedavg", "--seeds", "0", "--seeds", "1"]) == 2
     said = "--seeds was given as 0 and again as 1; give all values at once, as in --seeds A B."
     assert capsys.readouterr().err == f"ConfigError: {said}\n"
+    assert main(["compare", "fedavg", "--grid", "method.local.epochs=1,", "2"]) == 2
+    said = "--grid method.local.epochs=1, 2 was asked for; write values without spaces: method.local.epochs=1,2."
+    assert capsys.readouterr().err == f"ConfigError: {said}\n"
+    assert main(["compare", "--resume", "folder", "--seeds", "5"]) == 2
+    said = "--rounds (to train longer), --target, --jobs, --baseline, --metric, --format, --yes and --json go with it."
+    assert said in capsys.readouterr().err
 
 
 def test_flags_that_make_lists_may_be_given_again() -> None:

@@ -107,12 +107,13 @@ class Downloads:
             with path.open("rb") as file:
                 md5, sha256, size = _sums(file)
         except OSError as error:
-            raise DataError(f"{path} is needed; it cannot be read: {why(error)}.") from error
+            where = f" It is published at {published.urls[0]}." if published.urls else ""
+            raise DataError(f"{path} is needed; it cannot be read: {why(error)}.{where}") from error
         if published.md5 and md5 != published.md5:
-            raise DataError(
-                f"{path} has the MD5 sum {md5}; the published file has {published.md5}. Move it away to have it "
-                "downloaded again."
-            )
+            remedy = "Move it away to have it downloaded again."
+            if self.origin:
+                remedy = "Replace it by the published file, or leave --from out to have it downloaded."
+            raise DataError(f"{path} has the MD5 sum {md5}; the published file has {published.md5}. {remedy}")
         if size > published.max_bytes:
             raise DataError(f"{path} has {size:,} bytes; the published file has at most {published.max_bytes:,}.")
         return Fetched(published, path, "", size, sha256)

@@ -215,6 +215,11 @@ def test_a_wrong_sum(host, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=rf"{file.name} has the MD5 sum {wrong}; .* Move it away"):
         prepare(["cifar10"], tmp_path)
     assert own.read_bytes() == data  # what is there stays
+    with pytest.raises(DataError, match=r"Replace it by the published file, or leave --from out"):
+        prepare(["cifar10"], tmp_path, origin=str(own.parent))
+    own.unlink()
+    with pytest.raises(DataError, match=rf"is needed; it cannot be read: .* It is published at http.*{file.name}\."):
+        prepare(["cifar10"], tmp_path, origin=str(own.parent))
 
 
 def test_a_file_that_is_not_there(host, tmp_path, monkeypatch):

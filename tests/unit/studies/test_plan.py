@@ -124,6 +124,13 @@ def test_more_runs_than_usual_are_accepted_when_they_are_confirmed():
     plan.check(confirmed=True)
 
 
+@pytest.mark.parametrize("path", ["data", "data.name", "task", "task.name"])
+def test_data_and_tasks_are_not_tuned(path):
+    """Tuning would choose between figures that cannot be compared."""
+    with pytest.raises(ConfigError, match=f"the grid over {path} was asked for; figures on other data"):
+        Plan((make_entry(grid={path: ("digits", "diabetes")}),))
+
+
 def test_settings_that_do_not_fit_are_listed_for_all_entries():
     plan = Plan((make_entry("a", method="fedavgg"), make_entry("b", grid={"method.shift": (1, 2)}), make_entry("c")))
     with pytest.raises(ConfigError) as caught:
