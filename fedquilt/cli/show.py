@@ -376,8 +376,9 @@ def show_text_table(console: Console, table: studies.Table) -> None:
     from rich.text import Text
 
     framed = Table(box=box.ROUNDED, title=Text(table.title), title_justify="left")
-    for title, is_number in zip(table.head, table.right_aligned, strict=True):
-        framed.add_column(Text(title), justify="right" if is_number else "left")
+    for place, (title, is_number) in enumerate(zip(table.head, table.right_aligned, strict=True)):
+        is_name = place == 0  # Cells of numbers are broken into lines before a name is cut off.
+        framed.add_column(Text(title), justify="right" if is_number else "left", no_wrap=is_name)
     for row in table.cells:
         framed.add_row(*(Text(cell.starred, style="bold" if cell.is_best else "") for cell in row))
     console.print(framed)

@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 import csv
+import io
 import json
 from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
+from rich.console import Console
 
 from fedquilt.cli import main
+from fedquilt.cli.show import show_text_table
+from fedquilt.studies.table import Table
 from tests.cli.test_cli import THREE, TINY, on_a_terminal, own, told, values  # noqa: F401
 
 QUICK = [*TINY[:4], "--cohort", "3", "--rounds", "1"]
@@ -174,6 +178,13 @@ def test_costs_to_parts_of_a_baselines_best(own: Path, capsys: Capture) -> None:
     for what in ("rounds", "bytes", "client MACs"):
         assert f"{what} to a percentage of the best accuracy of fedavg" in text
     assert "cost until a share first had 1%" in text
+
+
+def test_names_are_whole_on_a_narrow_terminal() -> None:
+    table = Table("", ["method", *"abcdef"], [["heterofl", *(["177 kB (3 of 4)"] * 6)]])
+    console = Console(width=70, force_terminal=True, file=io.StringIO())
+    show_text_table(console, table)
+    assert "heterofl" in console.file.getvalue()
 
 
 def test_methods_of_other_members_are_told_apart(own: Path, capsys: Capture) -> None:  # noqa: F811
