@@ -233,6 +233,28 @@ def holds_a_run(path: Path) -> bool:
     return begun or (path / "summary.json").exists() or Checkpoints(path / "checkpoint").exist
 
 
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Return the summary of the run in a folder. None: the run is not finished.
+
+    Raises:
+        RecordError: The file cannot be read, or is not what a run wrote.
+    """
+    file = path / "summary.json"
+    try:
+        text = file.read_text()
+    except FileNotFoundError:
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{file} cannot be read: {error}.") from error
+    try:
+        summary = json.loads(text)
+    except ValueError as error:
+        raise RecordError(f"{file} is damaged: {error}. Delete it to finish the run again.") from error
+    if not isinstance(summary, dict):
+        raise RecordError(f"{file} is damaged: it holds no object. Delete it to finish the run again.")
+    return summary
+
+
 def rounds_planned(path: Path, usual: int) -> int:
     """Return the rounds that the run in a folder was begun with, or `usual` if its config.toml does not say."""
     try:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.errors import ConfigError, RecordError
+from fedquilt.summaries import in_percent, main_of, prefers_higher
 
 if TYPE_CHECKING:
     from fedquilt.cli.show import Begin
@@ -78,7 +78,7 @@ class Playing:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The run in one object, as summary.json has it."""
+        """Return the content of summary.json."""
         if self.run is None:
             assert self.finished is not None
             return self.finished
@@ -94,19 +94,18 @@ class Playing:
             main = self.run.world.task.main
             check_target(target, main.name, main.is_rate)
         else:
-            check_target(target, self.summary.get("main", "accuracy"), self.summary.get("percent", True))
+            check_target(target, main_of(self.summary), in_percent(self.summary))
 
     def told(self, target: float | None) -> dict[str, Any]:
-        """The summary, and, if a target was asked for, when each share reached it."""
+        """Return the summary, with a target also when each share first reached it."""
         if target is None:
             return self.summary
         from fedquilt.milestones import milestones
         from fedquilt.records import read
 
         records = self.run.records if self.run else read(self.rounds) if self.rounds else []
-        main, higher = self.summary.get("main", "accuracy"), self.summary.get("higher_is_better", True)
-        found = milestones(records, target, main, higher)
-        reached = {share: milestone and _plain(milestone) for share, milestone in found.items()}
+        by_share = milestones(records, target, main_of(self.summary), prefers_higher(self.summary))
+        reached = {share: milestone and _plain(milestone) for share, milestone in by_share.items()}
         return {**self.summary, "target": target, "reached": reached}
 
 
@@ -203,6 +202,7 @@ def refuse_taken(out: Path | None) -> None:
 def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
     """A run that goes on from its folder, to more rounds if so many are asked for."""
     from fedquilt.config import Experiment, read_toml
+    from fedquilt.files import write_text
     from fedquilt.records import Folder
 
     config = path / "config.toml"
@@ -231,18 +231,11 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
 
 
 def _summary_of(path: Path) -> dict[str, Any] | None:
-    """How the run in a folder ended, if it has."""
-    try:
-        found = json.loads((path / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None  # the run is played to its end once more, which makes it anew
-    return found if isinstance(found, dict) and {"rounds", "members"} <= found.keys() else None
-
-
-def write_text(path: Path, text: str) -> None:
-    from fedquilt.files import write
+    """Return the summary of a finished run, else None. A damaged one is made again when the run ends."""
+    from fedquilt.records import read_summary
 
     try:
-        write(path, [text.encode()])
-    except OSError as error:
-        raise RecordError(f"{path} could not be written: {error.strerror or error}.") from error
+        summary = read_summary(path)
+    except RecordError:
+        return None
+    return summary if summary and {"rounds", "members"} <= summary.keys() else None

@@ -11,8 +11,9 @@ from typing import TYPE_CHECKING, TextIO
 from fedquilt.cli.playing import Interrupted, settings_lines, title_of, values_of
 from fedquilt.cli.show import print_json, round_bars, say, say_round, show_text_table, watch_bar
 from fedquilt.errors import ConfigError
+from fedquilt.files import write_text
 from fedquilt.names import nearest
-from fedquilt.studies.execute import Display, Grounds, finished, torch_settings_restored, write_file
+from fedquilt.studies.execute import Display, Grounds, finished, torch_settings_restored
 from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun, check_alike
 from fedquilt.studies.result import Result
 from fedquilt.studies.study import Study, run_plan
@@ -196,7 +197,7 @@ def show_study(
     """
     found = study.to_json(metric, target, baseline)
     if study.path is not None:
-        write_file(study.path / COMPARISON_FILE, json.dumps(found, indent=2) + "\n")
+        write_text(study.path / COMPARISON_FILE, json.dumps(found, indent=2) + "\n")
     if kind == "json":
         print_json(found, stdout)
         return

@@ -16,11 +16,11 @@ from typing import Any, Protocol
 import torch
 
 from fedquilt.config import Experiment, Ground, read_toml
-from fedquilt.errors import ConfigError, DivergenceError, RecordError
+from fedquilt.errors import ConfigError, DivergenceError
 from fedquilt.experiment import Run
-from fedquilt.files import why, write
+from fedquilt.files import write_text
 from fedquilt.loop import complete
-from fedquilt.records import Folder, holds_a_run, read
+from fedquilt.records import Folder, holds_a_run, read, read_summary
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share
 from fedquilt.round.serve import grade
@@ -150,28 +150,6 @@ def finished(planned: PlannedRun, path: Path) -> Result | None:
     return Result(planned.entry, planned.seed, summary, tuple(records))
 
 
-def read_summary(path: Path) -> dict[str, Any] | None:
-    """Return how the run in a folder ended; None if it has not.
-
-    Raises:
-        RecordError: The file is there and is not what a run wrote.
-    """
-    file = path / "summary.json"
-    try:
-        text = file.read_text()
-    except FileNotFoundError:
-        return None
-    except (OSError, UnicodeDecodeError) as error:
-        raise RecordError(f"{file} cannot be read: {error}.") from error
-    try:
-        summary = json.loads(text)
-    except ValueError as error:
-        raise RecordError(f"{file} is damaged: {error}. Delete it to finish the run again.") from error
-    if not isinstance(summary, dict):
-        raise RecordError(f"{file} is damaged: it holds no object. Delete it to finish the run again.")
-    return summary
-
-
 def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Watch) -> Result:
     """Train one run to its end, from its last checkpoint where there is one.
 
@@ -252,7 +230,7 @@ def _opened(
     if done > settled.rounds:
         raise ConfigError(f"{settled.rounds} rounds were asked for; the run in {path} has {done} behind it.")
     if settled != there:
-        write_file(config, settled.to_toml())
+        write_text(config, settled.to_toml())
     return settled, run, folder
 
 
@@ -267,19 +245,6 @@ def _measured(planned: PlannedRun, path: Path | None, grounds: Grounds) -> Resul
     known = {"seed": planned.seed, "rounds": experiment.rounds, "measure": planned.measure}
     summary = {**experiment.names, **known, **found}
     if path is not None:
-        write_file(path / "config.toml", experiment.settled(run, ground).to_toml())
-        write_file(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_text(path / "config.toml", experiment.settled(run, ground).to_toml())
+        write_text(path / "summary.json", json.dumps(summary, indent=2) + "\n")
     return Result(planned.entry, planned.seed, summary)
-
-
-def write_file(path: Path, text: str) -> None:
-    """Write a file whole or not at all, and the folders above it.
-
-    Raises:
-        RecordError: It could not be written.
-    """
-    try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, [text.encode()])
-    except OSError as error:
-        raise RecordError(f"{path} could not be written: {why(error)}.") from error

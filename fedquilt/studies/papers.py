@@ -21,7 +21,7 @@ from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, r
 from fedquilt.errors import ConfigError, DataError, FedquiltError
 from fedquilt.names import known, nearest
 from fedquilt.studies.measures import MEASURES
-from fedquilt.studies.plan import laid
+from fedquilt.studies.plan import at_point
 from fedquilt.studies.values import Value
 
 TRAINING = "training"  # The measure that trains and evaluates; all others are in `MEASURES`.
@@ -375,7 +375,7 @@ def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> I
     if tuning:
         variants.append(overlay(checked, tuning))
     for path, values in preset.grid_at(scale).items():
-        variants += [laid(checked, {path: value}) for value in values]
+        variants += [at_point(checked, {path: value}) for value in values]
     for variant in variants:
         try:
             Experiment.of(variant)

@@ -23,7 +23,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fedquilt.config import Experiment, Settings, assign, choose, overlay, parse_path, read_toml
+from fedquilt.config import Experiment, Settings, assign, assign_all, overlay, parse_path, read_toml
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.studies.measures import MEASURES
@@ -226,7 +226,7 @@ class Plan:
         return [self._final(entry, seed, chosen.get(entry.name, {})) for seed in self.seeds for entry in self.entries]
 
     def _final(self, entry: Entry, seed: int, point: Point) -> PlannedRun:
-        settings = laid(entry.settings, point)
+        settings = at_point(entry.settings, point)
         settings["seed"] = seed
         return PlannedRun(entry.name, seed, settings, f"{entry.folder}/seed{seed}", point, measure=self.measure)
 
@@ -236,7 +236,7 @@ class Plan:
         runs = []
         for seed in self.seeds[: self.tuning_seeds]:
             for point in entry.points:
-                settings = self._on_validation(laid(overlay(entry.settings, self.tuning), point))
+                settings = self._on_validation(at_point(overlay(entry.settings, self.tuning), point))
                 settings["seed"] = seed
                 folder = f"{entry.folder}/tuning/{_point_name(point)}-seed{seed}"
                 runs.append(PlannedRun(entry.name, seed, settings, folder, point, "tuning"))
@@ -394,16 +394,10 @@ def check_alike(found: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
         raise ConfigError(f"these were to be compared; their data or tasks differ, and so their figures:\n  {told}")
 
 
-def laid(settings: Settings, point: Point) -> Settings:
-    """Return settings with the values of a point, names first because they decide which options there are."""
-    settings = copy.deepcopy(settings)
-    by_keys = [(parse_path(path), value) for path, value in point.items()]
-    for keys, value in sorted(by_keys, key=lambda one: one[0][-1] != "name"):
-        if keys[-1] == "name":
-            choose(settings, keys[:-1], value)
-        else:
-            assign(settings, keys, value)
-    return settings
+def at_point(settings: Settings, point: Point) -> Settings:
+    """Return a copy of settings with the values of a point."""
+    assignments = [(parse_path(path), value) for path, value in point.items()]
+    return assign_all(copy.deepcopy(settings), assignments)
 
 
 def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:

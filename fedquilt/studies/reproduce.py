@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedquilt.config import Settings, assign, choose
+from fedquilt.config import assign_all
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.studies.papers import FULL, Preset, Row
@@ -46,7 +45,7 @@ def plan_of(
     grid = preset.grid_at(scale)
     entries = []
     for name, settings in chosen.rows_at(scale, data_folder):
-        entries.append(Entry(name, _assigned(settings, assignments), grid))
+        entries.append(Entry(name, assign_all(settings, assignments), grid))
     return Plan(
         tuple(entries),
         tuple(seeds) or preset.seeds_at(scale),
@@ -62,16 +61,6 @@ def chosen_rows(preset: Preset, texts: Sequence[str]) -> list[Row]:
         if not any(text.casefold() in name.casefold() for name in names):
             raise ConfigError(f"the row {text!r} of {preset.name} was asked for; it has none.{nearest(text, names)}")
     return [row for row in preset.rows if not texts or any(text.casefold() in row.name.casefold() for text in texts)]
-
-
-def _assigned(settings: Settings, assignments: Sequence[Assignment]) -> Settings:
-    settings = copy.deepcopy(settings)
-    for keys, value in sorted(assignments, key=lambda one: one[0][-1] != "name"):  # Names decide which keys there are.
-        if keys[-1] == "name":
-            choose(settings, keys[:-1], value)
-        else:
-            assign(settings, keys, value)
-    return settings
 
 
 def store_study(study: Study, preset: Preset, scale: str, folder: Path, about: Mapping[str, Any]) -> list[Path]:

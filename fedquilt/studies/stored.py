@@ -23,8 +23,8 @@ import torch
 
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.files import why, write
+from fedquilt.records import read_summary
 from fedquilt.round import Record
-from fedquilt.studies.execute import read_summary
 from fedquilt.studies.result import Result
 from fedquilt.version import __version__
 

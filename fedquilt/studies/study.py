@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt.config import Experiment, Settings, defaults, read_toml
 from fedquilt.errors import ConfigError, RecordError, TrainingError
+from fedquilt.files import write_text
 from fedquilt.records import locked
 from fedquilt.settings import write as plain_settings
-from fedquilt.studies.execute import Grounds, Watch, execute, finished, write_file
+from fedquilt.studies.execute import Grounds, Watch, execute, finished
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, runs_outside_a_study
 from fedquilt.studies.report import comparison, frame, to_json
 from fedquilt.studies.result import Result
@@ -177,7 +178,7 @@ def _announce(plan: Plan, folder: Path) -> None:
         there = Plan.read(folder)
         plan.check_extends(there, folder)  # Another process may have written it before this one had the lock.
         plan = plan.extending(there)
-    write_file(folder / STUDY_FILE, plan.to_toml())
+    write_text(folder / STUDY_FILE, plan.to_toml())
 
 
 def _tuned(
@@ -209,7 +210,7 @@ def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: 
                 "Name another folder for these settings."
             )
     tuned = {"chosen": chosen, "trials": [_plain_trial(trial) for trial in trials]}
-    write_file(file, json.dumps(tuned, indent=2) + "\n")
+    write_text(file, json.dumps(tuned, indent=2) + "\n")
 
 
 def _read_choice(file: Path) -> Point:

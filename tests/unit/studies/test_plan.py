@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.errors import ConfigError
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, find_entry, folder_name, laid
+from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, at_point, find_entry, folder_name
 
 LR = "method.local.optimiser.lr"
 HERE = Path("folder")
@@ -153,7 +153,7 @@ def test_a_tuning_run_sees_the_validation_part_alone():
 def test_values_are_laid_at_quoted_keys_and_names_come_first():
     settings = {"method": {"name": "fedrolex", "shift": 2}}
     point = {"method.rounding": "ceil", "method.name": "heterofl", 'fleet.budgets."0.5"': 1.0}
-    assert laid(settings, point) == {
+    assert at_point(settings, point) == {
         "method": {"name": "heterofl", "rounding": "ceil"},
         "fleet": {"budgets": {"0.5": 1.0}},
     }
