@@ -14,8 +14,9 @@ from fedquilt.errors import ConfigError
 from fedquilt.files import write_text
 from fedquilt.names import nearest
 from fedquilt.studies.execute import Display, Grounds, finished, torch_settings_restored
-from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun, check_alike
+from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun
 from fedquilt.studies.result import Result
+from fedquilt.studies.statistics import check_alike
 from fedquilt.studies.study import Study, run_plan
 from fedquilt.summaries import UNDER_ATTACK
 

@@ -25,6 +25,7 @@ from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share
 from fedquilt.round.serve import grade
 from fedquilt.settings import write as plain_settings
+from fedquilt.studies.measures import MEASURES, TRAINING
 from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
 
@@ -146,7 +147,7 @@ def finished(planned: PlannedRun, path: Path) -> Result | None:
     is_short = summary.get("rounds", 0) < planned.rounds
     if is_short and "diverged" not in summary:
         return None
-    records = read(path) if planned.measure == "training" else []
+    records = read(path) if planned.measure == TRAINING else []
     return Result(planned.entry, planned.seed, summary, tuple(records))
 
 
@@ -156,7 +157,7 @@ def perform(planned: PlannedRun, path: Path | None, grounds: Grounds, watch: Wat
     A run whose loss is no longer a number counts with the state before that round, and its
     summary names the round as `diverged`.
     """
-    if planned.measure != "training":
+    if planned.measure != TRAINING:
         with torch_settings_restored():
             return _measured(planned, path, grounds)
     with ExitStack() as stack:
@@ -236,8 +237,6 @@ def _opened(
 
 def _measured(planned: PlannedRun, path: Path | None, grounds: Grounds) -> Result:
     """Return what a measure finds about a run that is prepared and not trained."""
-    from fedquilt.studies.measures import MEASURES
-
     experiment = planned.experiment
     ground = grounds.of(experiment)
     run = experiment.prepare(ground)

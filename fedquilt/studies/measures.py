@@ -18,8 +18,10 @@ from fedquilt.clientwise import clientwise, planned_jobs
 from fedquilt.errors import ConfigError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
+from fedquilt.names import nearest
 from fedquilt.terms import Budget, Submodel
 
+TRAINING = "training"  # The measure that trains and evaluates. All others are in `MEASURES`.
 BYTES_OF_FLOAT32 = 4
 
 Measure = Callable[[Run, int], Mapping[str, Any]]
@@ -104,6 +106,12 @@ def sizes(run: Run, rounds: int) -> dict[str, Any]:
 
 
 MEASURES: dict[str, Measure] = {"clients": clients, "coverage": coverage, "sizes": sizes}
+
+
+def measure_problems(measure: str) -> list[str]:
+    """Return a sentence if a name is neither `TRAINING` nor in `MEASURES`."""
+    names = (TRAINING, *MEASURES)
+    return [] if measure in names else [f"there is no measure {measure!r}.{nearest(measure, names)}"]
 
 
 def _after(run: Run, rounds: int) -> Run:

@@ -20,11 +20,10 @@ from typing import Any
 from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, resolved
 from fedquilt.errors import ConfigError, DataError, FedquiltError
 from fedquilt.names import known, nearest
-from fedquilt.studies.measures import MEASURES
+from fedquilt.studies.measures import TRAINING, measure_problems
 from fedquilt.studies.plan import at_point
 from fedquilt.studies.values import Value
 
-TRAINING = "training"  # The measure that trains and evaluates; all others are in `MEASURES`.
 SMOKE = "smoke"  # The scale that needs no data
 SMOKE_NOTE = "Generated images and two rounds or so: it shows that everything runs, and its numbers mean nothing."
 FULL = "full"  # The paper's scale, which every preset has
@@ -293,9 +292,7 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
     for what, count in (("columns", preset.columns), ("rows", preset.rows), ("seeds", preset.seeds)):
         if not count:
             yield f"{what}: an empty list was found; at least one is needed."
-    measures = (TRAINING, *MEASURES)
-    if preset.measure not in measures:
-        yield f"measure: there is no measure {preset.measure!r}.{nearest(preset.measure, measures)}"
+    yield from (f"measure: {problem}" for problem in measure_problems(preset.measure))
     if SMOKE not in preset.scales:
         yield f"scales: there is no {SMOKE!r}, which tests run without data."
     for place, column in enumerate(preset.columns):

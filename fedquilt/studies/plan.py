@@ -26,7 +26,8 @@ from typing import Any, Literal
 from fedquilt.config import Experiment, Settings, assign, assign_all, overlay, parse_path, read_toml
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.studies.measures import MEASURES
+from fedquilt.studies.measures import TRAINING, measure_problems
+from fedquilt.studies.statistics import check_alike
 
 MAX_RUNS = 1_000  # More runs than this are started only if they are confirmed.
 STUDY_FILE = "study.toml"
@@ -83,7 +84,7 @@ class PlannedRun:
     folder: str
     point: Point = field(default_factory=dict)
     stage: Stage = "final"
-    measure: str = "training"
+    measure: str = TRAINING
 
     @property
     def title(self) -> str:
@@ -120,7 +121,7 @@ class Plan:
     validation: float = 0.1
     tuning_seeds: int = 1
     tuning: Settings = field(default_factory=dict)
-    measure: str = "training"
+    measure: str = TRAINING
 
     def __post_init__(self) -> None:
         wrong = list(self._problems())
@@ -140,9 +141,7 @@ class Plan:
             yield f"validation = {self.validation} was given; a share of the training samples in (0, 1) fits."
         if not 1 <= self.tuning_seeds <= len(self.seeds):
             yield f"tuning with {self.tuning_seeds} seeds was asked for; there are {len(self.seeds)}."
-        measures = ("training", *MEASURES)
-        if self.measure not in measures:
-            yield f"there is no measure {self.measure!r}.{nearest(self.measure, measures)}"
+        yield from measure_problems(self.measure)
         if not isinstance(self.tuning, Mapping):
             yield f"tuning = {self.tuning!r} was given; a table of settings fits."
         for entry in self.entries:
@@ -375,23 +374,6 @@ def runs_outside_a_study(folder: Path) -> str:
         f" It has the runs {', '.join(names)}, which an earlier version or `fedquilt run` wrote. Continue each with "
         f"fedquilt run --resume {folder / names[0]}, or name another folder for a study."
     )
-
-
-def check_alike(found: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    """Refuse entries of which a property differs.
-
-    Args:
-        found: For each property the entries by its value.
-    """
-    lines = [
-        f"{', '.join(names)}: {what} {value}"
-        for what, values in found.items()
-        if len(values) > 1
-        for value, names in values.items()
-    ]
-    if lines:
-        told = "\n  ".join(lines)
-        raise ConfigError(f"these were to be compared; their data or tasks differ, and so their figures:\n  {told}")
 
 
 def at_point(settings: Settings, point: Point) -> Settings:

@@ -1,4 +1,4 @@
-"""Tables of a comparison over seeds, and the same numbers as plain values and data frames."""
+"""Tables of a comparison over seeds, and the same numbers as plain values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedquilt.errors import ConfigError
 from fedquilt.milestones import check_target
 from fedquilt.names import nearest
+from fedquilt.studies.frames import metric_names
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import (
     Cost,
@@ -18,9 +19,12 @@ from fedquilt.studies.statistics import (
     Verdict,
     best_entry,
     by_entry,
+    check_alike,
     cost_to_percentages,
     cost_to_target,
     missing_seeds,
+    run_notes,
+    seeds_text,
     values_by_seed,
 )
 from fedquilt.studies.table import Cell, Table
@@ -35,9 +39,6 @@ from fedquilt.summaries import (
     target_text,
 )
 from fedquilt.units import amount, size
-
-if TYPE_CHECKING:
-    import pandas
 
 Show = Callable[[float], str]  # formats a number
 
@@ -252,10 +253,11 @@ class _Comparison:
             reached = target_text(self.target, self.metric, self.percent)
             columns = ", ".join(f"{title} (…)" for title in self._target_columns)
             notes.append(f"{columns}: until that share first had {reached}, means over the seeds that had it.")
-        notes += self._run_notes()
         for name, runs in self.rows.items():
-            said = dict.fromkeys(result.summary.get("note") for result in runs)
-            notes += [f"{name}: {note}" for note in said if note]
+            notes += run_notes(name, runs, self.seeds)
+        for name, runs in self.rows.items():
+            texts = dict.fromkeys(result.summary.get("note") for result in runs)
+            notes += [f"{name}: {text}" for text in texts if text]
         return notes
 
     def _verdict_note(self) -> str:
@@ -273,22 +275,6 @@ class _Comparison:
         return " ".join(
             f"Share{'s'[: len(labels) != 1]} {', '.join(labels)}: {reason}" for reason, labels in by_reason.items()
         )
-
-    def _run_notes(self) -> list[str]:
-        """Return notes on runs that are missing or diverged."""
-        notes: list[str] = []
-        for name, runs in self.rows.items():
-            missing = missing_seeds(runs, self.seeds)
-            if missing:
-                listed = ", ".join(map(str, missing))
-                seeds = f"seed{'s'[: len(missing) != 1]} {listed}"
-                notes.append(f"{name}: no run of {seeds}; the means are over the others.")
-            notes += [
-                f"{name}: the run of seed {result.seed} diverged in round {result.diverged}; its last figures count."
-                for result in runs
-                if result.diverged is not None
-            ]
-        return notes
 
     def domain_tables(self) -> list[Table]:
         """Return the widest share's metric by domain, if there are domains."""
@@ -322,10 +308,7 @@ class _Comparison:
         ]
         missing = missing_seeds(self.rows[self.baseline], [result.seed for result in self.runs])
         if missing:
-            listed = ", ".join(map(str, missing))
-            notes.append(
-                f"{self.baseline} has no run of seed{'s'[: len(missing) != 1]} {listed}; its mean best is used there."
-            )
+            notes.append(f"{self.baseline} has no run of {seeds_text(missing)}; its mean best is used there.")
         costs: dict[str, tuple[Callable[[Cost], float | None], Show]] = {
             "rounds": (lambda cost: cost.rounds, _count),
             "bytes": (lambda cost: cost.bytes, size),
@@ -418,34 +401,20 @@ def _check_comparable(runs: Sequence[Result]) -> None:
     """Refuse an empty list, and runs of different data or tasks."""
     if not runs:
         raise ConfigError("a comparison was asked for; there are no runs. Give at least one finished run.")
-    problems: list[str] = []
-    for key, what in (("data", "data"), ("task", "tasks"), ("main", "main metrics")):
-        entries: dict[str, dict[str, None]] = {}
-        for result in runs:
-            value = result.main if key == "main" else result.summary.get(key)
-            if value is not None:  # summaries of early versions do not name their task
-                entries.setdefault(str(value), {})[result.entry] = None
-        if len(entries) > 1:
-            listed = "; ".join(f"{value}: {', '.join(names)}" for value, names in entries.items())
-            problems.append(f"different {what} ({listed})")
-    if problems:
-        raise ConfigError(
-            f"a comparison was asked for; the runs have {' and '.join(problems)}. Compare runs on "
-            "the same data with the same task."
-        )
+    properties: dict[str, dict[str, dict[str, None]]] = {"data": {}, "task": {}, "main metric": {}}
+    for result in runs:
+        values = (result.summary.get("data"), result.summary.get("task"), result.main)
+        for by_value, value in zip(properties.values(), values, strict=True):
+            if value is not None:  # Summaries of early versions do not name their task.
+                by_value.setdefault(str(value), {})[result.entry] = None
+    check_alike(properties)
 
 
 def _check_metric(runs: Sequence[Result], metric: str) -> None:
     if any(result.metric(metric) for result in runs):
         return
-    names = dict.fromkeys(name for result in runs for name in _metric_names(result))
+    names = dict.fromkeys(name for result in runs for name in metric_names(result))
     raise ConfigError(f"the metric {metric!r} was asked for; no run has it.{nearest(metric, names)}")
-
-
-def _metric_names(result: Result) -> list[str]:
-    """Return the metrics of the last evaluated round, the main one first."""
-    names = dict.fromkeys([result.main, "accuracy", *result.summary.get("metrics", {})])
-    return [name for name in names if result.metric(name)]
 
 
 # --- numbers as text ------------------------------------------------------------------------------
@@ -500,89 +469,3 @@ def _plain_cost(cost: Cost) -> dict[str, Any]:
         "count": len(cost.by_seed),
         "by_seed": {str(seed): milestone and asdict(milestone) for seed, milestone in cost.by_seed.items()},
     }
-
-
-# --- flat rows ------------------------------------------------------------------------------------
-
-
-def rows(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Return one flat row for each entry, seed and share, with the figures of the last evaluation.
-
-    Columns are `entry`, `seed`, `share`, every metric by its name, the run's totals (`rounds`,
-    `bytes_down`, `bytes_up`, `macs`, `seconds`) and what a device of the share holds
-    (`parameters`, `macs_per_sample`). None: the run has no such number.
-    """
-    runs = list(results)
-    metrics = dict.fromkeys(name for result in runs for name in _metric_names(result))
-    flat: list[dict[str, Any]] = []
-    for result in runs:
-        summary = result.summary
-        members = summary.get("members", {})
-        shares = dict.fromkeys(s for name in _metric_names(result) for s in result.metric(name))
-        for share in shares | dict.fromkeys(members):
-            flat.append(
-                {
-                    "entry": result.entry,
-                    "seed": result.seed,
-                    "share": float(share),
-                    **{name: result.metric(name).get(share) for name in metrics},
-                    "rounds": summary.get("rounds"),
-                    "bytes_down": summary.get("bytes_down"),
-                    "bytes_up": summary.get("bytes_up"),
-                    "macs": result.macs,
-                    "seconds": summary.get("seconds"),
-                    "parameters": members.get(share, {}).get("params"),
-                    "macs_per_sample": members.get(share, {}).get("macs"),
-                }
-            )
-    return flat
-
-
-def rounds(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Return one flat row for each entry, seed, round and share.
-
-    Columns are `entry`, `seed`, `round`, `share`, every metric by its name, and the round's own
-    `train_loss`, `clients`, `bytes_down`, `bytes_up`, `macs` and `seconds`. A round that was not
-    evaluated has one row with None as share and metrics.
-    """
-    runs = list(results)
-    metrics = dict.fromkeys(name for result in runs for record in result.records for name in record.grades.metrics)
-    flat: list[dict[str, Any]] = []
-    for result in runs:
-        for record in result.records:
-            figures = record.grades.metrics
-            shares = list(dict.fromkeys(s for by_share in figures.values() for s in by_share))
-            for share in shares or [""]:
-                flat.append(
-                    {
-                        "entry": result.entry,
-                        "seed": result.seed,
-                        "round": record.round,
-                        "share": float(share) if share else None,
-                        **{name: figures.get(name, {}).get(share) for name in metrics},
-                        "train_loss": record.loss,
-                        "clients": record.clients,
-                        "bytes_down": record.bytes_down,
-                        "bytes_up": record.bytes_up,
-                        "macs": record.macs,
-                        "seconds": record.seconds,
-                    }
-                )
-    return flat
-
-
-def frame(results: Iterable[Result], by_round: bool = False) -> pandas.DataFrame:
-    """Return `rows` as a pandas DataFrame, or `rounds` if `by_round` is True.
-
-    Raises:
-        ConfigError: pandas is not installed.
-    """
-    name = "rounds" if by_round else "rows"
-    try:
-        import pandas
-    except ImportError as error:
-        raise ConfigError(
-            "a data frame was asked for; it needs pandas, which is not installed: pip install "
-            f"pandas. fedquilt.studies.report.{name} returns the same as a list of dictionaries."
-        ) from error
-    return pandas.DataFrame(rounds(results) if by_round else rows(results))

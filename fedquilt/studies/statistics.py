@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedquilt.errors import ConfigError
 from fedquilt.milestones import Milestone, milestones
 from fedquilt.names import nearest
 from fedquilt.studies.result import Result
+from fedquilt.summaries import NOTHING
 
 # Percentages of a baseline's best figure for which tables have the cost.
 PERCENTAGES = (50.0, 60.0, 70.0, 80.0, 90.0, 98.0, 99.0, 99.5, 99.95, 100.0)
@@ -189,6 +190,29 @@ def by_entry(results: Iterable[Result]) -> dict[str, list[Result]]:
     return rows
 
 
+def check_alike(properties: Mapping[str, Mapping[str, Collection[str]]]) -> None:
+    """Refuse rows that differ in a property, because their figures cannot be compared.
+
+    Args:
+        properties: For each property the names of the rows, by its value.
+
+    Raises:
+        ConfigError: A property has several values. All of them are listed.
+    """
+    lines = [
+        f"{name} {value}: {', '.join(rows)}"
+        for name, by_value in properties.items()
+        if len(by_value) > 1
+        for value, rows in by_value.items()
+    ]
+    if lines:
+        listed = "\n  ".join(lines)
+        raise ConfigError(
+            f"a comparison was asked for; these rows differ:\n  {listed}\n"
+            "Compare runs on the same data with the same task."
+        )
+
+
 def values_by_seed(runs: Iterable[Result], share: str, metric: str = "") -> dict[int, float]:
     """Return a metric of a row at one share by seed, in the last evaluated round.
 
@@ -205,6 +229,34 @@ def missing_seeds(runs: Iterable[Result], planned: Iterable[int]) -> list[int]:
     """Return the planned seeds that a row has no run of."""
     seeds = {result.seed for result in runs}
     return sorted(set(planned) - seeds)
+
+
+def run_notes(name: str, runs: Sequence[Result], planned: Iterable[int]) -> list[str]:
+    """Return sentences on runs of a row that are missing or diverged.
+
+    Args:
+        name: Name of the row.
+        runs: Runs of the row.
+        planned: Seeds that every row should have.
+    """
+    missing = missing_seeds(runs, planned)
+    notes: list[str] = []
+    if not runs:
+        notes.append(f"{name}: it was not run.")
+    elif missing:
+        notes.append(f"{name}: no run of {seeds_text(missing)}; the means are over the others.")
+    diverged = [result for result in runs if result.diverged is not None]
+    notes += [
+        f"{name}: the run of seed {result.seed} diverged in round {result.diverged}; its last figures count."
+        for result in diverged
+    ]
+    return notes
+
+
+def seeds_text(seeds: Sequence[int]) -> str:
+    """Return `seed 3`, or `seeds 3, 5` if there are several."""
+    word = "seed" if len(seeds) == 1 else "seeds"
+    return f"{word} {', '.join(map(str, seeds))}"
 
 
 # --- cost to a target -----------------------------------------------------------------------------
@@ -250,7 +302,7 @@ class Cost:
             show: Function that formats the mean.
         """
         if mean is None:
-            return "–"
+            return NOTHING
         some = f" ({len(self.reached)} of {len(self.by_seed)})"
         return show(mean) + (some if len(self.reached) < len(self.by_seed) else "")
 

@@ -18,8 +18,9 @@ from fedquilt.files import write_text
 from fedquilt.records import locked
 from fedquilt.settings import write as plain_settings
 from fedquilt.studies.execute import Grounds, Watch, execute, finished
+from fedquilt.studies.frames import frame
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, runs_outside_a_study
-from fedquilt.studies.report import comparison, frame, to_json
+from fedquilt.studies.report import comparison, to_json
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
 

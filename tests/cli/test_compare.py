@@ -180,7 +180,7 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
             ["fedavg", "--grid", f"rounds={','.join(map(str, range(1, 1101)))}"],
             "a study of 1,101 runs was asked for; more than 1,000 are started only with --yes",
         ),
-        (["fedavg", "digits.toml"], "their data or tasks differ"),
+        (["fedavg", "digits.toml"], "these rows differ:"),
         (["fedavg", *QUICK, "--metric", "f2"], "--metric f2 was asked for; nobody records it"),
         (["fedavg", *QUICK, "--baseline", "fedprox"], "--baseline fedprox was asked for; it is not compared"),
     ],

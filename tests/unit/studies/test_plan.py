@@ -172,7 +172,7 @@ def test_an_entry_is_found_before_a_setting():
 
 def test_entries_with_other_data_or_tasks_are_listed():
     plan = Plan((make_entry("a"), make_entry("b", data="diabetes"), make_entry("c", task="multilabel")))
-    with pytest.raises(ConfigError, match=r"a, c: data digits\n  b: data diabetes$"):
+    with pytest.raises(ConfigError, match=r"data digits: a, c\n  data diabetes: b\n"):
         plan.check_comparable()
     Plan((make_entry("a"), make_entry("b", task="classification"))).check_comparable()
 
