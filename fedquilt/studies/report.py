@@ -144,7 +144,7 @@ class _Comparison:
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """Return what each share is called."""
+        """Return the name of each share in tables."""
         named = {share: label for result in self.runs for share, label in labels_of(result.summary).items()}
         return {share: share_label(share, named) for share in self.shares}
 
@@ -172,7 +172,13 @@ class _Comparison:
         return cost_to_percentages(self.runs, self.baseline) if self.baseline else {}
 
     def spread(self, name: str, share: str, metric: str) -> Spread | None:
-        """Return mean and deviation of a row; None: none of its runs has the figure."""
+        """Return mean and deviation of a metric of a row. None: no run has the figure.
+
+        Args:
+            name: Name of the row.
+            share: Share of the model, as a summary names it.
+            metric: Name of the metric.
+        """
         return _spread(values_by_seed(self.rows[name], share, metric).values())
 
     # --- tables -----------------------------------------------------------------------------------
@@ -199,7 +205,7 @@ class _Comparison:
 
     @cached_property
     def _totals(self) -> dict[str, tuple[Callable[[Result], float | None], Show]]:
-        """Return the columns of costs: the number of a run, and how it is shown."""
+        """Return the columns of costs: a function for the number of a run, and its format."""
         totals: dict[str, tuple[Callable[[Result], float | None], Show]] = {
             "to clients": (lambda result: result.summary.get("bytes_down"), size),
             "back": (lambda result: result.summary.get("bytes_up"), size),
@@ -261,13 +267,13 @@ class _Comparison:
         return notes
 
     def _verdict_note(self) -> str:
-        """Return what was marked at each share or why nothing was, equal reasons once."""
+        """Return the marked row of each share, or why nothing is marked, with equal reasons once."""
         by_reason: dict[str, list[str]] = {}
         for share, verdict in self.verdicts.items():
-            marked = "nothing is marked"
+            outcome = "nothing is marked"
             if verdict.entry is not None:
-                marked = f"{verdict.entry} is marked as best"
-            reason = f"{marked} because {verdict.reason}."
+                outcome = f"{verdict.entry} is marked as best"
+            reason = f"{outcome} because {verdict.reason}."
             by_reason.setdefault(reason, []).append(self.labels[share])
         if len(by_reason) == 1:
             (reason,) = by_reason
@@ -328,7 +334,7 @@ class _Comparison:
         return tables
 
     def size_tables(self) -> list[Table]:
-        """Return what a device of each share holds, once for rows in which that is the same."""
+        """Return the sizes of devices, once for all rows that have the same."""
         alike: dict[str, list[str]] = {}  # rows by their members
         for name, runs in self.rows.items():
             if members_of(runs[0].summary):
@@ -346,17 +352,17 @@ class _Comparison:
 
     def plain(self) -> dict[str, Any]:
         """Return all numbers as values that JSON has."""
-        asked: dict[str, Any] = {}
+        request: dict[str, Any] = {}
         if self.target is not None:
-            asked["target"] = self.target
+            request["target"] = self.target
         if self.baseline:
-            asked["baseline"] = self.baseline
+            request["baseline"] = self.baseline
         return {
             "metric": self.metric,
             "higher_is_better": self.runs[0].prefers_higher(self.metric),
             "percent": self.percent,
             "seeds": list(self.seeds),
-            **asked,
+            **request,
             "entries": {name: self._plain_entry(name) for name in self.rows},
             "verdicts": {
                 share: {
