@@ -36,7 +36,7 @@ LISTS = (
 
 
 def entries(what: str, name: str = "") -> dict[str, Entry]:
-    """All of one kind by name, or one of them. The name of a paper means all of its tables."""
+    """Return all entries of one kind by name, or one of them. A paper's name stands for all its tables."""
     about: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
     if not name:
         found = _table(what)
@@ -51,10 +51,10 @@ def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
     """Return further tables on one entry, by the title of their first column."""
     if what != "papers":
         return {"option": options(what, name)}
-    if _tables_named(name) != (name,):  # a paper with all its tables
+    if _tables_named(name) != (name,):  # It is a paper with all its tables.
         return {}
     table = _paper_table(name)
-    notes = {str(place): {"what it says": note} for place, note in enumerate(table["notes"], start=1)}
+    notes = {str(number): {"what it says": note} for number, note in enumerate(table["notes"], start=1)}
     return {"row (the paper's numbers)": table["rows"], "scale": table["sizes"], "note": notes}
 
 
@@ -120,7 +120,7 @@ def _tables_named(name: str) -> tuple[str, ...]:
 
 
 def _paper_table(name: str) -> Entry:
-    """Return a table or figure of a paper: what it needs, its rows with the paper's numbers, its scales."""
+    """Return a table or figure of a paper: its data, its rows with the paper's numbers, and its scales."""
     from fedquilt.studies.papers import parsed_preset
 
     preset = parsed_preset(name)

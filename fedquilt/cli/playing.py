@@ -24,7 +24,7 @@ MAX_SHOWN_SHARES = 8
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was stopped; says how far it came, and how to go on."""
+    """Interruption of a run. Its message has the rounds that are done, and the command that resumes it."""
 
 
 @dataclass(frozen=True)
@@ -96,7 +96,7 @@ class Playing:
         else:
             check_target(target, main_of(self.summary), in_percent(self.summary))
 
-    def told(self, target: float | None) -> dict[str, Any]:
+    def summary_with(self, target: float | None) -> dict[str, Any]:
         """Return the summary, with a target also when each share first reached it."""
         if target is None:
             return self.summary
@@ -117,7 +117,14 @@ def _plain(milestone: Milestone) -> dict[str, Any]:
 
 
 def begun(experiment: Experiment, source: str, out: Path | None, stack: ExitStack) -> Playing:
-    """A new run whose settings come from `source`, with a folder if one was asked for."""
+    """Return a new run.
+
+    Args:
+        experiment: All settings.
+        source: Source of the settings, for the first line: a file, the demo or defaults.
+        out: Folder of the run. None: nothing is kept.
+        stack: Closes the folder.
+    """
     from fedquilt.records import Folder
 
     refuse_taken(out)
@@ -160,7 +167,13 @@ def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
 
 
 def title_of(methods: str, experiment: Experiment, run: Run) -> str:
-    """Return the line that says which methods are trained on what."""
+    """Return a line with the methods, data, model, clients, engine and link.
+
+    Args:
+        methods: Names of the methods.
+        experiment: All settings of one of them.
+        run: The prepared run of that one.
+    """
     from fedquilt.engines import ENGINES
     from fedquilt.records import registered
     from fedquilt.round.link import PERFECT
@@ -192,7 +205,7 @@ def settings_lines(runs: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def refuse_taken(out: Path | None) -> None:
-    """Before anything heavy: a folder that holds a run is not written over."""
+    """Refuse a folder that holds a run, before anything is loaded."""
     from fedquilt.records import holds_a_run
 
     if out and holds_a_run(out):
@@ -200,7 +213,13 @@ def refuse_taken(out: Path | None) -> None:
 
 
 def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
-    """A run that goes on from its folder, to more rounds if so many are asked for."""
+    """Return a run that resumes from its folder.
+
+    Args:
+        path: Folder of the run.
+        rounds: Number of rounds in all. None: that of its settings.
+        stack: Closes the folder.
+    """
     from fedquilt.config import Experiment, read_toml
     from fedquilt.files import write_text
     from fedquilt.records import Folder

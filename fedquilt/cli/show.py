@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fedquilt.studies import table as studies
 
 Watch = Callable[["Record"], None]
-# Of a run: the rounds behind it, its labels, and whether its main figure is shown in percent.
+# Arguments: rounds that are done, labels of shares, and True if the main figure is shown in percent.
 Begin = Callable[[int, Labels, bool], Watch]
 
 
@@ -76,7 +76,7 @@ def _numbers(value: Any) -> Any:
 def progress(console: Console, rounds: int) -> Iterator[Begin]:
     """Show a bar with rate and time left on a terminal, and elsewhere a line for every evaluated round.
 
-    It yields a function that starts the bar and returns what to call after each round.
+    It yields a function that starts the bar and returns another one, to be called after each round.
     """
     if not console.is_terminal:
 
@@ -97,12 +97,12 @@ def progress(console: Console, rounds: int) -> Iterator[Begin]:
 
 
 def watch_bar(bars: Progress, task: TaskID, done: int, labels: Labels, percent: bool) -> Watch:
-    """Return what to call after each round of a run to move its bar.
+    """Return a function that moves the bar of a run, to be called after each round.
 
     Args:
         bars: The bars.
         task: The bar of the run.
-        done: Rounds that were behind the run when it began or resumed.
+        done: Rounds that were finished before the run was resumed. 0: it is new.
         labels: Names of shares whose name is not the number.
         percent: True if the main figure is shown in percent.
     """
@@ -134,6 +134,16 @@ def round_bars(console: Console) -> Progress:
 
 
 def say_round(console: Console, lead: str, rounds: int, labels: Labels, percent: bool, record: Record) -> None:
+    """Print a line for an evaluated round, and nothing for other rounds.
+
+    Args:
+        console: Console for the line.
+        lead: Text at the beginning of the line, such as the name of the run.
+        rounds: Number of rounds in all.
+        labels: Names of shares whose name is not the number.
+        percent: True if the main figure is shown in percent.
+        record: Record of the round.
+    """
     if record.grades.main:
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
         loss = "–" if record.loss is None else f"{record.loss:.3f}"  # nobody was there

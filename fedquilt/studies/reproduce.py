@@ -41,10 +41,10 @@ def plan_of(
         ConfigError: No row has a name that contains one of the texts.
         DataError: A data file is missing.
     """
-    chosen = replace(preset, rows=tuple(chosen_rows(preset, rows)))
+    part = replace(preset, rows=tuple(chosen_rows(preset, rows)))
     grid = preset.grid_at(scale)
     entries = []
-    for name, settings in chosen.rows_at(scale, data_folder):
+    for name, settings in part.rows_at(scale, data_folder):
         entries.append(Entry(name, assign_all(settings, assignments), grid))
     return Plan(
         tuple(entries),

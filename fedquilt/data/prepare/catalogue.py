@@ -19,7 +19,7 @@ MB = 10**6
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a user may choose about the data sets that are drawn or synthesised."""
+    """Options of data sets whose images are drawn at random or synthesised."""
 
     per_domain: int = 2000  # Training images per domain of digits5 and syn. Test images: half as many.
     seed: int = 0  # Random seed of the choice of images, and of synthesised ones.
@@ -33,12 +33,12 @@ Make = Callable[[Mapping[str, Fetched], Recipe, Watch], dict[str, np.ndarray]]
 class DataSet:
     """A data set that `fedquilt data prepare` writes as an .npz file."""
 
-    name: str  # What it is asked for by, and the name of the file.
-    title: str  # What it is.
-    source: str  # Who publishes it.
-    terms: str  # What its publishers say about its use.
+    name: str  # Name of the data set, and of its file without .npz.
+    title: str  # Description in one line.
+    source: str  # Publishers and their addresses.
+    terms: str  # Terms of use as the publishers state them.
     files: tuple[Published, ...]  # Files that are downloaded for it.
-    make: Make  # Turns the files into the arrays of docs/data.md.
+    make: Make  # Function from the files to the arrays that docs/data.md describes.
 
 
 def _published(name: str, lead: str, md5: str, max_bytes: int, max_unpacked: int, mirror: str = "") -> Published:
