@@ -332,10 +332,10 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the right to write in a folder, which is made if it is not there.
+    """Lock a folder for writing while the block runs. The folder is made if it is not there.
 
     Raises:
-        ConfigError: Another process holds it, or the folder cannot be written to.
+        ConfigError: Another process has the lock, or the folder cannot be written to.
     """
     with _writable(f"the folder {path} was asked for"):
         path.mkdir(parents=True, exist_ok=True)
@@ -418,7 +418,7 @@ def identity(run: Run) -> dict[str, Any]:
 
 
 def _evaluated_on(run: Run) -> dict[str, str]:
-    """Return the samples that a run is evaluated on, if they are not the test set, as in earlier versions."""
+    """Return an entry for the samples that a run is evaluated on; none for the test set, as in earlier versions."""
     return {} if run.evaluation.on == "test" else {"evaluated_on": run.evaluation.on}
 
 
