@@ -39,12 +39,12 @@ def entries(what: str, name: str = "") -> dict[str, Entry]:
     """Return all entries of one kind by name, or one of them. A paper's name stands for all its tables."""
     about: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
     if not name:
-        found = _table(what)
+        kinds = _table(what)
     elif what == "papers":
-        found = {one: one for one in _tables_named(name)}
+        kinds = {table: table for table in _tables_named(name)}
     else:
-        found = {name: _known(what, name)}
-    return {one: about(kind) for one, kind in found.items()}
+        kinds = {name: _known(what, name)}
+    return {key: about(kind) for key, kind in kinds.items()}
 
 
 def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
@@ -59,19 +59,19 @@ def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
 
 
 def options(what: str, name: str) -> dict[str, Entry]:
-    """The single values one can set of one of them, a row each."""
+    """Return the settings of one entry, by name."""
     from fedquilt.config import Machine, Source
 
     kind = _known(what, name)
     if what == "links":
         return leaves(type(kind), kind)
-    found = leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
+    rows = leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
     if what == "data":  # Every data set has it. `list partitions` shows the options of partitions.
-        found = {**found, "validation": leaves(Source)["validation"]}
+        rows = {**rows, "validation": leaves(Source)["validation"]}
     if presets := getattr(kind, "presets", None):
         shown = {"type": " | ".join(presets), "default": "null", "what it is": "a setting of its paper's or its code's"}
-        found = {"preset": shown, **found}
-    return found
+        rows = {"preset": shown, **rows}
+    return rows
 
 
 def _known(what: str, name: str) -> Any:

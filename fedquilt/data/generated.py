@@ -55,9 +55,10 @@ def generated(
 
 
 def _check(classes: int, shape: tuple[int, ...], train: int, test: int, domains: tuple[str, ...]) -> None:
-    wrong = {name: count for name, count in (("classes", classes), ("train", train), ("test", test)) if count < 1}
-    if wrong:
-        raise ConfigError(f"generated data with {wrong} was asked for; each must be at least 1.")
+    counts = {"classes": classes, "train": train, "test": test}
+    too_small = {name: count for name, count in counts.items() if count < 1}
+    if too_small:
+        raise ConfigError(f"generated data with {too_small} was asked for; each must be at least 1.")
     if len(shape) != 3 or not all(whole(length, 1) for length in shape):
         raise ConfigError(
             f"generated images of shape {tuple(shape)} were asked for; channels, height and width fit, as (3, 32, 32)."
@@ -70,8 +71,8 @@ def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
     """Return an image of few coloured blocks for each class."""
     channels, height, width = shape
     key = torch.tensor(noise.key(seed, _SITE, _PROTOTYPE))
-    drawn = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
-    blocks = drawn.reshape(classes, channels, GRID, GRID)
+    colours = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
+    blocks = colours.reshape(classes, channels, GRID, GRID)
     rows = torch.arange(height) * GRID // height
     columns = torch.arange(width) * GRID // width
     return blocks[:, :, rows][..., columns]  # (class, channel, height, width)

@@ -249,7 +249,7 @@ def tables_named(name: str) -> tuple[str, ...]:
     tables = papers()
     if name in tables:
         return tables[name]
-    return (known({one: one for one in (*tables, *presets())}, name, "paper, table or figure"),)
+    return (known({table: table for table in (*tables, *presets())}, name, "paper, table or figure"),)
 
 
 def _file(name: str) -> Traversable:
@@ -297,22 +297,22 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
     yield from (f"measure: {problem}" for problem in measure_problems(preset.measure))
     if SMOKE not in preset.scales:
         yield f"scales: there is no {SMOKE!r}, which tests run without data."
-    for place, column in enumerate(preset.columns):
+    for index, column in enumerate(preset.columns):
         try:
             Value.parse(column.value)
         except ConfigError as error:
-            yield f"columns[{place}].value: {error}"
+            yield f"columns[{index}].value: {error}"
     lists: tuple[tuple[str, Sequence[object]], ...] = (
         ("columns", [column.title for column in preset.columns]),
         ("rows", [row.name for row in preset.rows]),
         ("data", preset.data),
         ("seeds", preset.seeds),
     )
-    for what, names in lists:
+    for key, names in lists:
         repeated = [entry for entry in dict.fromkeys(names) if list(names).count(entry) > 1]
-        yield from (f"{what}: {entry!r} is there more than once." for entry in repeated)
-    for place, row in enumerate(preset.rows):
-        yield from _problems_of_row(preset, row, f"rows[{place}]")
+        yield from (f"{key}: {entry!r} is there more than once." for entry in repeated)
+    for index, row in enumerate(preset.rows):
+        yield from _problems_of_row(preset, row, f"rows[{index}]")
     for name, scale in preset.scales.items():
         for part in scale.parts:
             if part not in preset.parts:
@@ -320,9 +320,9 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
         for path in scale.grid:
             if path not in preset.grid:
                 yield f"scales.{name}.grid: {path!r} is not in the grid.{nearest(path, preset.grid)}"
-    for where, settings in _all_settings(preset):
+    for position, settings in _all_settings(preset):
         if "seed" in settings:
-            yield f"{where}.seed: settings of a preset have no seed; name it in `seeds`."
+            yield f"{position}.seed: settings of a preset have no seed; name it in `seeds`."
 
 
 def _all_settings(preset: Preset) -> Iterator[tuple[str, Mapping[str, Any]]]:
@@ -337,18 +337,18 @@ def _all_settings(preset: Preset) -> Iterator[tuple[str, Mapping[str, Any]]]:
         yield from ((f"scales.{name}.parts.{part}", table) for part, table in scale.parts.items())
 
 
-def _problems_of_row(preset: Preset, row: Row, place: str) -> Iterator[str]:
+def _problems_of_row(preset: Preset, row: Row, position: str) -> Iterator[str]:
     for part in row.parts:
         if part not in preset.parts:
-            yield f"{place}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
+            yield f"{position}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
     if len(row.paper) != len(preset.columns):
         yield (
-            f"{place}.paper: {len(row.paper)} texts were found for {len(preset.columns)} columns; "
+            f"{position}.paper: {len(row.paper)} texts were found for {len(preset.columns)} columns; "
             'one for each is needed, "" where the paper has no number.'
         )
     for text in row.paper:
         if text and paper_number(text) is None:
-            yield f'{place}.paper: {text!r} was found; a number such as "69.44 ± 1.50", or "", would fit.'
+            yield f'{position}.paper: {text!r} was found; a number such as "69.44 ± 1.50", or "", would fit.'
 
 
 def _problems_of_settings(preset: Preset) -> Iterator[str]:

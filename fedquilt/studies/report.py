@@ -69,12 +69,12 @@ def comparison(
         ConfigError: There are no runs, they cannot be compared, nobody recorded the metric, or no
             row has the baseline's name.
     """
-    chosen = _Comparison.of(results, seeds, metric, target, baseline)
+    compared = _Comparison.of(results, seeds, metric, target, baseline)
     return [
-        chosen.main_table(),
-        *chosen.domain_tables(),
-        *chosen.cost_tables(),
-        *chosen.size_tables(),
+        compared.main_table(),
+        *compared.domain_tables(),
+        *compared.cost_tables(),
+        *compared.size_tables(),
     ]
 
 
@@ -328,8 +328,8 @@ class _Comparison:
                 [name, *(cost.shown(mean(cost), show) for cost in by_percentage.values())]
                 for name, by_percentage in self.baseline_costs.items()
             ]
-            lead = f"{title} to a percentage of the best {main} of {self.baseline}"
-            tables.append(Table(lead, head, rows))
+            long_title = f"{title} to a percentage of the best {main} of {self.baseline}"
+            tables.append(Table(long_title, head, rows))
         tables[-1] = replace(tables[-1], notes=notes)
         return tables
 

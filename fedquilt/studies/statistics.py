@@ -264,7 +264,7 @@ def seeds_text(seeds: Sequence[int]) -> str:
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row's runs took to reach a target, by seed. None: the run never reached it."""
+    """Cost of a row's runs until they reached a target, by seed. None: the run never reached it."""
 
     by_seed: Mapping[int, Milestone | None]
 
@@ -290,12 +290,12 @@ class Cost:
 
     @property
     def link_seconds(self) -> float | None:
-        """Return the mean seconds over the link; None: it has no clock, or no run got there."""
+        """Return the mean seconds over the link. None: it has no clock, or no run reached the target."""
         seconds = [milestone.link_seconds for milestone in self.reached]
         return _mean_or_none([value for value in seconds if value is not None])
 
     def shown(self, mean: float | None, show: Callable[[float], str]) -> str:
-        """Return a mean, and how many of the runs it is over where some never got there.
+        """Return a mean, with the number of runs that reached the target if not all did.
 
         Args:
             mean: `rounds`, `bytes` or `macs` of this cost.
@@ -303,12 +303,13 @@ class Cost:
         """
         if mean is None:
             return NOTHING
-        some = f" ({len(self.reached)} of {len(self.by_seed)})"
-        return show(mean) + (some if len(self.reached) < len(self.by_seed) else "")
+        if len(self.reached) == len(self.by_seed):
+            return show(mean)
+        return f"{show(mean)} ({len(self.reached)} of {len(self.by_seed)})"
 
 
 def cost_to_target(runs: Sequence[Result], target: float, metric: str = "") -> dict[str, Cost]:
-    """Return what a row's runs took until each share was as good as a target.
+    """Return the cost of a row's runs until each share reached a target.
 
     Args:
         runs: Runs of one row.
@@ -348,7 +349,7 @@ def part_of_best(best: float, percentage: float, higher_is_better: bool = True) 
 def cost_to_percentages(
     results: Iterable[Result], baseline: str, percentages: Sequence[float] = PERCENTAGES
 ) -> dict[str, dict[float, Cost]]:
-    """Return what each row took to reach percentages of a baseline's best main figure.
+    """Return the cost of each row until it reached percentages of a baseline's best main figure.
 
     The baseline's best figure is that of its widest model in its best evaluated round. A run is
     compared with the baseline's run of the same seed, or with the mean over the baseline's runs if
@@ -375,12 +376,12 @@ def cost_to_percentages(
             f"the baseline {baseline!r} was asked for; none of its runs has records with an "
             "evaluated round. Name a row that has them."
         )
-    usual = _mean(list(bests.values()))
+    mean_best = _mean(list(bests.values()))
 
     return {
         name: {
             percentage: Cost(
-                {result.seed: _part_reached(result, bests.get(result.seed, usual), percentage) for result in runs}
+                {result.seed: _part_reached(result, bests.get(result.seed, mean_best), percentage) for result in runs}
             )
             for percentage in percentages
         }
