@@ -38,8 +38,8 @@ class ReproduceRequest:
     seeds: Seeds = ()  # random seeds; those of the table if not given
     assign: Assignments = ()  # a setting of all rows by its path, such as method.local.batch_size=50; may be repeated
     data_folder: Place = None  # folder of data files; if not given that of FEDQUILT_DATA, else data
-    device: Text = None  # such as cpu, cuda or cuda:1
-    precision: Precision = None  # precision of matrix products on the device; fp64 is that of everything
+    device: Text = None  # device to train on, such as cpu, cuda or cuda:1
+    precision: Precision = None  # precision of matrix products on the device; with fp64 everything is computed in it
     out: Place = None  # folder of the study; runs/PAPER-TABLE-SCALE if not given
     jobs: Whole = None  # runs at the same time, each in a process of its own; 1 if not given
     store: Place = None  # also store results without weights in this folder, such as results
