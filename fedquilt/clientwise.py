@@ -85,7 +85,7 @@ _Figures = tuple[float | None, float | None]  # of its own size, and of the whol
 
 
 def clientwise(run: Run, clients: Iterable[int] | None = None, evaluate: bool = True) -> Clientwise:
-    """Return what clients spent and got.
+    """Return the costs and the main figures of clients.
 
     Args:
         run: A run, trained or only prepared.
@@ -192,7 +192,7 @@ def ever_trained(run: Run) -> dict[str, float]:
 
 
 def planned_jobs(run: Run) -> Iterator[Job]:
-    """Yield what every client of every cohort was asked to train in the rounds so far."""
+    """Yield the training jobs of every client of every cohort in the rounds so far."""
     fleet, world = run.fleet, run.world
     for played in range(run.server.round):
         server = replace(run.server, round=played)

@@ -12,7 +12,7 @@ import math
 import os
 import re
 import tomllib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, TypeVar
@@ -614,6 +614,21 @@ def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
         table[key] = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
         table = table[key]
     table[last] = copy.deepcopy(value)
+    return settings
+
+
+def assign_all(settings: Settings, assignments: Iterable[tuple[Sequence[str], Any]]) -> Settings:
+    """Set values at paths, in place. Names come first because they decide which other keys there are.
+
+    Args:
+        settings: Settings to change.
+        assignments: Keys of each setting, and its value.
+    """
+    for keys, value in sorted(assignments, key=lambda assignment: assignment[0][-1] != "name"):
+        if keys[-1] == "name":
+            choose(settings, keys[:-1], value)
+        else:
+            assign(settings, keys, value)
     return settings
 
 

@@ -89,6 +89,19 @@ def write(path: Path, chunks: Iterable[Bytes]) -> Written:
     return Written(path.name, size, digest.hexdigest())
 
 
+def write_text(path: Path, text: str) -> None:
+    """Write a text file whole or not at all, and make the folders above it.
+
+    Raises:
+        RecordError: The file could not be written.
+    """
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, [text.encode()])
+    except OSError as error:
+        raise RecordError(f"{path} could not be written: {why(error)}.") from error
+
+
 def why(error: OSError) -> str:
     """What the system says went wrong."""
     return error.strerror or str(error)

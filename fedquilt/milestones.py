@@ -1,4 +1,4 @@
-"""When a run first reached a target: the rounds, bytes, multiply-adds and seconds to a metric's value."""
+"""Cost of a run until it first reached a target: rounds, bytes, multiply-adds and seconds."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Looking things up: by name in a table, as `file.py:NAME`, or as `package.module:NAME`.
+"""Find classes and functions: by name in a table, as `file.py:NAME`, or as `package.module:NAME`.
 
-A name that nobody knows is reported with the nearest known one.
+The error for an unknown name has the nearest known one.
 """
 
 from __future__ import annotations
@@ -26,7 +26,13 @@ T = TypeVar("T")
 
 
 def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
-    """Return what a name refers to: an entry of the table, or a class or function in a file or a module."""
+    """Return the entry of the table, or the class or function in a file or a module, that a name refers to.
+
+    Args:
+        table: Entries by name.
+        name: Name of an entry, `file.py:NAME` or `package.module:NAME`.
+        what: Kind of the entries in one word or two, for messages.
+    """
     if is_file(name):
         return _from_file(name, what)
     if is_in_module(name):
@@ -35,14 +41,14 @@ def find(table: Mapping[str, T], name: str, what: str) -> T | Any:
 
 
 def known(table: Mapping[str, T], name: str, what: str) -> T:
-    """The entry of a table, or an error that says what would fit."""
+    """Return the entry of a table. The error for an unknown name lists the known ones."""
     if name in table:
         return table[name]
     raise ConfigError(f"there is no {what} named {name!r}.{nearest(name, table)}")
 
 
 def nearest(name: str, names: Iterable[str]) -> str:
-    """What to say behind a name nobody knows: the one that was meant, and all there are."""
+    """Return the end of an error about an unknown name: the nearest known name, and all known names."""
     names = list(names)
     close = difflib.get_close_matches(name, names, n=1)
     separator = "; " if any("," in one for one in names) else ", "
@@ -50,7 +56,7 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """What somebody else's error says, with its kind: `ValueError: on purpose`."""
+    """Return the message of an error with its class, as in `ValueError: on purpose`."""
     return f"{type(error).__name__}: {error}"
 
 
@@ -68,16 +74,16 @@ def is_in_module(name: str) -> bool:
 
 
 def is_reference(name: str) -> bool:
-    """Return True if a name means a class or function outside of all tables, in a file or a module."""
+    """Return True if a name means a class or function in a file or a module, and not in a table."""
     return is_file(name) or is_in_module(name)
 
 
-# A module without a package is left to files, because `hub:mnist` is a data set.
+# At least one dot is needed before the colon, because `hub:mnist` is a data set and no module.
 _IN_MODULE = re.compile(r"[^\W\d]\w*(\.[^\W\d]\w*)+:[^\W\d]\w*(\.[^\W\d]\w*)*")
 
 
 def name_of(kind: type) -> str:
-    """Return the name by which a class that is in no table can be asked for again.
+    """Return a name that `find` resolves to a class that is in no table.
 
     It is `package.module:Class` for classes of installed packages, else `file.py:Class`.
     """
@@ -93,7 +99,7 @@ def name_of(kind: type) -> str:
 
 
 def _is_installed(module: str) -> bool:
-    """Return True if a module belongs to fedquilt or to another installed package, in every process alike."""
+    """Return True if a module belongs to an installed package, so that every process can import it."""
     package, dot, _ = module.partition(".")
     return bool(dot) and (package == __package__ or package in _packages())
 
@@ -104,10 +110,13 @@ def _packages() -> Mapping[str, list[str]]:
 
 
 def own_modules() -> list[ModuleType]:
-    """The files that were read, and the neighbours they imported: what no other process can import by its name."""
+    """Return the modules of users' files, and those that they imported from the same folders.
+
+    Other processes cannot import them by name.
+    """
     folders = {os.path.dirname(str(module.__file__)) for module in _OWN}
-    held = list(sys.modules.values()) if folders else []
-    return [module for module in held if os.path.dirname(getattr(module, "__file__", None) or "") in folders]
+    modules = list(sys.modules.values()) if folders else []
+    return [module for module in modules if os.path.dirname(getattr(module, "__file__", None) or "") in folders]
 
 
 _OWN: list[ModuleType] = []
@@ -142,13 +151,13 @@ def _from_module(name: str, what: str) -> Any:
         raise ConfigError(f"{asked}; there is no module {error.name!r}. Is its package installed?") from error
     except Exception as error:
         raise ConfigError(f"{asked}; importing {path} failed: {said(error)}") from error
-    found: Any = module
+    target: Any = module
     for part in attribute.split("."):
-        found = getattr(found, part, None)
-    if callable(found):
-        return found
-    own = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == path]
-    raise ConfigError(f"{asked}; {path} has no such class or function.{nearest(attribute, own)}")
+        target = getattr(target, part, None)
+    if callable(target):
+        return target
+    names = [key for key, value in vars(module).items() if getattr(value, "__module__", "") == path]
+    raise ConfigError(f"{asked}; {path} has no such class or function.{nearest(attribute, names)}")
 
 
 @cache  # two parts of a run may be in one file

@@ -47,6 +47,7 @@ if TYPE_CHECKING:
     from fedquilt.experiment import Run
 
 _log = logging.getLogger("fedquilt")
+_COSTS = ("seconds", "bytes_down", "bytes_up", "link_seconds")  # numbers of a summary, each of which may be missing
 
 
 class Folder:
@@ -233,6 +234,50 @@ def holds_a_run(path: Path) -> bool:
     return begun or (path / "summary.json").exists() or Checkpoints(path / "checkpoint").exist
 
 
+def read_summary(path: Path) -> dict[str, Any] | None:
+    """Return the summary of the run in a folder. None: the run is not finished.
+
+    Raises:
+        RecordError: The file cannot be read, or is not what a run wrote.
+    """
+    file = path / "summary.json"
+    try:
+        text = file.read_text()
+    except (FileNotFoundError, NotADirectoryError):
+        return None
+    except (OSError, UnicodeDecodeError) as error:
+        raise RecordError(f"{file} cannot be read: {error}.") from error
+    try:
+        summary = json.loads(text)
+    except ValueError as error:
+        raise RecordError(f"{file} is damaged: {error}. Delete it to finish the run again.") from error
+    wrong = _wrong_in(summary) if isinstance(summary, dict) else "it holds no object"
+    if wrong:
+        raise RecordError(f"{file} is damaged: {wrong}. Delete it to finish the run again.")
+    return dict(summary)
+
+
+def _wrong_in(summary: Mapping[str, Any]) -> str:
+    """Return what a run would not have written into its summary; empty if nothing is wrong."""
+    rounds = summary.get("rounds", 0)
+    if type(rounds) is not int:
+        return f"rounds = {rounds!r} was found; a whole number fits"
+    metrics = summary.get("metrics", {})
+    if not isinstance(metrics, Mapping):
+        return f"metrics = {metrics!r} was found; a table fits"
+    if "accuracy" in summary:
+        metrics = {**metrics, "accuracy": summary["accuracy"]}
+    for name, figures in metrics.items():
+        if not isinstance(figures, Mapping) or not all(_is_number(figure) for figure in figures.values()):
+            return f"{name} = {figures!r} was found; a number for each share fits"
+    costs = [key for key in _COSTS if key in summary and not _is_number(summary[key])]
+    return f"{costs[0]} = {summary[costs[0]]!r} was found; a number fits" if costs else ""
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
 def rounds_planned(path: Path, usual: int) -> int:
     """Return the rounds that the run in a folder was begun with, or `usual` if its config.toml does not say."""
     try:
@@ -310,10 +355,10 @@ def undisturbed() -> Iterator[None]:
 
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Hold the right to write in a folder, which is made if it is not there.
+    """Lock a folder for writing while the block runs. The folder is made if it is not there.
 
     Raises:
-        ConfigError: Another process holds it, or the folder cannot be written to.
+        ConfigError: Another process has the lock, or the folder cannot be written to.
     """
     with _writable(f"the folder {path} was asked for"):
         path.mkdir(parents=True, exist_ok=True)
@@ -396,7 +441,7 @@ def identity(run: Run) -> dict[str, Any]:
 
 
 def _evaluated_on(run: Run) -> dict[str, str]:
-    """Return the samples that a run is evaluated on, if they are not the test set, as in earlier versions."""
+    """Return an entry for the samples that a run is evaluated on; none for the test set, as in earlier versions."""
     return {} if run.evaluation.on == "test" else {"evaluated_on": run.evaluation.on}
 
 

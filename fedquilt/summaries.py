@@ -25,6 +25,11 @@ def in_percent(summary: Summary) -> bool:
     return bool(summary.get("percent", True))
 
 
+def prefers_higher(summary: Summary) -> bool:
+    """Return True if the main figure is better when it is higher."""
+    return bool(summary.get("higher_is_better", True))
+
+
 def labels_of(summary: Summary) -> Labels:
     """Return the names of shares whose name is not the number itself."""
     labels: Labels = summary.get("labels", {})

@@ -88,7 +88,7 @@ class RunRequest(Options):
                 say(console, "\n".join(playing.first_lines))
                 with progress(console, playing.experiment.rounds) as begin:
                     playing.play(begin)
-            summary = playing.told(self.target)
+            summary = playing.summary_with(self.target)
             if self.json:
                 print_json(summary, stdout)
             else:

@@ -23,10 +23,10 @@ _GOES_WITH_RESUME = ("jobs", "baseline", "metric", "format", "yes")
 class CompareRequest(Options):
     """Train several methods on the same data, model and devices, and show them in one table.
 
-    With --seeds every method is trained with every seed, and the table has means and sample deviations. With --grid the
-    settings of each method are tuned first, on samples that every client holds back, and never on the test set; the
-    best ones are then trained with all seeds. With --out each run has a folder of its own inside. The same command
-    again continues what was interrupted and does not repeat what is there.
+    With --seeds every method is trained with every seed, and the table has means and sample deviations. With --grid
+    the settings of each method are tuned first, on samples that every client holds back, and never on the test set.
+    The best ones are then trained with all seeds. With --out each run has a folder of its own inside. The same
+    command again resumes interrupted runs and does not repeat finished ones.
     """
 
     methods: Methods = ()  # names of `fedquilt list methods`, file.py:factory, or TOML files of whole experiments
@@ -54,10 +54,10 @@ class CompareRequest(Options):
             plan, sources = self._resumed(self.resume) if self.resume else self._planned()
             self._check_request(plan)
             grounds = prepared(plan, sources, folder, console, self.target, self.metric or "")
-            again = shlex.join(["fedquilt", "compare", *self._entries_resumed, "--resume", str(folder)])
-            found = run_study(plan, folder, self.jobs or 1, console, again, self.yes, grounds)
+            command = shlex.join(["fedquilt", "compare", *self._entries_resumed, "--resume", str(folder)])
+            study = run_study(plan, folder, self.jobs or 1, console, command, self.yes, grounds)
             show_study(
-                found,
+                study,
                 "json" if self.json else self.format,
                 console,
                 stdout,
@@ -68,7 +68,7 @@ class CompareRequest(Options):
 
     @property
     def _entries_resumed(self) -> tuple[str, ...]:
-        """Return the entries of a study that were asked for, if only some of them were."""
+        """Return the entries of a resumed study that were named. Empty: all of them."""
         return self.methods if self.resume else ()
 
     def _check_request(self, plan: Plan) -> None:
@@ -94,61 +94,64 @@ class CompareRequest(Options):
             for entry in entries:
                 assign(entry.settings, ["rounds"], self.rounds)
         sources = {entry.name: str(folder / STUDY_FILE) for entry in entries}
-        chosen = replace(plan, entries=tuple(entries))
-        chosen.check_comparable()
-        return chosen, sources
+        part = replace(plan, entries=tuple(entries))
+        part.check_comparable()
+        return part, sources
 
     def _planned(self) -> tuple[Plan, dict[str, str]]:
-        """Return the study that the arguments ask for, with all settings checked, and where settings come from."""
+        """Return the study that was asked for, with its settings checked, and the source of each entry's settings."""
         from fedquilt.config import Experiment
         from fedquilt.studies.plan import Entry, Plan
         from fedquilt.studies.study import check_comparable
 
         if not self.methods or len(set(self.methods)) < len(self.methods):
-            told = " ".join(self.methods) or "nothing"
-            raise ConfigError(f"compare {told} was asked for; name each method once, as in compare fedavg heterofl.")
+            listed = " ".join(self.methods) or "nothing"
+            raise ConfigError(f"compare {listed} was asked for; name each method once, as in compare fedavg heterofl.")
         if self.seeds and self.seed is not None:
             raise ConfigError("--seed and --seeds were asked for; one of them fits.")
         named = {_entry_name(method, self.methods): method for method in self.methods}
-        own = {name: self._with_own(name, list(named)) for name in named}
-        wrong: dict[str, list[str]] = {}  # names of entries by their common problem
-        entries, sources, seeds = [], {}, set()
+        requests = {name: self._request_of(name, list(named)) for name in named}
+        entries = []
+        sources = {}
+        problems: dict[str, list[str]] = {}  # names of entries by their common problem
+        seeds = set()
         for name, method in named.items():
-            request, grid = own[name]
+            request, grid = requests[name]
             is_file = method.endswith(".toml")
-            config, asked_method = (method, None) if is_file else (self.config, method)
+            config, method_name = (method, None) if is_file else (self.config, method)
             try:
-                settings, asked = request.settings(config, asked_method)
-                seeds.add(Experiment.of(settings, asked, config or "").seed)
+                settings, flags = request.settings(config, method_name)
+                seeds.add(Experiment.of(settings, flags, config or "").seed)
             except ConfigError as error:
-                wrong.setdefault(str(error), []).append(name)
+                problems.setdefault(str(error), []).append(name)
                 continue
             entries.append(Entry(name, {key: value for key, value in settings.items() if key != "seed"}, grid))
-            sources[name] = request.source(config, asked_method)
-        if wrong:
-            raise ConfigError("\n".join(f"{'; '.join(names)}: {problem}" for problem, names in wrong.items()))
+            sources[name] = request.source(config, method_name)
+        if problems:
+            raise ConfigError("\n".join(f"{'; '.join(names)}: {problem}" for problem, names in problems.items()))
         if not self.seeds and len(seeds) > 1:
             raise ConfigError(
                 f"compare {' '.join(self.methods)} was asked for; these have the seeds {sorted(seeds)}. Name the seeds "
                 "of all with --seeds."
             )
         tuning: Settings = {} if self.tuning_rounds is None else {"rounds": self.tuning_rounds}
-        given: dict[str, Any] = {"validation": self.validation, "tuning_seeds": self.tuning_seeds}
-        given = {key: value for key, value in given.items() if value is not None}
-        plan = Plan(tuple(entries), self.seeds or tuple(seeds), tuning=tuning, **given)
-        if (tuning or given) and not any(entry.grid for entry in entries):
-            flags = [f"--{key.replace('_', '-')}" for key in given] + ["--tuning-rounds"] * bool(tuning)
-            raise ConfigError(f"{', '.join(flags)} was asked for without --grid, which alone is tuned.")
+        options: dict[str, Any] = {"validation": self.validation, "tuning_seeds": self.tuning_seeds}
+        options = {key: value for key, value in options.items() if value is not None}
+        plan = Plan(tuple(entries), self.seeds or tuple(seeds), tuning=tuning, **options)
+        if (tuning or options) and not plan.has_grid:
+            names = [f"--{key.replace('_', '-')}" for key in options] + ["--tuning-rounds"] * bool(tuning)
+            raise ConfigError(f"{', '.join(names)} was asked for without --grid, which alone is tuned.")
         plan.check(self.yes)
         check_comparable(plan, self.out)
         return plan, sources
 
-    def _with_own(self, name: str, names: list[str]) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
-        """Return the request with the `--set` of one entry alone, and the entry's grid."""
+    def _request_of(self, name: str, names: list[str]) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
+        """Return the request with those `--set` that concern one entry, and the entry's grid."""
         from fedquilt.config import parse_grid
         from fedquilt.studies.plan import find_entry
 
-        assignments, grid = [], {}
+        assignments = []
+        grid = {}
         for text in self.assign:
             entry, assignment = find_entry(names, text, "--set")
             if entry in ("", name):
@@ -162,7 +165,7 @@ class CompareRequest(Options):
 
 
 def _entry_name(method: str, methods: tuple[str, ...]) -> str:
-    """Return what tables call a method: its name; of a file its name without folders, where no other has it."""
+    """Return the name of a method in tables. A file has its stem, or its path if another entry has the stem."""
     if not method.endswith(".toml"):
         return method
     stem = Path(method).stem

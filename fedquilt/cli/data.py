@@ -34,12 +34,12 @@ class DataRequest:
     """
 
     action: Action  # what to do: prepare
-    names: DataNames = ()  # data sets
+    names: DataNames = ()  # data sets to prepare
     out: Place = None  # folder for NAME.npz and downloads; else that of FEDQUILT_DATA, else data
     origin: Origin = None  # folder or URL that has the published files; if not given public hosts
     force: Flag = False  # write over files that are there
     per_domain: Whole = None  # training images per domain of digits5 and syn, 2,000 if not given
-    seed: Whole = None  # for choosing images of digits5 and drawing SYN; 0 if not given
+    seed: Whole = None  # random seed for choosing images of digits5 and drawing SYN; 0 if not given
     fonts: Place = None  # folder of fonts for SYN; if not given those of matplotlib and Pillow
     json: Flag = False  # print what was written as JSON on standard output, and nothing else there
 
@@ -50,15 +50,15 @@ class DataRequest:
 
         if self.action != "prepare":
             raise ConfigError(f"data {self.action} was asked for; `fedquilt data prepare NAME…` fits.")
-        chosen = {"per_domain": self.per_domain, "seed": self.seed}
-        recipe = Recipe(fonts=self.fonts, **{name: value for name, value in chosen.items() if value is not None})
+        options = {"per_domain": self.per_domain, "seed": self.seed}
+        recipe = Recipe(fonts=self.fonts, **{name: value for name, value in options.items() if value is not None})
         console = console_for(self.json)
         with _progress(console) as watch:
-            found = prepare(self.names, data_folder(self.out), self.origin or "", self.force, recipe, watch)
+            files = prepare(self.names, data_folder(self.out), self.origin or "", self.force, recipe, watch)
         if self.json:
-            print_json({one.data_set.name: one.to_dict() for one in found})
+            print_json({file.data_set.name: file.to_dict() for file in files})
         else:
-            _show(console, found)
+            _show(console, files)
 
 
 @contextmanager
@@ -68,9 +68,9 @@ def _progress(console: Console) -> Iterator[Watch]:
 
     if not console.is_terminal:
 
-        def by_line(what: str, done: int, total: int) -> None:
+        def by_line(step: str, done: int, total: int) -> None:
             if done == 0:
-                say(console, what)
+                say(console, step)
 
         yield by_line
         return
@@ -81,32 +81,35 @@ def _progress(console: Console) -> Iterator[Watch]:
     with Progress(*columns, console=console, transient=True) as bars:
         tasks = {}
 
-        def watch(what: str, done: int, total: int) -> None:
-            if what not in tasks:
-                tasks[what] = bars.add_task(what)
-            bars.update(tasks[what], completed=done, total=total or None)
+        def watch(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step)
+            bars.update(tasks[step], completed=done, total=total or None)
 
         yield watch
 
 
-def _show(console: Console, found: list[Prepared]) -> None:
-    """Show a row for each file, its terms, and what could not be checked."""
+def _show(console: Console, files: list[Prepared]) -> None:
+    """Show a row for each file, its terms of use, and downloads that could not be checked."""
     from fedquilt.cli.show import say, show_table
     from fedquilt.units import size
 
     rows = {
-        one.data_set.name: {
-            "file": str(one.path),
-            "training": one.shapes["x_train"][0],
-            "test": one.shapes["x_test"][0],
-            "shape": " × ".join(map(str, one.shapes["x_train"][1:])),
-            "size": size(one.bytes),
+        file.data_set.name: {
+            "file": str(file.path),
+            "training": file.shapes["x_train"][0],
+            "test": file.shapes["x_test"][0],
+            "shape": " × ".join(map(str, file.shapes["x_train"][1:])),
+            "size": size(file.bytes),
         }
-        for one in found
+        for file in files
     }
     show_table(console, "data", rows)
-    for one in found:
-        say(console, f"{one.data_set.name}: {one.data_set.title}. Terms: {one.data_set.terms}.")
-        for file in one.files:
-            if not file.is_checked:
-                say(console, f"{file.path} could not be checked, as no sum is published. Its SHA-256 is {file.sha256}.")
+    for file in files:
+        say(console, f"{file.data_set.name}: {file.data_set.title}. Terms: {file.data_set.terms}.")
+        for source in file.files:
+            if not source.is_checked:
+                say(
+                    console,
+                    f"{source.path} could not be checked, as no sum is published. Its SHA-256 is {source.sha256}.",
+                )

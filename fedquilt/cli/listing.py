@@ -36,42 +36,42 @@ LISTS = (
 
 
 def entries(what: str, name: str = "") -> dict[str, Entry]:
-    """All of one kind by name, or one of them. The name of a paper means all of its tables."""
+    """Return all entries of one kind by name, or one of them. A paper's name stands for all its tables."""
     about: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
     if not name:
-        found = _table(what)
+        kinds = _table(what)
     elif what == "papers":
-        found = {one: one for one in _tables_named(name)}
+        kinds = {table: table for table in _tables_named(name)}
     else:
-        found = {name: _known(what, name)}
-    return {one: about(kind) for one, kind in found.items()}
+        kinds = {name: _known(what, name)}
+    return {key: about(kind) for key, kind in kinds.items()}
 
 
 def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
     """Return further tables on one entry, by the title of their first column."""
     if what != "papers":
         return {"option": options(what, name)}
-    if _tables_named(name) != (name,):  # a paper with all its tables
+    if _tables_named(name) != (name,):  # It is a paper with all its tables.
         return {}
     table = _paper_table(name)
-    notes = {str(place): {"what it says": note} for place, note in enumerate(table["notes"], start=1)}
+    notes = {str(number): {"what it says": note} for number, note in enumerate(table["notes"], start=1)}
     return {"row (the paper's numbers)": table["rows"], "scale": table["sizes"], "note": notes}
 
 
 def options(what: str, name: str) -> dict[str, Entry]:
-    """The single values one can set of one of them, a row each."""
+    """Return the settings of one entry, by name."""
     from fedquilt.config import Machine, Source
 
     kind = _known(what, name)
     if what == "links":
         return leaves(type(kind), kind)
-    found = leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
+    rows = leaves(kind.factory if what == "models" else Machine if what == "engines" else kind)
     if what == "data":  # Every data set has it. `list partitions` shows the options of partitions.
-        found = {**found, "validation": leaves(Source)["validation"]}
+        rows = {**rows, "validation": leaves(Source)["validation"]}
     if presets := getattr(kind, "presets", None):
         shown = {"type": " | ".join(presets), "default": "null", "what it is": "a setting of its paper's or its code's"}
-        found = {"preset": shown, **found}
-    return found
+        rows = {"preset": shown, **rows}
+    return rows
 
 
 def _known(what: str, name: str) -> Any:
@@ -120,7 +120,7 @@ def _tables_named(name: str) -> tuple[str, ...]:
 
 
 def _paper_table(name: str) -> Entry:
-    """Return a table or figure of a paper: what it needs, its rows with the paper's numbers, its scales."""
+    """Return a table or figure of a paper: its data, its rows with the paper's numbers, and its scales."""
     from fedquilt.studies.papers import parsed_preset
 
     preset = parsed_preset(name)

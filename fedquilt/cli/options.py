@@ -140,7 +140,7 @@ class DataOptions:
 
     def layers(self, base: Settings, method: str | None = None) -> tuple[Settings, dict[str, str]]:
         """The settings with the flags on top, and which flag set what."""
-        from fedquilt.config import assign, choose, parse_assignment
+        from fedquilt.config import assign_all, parse_assignment
 
         given = {flag: getattr(self, flag, None) for flag in FLAGS} | {"method": method}
         asked: dict[str, str] = {}
@@ -168,13 +168,7 @@ class DataOptions:
             asked[path] = "--set"
         if wrong:
             raise ConfigError("\n  ".join(wrong))
-        # Names come first: they decide which other keys there are.
-        for keys, value in sorted(layers, key=lambda layer: layer[0][-1] != "name"):
-            if keys[-1] == "name":
-                choose(base, keys[:-1], value)
-            else:
-                assign(base, keys, value)
-        return base, asked
+        return assign_all(base, layers), asked
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -11,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fedquilt.errors import ConfigError, RecordError
+from fedquilt.summaries import in_percent, main_of, prefers_higher
 
 if TYPE_CHECKING:
     from fedquilt.cli.show import Begin
@@ -24,7 +24,7 @@ MAX_SHOWN_SHARES = 8
 
 
 class Interrupted(KeyboardInterrupt):
-    """A run was stopped; says how far it came, and how to go on."""
+    """Interruption of a run. Its message has the rounds that are done, and the command that resumes it."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ class Playing:
 
     @property
     def summary(self) -> dict[str, Any]:
-        """The run in one object, as summary.json has it."""
+        """Return the content of summary.json."""
         if self.run is None:
             assert self.finished is not None
             return self.finished
@@ -94,19 +94,18 @@ class Playing:
             main = self.run.world.task.main
             check_target(target, main.name, main.is_rate)
         else:
-            check_target(target, self.summary.get("main", "accuracy"), self.summary.get("percent", True))
+            check_target(target, main_of(self.summary), in_percent(self.summary))
 
-    def told(self, target: float | None) -> dict[str, Any]:
-        """The summary, and, if a target was asked for, when each share reached it."""
+    def summary_with(self, target: float | None) -> dict[str, Any]:
+        """Return the summary, with a target also when each share first reached it."""
         if target is None:
             return self.summary
         from fedquilt.milestones import milestones
         from fedquilt.records import read
 
         records = self.run.records if self.run else read(self.rounds) if self.rounds else []
-        main, higher = self.summary.get("main", "accuracy"), self.summary.get("higher_is_better", True)
-        found = milestones(records, target, main, higher)
-        reached = {share: milestone and _plain(milestone) for share, milestone in found.items()}
+        by_share = milestones(records, target, main_of(self.summary), prefers_higher(self.summary))
+        reached = {share: milestone and _plain(milestone) for share, milestone in by_share.items()}
         return {**self.summary, "target": target, "reached": reached}
 
 
@@ -118,7 +117,14 @@ def _plain(milestone: Milestone) -> dict[str, Any]:
 
 
 def begun(experiment: Experiment, source: str, out: Path | None, stack: ExitStack) -> Playing:
-    """A new run whose settings come from `source`, with a folder if one was asked for."""
+    """Return a new run.
+
+    Args:
+        experiment: All settings.
+        source: Source of the settings, for the first line: a file, the demo or defaults.
+        out: Folder of the run. None: nothing is kept.
+        stack: Closes the folder.
+    """
     from fedquilt.records import Folder
 
     refuse_taken(out)
@@ -161,7 +167,13 @@ def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
 
 
 def title_of(methods: str, experiment: Experiment, run: Run) -> str:
-    """Return the line that says which methods are trained on what."""
+    """Return a line with the methods, data, model, clients, engine and link.
+
+    Args:
+        methods: Names of the methods.
+        experiment: All settings of one of them.
+        run: The prepared run of that one.
+    """
     from fedquilt.engines import ENGINES
     from fedquilt.records import registered
     from fedquilt.round.link import PERFECT
@@ -193,7 +205,7 @@ def settings_lines(runs: Sequence[tuple[str, str, str]]) -> list[str]:
 
 
 def refuse_taken(out: Path | None) -> None:
-    """Before anything heavy: a folder that holds a run is not written over."""
+    """Refuse a folder that holds a run, before anything is loaded."""
     from fedquilt.records import holds_a_run
 
     if out and holds_a_run(out):
@@ -201,8 +213,15 @@ def refuse_taken(out: Path | None) -> None:
 
 
 def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
-    """A run that goes on from its folder, to more rounds if so many are asked for."""
+    """Return a run that resumes from its folder.
+
+    Args:
+        path: Folder of the run.
+        rounds: Number of rounds in all. None: that of its settings.
+        stack: Closes the folder.
+    """
     from fedquilt.config import Experiment, read_toml
+    from fedquilt.files import write_text
     from fedquilt.records import Folder
 
     config = path / "config.toml"
@@ -231,18 +250,11 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
 
 
 def _summary_of(path: Path) -> dict[str, Any] | None:
-    """How the run in a folder ended, if it has."""
-    try:
-        found = json.loads((path / "summary.json").read_text())
-    except (OSError, ValueError):
-        return None  # the run is played to its end once more, which makes it anew
-    return found if isinstance(found, dict) and {"rounds", "members"} <= found.keys() else None
-
-
-def write_text(path: Path, text: str) -> None:
-    from fedquilt.files import write
+    """Return the summary of a finished run, else None. A damaged one is made again when the run ends."""
+    from fedquilt.records import read_summary
 
     try:
-        write(path, [text.encode()])
-    except OSError as error:
-        raise RecordError(f"{path} could not be written: {error.strerror or error}.") from error
+        summary = read_summary(path)
+    except RecordError:
+        return None
+    return summary if summary and {"rounds", "members"} <= summary.keys() else None

@@ -28,19 +28,19 @@ from fedquilt.errors import ConfigError
 class ReproduceRequest:
     """Run a table or figure of a paper, and show the paper's numbers, the measured ones and their difference.
 
-    `fedquilt list papers` shows what there is. The same command again continues what was interrupted and does not
-    repeat what is there. --scale smoke needs no data and takes seconds: it shows that everything runs, and its numbers
-    mean nothing.
+    `fedquilt list papers` lists all tables. The same command again resumes interrupted runs and does not repeat
+    finished ones. --scale smoke needs no data and takes seconds: it shows that everything runs, and its numbers mean
+    nothing.
     """
 
     table: PaperTable  # a name of `fedquilt list papers`, such as fedrolex/table3, or a TOML file of your own
     scale: Scale = "full"  # full: the settings of the paper; short: fewer rounds; smoke: seconds, on generated images
-    rows: Rows = ()  # only rows whose name contains one of these
+    rows: Rows = ()  # run only the rows whose names contain one of these texts; all rows if not given
     seeds: Seeds = ()  # random seeds; those of the table if not given
     assign: Assignments = ()  # a setting of all rows by its path, such as method.local.batch_size=50; may be repeated
     data_folder: Place = None  # folder of data files; if not given that of FEDQUILT_DATA, else data
-    device: Text = None  # such as cpu, cuda or cuda:1
-    precision: Precision = None  # of products on the device
+    device: Text = None  # device to train on, such as cpu, cuda or cuda:1
+    precision: Precision = None  # precision of matrix products on the device; with fp64 everything is computed in it
     out: Place = None  # folder of the study; runs/PAPER-TABLE-SCALE if not given
     jobs: Whole = None  # runs at the same time, each in a process of its own; 1 if not given
     store: Place = None  # also store results without weights in this folder, such as results
@@ -76,13 +76,13 @@ class ReproduceRequest:
             check_rows_in(preset, folder)
             runs = "1 run" if plan.num_runs == 1 else f"{plan.num_runs} runs"
             say(console, f"{preset.title}\n{runs} at scale {self.scale} into {folder}; {seeds}")
-            again = f"fedquilt {shlex.join(sys.argv[1:])}"
-            study = run_study(plan, folder, self.jobs or 1, console, again, self.yes)
+            command = f"fedquilt {shlex.join(sys.argv[1:])}"
+            study = run_study(plan, folder, self.jobs or 1, console, command, self.yes)
             if self.store:
-                stored = store_study(study, preset, self.scale, self.store, {"command": again})
+                stored = store_study(study, preset, self.scale, self.store, {"command": command})
                 say(console, f"{len(stored)} results are stored in {self.store}")
-            chosen = replace(preset, rows=tuple(chosen_rows(preset, self.rows)))
-            table = comparison_table(chosen, study.results, self.scale)
+            part = replace(preset, rows=tuple(chosen_rows(preset, self.rows)))
+            table = comparison_table(part, study.results, self.scale)
             if self.assign:
                 changed = f"Settings that --set changed in all rows: {'; '.join(self.assign)}."
                 table = replace(table, notes=[changed, *table.notes])

@@ -15,10 +15,10 @@ from typing import TYPE_CHECKING, Any, TextIO
 from rich.console import Console
 
 from fedquilt.summaries import (
+    NOTHING,
     UNDER_ATTACK,
     Labels,
     domains_of,
-    figure_text,
     figures_of,
     figures_row,
     in_percent,
@@ -42,7 +42,7 @@ if TYPE_CHECKING:
     from fedquilt.studies import table as studies
 
 Watch = Callable[["Record"], None]
-# Of a run: the rounds behind it, its labels, and whether its main figure is shown in percent.
+# Arguments: rounds that are done, labels of shares, and True if the main figure is shown in percent.
 Begin = Callable[[int, Labels, bool], Watch]
 
 
@@ -76,7 +76,7 @@ def _numbers(value: Any) -> Any:
 def progress(console: Console, rounds: int) -> Iterator[Begin]:
     """Show a bar with rate and time left on a terminal, and elsewhere a line for every evaluated round.
 
-    It yields a function that starts the bar and returns what to call after each round.
+    It yields a function that starts the bar and returns another one, to be called after each round.
     """
     if not console.is_terminal:
 
@@ -97,12 +97,12 @@ def progress(console: Console, rounds: int) -> Iterator[Begin]:
 
 
 def watch_bar(bars: Progress, task: TaskID, done: int, labels: Labels, percent: bool) -> Watch:
-    """Return what to call after each round of a run to move its bar.
+    """Return a function that moves the bar of a run, to be called after each round.
 
     Args:
         bars: The bars.
         task: The bar of the run.
-        done: Rounds that were behind the run when it began or resumed.
+        done: Rounds that were finished before the run was resumed. 0: it is new.
         labels: Names of shares whose name is not the number.
         percent: True if the main figure is shown in percent.
     """
@@ -134,58 +134,65 @@ def round_bars(console: Console) -> Progress:
 
 
 def say_round(console: Console, lead: str, rounds: int, labels: Labels, percent: bool, record: Record) -> None:
+    """Print a line for an evaluated round, and nothing for other rounds.
+
+    Args:
+        console: Console for the line.
+        lead: Text at the beginning of the line, such as the name of the run.
+        rounds: Number of rounds in all.
+        labels: Names of shares whose name is not the number.
+        percent: True if the main figure is shown in percent.
+        record: Record of the round.
+    """
     if record.grades.main:
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
-        loss = "–" if record.loss is None else f"{record.loss:.3f}"  # nobody was there
+        loss = NOTHING if record.loss is None else f"{record.loss:.3f}"  # No client took part.
         say(console, f"{lead}round {count}  loss {loss}  {figures_line(record, labels, percent)}")
 
 
 def figures_line(record: Record, labels: Labels, percent: bool) -> str:
-    """Return the main figure of each share. Accuracy needs no name, because every number is a percentage."""
+    """Return the main figure of each share. Accuracy needs no name, because every number is a percentage.
+
+    Args:
+        record: Record of an evaluated round.
+        labels: Names of shares whose name is not the number.
+        percent: True if the figures are shown in percent.
+    """
     lead = "" if record.grades.main == "accuracy" else f"{record.grades.main}  "
-    shown = {share_label(share, labels): figure_text(value, percent) for share, value in record.grades.figures.items()}
-    return lead + "  ".join(f"{label}: {value}" for label, value in shown.items())
+    figures = record.grades.figures
+    row = figures_row(figures, figures, labels, percent)
+    return lead + "  ".join(f"{label}: {text}" for label, text in row.items())
 
 
 # --- when it is over --------------------------------------------------------------------------------------------
 
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
-    """A table of the shares and a note, tables of domains and of robustness if there are any, bytes and seconds."""
-    labels, main = labels_of(summary), main_of(summary)
-    shares, percent = figures_of(summary), in_percent(summary)
-    columns = {main: {share_label(share, labels): figure_text(value, percent) for share, value in shares.items()}}
+    """Show a table of the shares, its note, tables of domains and of robustness, bytes and seconds."""
+    labels = labels_of(summary)
+    percent = in_percent(summary)
+    shares = figures_of(summary)
+    columns = {main_of(summary): figures_row(shares, shares, labels, percent)}
     if "reached" in summary:
         reached = summary["reached"].items()
-        columns[_to(summary)] = {share_label(share, labels): milestone_text(found) for share, found in reached}
+        columns[_to(summary)] = {share_label(share, labels): milestone_text(cost) for share, cost in reached}
     rows = {
-        share: {**{title: cells.get(share, "–") for title, cells in columns.items()}, **member}
+        share: {**{title: cells.get(share, NOTHING) for title, cells in columns.items()}, **member}
         for share, member in members_of(summary).items()
     }
     show_table(console, "share", rows)
-    _say_notes(console, {summary["method"]: summary})
-    if domains := domains_of(summary):
-        say(console, "")
-        show_table(
-            console, "domain", {name: figures_row(values, shares, labels, percent) for name, values in domains.items()}
-        )
-        say(console, "")
-    if tested := {
-        name: values for name, values in summary["metrics"].items() if name.partition("/")[0] in UNDER_ATTACK
-    }:
-        say(console, "")
-        show_table(
-            console, "metric", {name: figures_row(values, shares, labels, percent) for name, values in tested.items()}
-        )
-        say(console, "")
+    if note := summary.get("note"):
+        say(console, f"{summary['method']}: {note}")
+
+    metrics = summary["metrics"].items()
+    attacked = {name: figures for name, figures in metrics if name.partition("/")[0] in UNDER_ATTACK}
+    for title, by_name in (("domain", domains_of(summary)), ("metric", attacked)):
+        if by_name:
+            say(console, "")
+            lines = {name: figures_row(figures, shares, labels, percent) for name, figures in by_name.items()}
+            show_table(console, title, lines)
+            say(console, "")
     say(console, _totals(summary))
-
-
-def _say_notes(console: Console, summaries: Mapping[str, Mapping[str, Any]]) -> None:
-    """Print the notes of methods that a reader of the figures above needs."""
-    for name, summary in summaries.items():
-        if note := summary.get("note"):
-            say(console, f"{name}: {note}")
 
 
 def _to(summary: Mapping[str, Any]) -> str:
@@ -199,7 +206,7 @@ def _totals(summary: Mapping[str, Any]) -> str:
 
 
 def show_probe(console: Console, found: Probe) -> None:
-    """What a device was measured to do, and what it is proposed to hold."""
+    """Show the speed and memory of a device, and the budget that is proposed for it."""
     members = {"measured": found.measured, "proposed": found.member}
     rows = {
         name: {
@@ -226,7 +233,7 @@ def show_probe(console: Console, found: Probe) -> None:
 
 
 def show_export(console: Console, found: Sequence[Exported]) -> None:
-    """What was written, one share or several, and that it answers as it should."""
+    """Show the sizes of exported models, and how far their outputs differ from torch's."""
     rows = {
         f"{one.share:g}": {
             "parameters": one.params,

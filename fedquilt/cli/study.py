@@ -11,11 +11,14 @@ from typing import TYPE_CHECKING, TextIO
 from fedquilt.cli.playing import Interrupted, settings_lines, title_of, values_of
 from fedquilt.cli.show import print_json, round_bars, say, say_round, show_text_table, watch_bar
 from fedquilt.errors import ConfigError
+from fedquilt.files import write_text
 from fedquilt.names import nearest
-from fedquilt.studies.execute import Display, Grounds, finished, torch_settings_restored, write_file
-from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun, check_alike
+from fedquilt.studies.execute import Display, Grounds, finished, torch_settings_restored
+from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun
 from fedquilt.studies.result import Result
+from fedquilt.studies.statistics import check_alike
 from fedquilt.studies.study import Study, run_plan
+from fedquilt.studies.table import render
 from fedquilt.summaries import UNDER_ATTACK
 
 if TYPE_CHECKING:
@@ -41,11 +44,12 @@ def prepared(
 
     Args:
         plan: What is to be run.
-        sources: Where the settings of each entry come from, by entry.
-        folder: Folder of the study, if it has one. Entries of which a run is finished are not prepared.
-        console: Where the settings are shown.
-        target: Value of the main metric that was asked for.
-        metric: Metric that was asked for. Empty: the main one.
+        sources: Source of the settings of each entry: a file, the demo or defaults.
+        folder: Folder of the study. Entries whose first run is finished are not prepared. None:
+            nothing is kept.
+        console: Console that shows the settings.
+        target: Value of the main metric that should be reached. None: there is none.
+        metric: Metric to compare. Empty: the main one.
     """
     from fedquilt.milestones import check_target
 
@@ -65,25 +69,26 @@ def prepared(
         if target is not None:
             check_target(target, task.main.name, task.main.is_rate)
         _check_metric(metric, task)
-        seeds = None if len(plan.seeds) > 1 else planned.seed
-        lines.append((planned.entry, sources[planned.entry], values_of(experiment, run, seeds)))
+        seed = None if len(plan.seeds) > 1 else planned.seed
+        lines.append((planned.entry, sources[planned.entry], values_of(experiment, run, seed)))
         title = title_of(", ".join(entry.name for entry in plan.entries), experiment, run)
     check_alike({"task": tasks})
     if lines:
         say(console, "\n".join([*settings_lines(lines), title]))
     if lines and (len(plan.seeds) > 1 or plan.tuning_runs):
-        seeds_told = ", ".join(map(str, plan.seeds))
         tuned = f", {len(plan.tuning_runs)} of them to tune" if plan.tuning_runs else ""
-        say(console, f"{plan.num_runs} runs{tuned}; seed{'s'[: len(plan.seeds) != 1]} {seeds_told}")
+        say(
+            console, f"{plan.num_runs} runs{tuned}; seed{'s'[: len(plan.seeds) != 1]} {', '.join(map(str, plan.seeds))}"
+        )
     return grounds
 
 
 def _check_metric(metric: str, task: Task) -> None:
     """Refuse a metric that the task does not have. Those of domains and under attack have a suffix."""
-    known = [one.name for one in task.measured]
-    others = (f"local_{task.main.name}", *UNDER_ATTACK)
-    if metric and metric.partition("/")[0] not in (*known, *others):
-        raise ConfigError(f"--metric {metric} was asked for; nobody records it.{nearest(metric, known)}")
+    names = [measured.name for measured in task.measured]
+    derived = (f"local_{task.main.name}", *UNDER_ATTACK)
+    if metric and metric.partition("/")[0] not in (*names, *derived):
+        raise ConfigError(f"--metric {metric} was asked for; nobody records it.{nearest(metric, names)}")
 
 
 def run_study(
@@ -91,7 +96,7 @@ def run_study(
     folder: Path | None,
     jobs: int,
     console: Console,
-    again: str,
+    command: str,
     confirmed: bool = False,
     grounds: Grounds | None = None,
 ) -> Study:
@@ -101,33 +106,35 @@ def run_study(
         plan: What is to be run.
         folder: Folder of the study. None: nothing is kept.
         jobs: Number of runs at the same time.
-        console: Where progress is shown.
-        again: Command that continues the study, for the message where it is interrupted.
+        console: Console that shows the progress.
+        command: Command that resumes the study, for the message if it is interrupted.
         confirmed: True: more than `MAX_RUNS` runs are accepted.
-        grounds: Data and model that were made before, if there are some.
+        grounds: Data and model that were prepared before. None: there are none.
     """
     with StudyProgress(console, plan) as watch:
         try:
             return run_plan(plan, folder, jobs, watch, confirmed, grounds)
         except KeyboardInterrupt as error:
-            far = f"The study was stopped with {watch.done} of {plan.num_runs} runs finished."
+            progress = f"The study was stopped with {watch.done} of {plan.num_runs} runs finished."
             if folder is None:
-                raise Interrupted(f"{far} Nothing of it is kept; with --out DIR it could be resumed.") from error
-            raise Interrupted(f"{far} Go on with: {again}") from error
+                raise Interrupted(f"{progress} Nothing of it is kept; with --out DIR it could be resumed.") from error
+            raise Interrupted(f"{progress} Go on with: {command}") from error
 
 
 class StudyProgress:
-    """Bars on a terminal, one for all runs and one for each that is running; elsewhere a line per evaluation."""
+    """Progress of a study: bars on a terminal, and elsewhere a line per evaluation.
+
+    One bar is for all runs, and one for each that is running.
+    """
 
     def __init__(self, console: Console, plan: Plan) -> None:
         self.done = 0
         self._console = console
         self._lock = threading.Lock()
         self._total = plan.num_runs
-        is_single = len(plan.seeds) == 1 and not plan.tuning_runs
-        self._is_single = is_single
+        self._is_single = len(plan.seeds) == 1 and not plan.tuning_runs
         runs = [*plan.tuning_runs, *plan.final_runs({})]
-        self._wide = max(len(self._name(run)) for run in runs)
+        self._name_width = max(len(self._name(run)) for run in runs)
         self._bars = round_bars(console) if console.is_terminal else None
         self._all: TaskID | None = None
         self._tasks: dict[str, TaskID] = {}
@@ -152,7 +159,7 @@ class StudyProgress:
         self._begun.add(planned.folder)
         if self._bars is None:
             self._say_there()
-            lead = f"{name:<{self._wide}}  "
+            lead = f"{name:<{self._name_width}}  "
 
             def by_line(record: Record) -> None:
                 with self._lock:
@@ -180,13 +187,13 @@ class StudyProgress:
             self._bars.update(self._all, completed=self.done)
             task = self._tasks.pop(planned.folder, None)
             if task is not None:
-                self._bars.refresh()  # A short run would not be seen otherwise.
+                self._bars.refresh()  # Without this the bar of a short run would never be drawn.
                 self._bars.remove_task(task)
 
 
 def show_study(
     study: Study,
-    kind: str,
+    format: str,
     console: Console,
     stdout: TextIO,
     *,
@@ -198,24 +205,24 @@ def show_study(
 
     Args:
         study: A study that was run.
-        kind: "text", "markdown", "latex", "csv" or "json".
-        console: Where text is shown.
-        stdout: Where the other formats are written.
+        format: "text", "markdown", "latex", "csv" or "json".
+        console: Console for text.
+        stdout: Stream for the other formats.
         metric: As in `Study.tables`.
         target: As in `Study.tables`.
         baseline: As in `Study.tables`.
     """
-    found = study.to_json(metric, target, baseline)
+    numbers = study.to_json(metric, target, baseline)
     if study.path is not None:
-        write_file(study.path / COMPARISON_FILE, json.dumps(found, indent=2) + "\n")
-    if kind == "json":
-        print_json(found, stdout)
+        write_text(study.path / COMPARISON_FILE, json.dumps(numbers, indent=2) + "\n")
+    if format == "json":
+        print_json(numbers, stdout)
         return
     tables = study.tables(metric, target, baseline)
-    for place, table in enumerate(tables):
-        if kind == "text":
-            if place:
-                say(console, "")
-            show_text_table(console, table)
-        else:
-            print("\n" * bool(place) + table.render(kind), file=stdout)
+    if format != "text":
+        print(render(tables, format), file=stdout)
+        return
+    for index, table in enumerate(tables):
+        if index:
+            say(console, "")
+        show_text_table(console, table)

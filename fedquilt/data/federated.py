@@ -227,11 +227,12 @@ class Pool:
     def with_domains(self, names: Sequence[str]) -> Self:
         """Keep the training and test samples of some domains, numbered in the order of `names`.
 
-        Samples keep their order, clients their numbers, and public samples, which have no domain, all stay.
+        Samples keep their order and clients their numbers. All public samples stay, because they
+        have no domain.
 
         Raises:
-            DataError: A name is no domain of this data, was given twice, or test samples do not have domains. Or the
-                data is dealt already, so that its parts would name other samples.
+            DataError: A name is no domain of this data or was given twice, samples have no domains,
+                or the data is dealt already, so that its parts would name other samples.
         """
         if isinstance(self, FederatedData):
             raise DataError(
@@ -243,11 +244,11 @@ class Pool:
         if len(set(names)) < len(names):
             raise DataError(f"domains {', '.join(names)} of {self.name} were asked for; name each of them once.")
         if missing := [name for name in names if name not in self.domain_names]:
-            found = ", ".join(self.domain_names) or "none"
-            raise DataError(f"domain {missing[0]!r} was asked for; {self.name} has these by name: {found}.")
+            listed = ", ".join(self.domain_names) or "none"
+            raise DataError(f"domain {missing[0]!r} was asked for; {self.name} has these by name: {listed}.")
         codes = torch.tensor([self.domain_names.index(name) for name in names])
-        rows, places = (self.domains[:, None] == codes).nonzero().unbind(1)
-        test_rows, test_places = (self.test_domains[:, None] == codes).nonzero().unbind(1)
+        rows, domains = (self.domains[:, None] == codes).nonzero().unbind(1)
+        test_rows, test_domains = (self.test_domains[:, None] == codes).nonzero().unbind(1)
         if not len(rows) or not len(test_rows):
             which = "training" if not len(rows) else "test"
             raise DataError(f"domains {', '.join(names)} were asked for; {self.name} has no {which} samples of them.")
@@ -256,11 +257,11 @@ class Pool:
             inputs=self.inputs[rows],
             targets=self.targets[rows],
             clients=None if self.clients is None else self.clients[rows],
-            domains=places,
+            domains=domains,
             test_inputs=self.test_inputs[test_rows],
             test_targets=self.test_targets[test_rows],
             test_clients=None if self.test_clients is None else self.test_clients[test_rows],
-            test_domains=test_places,
+            test_domains=test_domains,
             domain_names=tuple(names),
         )
 
@@ -355,10 +356,10 @@ class FederatedData(Pool):
         return Pool.of(train, test, name=name).dealt(parts, test_parts)
 
     def __repr__(self) -> str:
-        back = ""
+        validation = ""
         if self.validation_parts is not None:
-            back = f", which hold back {len(self.validation_parts.order):,} training samples for validation"
-        return f"FederatedData({self._told()}; dealt to {self.num_clients:,} clients{back})"
+            validation = f", which hold back {len(self.validation_parts.order):,} training samples for validation"
+        return f"FederatedData({self._told()}; dealt to {self.num_clients:,} clients{validation})"
 
     @property
     def num_clients(self) -> int:
@@ -425,9 +426,9 @@ class FederatedData(Pool):
     def on_validation(self) -> Self:
         """Return the same data with the pooled validation samples in place of the test set.
 
-        Each client's test part is what it holds back. So everything that evaluates on test samples
-        evaluates on validation samples, and the test set cannot be seen. Training samples stay.
-        The result is computed once, so that engines can find out that they have these samples.
+        Each client's test part is the samples that it holds back. So every evaluation is on
+        validation samples, and the test set is not in the result. Training samples stay. Repeated
+        calls return the same object, so that engines recognise samples that they already hold.
 
         Raises:
             ConfigError: Clients hold back nothing.

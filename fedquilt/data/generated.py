@@ -34,19 +34,19 @@ def generated(
 ) -> Pool:
     """Images made from a seed, to try settings without a download: a prototype per class plus noise.
 
-    Whole numbers alone are computed with, so that every machine makes the same images. Classes are
+    Only integers are computed with, so that every machine makes the same images. Classes are
     balanced, in every domain too where the number of samples is a multiple of classes × domains.
     """
     _check(classes, shape, train, test, domains)
     prototypes = _prototypes(seed, classes, shape)
     shifts = torch.stack([_shift(seed, name, shape[0]) for name in domains or ("",)])
-    inputs, targets, places = _samples(noise.key(seed, _SITE, _TRAIN), prototypes, shifts, train)
-    test_inputs, test_targets, test_places = _samples(noise.key(seed, _SITE, _TEST), prototypes, shifts, test)
+    inputs, targets, codes = _samples(noise.key(seed, _SITE, _TRAIN), prototypes, shifts, train)
+    test_inputs, test_targets, test_codes = _samples(noise.key(seed, _SITE, _TEST), prototypes, shifts, test)
     return Pool.of(
         (inputs, targets),
         (test_inputs, test_targets),
-        domains=places if domains else None,
-        test_domains=test_places if domains else None,
+        domains=codes if domains else None,
+        test_domains=test_codes if domains else None,
         name="generated",
         num_classes=classes,
         domain_names=tuple(domains),
@@ -55,9 +55,10 @@ def generated(
 
 
 def _check(classes: int, shape: tuple[int, ...], train: int, test: int, domains: tuple[str, ...]) -> None:
-    wrong = {name: count for name, count in (("classes", classes), ("train", train), ("test", test)) if count < 1}
-    if wrong:
-        raise ConfigError(f"generated data with {wrong} was asked for; each must be at least 1.")
+    counts = {"classes": classes, "train": train, "test": test}
+    too_small = {name: count for name, count in counts.items() if count < 1}
+    if too_small:
+        raise ConfigError(f"generated data with {too_small} was asked for; each must be at least 1.")
     if len(shape) != 3 or not all(whole(length, 1) for length in shape):
         raise ConfigError(
             f"generated images of shape {tuple(shape)} were asked for; channels, height and width fit, as (3, 32, 32)."
@@ -70,8 +71,8 @@ def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
     """Return an image of few coloured blocks for each class."""
     channels, height, width = shape
     key = torch.tensor(noise.key(seed, _SITE, _PROTOTYPE))
-    drawn = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
-    blocks = drawn.reshape(classes, channels, GRID, GRID)
+    colours = noise.bits(key, classes * channels * GRID * GRID) % (BRIGHTEST - DARKEST) + DARKEST
+    blocks = colours.reshape(classes, channels, GRID, GRID)
     rows = torch.arange(height) * GRID // height
     columns = torch.arange(width) * GRID // width
     return blocks[:, :, rows][..., columns]  # (class, channel, height, width)
@@ -87,16 +88,18 @@ def _shift(seed: int, domain: str, channels: int) -> Tensor:
 
 def _samples(key: int, prototypes: Tensor, shifts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
     """Return images as bytes (sample, channel, height, width), their classes and their domains."""
-    number = torch.arange(count)
-    targets = number % len(prototypes)
-    places = number // len(prototypes) % len(shifts)
+    positions = torch.arange(count)
+    targets = positions % len(prototypes)
+    domains = positions // len(prototypes) % len(shifts)
     shape = (count, *prototypes.shape[1:])
-    images = prototypes[targets] + shifts[places][:, :, None, None] + _noise(key, shape)
-    return images.clamp(0, 255).to(torch.uint8), targets, places
+    images = prototypes[targets] + shifts[domains][:, :, None, None] + _noise(key, shape)
+    return images.clamp(0, 255).to(torch.uint8), targets, domains
 
 
 def _noise(key: int, shape: tuple[int, ...]) -> Tensor:
-    """Return whole numbers with mean 0 and deviation 37, nearly normal: the sum of four bytes, divided."""
+    """Return integers with mean 0 and deviation 37, nearly normal: a quarter of the sum of four bytes."""
     words = noise.bits(torch.tensor(key), torch.Size(shape).numel()).reshape(shape)
-    total = sum(((words >> place) & 255 for place in (0, 8, 16, 24)), start=torch.zeros(shape, dtype=torch.int64))
+    total = torch.zeros(shape, dtype=torch.int64)
+    for bits in (0, 8, 16, 24):
+        total += (words >> bits) & 255
     return torch.div(total - 2 * 255, 4, rounding_mode="floor")

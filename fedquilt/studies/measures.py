@@ -18,15 +18,17 @@ from fedquilt.clientwise import clientwise, planned_jobs
 from fedquilt.errors import ConfigError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
+from fedquilt.names import nearest
 from fedquilt.terms import Budget, Submodel
 
+TRAINING = "training"  # The measure that trains and evaluates. All others are in `MEASURES`.
 BYTES_OF_FLOAT32 = 4
 
 Measure = Callable[[Run, int], Mapping[str, Any]]
 
 
 def clients(run: Run, rounds: int) -> dict[str, Any]:
-    """Return what clients compute and send in a round, and what each domain has trained by then.
+    """Return what clients compute and send in a round, and the part that each domain has trained.
 
     Args:
         run: A run that was prepared and not trained.
@@ -37,10 +39,10 @@ def clients(run: Run, rounds: int) -> dict[str, Any]:
         `params`: numbers that travel in a round, to a client and back, likewise.
         `trained`: the part of all parameters that clients of a domain have ever trained, by domain.
     """
-    found = clientwise(_after(run, rounds), evaluate=False)
-    spreads = {name: found.spread(name) for name in ("macs", "params")}
+    report = clientwise(_after(run, rounds), evaluate=False)
+    spreads = {name: report.spread(name) for name in ("macs", "params")}
     costs = {name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in spreads.items()}
-    return {**costs, "trained": found.trained}
+    return {**costs, "trained": report.trained}
 
 
 def coverage(run: Run, rounds: int) -> dict[str, Any]:
@@ -59,13 +61,15 @@ def coverage(run: Run, rounds: int) -> dict[str, Any]:
     family = run.world.family
     weight = _last_convolution(family)
     sizes = family.layout.shape(weight, family.layout.sizes)[:2]
-    outputs, inputs = [], []  # One row per sub-model: 1 where it has the channel
+    outputs = []  # One row per sub-model, with 1 where it has the channel.
+    inputs = []
     for job in planned_jobs(_after(run, rounds)):
         positions = family.cutter.rows(weight, job.submodel.index)
         outputs.append(_indicator(positions[0], sizes[0]))
         inputs.append(_indicator(positions[1], sizes[1]))
-    held = torch.stack(outputs)  # (sub-model, output channel)
-    counts = {"channel": held.sum(0), "entry": held.T @ torch.stack(inputs)}
+    has_output = torch.stack(outputs)  # (sub-model, output channel)
+    has_input = torch.stack(inputs)  # (sub-model, input channel)
+    counts = {"channel": has_output.sum(0), "entry": has_output.T @ has_input}
     return {"weight": weight, **{name: _evenness(count) for name, count in counts.items()}}
 
 
@@ -106,6 +110,12 @@ def sizes(run: Run, rounds: int) -> dict[str, Any]:
 MEASURES: dict[str, Measure] = {"clients": clients, "coverage": coverage, "sizes": sizes}
 
 
+def measure_problems(measure: str) -> list[str]:
+    """Return a sentence if a name is neither `TRAINING` nor in `MEASURES`."""
+    names = (TRAINING, *MEASURES)
+    return [] if measure in names else [f"there is no measure {measure!r}.{nearest(measure, names)}"]
+
+
 def _after(run: Run, rounds: int) -> Run:
     """Return the run as if it had been trained for some rounds, with its weights unchanged."""
     return replace(run, server=replace(run.server, round=rounds))
@@ -118,16 +128,17 @@ def _last_convolution(family: Family) -> str:
     return weights[-1]
 
 
-def _indicator(kept: Positions | None, size: int) -> Tensor:
-    """Return a vector with 1 at the positions that are kept. None: all of them are."""
-    if kept is None:
+def _indicator(positions: Positions | None, size: int) -> Tensor:
+    """Return a vector with 1 at the positions, and 0 elsewhere. None: 1 everywhere."""
+    if positions is None:
         return torch.ones(size)
-    found = torch.zeros(size)
-    found[kept.tensor] = 1
-    return found
+    indicator = torch.zeros(size)
+    indicator[positions.tensor] = 1
+    return indicator
 
 
 def _evenness(counts: Tensor) -> dict[str, float]:
+    """Return the least count, the mean, and the deviation of the population."""
     exact = counts.double()
     return {
         "least": int(counts.min()),

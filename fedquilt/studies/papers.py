@@ -20,17 +20,17 @@ from typing import Any
 
 from fedquilt.config import Experiment, Settings, assign, overlay, parse_toml, resolved
 from fedquilt.errors import ConfigError, DataError, FedquiltError
+from fedquilt.files import why
 from fedquilt.names import nearest
-from fedquilt.studies.measures import MEASURES
-from fedquilt.studies.plan import laid
+from fedquilt.studies.measures import TRAINING, measure_problems
+from fedquilt.studies.plan import at_point
 from fedquilt.studies.values import Value
 
-TRAINING = "training"  # The measure that trains and evaluates; all others are in `MEASURES`.
-SMOKE = "smoke"  # The scale that needs no data
+SMOKE = "smoke"  # Scale that needs no data
 SMOKE_NOTE = "Generated images and two rounds or so: it shows that everything runs, and its numbers mean nothing."
-FULL = "full"  # The paper's scale, which every preset has
+FULL = "full"  # Scale of the paper, which every preset has
 DATA_VARIABLE = "FEDQUILT_DATA"  # Environment variable with the folder of data files
-DATA_FOLDER = "data"  # The folder if the variable is not set
+DATA_FOLDER = "data"  # Folder of data files if the variable is not set
 
 _NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+")
 
@@ -42,21 +42,22 @@ class Column:
     """One column of a table: its title, and the number of a run that it shows."""
 
     title: str
-    value: str  # As `fedquilt.studies.values` reads it, such as "accuracy 1.0 %"
+    value: str  # Text that `fedquilt.studies.values` reads, such as "accuracy 1.0 %"
 
     @cached_property
     def parsed(self) -> Value:
+        """Return the value that the text names."""
         return Value.parse(self.value)
 
 
 @dataclass(frozen=True)
 class Row:
-    """One row of a table: what is laid over the common settings, and the paper's numbers.
+    """One row of a table: its settings, and the paper's numbers.
 
     Attributes:
         name: Name of the row, which no other row has.
-        paper: The paper's number for each column as printed, such as "69.44 ± 1.50". "" if it has none.
-            A file may leave out the list if the paper has no number at all.
+        paper: Paper's number for each column as printed, such as "69.44 ± 1.50", or "" if it has
+            none. A file may leave out the list if the paper has no number at all.
         parts: Names of `Preset.parts` that are laid over the common settings, in this order.
         settings: Settings that are laid over the parts.
     """
@@ -69,7 +70,7 @@ class Row:
 
 @dataclass(frozen=True)
 class Scale:
-    """How large an experiment is: what is laid over the settings of every row at last.
+    """Size of an experiment: settings that are laid over those of every row, and the seeds.
 
     Attributes:
         note: One sentence on what differs from the paper.
@@ -93,14 +94,14 @@ class Preset:
     """A table or figure of a paper.
 
     Attributes:
-        title: What the paper calls it, in one line.
+        title: Title in the paper, in one line.
         columns: Numbers of a run that the table has.
         rows: One experiment each.
         scales: Scales by name. `full`, the paper's, is there even if the file does not name it.
         seeds: Random seeds of each row.
         data: Names of data sets. Each is a file NAME.npz in the data folder.
         notes: Differences from the paper, one sentence each.
-        measure: What is measured: "training", or a name of `MEASURES`, which train nothing.
+        measure: "training", or a name of `MEASURES`, which train nothing.
         settings: Settings of all rows, as config.toml has them, without a seed.
         parts: Settings that rows lay over the common ones, by name.
         grid: Values that are tried for a setting, by its path. Empty: nothing is tuned.
@@ -153,13 +154,13 @@ class Preset:
             ConfigError: There is no such scale.
             DataError: A row needs a data file that is not in the folder.
         """
-        asked = self.scale(scale)
-        rows = [(row.name, self._laid(row, asked)) for row in self.rows]
+        rows = [(row.name, self._settings_of(row, self.scale(scale))) for row in self.rows]
         if folder is None:
             return rows
         return [(name, self._located(settings, Path(folder))) for name, settings in rows]
 
-    def _laid(self, row: Row, scale: Scale) -> Settings:
+    def _settings_of(self, row: Row, scale: Scale) -> Settings:
+        """Return the settings of a row, with all layers laid over one another."""
         layers = [self.settings, *(self.parts[part] for part in row.parts), row.settings]
         layers += [scale.settings, *(scale.parts[part] for part in row.parts if part in scale.parts)]
         settings: Settings = {}
@@ -183,7 +184,7 @@ class Preset:
 
 
 def data_folder(folder: str | Path | None = None) -> Path:
-    """Return the folder of data files: the one given, else that of FEDQUILT_DATA, else `data`."""
+    """Return the folder of data files. None or "": that of FEDQUILT_DATA, or `data` if it is not set."""
     return Path(folder or os.environ.get(DATA_VARIABLE) or DATA_FOLDER)
 
 
@@ -204,15 +205,15 @@ def presets() -> tuple[str, ...]:
 
 def papers() -> dict[str, tuple[str, ...]]:
     """Return the names of the tables and figures of each paper, as PAPER/TABLE."""
-    found: dict[str, tuple[str, ...]] = {}
+    tables: dict[str, tuple[str, ...]] = {}
     for name in presets():
         paper = name.partition("/")[0]
-        found[paper] = (*found.get(paper, ()), name)
-    return found
+        tables[paper] = (*tables.get(paper, ()), name)
+    return tables
 
 
 def read_preset(name: str) -> Preset:
-    """Read a preset by its name PAPER/TABLE, or from a file of the user's own.
+    """Read a preset by its name PAPER/TABLE, or from a user's file.
 
     Args:
         name: Name of `presets()`, or the path of a TOML file.
@@ -229,12 +230,12 @@ def read_preset(name: str) -> Preset:
 
 
 def parsed_preset(name: str) -> Preset:
-    """Read a preset without looking at the settings of its rows, which is quick."""
+    """Read a preset quickly, without checking the settings of its rows."""
     file = Path(name) if name.endswith(".toml") else _file(name)
     try:
         text = file.read_bytes()
     except OSError as error:
-        raise ConfigError(f"{name} was asked for; it cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(f"{name} was asked for; it cannot be read: {why(error)}.") from error
     preset = resolved(Preset, parse_toml(text, name), {}, name)
     nothing = ("",) * len(preset.columns)
     rows = tuple(replace(row, paper=row.paper or nothing) for row in preset.rows)
@@ -269,28 +270,28 @@ def _file(name: str) -> Traversable:
 
 
 def _files() -> dict[str, Traversable]:
-    """Return the files of all presets by name, sorted."""
+    """Return the files of all presets by name, in the order of names."""
     folders = [entry for entry in files("fedquilt.papers").iterdir() if entry.is_dir()]
-    found = {
+    by_name = {
         f"{folder.name}/{entry.name.removesuffix('.toml')}": entry
         for folder in folders
         for entry in folder.iterdir()
         if entry.name.endswith(".toml")
     }
-    return {name: found[name] for name in sorted(found)}
+    return dict(sorted(by_name.items()))
 
 
 def paper_number(text: str) -> float | None:
-    """Return the number with which a paper's text begins: 69.44 of "69.44 ± 1.50"; None of ""."""
-    found = _NUMBER.match(text)
-    return float(found[0].replace(",", "").replace("−", "-")) if found else None
+    """Return the number with which a paper's text begins, 69.44 for "69.44 ± 1.50". None: there is none."""
+    match = _NUMBER.match(text)
+    return float(match[0].replace(",", "").replace("−", "-")) if match else None
 
 
 # --- checking ---------------------------------------------------------------------------------------
 
 
 def _problems(preset: Preset) -> Iterator[str]:
-    """Yield all that is wrong with a preset, each with its place in the file."""
+    """Yield every problem of a preset, with its position in the file."""
     shape = list(_problems_of_shape(preset))
     yield from shape
     if not shape:
@@ -298,31 +299,29 @@ def _problems(preset: Preset) -> Iterator[str]:
 
 
 def _problems_of_shape(preset: Preset) -> Iterator[str]:
-    """Yield what is wrong with names, numbers and lists."""
-    for what, count in (("columns", preset.columns), ("rows", preset.rows), ("seeds", preset.seeds)):
-        if not count:
-            yield f"{what}: an empty list was found; at least one is needed."
-    measures = (TRAINING, *MEASURES)
-    if preset.measure not in measures:
-        yield f"measure: there is no measure {preset.measure!r}.{nearest(preset.measure, measures)}"
+    """Yield problems of names, numbers and lists."""
+    for key, values in (("columns", preset.columns), ("rows", preset.rows), ("seeds", preset.seeds)):
+        if not values:
+            yield f"{key}: an empty list was found; at least one is needed."
+    yield from (f"measure: {problem}" for problem in measure_problems(preset.measure))
     if SMOKE not in preset.scales:
         yield f"scales: there is no {SMOKE!r}, which tests run without data."
-    for place, column in enumerate(preset.columns):
+    for index, column in enumerate(preset.columns):
         try:
             Value.parse(column.value)
         except ConfigError as error:
-            yield f"columns[{place}].value: {error}"
+            yield f"columns[{index}].value: {error}"
     lists: tuple[tuple[str, Sequence[object]], ...] = (
         ("columns", [column.title for column in preset.columns]),
         ("rows", [row.name for row in preset.rows]),
         ("data", preset.data),
         ("seeds", preset.seeds),
     )
-    for what, names in lists:
+    for key, names in lists:
         repeated = [entry for entry in dict.fromkeys(names) if list(names).count(entry) > 1]
-        yield from (f"{what}: {entry!r} is there more than once." for entry in repeated)
-    for place, row in enumerate(preset.rows):
-        yield from _problems_of_row(preset, row, f"rows[{place}]")
+        yield from (f"{key}: {entry!r} is there more than once." for entry in repeated)
+    for index, row in enumerate(preset.rows):
+        yield from _problems_of_row(preset, row, f"rows[{index}]")
     for name, scale in preset.scales.items():
         for part in scale.parts:
             if part not in preset.parts:
@@ -330,46 +329,46 @@ def _problems_of_shape(preset: Preset) -> Iterator[str]:
         for path in scale.grid:
             if path not in preset.grid:
                 yield f"scales.{name}.grid: {path!r} is not in the grid.{nearest(path, preset.grid)}"
-    for where, settings in _all_settings(preset):
+    for position, settings in _all_settings(preset):
         if "seed" in settings:
-            yield f"{where}.seed: settings of a preset have no seed; name it in `seeds`."
+            yield f"{position}.seed: settings of a preset have no seed; name it in `seeds`."
 
 
 def _all_settings(preset: Preset) -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yield every table of settings in a preset with its place in the file."""
+    """Yield every table of settings in a preset with its position in the file."""
     yield "settings", preset.settings
     yield "tuning", preset.tuning
     yield from ((f"parts.{name}", part) for name, part in preset.parts.items())
-    yield from ((f"rows[{place}].settings", row.settings) for place, row in enumerate(preset.rows))
+    yield from ((f"rows[{index}].settings", row.settings) for index, row in enumerate(preset.rows))
     for name, scale in preset.scales.items():
         yield f"scales.{name}.settings", scale.settings
         yield f"scales.{name}.tuning", scale.tuning
-        yield from ((f"scales.{name}.parts.{part}", own) for part, own in scale.parts.items())
+        yield from ((f"scales.{name}.parts.{part}", table) for part, table in scale.parts.items())
 
 
-def _problems_of_row(preset: Preset, row: Row, place: str) -> Iterator[str]:
+def _problems_of_row(preset: Preset, row: Row, position: str) -> Iterator[str]:
     for part in row.parts:
         if part not in preset.parts:
-            yield f"{place}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
+            yield f"{position}.parts: there is no part {part!r}.{nearest(part, preset.parts)}"
     if len(row.paper) != len(preset.columns):
         yield (
-            f"{place}.paper: {len(row.paper)} texts were found for {len(preset.columns)} columns; "
+            f"{position}.paper: {len(row.paper)} texts were found for {len(preset.columns)} columns; "
             'one for each is needed, "" where the paper has no number.'
         )
     for text in row.paper:
         if text and paper_number(text) is None:
-            yield f'{place}.paper: {text!r} was found; a number such as "69.44 ± 1.50", or "", would fit.'
+            yield f'{position}.paper: {text!r} was found; a number such as "69.44 ± 1.50", or "", would fit.'
 
 
 def _problems_of_settings(preset: Preset) -> Iterator[str]:
-    """Yield what is wrong with the settings of a row at a scale, each problem once."""
-    told = set()
+    """Yield problems of the settings of a row at a scale, each of them once."""
+    reported = set()
     for scale in preset.scales:
         for name, settings in preset.rows_at(scale):
-            for why in _problems_of_experiment(preset, settings, scale):
-                if why not in told:
-                    told.add(why)
-                    yield f"row {name!r} at scale {scale!r}: {why}"
+            for problem in _problems_of_experiment(preset, settings, scale):
+                if problem not in reported:
+                    reported.add(problem)
+                    yield f"row {name!r} at scale {scale!r}: {problem}"
 
 
 def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> Iterator[str]:
@@ -384,7 +383,7 @@ def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> I
     if tuning:
         variants.append(overlay(checked, tuning))
     for path, values in preset.grid_at(scale).items():
-        variants += [laid(checked, {path: value}) for value in values]
+        variants += [at_point(checked, {path: value}) for value in values]
     for variant in variants:
         try:
             Experiment.of(variant)
@@ -393,7 +392,7 @@ def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> I
 
 
 def _data_files(settings: Settings) -> list[tuple[list[str], str]]:
-    """Return the data files that settings name, each with the keys at which it is."""
+    """Return the data files that settings name, each with its keys."""
     data = settings.get("data")
     if isinstance(data, str):
         data = {"name": data}
@@ -407,7 +406,7 @@ def _data_files(settings: Settings) -> list[tuple[list[str], str]]:
 
 
 def _without_files(settings: Settings) -> Settings:
-    """Return settings that `Experiment.of` can check although the data files are not there."""
+    """Return settings that `Experiment.of` can check without the data files."""
     settings = overlay(settings, {})
     for keys, _ in _data_files(settings):
         if keys[-1] == "name":

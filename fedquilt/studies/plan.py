@@ -1,7 +1,7 @@
 """A study as values: which runs there are, in which folders, and what `study.toml` holds.
 
 DIR/
-├── study.toml                     what was asked for, written before the first run
+├── study.toml                     the request, written before the first run begins
 ├── compare.json                   the numbers of the tables, written by `fedquilt compare`
 ├── lock                           held by the process that runs the study
 ├── ENTRY/
@@ -23,10 +23,11 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal
 
-from fedquilt.config import Experiment, Settings, assign, choose, overlay, parse_path, read_toml
+from fedquilt.config import Experiment, Settings, assign, assign_all, overlay, parse_path, read_toml
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
-from fedquilt.studies.measures import MEASURES
+from fedquilt.studies.measures import TRAINING, measure_problems
+from fedquilt.studies.statistics import check_alike
 
 MAX_RUNS = 1_000  # More runs than this are started only if they are confirmed.
 STUDY_FILE = "study.toml"
@@ -42,7 +43,7 @@ class Entry:
     """One row of a study: a name, and the settings that its runs share.
 
     Attributes:
-        name: What tables call it, such as "fedrolex".
+        name: Name of the row in tables, such as "fedrolex".
         settings: Tables of plain values as `config.toml` has them. A seed in them is replaced.
         grid: Values to try, by the path of the setting. Empty: nothing is tuned.
     """
@@ -74,7 +75,7 @@ class PlannedRun:
         folder: Folder inside the study's.
         point: Point of the grid.
         stage: "tuning" runs are evaluated on the validation part, "final" ones on the test set.
-        measure: What is done: "training", or a name of `MEASURES` that trains nothing.
+        measure: "training", or a name of `MEASURES`, which train nothing.
     """
 
     entry: str
@@ -83,17 +84,17 @@ class PlannedRun:
     folder: str
     point: Point = field(default_factory=dict)
     stage: Stage = "final"
-    measure: str = "training"
+    measure: str = TRAINING
 
     @property
     def title(self) -> str:
-        """Return what progress lines call it."""
+        """Return the name of the run in progress lines."""
         tuned = ", ".join(f"{_last_key(path)} {value}" for path, value in self.point.items())
         return f"{self.entry}, {tuned}, tuning" if self.stage == "tuning" else f"{self.entry}, seed {self.seed}"
 
     @property
     def rounds(self) -> int:
-        """Return the number of rounds. Nothing is resolved to find it."""
+        """Return the number of rounds, without resolving the settings."""
         return _rounds(self.settings)
 
     @property
@@ -104,15 +105,15 @@ class PlannedRun:
 
 @dataclass(frozen=True)
 class Plan:
-    """All that was asked of a study.
+    """Request for a study: its rows, their seeds, and how a grid is tuned.
 
     Attributes:
         entries: Rows, each with a name of its own.
         seeds: Random seeds of the final runs of every entry.
         validation: Share of every client's training samples on which a grid is tuned.
-        tuning_seeds: Number of the seeds, from the first on, with which a grid is tuned.
+        tuning_seeds: Number of seeds with which a grid is tuned. The first ones are used.
         tuning: Settings that tuning runs have instead, such as fewer rounds.
-        measure: What is done in every run, as in `PlannedRun`.
+        measure: As in `PlannedRun`.
     """
 
     entries: tuple[Entry, ...]
@@ -120,12 +121,12 @@ class Plan:
     validation: float = 0.1
     tuning_seeds: int = 1
     tuning: Settings = field(default_factory=dict)
-    measure: str = "training"
+    measure: str = TRAINING
 
     def __post_init__(self) -> None:
-        wrong = list(self._problems())
-        if wrong:
-            raise ConfigError("\n  ".join(["a study was asked for that cannot be run:", *wrong]))
+        problems = list(self._problems())
+        if problems:
+            raise ConfigError("\n  ".join(["a study was asked for that cannot be run:", *problems]))
 
     def _problems(self) -> Iterator[str]:
         yield from self._problems_of_names()
@@ -140,9 +141,7 @@ class Plan:
             yield f"validation = {self.validation} was given; a share of the training samples in (0, 1) fits."
         if not 1 <= self.tuning_seeds <= len(self.seeds):
             yield f"tuning with {self.tuning_seeds} seeds was asked for; there are {len(self.seeds)}."
-        measures = ("training", *MEASURES)
-        if self.measure not in measures:
-            yield f"there is no measure {self.measure!r}.{nearest(self.measure, measures)}"
+        yield from measure_problems(self.measure)
         if not isinstance(self.tuning, Mapping):
             yield f"tuning = {self.tuning!r} was given; a table of settings fits."
         for entry in self.entries:
@@ -169,7 +168,7 @@ class Plan:
 
     @property
     def num_runs(self) -> int:
-        """Return the number of runs, tuning included. Nothing is built to count them."""
+        """Return the number of runs, tuning included."""
         tuning = sum(math.prod(map(len, entry.grid.values())) for entry in self.entries if entry.grid)
         return tuning * self.tuning_seeds + len(self.entries) * len(self.seeds)
 
@@ -184,7 +183,7 @@ class Plan:
                 f"a study of {self.num_runs:,} runs was asked for; more than {MAX_RUNS:,} are started only with "
                 "--yes (in Python: confirmed=True)."
             )
-        wrong: dict[str, list[str]] = {}  # names of entries by their common problem
+        problems: dict[str, list[str]] = {}  # names of entries by their common problem
         for entry in self.entries:
             first_point = next(iter(entry.points), {})
             tuning = self._tuning_runs(entry)[: math.prod(map(len, entry.grid.values()))]
@@ -192,15 +191,15 @@ class Plan:
                 try:
                     Experiment.of(run.settings)
                 except ConfigError as error:
-                    wrong.setdefault(str(error), []).append(entry.name)
+                    problems.setdefault(str(error), []).append(entry.name)
                     break  # The other points would say the same again.
-        if wrong:
-            raise ConfigError("\n".join(f"{'; '.join(names)}: {problem}" for problem, names in wrong.items()))
+        if problems:
+            raise ConfigError("\n".join(f"{'; '.join(names)}: {problem}" for problem, names in problems.items()))
 
     def check_comparable(self) -> None:
-        """Refuse entries with different data or tasks, of which no table could compare figures.
+        """Refuse entries with different data or tasks, because their figures cannot be compared.
 
-        A task that is left open is found from the data, so that it equals that of other entries.
+        A task that is not named follows from the data, and is therefore that of the other entries.
         """
         data: dict[str, list[str]] = {}
         tasks: dict[str, list[str]] = {}
@@ -226,7 +225,7 @@ class Plan:
         return [self._final(entry, seed, chosen.get(entry.name, {})) for seed in self.seeds for entry in self.entries]
 
     def _final(self, entry: Entry, seed: int, point: Point) -> PlannedRun:
-        settings = laid(entry.settings, point)
+        settings = at_point(entry.settings, point)
         settings["seed"] = seed
         return PlannedRun(entry.name, seed, settings, f"{entry.folder}/seed{seed}", point, measure=self.measure)
 
@@ -236,16 +235,16 @@ class Plan:
         runs = []
         for seed in self.seeds[: self.tuning_seeds]:
             for point in entry.points:
-                settings = self._on_validation(laid(overlay(entry.settings, self.tuning), point))
+                settings = self._on_validation(at_point(overlay(entry.settings, self.tuning), point))
                 settings["seed"] = seed
                 folder = f"{entry.folder}/tuning/{_point_name(point)}-seed{seed}"
                 runs.append(PlannedRun(entry.name, seed, settings, folder, point, "tuning"))
         return runs
 
     def _on_validation(self, settings: Settings) -> Settings:
-        """Return settings with which nothing of the test set is seen.
+        """Return settings with which a run is evaluated on the validation part alone.
 
-        They are evaluated once, at the end, unless the settings ask for more.
+        It is evaluated once, at the end, unless the settings ask for more.
         """
         data = settings.get("data", {})
         if not (isinstance(data, Mapping) and "validation" in data):  # 0: the data has a part of its own.
@@ -304,39 +303,38 @@ class Plan:
     def check_extends(self, other: Plan, folder: Path) -> None:
         """Refuse a folder in which an entry of the same name has other settings.
 
-        Other seeds and other entries are accepted, because runs that are there are not repeated. So
-        are more rounds, for which runs that are there are resumed.
+        Other seeds and other entries are accepted, because finished runs are not repeated. More
+        rounds are accepted too, because finished runs are resumed.
 
         Args:
             other: The plan of the study in the folder.
             folder: The folder, for the message.
         """
         lines = []
-        before = {entry.name: entry for entry in other.entries}
+        earlier = {entry.name: entry for entry in other.entries}
         for entry in self.entries:
-            if entry.name in before:
-                lines += [f"{entry.name}: {line}" for line in _differences_of(entry, before[entry.name])]
+            if entry.name in earlier:
+                lines += [f"{entry.name}: {line}" for line in _differences_of(entry, earlier[entry.name])]
         if self.has_grid and other.has_grid:
             lines += _differences(self._tuning_choices, other._tuning_choices)
         lines += _differences({"measure": self.measure}, {"measure": other.measure})
         if lines:
-            told = "\n  ".join(lines)
+            listed = "\n  ".join(lines)
             raise ConfigError(
-                f"the folder {folder} was asked for; the study there has other settings:\n  {told}\n  Ask for what it "
-                "was, or name another folder."
+                f"the folder {folder} was asked for; the study there has other settings:\n  {listed}\n"
+                "  Ask for what it was, or name another folder."
             )
 
     def extending(self, other: Plan) -> Plan:
         """Return this plan with the entries and seeds of another one that it leaves out.
 
-        It is what `study.toml` holds afterwards. Without them the settings of runs that are there would be
-        forgotten, and runs with other settings could take their place unseen.
+        The result is written to `study.toml`. Without the other plan's entries and seeds, runs
+        with other settings could later replace those that are in the folder.
 
         Args:
-            other: A plan that this one extends, as `check_extends` finds.
+            other: A plan that `check_extends` accepts.
         """
-        own = {entry.name: entry for entry in self.entries}
-        entries = {**{entry.name: entry for entry in other.entries}, **own}
+        entries = {entry.name: entry for entry in (*other.entries, *self.entries)}
         tuned = self if self.has_grid else other
         return replace(
             self,
@@ -354,7 +352,7 @@ class Plan:
 
     @property
     def _tuning_choices(self) -> dict[str, Any]:
-        """Return what the choice of a point depends on, besides settings and grid."""
+        """Return all that the choice of a point depends on, besides settings and grid."""
         return {
             "validation": self.validation,
             "tuning": self.tuning,
@@ -374,7 +372,7 @@ def _found_instead(folder: Path) -> str:
 
 
 def runs_outside_a_study(folder: Path) -> str:
-    """Return a sentence on runs in a folder that are no study's; empty if there are none.
+    """Return a sentence about runs in a folder that belong to no study. Empty: there are none.
 
     Earlier versions of `compare` wrote one run into DIR/METHOD.
     """
@@ -387,33 +385,10 @@ def runs_outside_a_study(folder: Path) -> str:
     )
 
 
-def check_alike(found: Mapping[str, Mapping[str, Sequence[str]]]) -> None:
-    """Refuse entries of which a property differs.
-
-    Args:
-        found: For each property the entries by its value.
-    """
-    lines = [
-        f"{', '.join(names)}: {what} {value}"
-        for what, values in found.items()
-        if len(values) > 1
-        for value, names in values.items()
-    ]
-    if lines:
-        told = "\n  ".join(lines)
-        raise ConfigError(f"these were to be compared; their data or tasks differ, and so their figures:\n  {told}")
-
-
-def laid(settings: Settings, point: Point) -> Settings:
-    """Return settings with the values of a point, names first because they decide which options there are."""
-    settings = copy.deepcopy(settings)
-    by_keys = [(parse_path(path), value) for path, value in point.items()]
-    for keys, value in sorted(by_keys, key=lambda one: one[0][-1] != "name"):
-        if keys[-1] == "name":
-            choose(settings, keys[:-1], value)
-        else:
-            assign(settings, keys, value)
-    return settings
+def at_point(settings: Settings, point: Point) -> Settings:
+    """Return a copy of settings with the values of a point."""
+    assignments = [(parse_path(path), value) for path, value in point.items()]
+    return assign_all(copy.deepcopy(settings), assignments)
 
 
 def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:
@@ -421,20 +396,20 @@ def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:
 
     Args:
         entries: Names of all entries.
-        text: What a flag was given.
-        flag: Its name, for the message.
+        text: Value of a flag.
+        flag: Name of the flag, for the message.
     """
     path, equals, value = text.partition("=")
-    name, colon, own = path.rpartition(":")
+    name, colon, setting = path.rpartition(":")
     if not colon:
         return "", text
     if name not in entries:
         raise ConfigError(f"{flag} {text} was asked for; there is no entry {name!r}.{nearest(name, entries)}")
-    return name, f"{own}{equals}{value}"
+    return name, f"{setting}{equals}{value}"
 
 
 def folder_name(name: str) -> str:
-    """Return a name as a folder's: letters, digits, dots and hyphens, and no more than 80 bytes."""
+    """Return a name as that of a folder: letters, digits, dots and hyphens, at most 80 bytes."""
     plain = re.sub(r"[^\w.-]+", "_", name).strip("_.") or "entry"
     if len(plain.encode()) <= MAX_FOLDER_BYTES:
         return plain
@@ -446,7 +421,7 @@ def _point_name(point: Point) -> str:
 
 
 def _value_name(value: Any) -> str:
-    """Return a value as part of a folder's name, which no other value of the same type has."""
+    """Return a value as part of a folder's name. Values of one type that differ get different texts."""
     text = str(value)
     plain = re.sub(r"[^\w.-]+", "_", text).strip("_")
     return plain if plain == text else f"{plain}_{_checksum(json.dumps(value, default=str))}".lstrip("_")
@@ -480,32 +455,33 @@ def _rounds(settings: Settings) -> int:
     return rounds
 
 
-def _differences_of(asked: Entry, there: Entry) -> list[str]:
-    """Return one line for each setting or value of a grid that differs. More rounds are no difference."""
-    settings = asked.settings
-    if _rounds(settings) >= _rounds(there.settings):
-        settings = {**settings, "rounds": _rounds(there.settings)}
-    there_settings = {**there.settings, "rounds": _rounds(there.settings)}
-    return _differences(settings, there_settings) + _differences(_plain_grid(asked), _plain_grid(there))
+def _differences_of(new: Entry, old: Entry) -> list[str]:
+    """Return one line for each setting or grid that differs. More rounds are no difference."""
+    old_settings = {**old.settings, "rounds": _rounds(old.settings)}
+    settings = new.settings
+    if _rounds(settings) >= old_settings["rounds"]:
+        settings = {**settings, "rounds": old_settings["rounds"]}
+    return _differences(settings, old_settings) + _differences(_plain_grid(new), _plain_grid(old))
 
 
 def _plain_grid(entry: Entry) -> dict[str, list[Any]]:
     return {path: list(values) for path, values in entry.grid.items()}
 
 
-def _differences(own: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
-    """Return one line for each value that differs, by its path."""
-    asked, there = (dict(_leaves("", table)) for table in (own, old))
-    asked, there = ({path: value for path, value in leaves.items() if path != "seed"} for leaves in (asked, there))
+def _differences(new: Mapping[str, Any], old: Mapping[str, Any]) -> list[str]:
+    """Return one line for each value that differs, by its path. Seeds are not compared."""
+    new_values = dict(_leaves("", new))
+    old_values = dict(_leaves("", old))
     nothing = "nothing"
     return [
-        f"{path} is {there.get(path, nothing)} there, {asked.get(path, nothing)} was asked for"
-        for path in {**there, **asked}
-        if asked.get(path) != there.get(path)
+        f"{path} is {old_values.get(path, nothing)} there, {new_values.get(path, nothing)} was asked for"
+        for path in {**old_values, **new_values}
+        if path != "seed" and new_values.get(path) != old_values.get(path)
     ]
 
 
 def _leaves(path: str, table: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yield the path and value of everything in nested tables."""
     for key, value in table.items():
         inner = f"{path}.{key}" if path else key
         if isinstance(value, Mapping):

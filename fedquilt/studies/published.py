@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from fedquilt.studies.papers import FULL, Preset, paper_number
 from fedquilt.studies.result import Result
-from fedquilt.studies.statistics import Spread, by_entry, missing_seeds
+from fedquilt.studies.statistics import Spread, by_entry, run_notes
 from fedquilt.studies.table import Table
 from fedquilt.studies.values import Value
 from fedquilt.summaries import NOTHING
@@ -80,18 +80,5 @@ def _notes(preset: Preset, runs: Mapping[str, Sequence[Result]], scale: str) -> 
         is_missing = all(spread_of(results, column.parsed) is None for results in runs.values())
         if runs and is_missing and not column.parsed.depends_on_round:
             yield f"{column.title}: no run has {column.value!r}, which the column shows."
-    seeds = preset.seeds_at(scale)
     for row in preset.rows:
-        results = runs.get(row.name, [])
-        missing = missing_seeds(results, seeds)
-        if not results:
-            yield f"{row.name}: it was not run."
-        elif missing:
-            listed = ", ".join(map(str, missing))
-            yield f"{row.name}: no run of seed{'s'[: len(missing) != 1]} {listed}; the means are over the others."
-        for result in results:
-            if result.diverged is not None:
-                yield (
-                    f"{row.name}: the run of seed {result.seed} diverged in round {result.diverged}; "
-                    "its last figures count."
-                )
+        yield from run_notes(row.name, runs.get(row.name, []), preset.seeds_at(scale))

@@ -1,4 +1,4 @@
-"""Tables of a comparison over seeds, and the same numbers as plain values and data frames."""
+"""Tables of a comparison over seeds, and the same numbers as plain values."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import json
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from fedquilt.errors import ConfigError
 from fedquilt.milestones import check_target
 from fedquilt.names import nearest
+from fedquilt.studies.frames import metric_names
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import (
     Cost,
@@ -18,9 +19,12 @@ from fedquilt.studies.statistics import (
     Verdict,
     best_entry,
     by_entry,
+    check_alike,
     cost_to_percentages,
     cost_to_target,
     missing_seeds,
+    run_notes,
+    seeds_text,
     values_by_seed,
 )
 from fedquilt.studies.table import Cell, Table
@@ -35,9 +39,6 @@ from fedquilt.summaries import (
     target_text,
 )
 from fedquilt.units import amount, size
-
-if TYPE_CHECKING:
-    import pandas
 
 Show = Callable[[float], str]  # formats a number
 
@@ -68,13 +69,13 @@ def comparison(
         ConfigError: There are no runs, they cannot be compared, nobody recorded the metric, or no
             row has the baseline's name.
     """
-    chosen = _Comparison.of(results, seeds, metric, target, baseline)
+    compared = _Comparison.of(results, seeds, metric, target, baseline)
     return [
-        chosen.main_table(),
-        *chosen.target_tables(),
-        *chosen.domain_tables(),
-        *chosen.cost_tables(),
-        *chosen.size_tables(),
+        compared.main_table(),
+        *compared.target_tables(),
+        *compared.domain_tables(),
+        *compared.cost_tables(),
+        *compared.size_tables(),
     ]
 
 
@@ -144,7 +145,7 @@ class _Comparison:
 
     @cached_property
     def labels(self) -> dict[str, str]:
-        """Return what each share is called."""
+        """Return the name of each share in tables."""
         named = {share: label for result in self.runs for share, label in labels_of(result.summary).items()}
         return {share: share_label(share, named) for share in self.shares}
 
@@ -177,7 +178,13 @@ class _Comparison:
         return any(result.best_figure is not None for result in self.rows.get(self.baseline, ()))
 
     def spread(self, name: str, share: str, metric: str) -> Spread | None:
-        """Return mean and deviation of a row; None: none of its runs has the figure."""
+        """Return mean and deviation of a metric of a row. None: no run has the figure.
+
+        Args:
+            name: Name of the row.
+            share: Share of the model, as a summary names it.
+            metric: Name of the metric.
+        """
         return _spread(values_by_seed(self.rows[name], share, metric).values())
 
     # --- tables -----------------------------------------------------------------------------------
@@ -204,7 +211,7 @@ class _Comparison:
 
     @cached_property
     def _totals(self) -> dict[str, tuple[Callable[[Result], float | None], Show]]:
-        """Return the columns of costs: the number of a run, and how it is shown."""
+        """Return the columns of costs: a function for the number of a run, and its format."""
         totals: dict[str, tuple[Callable[[Result], float | None], Show]] = {
             "to clients": (lambda result: result.summary.get("bytes_down"), size),
             "back": (lambda result: result.summary.get("bytes_up"), size),
@@ -261,41 +268,26 @@ class _Comparison:
             notes.append(
                 f"The baseline {self.baseline} has no evaluated round, so that nothing can be compared with its best."
             )
-        notes += self._run_notes()
         for name, runs in self.rows.items():
-            said = dict.fromkeys(result.summary.get("note") for result in runs)
-            notes += [f"{name}: {note}" for note in said if note]
+            notes += run_notes(name, runs, self.seeds)
+        for name, runs in self.rows.items():
+            texts = dict.fromkeys(result.summary.get("note") for result in runs)
+            notes += [f"{name}: {text}" for text in texts if text]
         return notes
 
     def _verdict_notes(self) -> list[str]:
         """Return what was marked at each share or why nothing was, a note for each reason."""
         by_reason: dict[str, list[str]] = {}
         for share, verdict in self.verdicts.items():
-            marked = "nothing is marked"
+            outcome = "nothing is marked"
             if verdict.entry is not None:
-                marked = f"{verdict.entry} is marked as best"
-            reason = f"{marked} because {verdict.reason}."
+                outcome = f"{verdict.entry} is marked as best"
+            reason = f"{outcome} because {verdict.reason}."
             by_reason.setdefault(reason, []).append(self.labels[share])
         if len(by_reason) == 1:
             (reason,) = by_reason
             return [reason.replace("nothing is marked", "Nothing is marked", 1)]
         return [f"Share{'s'[: len(labels) != 1]} {', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
-
-    def _run_notes(self) -> list[str]:
-        """Return notes on runs that are missing or diverged."""
-        notes: list[str] = []
-        for name, runs in self.rows.items():
-            missing = missing_seeds(runs, self.seeds)
-            if missing:
-                listed = ", ".join(map(str, missing))
-                seeds = f"seed{'s'[: len(missing) != 1]} {listed}"
-                notes.append(f"{name}: no run of {seeds}; the means are over the others.")
-            notes += [
-                f"{name}: the run of seed {result.seed} diverged in round {result.diverged}; its last figures count."
-                for result in runs
-                if result.diverged is not None
-            ]
-        return notes
 
     def domain_tables(self) -> list[Table]:
         """Return the widest share's metric by domain, if there are domains."""
@@ -329,10 +321,7 @@ class _Comparison:
         ]
         missing = missing_seeds(self.rows[self.baseline], [result.seed for result in self.runs])
         if missing:
-            listed = ", ".join(map(str, missing))
-            notes.append(
-                f"{self.baseline} has no run of seed{'s'[: len(missing) != 1]} {listed}; its mean best is used there."
-            )
+            notes.append(f"{self.baseline} has no run of {seeds_text(missing)}; its mean best is used there.")
         costs: dict[str, tuple[Callable[[Cost], float | None], Show]] = {
             "rounds": (lambda cost: cost.rounds, _count),
             "bytes": (lambda cost: cost.bytes, size),
@@ -346,13 +335,13 @@ class _Comparison:
                 [name, *(cost.shown(mean(cost), show) for cost in by_percentage.values())]
                 for name, by_percentage in self.baseline_costs.items()
             ]
-            lead = f"{title} to a percentage of the best {main} of {self.baseline}"
-            tables.append(Table(lead, head, rows))
+            long_title = f"{title} to a percentage of the best {main} of {self.baseline}"
+            tables.append(Table(long_title, head, rows))
         tables[-1] = replace(tables[-1], notes=notes)
         return tables
 
     def size_tables(self) -> list[Table]:
-        """Return what a device of each share holds, once for rows in which that is the same."""
+        """Return the sizes of devices, once for all rows that have the same."""
         alike: dict[str, list[str]] = {}  # rows by their members
         for name, runs in self.rows.items():
             if members_of(runs[0].summary):
@@ -370,17 +359,17 @@ class _Comparison:
 
     def plain(self) -> dict[str, Any]:
         """Return all numbers as values that JSON has."""
-        asked: dict[str, Any] = {}
+        request: dict[str, Any] = {}
         if self.target is not None:
-            asked["target"] = self.target
+            request["target"] = self.target
         if self.baseline:
-            asked["baseline"] = self.baseline
+            request["baseline"] = self.baseline
         return {
             "metric": self.metric,
             "higher_is_better": self.runs[0].prefers_higher(self.metric),
             "percent": self.percent,
             "seeds": list(self.seeds),
-            **asked,
+            **request,
             "entries": {name: self._plain_entry(name) for name in self.rows},
             "verdicts": {
                 share: {
@@ -425,34 +414,20 @@ def _check_comparable(runs: Sequence[Result]) -> None:
     """Refuse an empty list, and runs of different data or tasks."""
     if not runs:
         raise ConfigError("a comparison was asked for; there are no runs. Give at least one finished run.")
-    problems: list[str] = []
-    for key, what in (("data", "data"), ("task", "tasks"), ("main", "main metrics")):
-        entries: dict[str, dict[str, None]] = {}
-        for result in runs:
-            value = result.main if key == "main" else result.summary.get(key)
-            if value is not None:  # summaries of early versions do not name their task
-                entries.setdefault(str(value), {})[result.entry] = None
-        if len(entries) > 1:
-            listed = "; ".join(f"{value}: {', '.join(names)}" for value, names in entries.items())
-            problems.append(f"different {what} ({listed})")
-    if problems:
-        raise ConfigError(
-            f"a comparison was asked for; the runs have {' and '.join(problems)}. Compare runs on "
-            "the same data with the same task."
-        )
+    properties: dict[str, dict[str, dict[str, None]]] = {"data": {}, "task": {}, "main metric": {}}
+    for result in runs:
+        values = (result.summary.get("data"), result.summary.get("task"), result.main)
+        for by_value, value in zip(properties.values(), values, strict=True):
+            if value is not None:  # Summaries of early versions do not name their task.
+                by_value.setdefault(str(value), {})[result.entry] = None
+    check_alike(properties)
 
 
 def _check_metric(runs: Sequence[Result], metric: str) -> None:
     if any(result.metric(metric) for result in runs):
         return
-    names = dict.fromkeys(name for result in runs for name in _metric_names(result))
+    names = dict.fromkeys(name for result in runs for name in metric_names(result))
     raise ConfigError(f"the metric {metric!r} was asked for; no run has it.{nearest(metric, names)}")
-
-
-def _metric_names(result: Result) -> list[str]:
-    """Return the metrics of the last evaluated round, the main one first."""
-    names = dict.fromkeys([result.main, "accuracy", *result.summary.get("metrics", {})])
-    return [name for name in names if result.metric(name)]
 
 
 # --- numbers as text ------------------------------------------------------------------------------
@@ -507,89 +482,3 @@ def _plain_cost(cost: Cost) -> dict[str, Any]:
         "count": len(cost.by_seed),
         "by_seed": {str(seed): milestone and asdict(milestone) for seed, milestone in cost.by_seed.items()},
     }
-
-
-# --- flat rows ------------------------------------------------------------------------------------
-
-
-def rows(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Return one flat row for each entry, seed and share, with the figures of the last evaluation.
-
-    Columns are `entry`, `seed`, `share`, every metric by its name, the run's totals (`rounds`,
-    `bytes_down`, `bytes_up`, `macs`, `seconds`) and what a device of the share holds
-    (`parameters`, `macs_per_sample`). None: the run has no such number.
-    """
-    runs = list(results)
-    metrics = dict.fromkeys(name for result in runs for name in _metric_names(result))
-    flat: list[dict[str, Any]] = []
-    for result in runs:
-        summary = result.summary
-        members = summary.get("members", {})
-        shares = dict.fromkeys(s for name in _metric_names(result) for s in result.metric(name))
-        for share in shares | dict.fromkeys(members):
-            flat.append(
-                {
-                    "entry": result.entry,
-                    "seed": result.seed,
-                    "share": float(share),
-                    **{name: result.metric(name).get(share) for name in metrics},
-                    "rounds": summary.get("rounds"),
-                    "bytes_down": summary.get("bytes_down"),
-                    "bytes_up": summary.get("bytes_up"),
-                    "macs": result.macs,
-                    "seconds": summary.get("seconds"),
-                    "parameters": members.get(share, {}).get("params"),
-                    "macs_per_sample": members.get(share, {}).get("macs"),
-                }
-            )
-    return flat
-
-
-def rounds(results: Iterable[Result]) -> list[dict[str, Any]]:
-    """Return one flat row for each entry, seed, round and share.
-
-    Columns are `entry`, `seed`, `round`, `share`, every metric by its name, and the round's own
-    `train_loss`, `clients`, `bytes_down`, `bytes_up`, `macs` and `seconds`. A round that was not
-    evaluated has one row with None as share and metrics.
-    """
-    runs = list(results)
-    metrics = dict.fromkeys(name for result in runs for record in result.records for name in record.grades.metrics)
-    flat: list[dict[str, Any]] = []
-    for result in runs:
-        for record in result.records:
-            figures = record.grades.metrics
-            shares = list(dict.fromkeys(s for by_share in figures.values() for s in by_share))
-            for share in shares or [""]:
-                flat.append(
-                    {
-                        "entry": result.entry,
-                        "seed": result.seed,
-                        "round": record.round,
-                        "share": float(share) if share else None,
-                        **{name: figures.get(name, {}).get(share) for name in metrics},
-                        "train_loss": record.loss,
-                        "clients": record.clients,
-                        "bytes_down": record.bytes_down,
-                        "bytes_up": record.bytes_up,
-                        "macs": record.macs,
-                        "seconds": record.seconds,
-                    }
-                )
-    return flat
-
-
-def frame(results: Iterable[Result], by_round: bool = False) -> pandas.DataFrame:
-    """Return `rows` as a pandas DataFrame, or `rounds` if `by_round` is True.
-
-    Raises:
-        ConfigError: pandas is not installed.
-    """
-    name = "rounds" if by_round else "rows"
-    try:
-        import pandas
-    except ImportError as error:
-        raise ConfigError(
-            "a data frame was asked for; it needs pandas, which is not installed: pip install "
-            f"pandas. fedquilt.studies.report.{name} returns the same as a list of dictionaries."
-        ) from error
-    return pandas.DataFrame(rounds(results) if by_round else rows(results))

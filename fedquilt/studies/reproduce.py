@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import copy
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from fedquilt.config import Settings, assign, choose
+from fedquilt.config import assign_all
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
 from fedquilt.studies.papers import FULL, Preset, Row
@@ -36,17 +35,17 @@ def plan_of(
         data_folder: Folder of the data files.
         seeds: Random seeds. Empty: those of the scale.
         rows: Texts that the names of rows contain. Empty: all rows.
-        assignments: Settings that are laid over those of every row.
+        assignments: Settings of all rows, which replace those of the table.
 
     Raises:
-        ConfigError: No row has a name that contains the text.
+        ConfigError: No row has a name that contains one of the texts.
         DataError: A data file is missing.
     """
-    chosen = replace(preset, rows=tuple(chosen_rows(preset, rows)))
+    part = replace(preset, rows=tuple(chosen_rows(preset, rows)))
     grid = preset.grid_at(scale)
     entries = []
-    for name, settings in chosen.rows_at(scale, data_folder):
-        entries.append(Entry(name, _assigned(settings, assignments), grid))
+    for name, settings in part.rows_at(scale, data_folder):
+        entries.append(Entry(name, assign_all(settings, assignments), grid))
     return Plan(
         tuple(entries),
         tuple(seeds) or preset.seeds_at(scale),
@@ -56,12 +55,16 @@ def plan_of(
 
 
 def chosen_rows(preset: Preset, texts: Sequence[str]) -> list[Row]:
-    """Return the rows whose name contains one of the texts, in any case of letters; all, if there is no text."""
+    """Return the rows whose name contains one of the texts, ignoring case. Without a text: all rows."""
+    if not texts:
+        return list(preset.rows)
     names = [row.name for row in preset.rows]
     for text in texts:
-        if not any(text.casefold() in name.casefold() for name in names):
-            raise ConfigError(f"the row {text!r} of {preset.name} was asked for; it has none.{nearest(text, names)}")
-    return [row for row in preset.rows if not texts or any(text.casefold() in row.name.casefold() for text in texts)]
+        if not any(_contains(name, text) for name in names):
+            raise ConfigError(
+                f"the row {text!r} of {preset.name} was asked for; no row has it in its name.{nearest(text, names)}"
+            )
+    return [row for row in preset.rows if any(_contains(row.name, text) for text in texts)]
 
 
 def check_rows_in(preset: Preset, folder: Path) -> None:
@@ -82,14 +85,8 @@ def check_rows_in(preset: Preset, folder: Path) -> None:
         )
 
 
-def _assigned(settings: Settings, assignments: Sequence[Assignment]) -> Settings:
-    settings = copy.deepcopy(settings)
-    for keys, value in sorted(assignments, key=lambda one: one[0][-1] != "name"):  # Names decide which keys there are.
-        if keys[-1] == "name":
-            choose(settings, keys[:-1], value)
-        else:
-            assign(settings, keys, value)
-    return settings
+def _contains(name: str, text: str) -> bool:
+    return text.casefold() in name.casefold()
 
 
 def store_study(study: Study, preset: Preset, scale: str, folder: Path, about: Mapping[str, Any]) -> list[Path]:
@@ -100,23 +97,23 @@ def store_study(study: Study, preset: Preset, scale: str, folder: Path, about: M
         preset: The table that it reproduces.
         scale: Name of the scale.
         folder: Folder of stored results, such as `results`.
-        about: What `summary.json` says about all of them, such as the command.
+        about: Entries of "about" in every `summary.json`, such as the command.
     """
-    assert study.path is not None, "only what is in a folder can be stored"
-    paper, table = _place(preset.name)
+    assert study.path is not None, "only a study with a folder can be stored"
+    paper, table = _paper_and_table(preset.name)
     folders = []
     runs = {(run.entry, run.seed): run for run in study.plan.final_runs(study.chosen)}
     for result in study.results:
         planned = runs[result.entry, result.seed]
         name = stored_name(table, result.entry, "" if scale == FULL else scale)
         target = folder / paper / f"{name}-seed{result.seed}"
-        more = {"table": preset.name, "row": result.entry, "scale": scale, "tuned": dict(planned.point)}
-        store(result, study.path / planned.folder, target, {**about, **more})
+        origin = {"table": preset.name, "row": result.entry, "scale": scale, "tuned": dict(planned.point)}
+        store(result, study.path / planned.folder, target, {**about, **origin})
         folders.append(target)
     return folders
 
 
-def _place(name: str) -> tuple[str, str]:
-    """Return the paper and the table of a preset's name. Those of a user's file are its folder and its name."""
-    above, _, table = name.removesuffix(".toml").rpartition("/")
-    return stored_name(Path(above).name) or "own", table
+def _paper_and_table(name: str) -> tuple[str, str]:
+    """Return the paper and the table of a preset's name. For a user's file: its folder and its stem."""
+    folder, _, table = name.removesuffix(".toml").rpartition("/")
+    return stored_name(Path(folder).name) or "own", table

@@ -9,7 +9,7 @@ from functools import cached_property
 from typing import Any
 
 from fedquilt.round import Grades, Record
-from fedquilt.summaries import figures_of, in_percent, main_of
+from fedquilt.summaries import figures_of, in_percent, main_of, prefers_higher
 from fedquilt.tasks.metrics import kind_of
 
 
@@ -37,7 +37,7 @@ class Result:
     @property
     def higher_is_better(self) -> bool:
         """Return True if the main figure is better when it is higher."""
-        return bool(self.summary.get("higher_is_better", True))
+        return prefers_higher(self.summary)
 
     @property
     def diverged(self) -> int | None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from fedquilt.errors import ConfigError
 from fedquilt.milestones import Milestone, milestones
 from fedquilt.names import nearest
 from fedquilt.studies.result import Result
+from fedquilt.summaries import NOTHING
 
 # Percentages of a baseline's best figure for which tables have the cost.
 PERCENTAGES = (50.0, 60.0, 70.0, 80.0, 90.0, 98.0, 99.0, 99.5, 99.95, 100.0)
@@ -189,6 +190,29 @@ def by_entry(results: Iterable[Result]) -> dict[str, list[Result]]:
     return rows
 
 
+def check_alike(properties: Mapping[str, Mapping[str, Collection[str]]]) -> None:
+    """Refuse rows that differ in a property, because their figures cannot be compared.
+
+    Args:
+        properties: For each property the names of the rows, by its value.
+
+    Raises:
+        ConfigError: A property has several values. All of them are listed.
+    """
+    lines = [
+        f"{name} {value}: {', '.join(rows)}"
+        for name, by_value in properties.items()
+        if len(by_value) > 1
+        for value, rows in by_value.items()
+    ]
+    if lines:
+        listed = "\n  ".join(lines)
+        raise ConfigError(
+            f"a comparison was asked for; these rows differ:\n  {listed}\n"
+            "Compare runs on the same data with the same task."
+        )
+
+
 def values_by_seed(runs: Iterable[Result], share: str, metric: str = "") -> dict[int, float]:
     """Return a metric of a row at one share by seed, in the last evaluated round.
 
@@ -207,12 +231,40 @@ def missing_seeds(runs: Iterable[Result], planned: Iterable[int]) -> list[int]:
     return sorted(set(planned) - seeds)
 
 
+def run_notes(name: str, runs: Sequence[Result], planned: Iterable[int]) -> list[str]:
+    """Return sentences on runs of a row that are missing or diverged.
+
+    Args:
+        name: Name of the row.
+        runs: Runs of the row.
+        planned: Seeds that every row should have.
+    """
+    missing = missing_seeds(runs, planned)
+    notes: list[str] = []
+    if not runs:
+        notes.append(f"{name}: it was not run.")
+    elif missing:
+        notes.append(f"{name}: no run of {seeds_text(missing)}; the means are over the others.")
+    diverged = [result for result in runs if result.diverged is not None]
+    notes += [
+        f"{name}: the run of seed {result.seed} diverged in round {result.diverged}; its last figures count."
+        for result in diverged
+    ]
+    return notes
+
+
+def seeds_text(seeds: Sequence[int]) -> str:
+    """Return `seed 3`, or `seeds 3, 5` if there are several."""
+    word = "seed" if len(seeds) == 1 else "seeds"
+    return f"{word} {', '.join(map(str, seeds))}"
+
+
 # --- cost to a target -----------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Cost:
-    """What a row's runs took to reach a target, by seed. None: the run never reached it."""
+    """Cost of a row's runs until they reached a target, by seed. None: the run never reached it."""
 
     by_seed: Mapping[int, Milestone | None]
 
@@ -238,25 +290,26 @@ class Cost:
 
     @property
     def link_seconds(self) -> float | None:
-        """Return the mean seconds over the link; None: it has no clock, or no run got there."""
+        """Return the mean seconds over the link. None: it has no clock, or no run reached the target."""
         seconds = [milestone.link_seconds for milestone in self.reached]
         return _mean_or_none([value for value in seconds if value is not None])
 
     def shown(self, mean: float | None, show: Callable[[float], str]) -> str:
-        """Return a mean, and how many of the runs it is over where some never got there.
+        """Return a mean, with the number of runs that reached the target if not all did.
 
         Args:
             mean: `rounds`, `bytes` or `macs` of this cost.
             show: Function that formats the mean.
         """
         if mean is None:
-            return "–"
-        some = f" ({len(self.reached)} of {len(self.by_seed)})"
-        return show(mean) + (some if len(self.reached) < len(self.by_seed) else "")
+            return NOTHING
+        if len(self.reached) == len(self.by_seed):
+            return show(mean)
+        return f"{show(mean)} ({len(self.reached)} of {len(self.by_seed)})"
 
 
 def cost_to_target(runs: Sequence[Result], target: float, metric: str = "") -> dict[str, Cost]:
-    """Return what a row's runs took until each share was as good as a target.
+    """Return the cost of a row's runs until each share reached a target.
 
     Args:
         runs: Runs of one row.
@@ -296,7 +349,7 @@ def part_of_best(best: float, percentage: float, higher_is_better: bool = True) 
 def cost_to_percentages(
     results: Iterable[Result], baseline: str, percentages: Sequence[float] = PERCENTAGES
 ) -> dict[str, dict[float, Cost]]:
-    """Return what each row took to reach percentages of a baseline's best main figure.
+    """Return the cost of each row until it reached percentages of a baseline's best main figure.
 
     The baseline's best figure is that of its widest model in its best evaluated round. A run is
     compared with the baseline's run of the same seed, or with the mean over the baseline's runs if
@@ -323,12 +376,12 @@ def cost_to_percentages(
             f"the baseline {baseline!r} was asked for; none of its runs has records with an "
             "evaluated round. Name a row that has them."
         )
-    usual = _mean(list(bests.values()))
+    mean_best = _mean(list(bests.values()))
 
     return {
         name: {
             percentage: Cost(
-                {result.seed: _part_reached(result, bests.get(result.seed, usual), percentage) for result in runs}
+                {result.seed: _part_reached(result, bests.get(result.seed, mean_best), percentage) for result in runs}
             )
             for percentage in percentages
         }

@@ -1,9 +1,9 @@
 """Stored results: runs that pages report, small and without weights.
 
 results/PAPER/NAME-seed0/
-├── config.toml        every setting; `fedquilt run config.toml` repeats the run where its data file is
-├── rounds.jsonl.gz    one record per round; not there where nothing was trained
-└── summary.json       the last round, the best one, and how the run was made
+├── config.toml        every setting; `fedquilt run config.toml` repeats the run beside its data file
+├── rounds.jsonl.gz    one record per round; left out if nothing was trained
+└── summary.json       the last round, the best round, the command, the date and versions
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ import torch
 
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.files import why, write
+from fedquilt.records import read_summary
 from fedquilt.round import Record
-from fedquilt.studies.execute import read_summary
 from fedquilt.studies.result import Result
 from fedquilt.version import __version__
 
-MAX_BYTES = 100_000  # of one folder
+MAX_BYTES = 100_000  # of the files of one stored result
 _ROUNDS = "rounds.jsonl.gz"
-_SHORTENED = ("seconds", "loss")  # of a record: to six digits, more than any table shows
+_SHORTENED = ("seconds", "loss")  # Numbers of a record that are stored with six digits.
 
 
 def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, Any]) -> None:
@@ -40,7 +40,7 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
         result: A finished run.
         run_folder: Folder of the run, of which `config.toml` is kept.
         target: Folder to write. One that holds the same run is left as it is.
-        about: What else `summary.json` has under "about": the command, the table and its row.
+        about: Entries of "about" in `summary.json`, such as the command, the table and its row.
 
     Raises:
         ConfigError: The folder holds another run, or the result is too large.
@@ -72,7 +72,7 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
 
 
 def _portable(config: bytes) -> bytes:
-    """Return settings in which a data file has its name alone, because folders differ between machines."""
+    """Return settings with the names of data files alone, because folders differ between machines."""
     return re.sub(rb'(?m)^(name = ")[^"\n]*/([^"/\n]+\.npz")$', rb"\1\2", config)
 
 
@@ -143,5 +143,8 @@ def read_config(folder: Path) -> dict[str, Any]:
 
 
 def stored_name(*parts: str) -> str:
-    """Return the name of a stored result: parts in lower case, without what a shell would read."""
+    """Return the name of a stored result: parts in lower case, joined by hyphens.
+
+    Other characters than letters, digits and dots become hyphens, so that a shell needs no quotes.
+    """
     return "-".join(re.sub(r"[^a-z0-9.]+", "-", part.lower()).strip("-.") for part in parts if part)

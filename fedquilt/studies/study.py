@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt.config import Experiment, Settings, defaults, read_toml
 from fedquilt.errors import ConfigError, RecordError, TrainingError
+from fedquilt.files import write_text
 from fedquilt.records import locked
 from fedquilt.settings import write as plain_settings
-from fedquilt.studies.execute import Grounds, Watch, execute, finished, warnings_shown_once, write_file
+from fedquilt.studies.execute import Grounds, Watch, execute, finished, warnings_shown_once
+from fedquilt.studies.frames import frame
 from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun, Point, runs_outside_a_study
-from fedquilt.studies.report import comparison, frame, to_json
+from fedquilt.studies.report import comparison, to_json
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
 from fedquilt.summaries import figure_text
@@ -43,6 +45,7 @@ class Trial:
 
     @property
     def mean(self) -> float:
+        """Return the mean over the seeds. NaN: a run diverged."""
         return sum(self.figures.values()) / len(self.figures)
 
 
@@ -69,26 +72,27 @@ class Study:
 
         Args:
             metric: Name of a metric. Empty: the task's main one.
-            target: Value of the metric; what it took to reach it is shown. None: not shown.
-            baseline: Name of an entry; what it took to reach parts of its best figure is shown.
+            target: Value of the metric for which rounds and bytes are shown. None: no such columns.
+            baseline: Name of an entry. Further tables have the cost to reach percentages of its
+                best figure. Empty: no such tables.
         """
         tables = comparison(self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline)
         return [*tables, *self._tuning_tables()]
 
     def to_json(self, metric: str = "", target: float | None = None, baseline: str = "") -> dict[str, Any]:
         """Return all numbers of the tables as plain values. Arguments are those of `tables`."""
-        found = to_json(self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline)
+        numbers = to_json(self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline)
         tuned = {
             name: {"chosen": dict(self.chosen[name]), "trials": [_plain_trial(trial) for trial in trials]}
             for name, trials in self.trials.items()
         }
-        return {**found, **({"tuned": tuned} if tuned else {})}
+        return {**numbers, **({"tuned": tuned} if tuned else {})}
 
     def frame(self, by_round: bool = False) -> pd.DataFrame:
         """Return a pandas DataFrame with one line per entry, seed and share.
 
         Args:
-            by_round: True: one line per evaluated round as well.
+            by_round: True: one line per entry, seed, round and share.
         """
         return frame(self.results, by_round)
 
@@ -100,7 +104,7 @@ class Study:
         rows = []
         for name, trials in self.trials.items():
             for trial in trials:
-                shown = "diverged" if trial.mean != trial.mean else figure_text(trial.mean, is_rate)
+                shown = "diverged" if math.isnan(trial.mean) else figure_text(trial.mean, is_rate)
                 rows.append([name, _point_text(trial.point), shown, "yes" if trial.point == self.chosen[name] else ""])
         note = (
             f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which these runs "
@@ -119,13 +123,13 @@ class Study:
         chosen: dict[str, Point] = {}
         trials: dict[str, tuple[Trial, ...]] = {}
         for entry in plan.entries:
-            there = [(run, result) for run, result in runs[entry.name] if result]
-            if entry.grid and len(there) == len(runs[entry.name]):
-                chosen[entry.name], trials[entry.name] = _choose(entry, there)
-        is_open = {entry.name for entry in plan.entries if entry.grid and entry.name not in chosen}
-        final = [run for run in plan.final_runs(chosen) if run.entry not in is_open]
-        found = [finished(run, path / run.folder) for run in final]
-        return Study(plan, tuple(result for result in found if result), chosen, trials, path)
+            tuning = [(run, result) for run, result in runs[entry.name] if result]
+            if entry.grid and len(tuning) == len(runs[entry.name]):
+                chosen[entry.name], trials[entry.name] = _choose(entry, tuning)
+        untuned = {entry.name for entry in plan.entries if entry.grid and entry.name not in chosen}
+        final = [run for run in plan.final_runs(chosen) if run.entry not in untuned]
+        results = [finished(run, path / run.folder) for run in final]
+        return Study(plan, tuple(result for result in results if result), chosen, trials, path)
 
 
 def run_plan(
@@ -142,9 +146,9 @@ def run_plan(
         plan: What is to be run.
         folder: Folder of the study. None: nothing is kept.
         jobs: Number of runs at the same time, in processes of their own.
-        watch: Told about the progress.
+        watch: Receives the progress. None: nothing does.
         confirmed: True: more than `MAX_RUNS` runs are accepted.
-        grounds: Data and model that were made before, if there are some.
+        grounds: Data and model that were prepared before. None: there are none.
     """
     if jobs < 1:
         raise ConfigError(f"{jobs} jobs were asked for; at least one is needed.")
@@ -153,14 +157,14 @@ def run_plan(
         stack.enter_context(warnings_shown_once())
         path = None if folder is None else Path(folder)
         if path is not None:
-            _check_place(plan, path)
+            _check_folder(plan, path)
             stack.enter_context(locked(path))
             _announce(plan, path)
-        where = path
-        if where is None and jobs > 1:  # Processes exchange their results through a folder.
-            where = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-study-")))
-        chosen, trials = _tuned(plan, where, jobs, watch)
-        results = execute(plan.final_runs(chosen), where, jobs, watch, grounds)
+        workspace = path
+        if workspace is None and jobs > 1:  # Processes exchange their results through a folder.
+            workspace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-study-")))
+        chosen, trials = _tuned(plan, workspace, jobs, watch)
+        results = execute(plan.final_runs(chosen), workspace, jobs, watch, grounds)
     return Study(plan, tuple(results), chosen, trials, path)
 
 
@@ -178,25 +182,25 @@ def check_comparable(plan: Plan, folder: Path | None) -> None:
         plan.extending(there).check_comparable()
 
 
-def _check_place(plan: Plan, folder: Path) -> None:
-    """Refuse a folder that holds something else."""
+def _check_folder(plan: Plan, folder: Path) -> None:
+    """Refuse a file, and a folder that holds a run or a study with other settings."""
     if folder.is_file():
         raise ConfigError(f"the folder {folder} was asked for; a file is there. Name another folder for the study.")
     if (folder / STUDY_FILE).exists():
         plan.check_extends(Plan.read(folder), folder)
     elif (folder / "config.toml").exists():
         raise ConfigError(f"the folder {folder} was asked for; a run is there. Name another folder for the study.")
-    elif found := runs_outside_a_study(folder):
-        raise ConfigError(f"the folder {folder} was asked for; there is no study in it.{found}")
+    elif hint := runs_outside_a_study(folder):
+        raise ConfigError(f"the folder {folder} was asked for; there is no study in it.{hint}")
 
 
 def _announce(plan: Plan, folder: Path) -> None:
-    """Write what was asked for, before the first run begins. What was there stays in it."""
+    """Write `study.toml` before the first run begins. Entries and seeds that it has already stay."""
     if (folder / STUDY_FILE).exists():
-        there = Plan.read(folder)
-        plan.check_extends(there, folder)  # Another process may have written it before this one had the lock.
-        plan = plan.extending(there)
-    write_file(folder / STUDY_FILE, plan.to_toml())
+        stored = Plan.read(folder)
+        plan.check_extends(stored, folder)  # Another process may have written it before this one had the lock.
+        plan = plan.extending(stored)
+    write_text(folder / STUDY_FILE, plan.to_toml())
 
 
 def _tuned(
@@ -210,25 +214,32 @@ def _tuned(
     for entry in plan.entries:
         if not entry.grid:
             continue
-        own = [(run, result) for run, result in zip(runs, results, strict=True) if run.entry == entry.name]
-        chosen[entry.name], trials[entry.name] = _choose(entry, own)
+        pairs = [(run, result) for run, result in zip(runs, results, strict=True) if run.entry == entry.name]
+        chosen[entry.name], trials[entry.name] = _choose(entry, pairs)
         if folder is not None:
             _write_choice(entry, chosen[entry.name], trials[entry.name], folder / entry.folder)
     return chosen, trials
 
 
 def _write_choice(entry: Entry, chosen: Point, trials: Sequence[Trial], folder: Path) -> None:
-    """Write `tuned.json`. More rounds may lead to another point, with which final runs there cannot go on."""
+    """Write `tuned.json`.
+
+    With more rounds tuning may choose another point. Final runs that began with the earlier point
+    cannot be resumed with it.
+
+    Raises:
+        ConfigError: The final runs in the folder have another point.
+    """
     file = folder / TUNED_FILE
     if file.exists() and any(folder.glob("seed*")):
-        before = _read_choice(file)
-        if before != chosen:
+        earlier = _read_choice(file)
+        if earlier != chosen:
             raise ConfigError(
-                f"{entry.name}: tuning chose {_point_text(chosen)}; the runs in {folder} have {_point_text(before)}. "
+                f"{entry.name}: tuning chose {_point_text(chosen)}; the runs in {folder} have {_point_text(earlier)}. "
                 "Name another folder for these settings."
             )
     tuned = {"chosen": chosen, "trials": [_plain_trial(trial) for trial in trials]}
-    write_file(file, json.dumps(tuned, indent=2) + "\n")
+    write_text(file, json.dumps(tuned, indent=2) + "\n")
 
 
 def _read_choice(file: Path) -> Point:
@@ -251,15 +262,15 @@ def _choose(entry: Entry, runs: Sequence[tuple[PlannedRun, Result]]) -> tuple[Po
     """
     trials = []
     for point in entry.points:
-        own = [(run.seed, result) for run, result in runs if run.point == point]
-        trials.append(Trial(point, {seed: _widest_figure(result) for seed, result in own}))
-    alive = [trial for trial in trials if trial.mean == trial.mean]
-    if not alive:
+        figures = {run.seed: _widest_figure(result) for run, result in runs if run.point == point}
+        trials.append(Trial(point, figures))
+    candidates = [trial for trial in trials if not math.isnan(trial.mean)]
+    if not candidates:
         raise TrainingError(
             f"{entry.name}: every point of the grid over {', '.join(entry.grid)} diverged. Try smaller rates."
         )
     sign = 1.0 if runs[0][1].higher_is_better else -1.0
-    best = max(alive, key=lambda trial: sign * trial.mean)
+    best = max(candidates, key=lambda trial: sign * trial.mean)
     return best.point, tuple(trials)
 
 
@@ -272,7 +283,7 @@ def _widest_figure(result: Result) -> float:
 
 
 def _plain_trial(trial: Trial) -> dict[str, Any]:
-    figures = {str(seed): figure if figure == figure else None for seed, figure in trial.figures.items()}
+    figures = {str(seed): None if math.isnan(figure) else figure for seed, figure in trial.figures.items()}
     return {"point": dict(trial.point), "figures": figures}
 
 
@@ -305,25 +316,25 @@ def study(
         tuning: Settings that tuning runs have instead, such as `{"rounds": 10}`.
         out: Folder of the study. None: nothing is kept.
         jobs: Number of runs at the same time, each in a process of its own.
-        watch: Told about the progress.
+        watch: Receives the progress. None: nothing does.
         confirmed: True: more than 1,000 runs are accepted.
 
     Example:
         >>> import fedquilt as fq
         >>> settings = {"data": "diabetes", "rounds": 1, "fleet": {"clients": 4}}
-        >>> found = fq.study(
+        >>> comparison = fq.study(
         ...     {name: {**settings, "method": name} for name in ("fedavg", "heterofl")}, seeds=(0, 1)
         ... )
-        >>> [(result.entry, result.seed) for result in found.results]
+        >>> [(result.entry, result.seed) for result in comparison.results]
         [('fedavg', 0), ('heterofl', 0), ('fedavg', 1), ('heterofl', 1)]
     """
     named = entries if isinstance(entries, Mapping) else {name: _settings_of(name) for name in _names(entries)}
     values = {path: _listed(one, f"the values of {path}") for path, one in (grid or {}).items()}
     rows = []
-    for name, own in named.items():
-        if not isinstance(own, (Experiment, Mapping)):
-            raise ConfigError(f"study({{{name!r}: {own!r}}}) was called; an Experiment or a table of settings fits.")
-        plain = plain_settings(own) if isinstance(own, Experiment) else dict(own)
+    for name, entry in named.items():
+        if not isinstance(entry, (Experiment, Mapping)):
+            raise ConfigError(f"study({{{name!r}: {entry!r}}}) was called; an Experiment or a table of settings fits.")
+        plain = plain_settings(entry) if isinstance(entry, Experiment) else dict(entry)
         rows.append(Entry(name, {key: value for key, value in plain.items() if key != "seed"}, values))
     plan = Plan(tuple(rows), _whole_seeds(seeds), validation, tuning_seeds, dict(tuning or {}))
     check_comparable(plan, None if out is None else Path(out))
@@ -343,14 +354,14 @@ def _names(entries: Sequence[str]) -> Sequence[str]:
 
 
 def _listed(values: Iterable[Any], what: str) -> tuple[Any, ...]:
-    """Return several values as a tuple. A text is one value."""
+    """Return several values as a tuple. A text is refused, because it is one value."""
     if isinstance(values, str) or not isinstance(values, Iterable):
         raise ConfigError(f"study was called with {values!r} as {what}; a list fits.")
     return tuple(values)
 
 
 def _whole_seeds(seeds: Iterable[int]) -> tuple[int, ...]:
-    """Return seeds as Python's integers, which those of NumPy are not."""
+    """Return seeds as Python integers. NumPy's integers are converted."""
     try:
         return tuple(operator.index(seed) for seed in _listed(seeds, "seeds"))
     except TypeError as error:

@@ -15,7 +15,7 @@ from fedquilt.names import nearest
 from fedquilt.summaries import NOTHING
 
 FORMATS = ("text", "markdown", "latex", "csv", "json")
-_BEST = " *"  # behind the best cell in formats without bold type
+_BEST = " *"  # Mark behind the best cell in formats without bold type.
 
 # Characters that LaTeX reads as commands, or that its usual fonts do not have. A bracket or an
 # asterisk behind the end of a row would be read as an argument of \\.
@@ -93,9 +93,13 @@ class Table:
 
     @cached_property
     def right_aligned(self) -> list[bool]:
-        """Return for each column if it is aligned to the right: all but the first, of numbers."""
+        """Return for each column True if it is aligned to the right, as columns of numbers are.
+
+        The first column has names and is aligned to the left.
+        """
         columns = zip(*self.cells, strict=True) if self.cells else [() for _ in self.head]
-        return [place > 0 and all(_is_numeric(cell.text) for cell in column) for place, column in enumerate(columns)]
+        is_number = [all(_is_numeric(cell.text) for cell in column) for column in columns]
+        return [False, *is_number[1:]] if is_number else []
 
     def render(self, format: str) -> str:
         """Return the table in one of the text formats: text, markdown, latex or csv."""
@@ -110,13 +114,15 @@ class Table:
         has_best = [any(cell.is_best for cell in column) for column in zip(*self.cells, strict=True)]
         has_best = has_best or [False for _ in self.head]
 
-        def padded(text: str, place: int) -> str:
-            """Leave room for the mark, so that the digits of a column are below each other."""
-            return text + " " * len(_BEST) if has_best[place] else text
+        def padded(text: str, column: int) -> str:
+            """Leave space for the mark, so that the digits of a column are below each other."""
+            return text + " " * len(_BEST) if has_best[column] else text
 
-        lines = [[padded(text, place) for place, text in enumerate(self.head)]]
+        lines = [[padded(text, column) for column, text in enumerate(self.head)]]
         for row in self.cells:
-            lines.append([cell.starred if cell.is_best else padded(cell.text, place) for place, cell in enumerate(row)])
+            lines.append(
+                [cell.starred if cell.is_best else padded(cell.text, column) for column, cell in enumerate(row)]
+            )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         body = ["  ".join(self._aligned(line, widths)).rstrip() for line in lines]
         return "\n".join([*([self.title] if self.title else []), *body, *self.notes])

@@ -1,4 +1,4 @@
-"""What a column of a table shows, written as text: a path into a run's summary, and a unit.
+"""Numbers that columns of tables show, written as text: a path into a run's summary, and a unit.
 
     accuracy 1.0 %               accuracy of share 1.0 in the last evaluated round
     metrics accuracy/svhn 0.5 %  any entry of the summary, by its keys
@@ -73,6 +73,7 @@ class Value:
 
     @property
     def factor(self) -> float:
+        """Return the factor by which a number is multiplied before it is shown."""
         return UNITS[self.unit][0]
 
     @property
@@ -83,7 +84,8 @@ class Value:
     def of(self, result: Result) -> float | Mapping[str, float] | None:
         """Return the number of a run, before its unit is applied.
 
-        A cost over clients is a mapping with `mean` and `deviation`. None: the run has no such number.
+        A cost over clients is a mapping with `mean` and `deviation`. None: the run has no such
+        number.
         """
         first, *rest = self.path
         if first in _COSTS:
@@ -97,8 +99,8 @@ class Value:
             number, grades = result.best
             return _number(_tables(grades) | {"round": number}, rest)
         if first == "at":
-            wanted = [record for record in result.records if record.round == int(rest[0])]
-            return _number(_tables(wanted[0].grades), rest[1:]) if wanted else None
+            records = [record for record in result.records if record.round == int(rest[0])]
+            return _number(_tables(records[0].grades), rest[1:]) if records else None
         return _number({**result.summary, "gigabytes": _gigabytes(result)}, self.path)
 
     def shown(self, number: float) -> str:

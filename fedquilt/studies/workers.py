@@ -1,9 +1,9 @@
 """Runs of a study in processes of their own.
 
 The parent writes one line of JSON, the planned run and its folder, to the standard input of a
-worker. The worker writes lines of JSON, one per record, to its standard output. Standard input stays open
-as long as the parent lives: when it closes, the worker saves its state and ends, so that no
-process outlives a parent that was killed.
+worker. The worker writes lines of JSON, one per record, to its standard output. Standard input
+stays open as long as the parent lives. When it closes, the worker saves its state and ends, so that
+no process outlives a parent that was killed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,18 @@ from fedquilt.studies.execute import Display, Grounds, Watch, finished, perform
 from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
 
-STOP_SECONDS = 60.0  # A worker that is stopped saves its state; after this time it is killed.
-_LINES_KEPT = 50  # of what a worker writes to standard error
+STOP_SECONDS = 60.0  # Time in which a stopped worker may save its state before it is killed.
+MAX_ERROR_LINES = 50  # Last lines of a worker's standard error that are kept.
 
 
 def execute_in_processes(runs: Sequence[PlannedRun], folder: Path, jobs: int, watch: Watch) -> None:
-    """Run all, `jobs` at a time. After a failure no further run begins, and those that run are finished.
+    """Run all in processes. After a failure no further run begins, and those under way are finished.
+
+    Args:
+        runs: Planned runs, none of which is finished.
+        folder: Folder of the study.
+        jobs: Number of processes at the same time.
+        watch: Receives the progress, from several threads.
 
     Raises:
         FedquiltError: A worker failed. Its error is raised again, with the run that it belongs to.
@@ -59,7 +65,7 @@ def execute_in_processes(runs: Sequence[PlannedRun], folder: Path, jobs: int, wa
 
 
 class _Workers:
-    """The processes that run at the moment."""
+    """Worker processes that are running."""
 
     def __init__(self, folder: Path, watch: Watch) -> None:
         self._folder = folder
@@ -101,7 +107,7 @@ class _Workers:
         self._watch.end(planned, result)
 
     def stop(self) -> None:
-        """Ask all workers to save their states and to end, and let no further one begin."""
+        """Ask all workers to save their states and to end. No further worker begins."""
         with self._lock:
             self._is_stopped = True
             running = list(self._running)
@@ -120,12 +126,12 @@ def _environment() -> dict[str, str]:
     Threads of several processes wait without spinning, because they share the cores.
     """
     paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH", "")]
-    usual = {"OMP_WAIT_POLICY": "PASSIVE"}
-    return {**usual, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
+    defaults = {"OMP_WAIT_POLICY": "PASSIVE"}
+    return {**defaults, **os.environ, "PYTHONPATH": os.pathsep.join(path for path in paths if path)}
 
 
 class _Conversation:
-    """The parent's side of a worker: sends the request, passes records on, and remembers how it ended."""
+    """Parent's side of a worker: sends the request, passes records on, and keeps its error."""
 
     def __init__(self, process: subprocess.Popen[str], planned: PlannedRun, watch: Watch) -> None:
         self._process = process
@@ -133,7 +139,7 @@ class _Conversation:
         self._watch = watch
         self._after: Callable[[Record], None] = lambda record: None
         self._error: dict[str, Any] | None = None
-        self._lines: deque[str] = deque(maxlen=_LINES_KEPT)
+        self._lines: deque[str] = deque(maxlen=MAX_ERROR_LINES)
 
     def hold(self, request: str) -> None:
         """Send the request, and read what the worker writes until it ends.
@@ -206,10 +212,10 @@ class _Messenger:
         return lambda record: self._send(record=record.to_dict())
 
     def end(self, planned: PlannedRun, result: Result) -> None:
-        """The end of this process says it."""
+        """Send nothing, because the parent sees the end of this process."""
 
     def fail(self, error: FedquiltError) -> None:
-        """Pass on why this process ends, so that the parent can raise the same error."""
+        """Send the error that ends this process, so that the parent can raise it again."""
         notes = list(getattr(error, "__notes__", ()))
         self._send(error={"kind": type(error).__name__, "text": str(error), "notes": notes})
 
@@ -218,7 +224,7 @@ class _Messenger:
 
 
 def main() -> int:
-    """Run what the first line of standard input asks for."""
+    """Run the planned run in the first line of standard input, and return the exit status."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # A user's module may print.
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stop as for ctrl-C: with a checkpoint.
@@ -238,9 +244,9 @@ def main() -> int:
 def _stop_with_parent(stdin: int) -> None:
     """Interrupt this process when standard input closes, because then its parent is gone.
 
-    The descriptor is read and not the file object, whose lock a thread that waits would hold
-    when the interpreter ends. If the interruption is lost, because a user's code catches everything,
-    the process ends later without a checkpoint; those that it has written are whole.
+    The descriptor is read and not the file object, because a waiting thread would hold the lock of
+    the file object when the interpreter ends. A user's code may catch the interruption. The process
+    then ends after `STOP_SECONDS` without a new checkpoint. Earlier checkpoints stay whole.
 
     Args:
         stdin: Descriptor of standard input.

@@ -611,7 +611,7 @@ def test_a_run_that_fails_exits_with_1(own: Path, capsys: pytest.CaptureFixture[
     assert main(wild) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert "\nTrainingError: client " in said.err
+    assert "\nDivergenceError: client " in said.err
 
 
 def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:

@@ -100,8 +100,8 @@ def test_a_study_keeps_to_its_data(own: Path, capsys: Capture) -> None:  # noqa:
     told(capsys, "compare", "fedavg", *QUICK, "--out", "c")
     assert main(["compare", "local", "--data", "diabetes", "--rounds", "1", "--out", "c"]) == 2
     said = capsys.readouterr().err
-    assert "their data or tasks differ" in said
-    assert "local: data diabetes" in said
+    assert "a comparison was asked for; these rows differ" in said
+    assert "data diabetes: local" in said
     assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg"]
 
 
@@ -223,7 +223,7 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
             ["fedavg", "--grid", f"rounds={','.join(map(str, range(1, 1101)))}"],
             "a study of 1,101 runs was asked for; more than 1,000 are started only with --yes",
         ),
-        (["fedavg", "digits.toml"], "their data or tasks differ"),
+        (["fedavg", "digits.toml"], "these rows differ:"),
         (["fedavg", *QUICK, "--metric", "f2"], "--metric f2 was asked for; nobody records it"),
         (["fedavg", *QUICK, "--baseline", "fedprox"], "--baseline fedprox was asked for; it is not compared"),
     ],

@@ -41,7 +41,7 @@ def test_tables_are_headed_by_the_main_figure(capsys: pytest.CaptureFixture[str]
     assert head.split()[:5] == ["share", "rmse", "to", "rmse", "9"]
     assert "%" not in "".join(lines[1:])
     assert main(["compare", "fedavg", "heterofl", "--data", "diabetes", *QUICK]) == 0
-    assert "method (rmse)" in capsys.readouterr().out
+    assert "rmse (lower is better), seed 0\n" in capsys.readouterr().out
 
 
 def test_json_has_every_figure_and_names_the_main_one(capsys: pytest.CaptureFixture[str]) -> None:

@@ -36,17 +36,18 @@ def test_marked_tables_have_the_numbers_of_the_stored_runs(results, page):
 
 def test_a_number_that_no_run_has_is_found(results):
     text = "".join(page.read_text() for page in PAGES)
-    found = [(one["mark"], one["table"]) for one in results.MARKED.finditer(text)]
-    assert found
-    for mark, table in found:
-        names = {line.split(": ")[0] for line in mark.splitlines()}
-        rows = table.splitlines()
+    tables = list(results.MARKED.finditer(text))
+    assert tables
+    for marked in tables:
+        names = {line.split(": ")[0] for line in marked["mark"].splitlines()}
+        rows = marked["table"].splitlines()
         # A table may have transcribed rows beside those of stored runs.
-        own = [row for row in rows if row.split("|")[1].strip(" *") in names]
-        row = (own or rows)[-1]
+        stored = [row for row in rows if row.split("|")[1].strip(" *") in names]
+        row = (stored or rows)[-1]
         number = re.findall(r"\d[\d,.]*", row)[-1]
-        wrong = text.replace(table, table.replace(row, row.replace(number, f"{number[:-1]}{9 - int(number[-1])}")))
-        assert results.filled(wrong) == text
+        wrong = marked[0].replace(row, row.replace(number, f"{number[:-1]}{9 - int(number[-1])}"))
+        assert wrong != marked[0]
+        assert results.filled(wrong) == marked[0]
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.stem)

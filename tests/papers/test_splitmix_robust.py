@@ -419,7 +419,13 @@ VARIANTS = {
 }
 
 
-@pytest.mark.parametrize("name", VARIANTS)
+QUICK_VARIANTS = ("splitmix", "fedavg", "heterofl")  # The others run in `make test-all`.
+
+
+@pytest.mark.parametrize(
+    "name",
+    [name if name in QUICK_VARIANTS else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+)
 def test_every_layout_gives_the_same_numbers(name, pairs, images, play):
     method = with_local(VARIANTS[name], batch_size=4)
     data = images(pairs, RAGGED, labels=2)

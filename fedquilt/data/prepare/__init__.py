@@ -30,13 +30,13 @@ __all__ = [
     "prepare",
 ]
 
-FOLDER = Path("data")  # Where files are written unless another folder is named.
-DOWNLOADS = "downloads"  # Folder below it for what was downloaded.
+FOLDER = Path("data")  # Folder of the files unless another one is named.
+DOWNLOADS = "downloads"  # Folder of downloaded files, inside that of the files.
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """A file that was written, and what it was made from."""
+    """File that was written, and the published files that it was made from."""
 
     data_set: DataSet
     path: Path
@@ -46,7 +46,7 @@ class Prepared:
     files: tuple[Fetched, ...]
 
     def to_dict(self) -> dict[str, Any]:
-        """Return what JSON can hold."""
+        """Return the entries as values that JSON has."""
         return {
             "file": str(self.path),
             "bytes": self.bytes,
@@ -81,27 +81,29 @@ def prepare(
     Args:
         names: Names of `DATA_SETS`.
         out: Folder for the files. What is downloaded is kept in its folder `downloads`.
-        origin: Folder or URL with the published files by their names. Empty: where they are published.
-        force: Write over files that are there.
-        recipe: How many images are chosen, and the fonts of synthesised ones. None: the defaults.
-        watch: Called with what is being done, how much of it is done, and how much there is (0: unknown).
+        origin: Folder or URL with the published files by their names. Empty: the public hosts.
+        force: True: existing files are written over.
+        recipe: Number of images, random seed and fonts. None: the defaults.
+        watch: Called with the name of a step, how much of it is done, and how much there is (0:
+            unknown). None: progress is not reported.
 
     Raises:
         ConfigError: A name is unknown or was given twice, or a file is there already.
-        DataError: A file cannot be had, has the wrong sum, or is not laid out as published.
+        DataError: A file cannot be obtained, has a wrong sum, or has another layout than published.
     """
-    chosen = [known(DATA_SETS, name, "data set to prepare") for name in names]
-    if not chosen or len(set(names)) < len(names):
-        asked = " ".join(names) or "nothing"
-        raise ConfigError(f"prepare {asked} was asked for; name each data set once. Known: {', '.join(DATA_SETS)}.")
-    paths = [out / f"{one.name}.npz" for one in chosen]
+    data_sets = [known(DATA_SETS, name, "data set to prepare") for name in names]
+    if not data_sets or len(set(names)) < len(names):
+        listed = " ".join(names) or "nothing"
+        raise ConfigError(f"prepare {listed} was asked for; name each data set once. Known: {', '.join(DATA_SETS)}.")
+    paths = [out / f"{data_set.name}.npz" for data_set in data_sets]
     for path in paths:
         if path.exists() and not force:
             raise ConfigError(f"{path} was asked for; it is there already. --force writes over it.")
-    report = watch or (lambda what, done, total: None)
+    report = watch or (lambda step, done, total: None)
     downloads = Downloads(out / DOWNLOADS, origin, report)
     return [
-        _prepared(one, path, downloads, recipe or Recipe(), report) for one, path in zip(chosen, paths, strict=True)
+        _prepared(data_set, path, downloads, recipe or Recipe(), report)
+        for data_set, path in zip(data_sets, paths, strict=True)
     ]
 
 
@@ -118,7 +120,7 @@ def _prepared(data_set: DataSet, path: Path, downloads: Downloads, recipe: Recip
 
 
 def missing_message(name: str, folder: str | Path = FOLDER) -> str:
-    """Return what to say where a data file is missing: what it is, its source, how to prepare it.
+    """Return the message for a missing data file: its content, its source, and how to prepare it.
 
     Args:
         name: Name of the data set, and of the file without .npz.
@@ -130,8 +132,8 @@ def missing_message(name: str, folder: str | Path = FOLDER) -> str:
             f"{file} is needed; there is no such file, and `fedquilt data prepare` cannot make it. It can make "
             f"{', '.join(DATA_SETS)}."
         )
-    found = DATA_SETS[name]
+    data_set = DATA_SETS[name]
     return (
-        f"{file} is needed; there is no such file. It holds {found.title}. Source: {found.source}. "
+        f"{file} is needed; there is no such file. It holds {data_set.title}. Source: {data_set.source}. "
         f"`fedquilt data prepare {name} --out {folder}` prepares it."
     )

@@ -19,7 +19,7 @@ MB = 10**6
 
 @dataclass(frozen=True)
 class Recipe:
-    """What a user may choose about the data sets that are drawn or synthesised."""
+    """Options of data sets whose images are drawn at random or synthesised."""
 
     per_domain: int = 2000  # Training images per domain of digits5 and syn. Test images: half as many.
     seed: int = 0  # Random seed of the choice of images, and of synthesised ones.
@@ -33,34 +33,23 @@ Make = Callable[[Mapping[str, Fetched], Recipe, Watch], dict[str, np.ndarray]]
 class DataSet:
     """A data set that `fedquilt data prepare` writes as an .npz file."""
 
-    name: str  # What it is asked for by, and the name of the file.
-    title: str  # What it is.
-    source: str  # Who publishes it.
-    terms: str  # What its publishers say about its use.
+    name: str  # Name of the data set, and of its file without .npz.
+    title: str  # Description in one line.
+    source: str  # Publishers and their addresses.
+    terms: str  # Terms of use as the publishers state them.
     files: tuple[Published, ...]  # Files that are downloaded for it.
-    make: Make  # Turns the files into the arrays of docs/data.md.
+    make: Make  # Function from the files to the arrays that docs/data.md describes.
 
 
-def _published(name: str, lead: str, md5: str, max_bytes: int, max_unpacked: int, mirror: str = "") -> Published:
-    places = (lead, mirror) if mirror else (lead,)
-    return Published(name, tuple(f"{place}{name}" for place in places), max_bytes, max_unpacked, md5)
+def _published(name: str, host: str, md5: str, max_bytes: int, max_unpacked: int, mirror: str = "") -> Published:
+    """Return a file whose addresses are those of a host, and of a mirror, followed by its name."""
+    hosts = (host, mirror) if mirror else (host,)
+    return Published(name, tuple(f"{address}{name}" for address in hosts), max_bytes, max_unpacked, md5)
 
 
 _TORONTO = "https://www.cs.toronto.edu/~kriz/"
-_CIFAR10 = Published(
-    "cifar-10-binary.tar.gz",
-    (f"{_TORONTO}cifar-10-binary.tar.gz",),
-    max_bytes=170_052_171,
-    max_unpacked=200 * MB,
-    md5="c32a1d4ab5d03f1284b67883e8d87530",
-)
-_CIFAR100 = Published(
-    "cifar-100-binary.tar.gz",
-    (f"{_TORONTO}cifar-100-binary.tar.gz",),
-    max_bytes=168_513_733,
-    max_unpacked=200 * MB,
-    md5="03b5dce01913d631647c71ecec9e9cb8",
-)
+_CIFAR10 = _published("cifar-10-binary.tar.gz", _TORONTO, "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171, 200 * MB)
+_CIFAR100 = _published("cifar-100-binary.tar.gz", _TORONTO, "03b5dce01913d631647c71ecec9e9cb8", 168_513_733, 200 * MB)
 
 _MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _MNIST_HOME = "http://yann.lecun.com/exdb/mnist/"

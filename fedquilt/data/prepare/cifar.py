@@ -37,11 +37,11 @@ def _read(archive: Fetched, train: tuple[str, ...], test: str, names: str, num_l
         names: Member with a line for the name of each class.
         num_labels: Label bytes of a record, the last of which is the class.
     """
-    found = named_members(archive, (*train, test, names))
-    classes = found[names].decode().split()
+    contents = named_members(archive, (*train, test, names))
+    classes = contents[names].decode().split()
     arrays: Arrays = {"classes": np.array(classes)}
     for split, parts in (("train", train), ("test", (test,))):
-        records = np.concatenate([_records(archive, part, found[part], num_labels) for part in parts])
+        records = np.concatenate([_records(archive, part, contents[part], num_labels) for part in parts])
         arrays[f"x_{split}"] = records[:, num_labels:].reshape(-1, *IMAGE_SHAPE)
         labels = records[:, num_labels - 1]
         if len(labels) and labels.max() >= len(classes):

@@ -27,7 +27,7 @@ Samples = tuple[np.ndarray, np.ndarray]  # Images (n, 28, 28, 3) as bytes, and t
 def digits5(
     files: Mapping[str, Fetched], per_domain: int, seed: int, fonts: Path | None, watch: Watch
 ) -> dict[str, np.ndarray]:
-    """Return Digits-Five with as many images of every class in every domain.
+    """Return Digits-Five, with equally many images of every class in every domain.
 
     Args:
         files: Published files by their names.
@@ -41,12 +41,12 @@ def digits5(
     counts = split_counts(per_domain)
     for split, count in counts.items():
         parts = []
-        for place, domain in enumerate(DOMAINS):
+        for index, domain in enumerate(DOMAINS):
             if domain == "syn":
                 parts.append(synthesised(count, split, seed, fonts, watch))
                 continue
             watch(f"{domain} {split}", 0, 0)
-            key = noise.key(seed, _SITE, place, split == "test")
+            key = noise.key(seed, _SITE, index, split == "test")
             parts.append(_READERS[domain](files, split, count, key))
         arrays[f"x_{split}"] = np.concatenate([images for images, _ in parts])
         arrays[f"y_{split}"] = np.concatenate([digits for _, digits in parts])
@@ -64,17 +64,27 @@ def split_counts(per_domain: int) -> dict[str, int]:
     return {"train": per_domain, "test": per_domain // 2}
 
 
-def balanced(digits: np.ndarray, count: int, key: int, what: str) -> np.ndarray:
-    """Return the positions of `count` samples, as many of every class, drawn by a key, ascending."""
+def balanced(digits: np.ndarray, count: int, key: int, name: str) -> np.ndarray:
+    """Draw samples at random, equally many of every class.
+
+    Args:
+        digits: Class of each sample.
+        count: Number of samples to draw.
+        key: Key of the random numbers.
+        name: Name of the data, for the message.
+
+    Returns:
+        Positions of the samples, ascending.
+    """
     each = count // NUM_CLASSES
-    chosen = []
+    positions = []
     for digit in range(NUM_CLASSES):
         rows = np.flatnonzero(digits == digit)
         if len(rows) < each:
-            raise DataError(f"{each} images of the digit {digit} were asked for; {what} has {len(rows)}.")
+            raise DataError(f"{each} images of the digit {digit} were asked for; {name} has {len(rows)}.")
         order = noise.order(noise.key(key, digit), len(rows))[:each]
-        chosen.append(rows[order.numpy()])
-    return np.sort(np.concatenate(chosen))
+        positions.append(rows[order.numpy()])
+    return np.sort(np.concatenate(positions))
 
 
 # --- the published sets ---------------------------------------------------------------------------
@@ -105,13 +115,13 @@ def _mat(file: Fetched) -> Samples:
         if announced > file.published.max_unpacked:
             limit = file.published.max_unpacked
             raise DataError(f"{file.path} announces {announced:,} numbers; the published file has at most {limit:,}.")
-        found = loadmat(file.path, variable_names=("X", "y"))
-        images = np.moveaxis(found["X"], -1, 0)
-        digits = found["y"].reshape(-1) % NUM_CLASSES
+        variables = loadmat(file.path, variable_names=("X", "y"))
+        images = np.moveaxis(variables["X"], -1, 0)
+        digits = variables["y"].reshape(-1) % NUM_CLASSES
     except (MatReadError, OSError, ValueError, TypeError, NotImplementedError, KeyError) as error:
         raise DataError(f"{file.path} is no MATLAB file with X and y: {error}.") from error
     if images.dtype != np.uint8 or images.shape != (len(digits), 32, 32, 3):
-        raise DataError(f"{file.path} has X of {found['X'].shape} and {len(digits)} labels; (32, 32, 3, n) fits.")
+        raise DataError(f"{file.path} has X of {variables['X'].shape} and {len(digits)} labels; (32, 32, 3, n) fits.")
     return images, digits.astype(np.uint8)
 
 
@@ -119,7 +129,7 @@ def _usps(files: Mapping[str, Fetched], split: str, count: int, key: int) -> Sam
     file = files["usps.bz2" if split == "train" else "usps.t.bz2"]
     images, digits = _libsvm(file)
     rows = balanced(digits, count, key, f"USPS's {split} part")
-    return _resized(_coloured(images[rows], size=False)), digits[rows]
+    return _resized(_coloured(images[rows], check_size=False)), digits[rows]
 
 
 def _libsvm(file: Fetched) -> Samples:
@@ -164,26 +174,26 @@ def _mnistm(files: Mapping[str, Fetched], split: str, count: int, key: int) -> S
         except ValueError as error:
             raise DataError(f"{file.path}: {folder}_labels.txt has the line {line!r}; `image.png 7` fits.") from error
     rows = balanced(np.array(digits), count, key, f"MNIST-M's {split} part")
-    places = {names[row]: place for place, row in enumerate(rows)}
+    positions = {names[row]: position for position, row in enumerate(rows)}
     images = np.zeros((count, SIDE, SIDE, 3), np.uint8)
-    for name, data in members(file, lambda name: name in places):
-        images[places.pop(name)] = _png(data, f"{file.path}: {name}")
-    if places:
-        raise DataError(f"{file.path} has no member {next(iter(places))}, which {folder}_labels.txt lists.")
+    for name, data in members(file, lambda name: name in positions):
+        images[positions.pop(name)] = _png(data, f"{file.path}: {name}")
+    if positions:
+        raise DataError(f"{file.path} has no member {next(iter(positions))}, which {folder}_labels.txt lists.")
     return images, np.array(digits, np.uint8)[rows]
 
 
-def _png(data: bytes, what: str) -> np.ndarray:
-    """Return an image of 28 × 28 pixels, or of 32 × 32 made smaller, as bytes (28, 28, 3)."""
+def _png(data: bytes, name: str) -> np.ndarray:
+    """Return a PNG image as bytes (28, 28, 3). Other sizes up to 56 × 56 pixels are resized."""
     from PIL import Image
 
     try:
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
             if max(image.size) > 2 * SIDE:
-                raise DataError(f"{what} has {image.width} × {image.height} pixels; {SIDE} × {SIDE} fit.")
+                raise DataError(f"{name} has {image.width} × {image.height} pixels; {SIDE} × {SIDE} fit.")
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError) as error:
-        raise DataError(f"{what} is no PNG image: {error}.") from error
+        raise DataError(f"{name} is no PNG image: {error}.") from error
     return pixels if pixels.shape[:2] == (SIDE, SIDE) else _resized(pixels[None])[0]
 
 
@@ -198,9 +208,9 @@ _READERS: dict[str, Callable[[Mapping[str, Fetched], str, int, int], Samples]] =
 # --- images ---------------------------------------------------------------------------------------
 
 
-def _coloured(grey: np.ndarray, size: bool = True) -> np.ndarray:
+def _coloured(grey: np.ndarray, check_size: bool = True) -> np.ndarray:
     """Return grey images (n, height, width) with three equal channels last."""
-    if size and grey.shape[1:] != (SIDE, SIDE):
+    if check_size and grey.shape[1:] != (SIDE, SIDE):
         raise DataError(f"images of {grey.shape[1:]} pixels were found; {SIDE} × {SIDE} fit.")
     return np.repeat(grey[..., None], 3, axis=3)
 

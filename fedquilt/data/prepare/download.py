@@ -31,29 +31,28 @@ SCHEMES = ("http", "https", "file")
 TIMEOUT_S = 60.0  # Seconds without a byte after which a download is given up.
 CHUNK_BYTES = 1 << 18
 
-Watch = Callable[
-    [str, int, int], None
-]  # What is being done, how much of it is done, and how much there is (0: unknown).
+# Arguments: name of a step, how much of it is done, and how much there is (0: unknown).
+Watch = Callable[[str, int, int], None]
 
 
 @dataclass(frozen=True)
 class Published:
-    """A file that others publish."""
+    """File that others publish."""
 
-    name: str  # Its name in the folder of downloads, and below --from.
-    urls: tuple[str, ...]  # Where it is published, the first to try first.
-    max_bytes: int  # A larger file is refused. The exact size where it is known.
-    max_unpacked: int  # Bytes that it may unpack to.
+    name: str  # Name in the folder of downloads, and in the folder or URL of --from.
+    urls: tuple[str, ...]  # Public addresses, in the order in which they are tried.
+    max_bytes: int  # Size above which a file is refused: the exact size if it is known.
+    max_unpacked: int  # Most bytes that it may unpack to.
     md5: str = ""  # Published sum. Empty: none is known, so that the file cannot be checked.
 
 
 @dataclass(frozen=True)
 class Fetched:
-    """A published file on this machine."""
+    """Published file on this machine."""
 
     published: Published
     path: Path
-    origin: str  # URL it was downloaded from. Empty if it was there already.
+    origin: str  # URL that it was downloaded from. Empty: it was there already.
     bytes: int
     sha256: str
 
@@ -65,7 +64,7 @@ class Fetched:
 
 @dataclass
 class Downloads:
-    """A folder of downloaded files, each of which is downloaded at most once.
+    """Folder of downloaded files, each of which is downloaded at most once.
 
     Args:
         folder: Folder in which downloads are kept.
@@ -76,20 +75,20 @@ class Downloads:
 
     folder: Path
     origin: str = ""
-    watch: Watch = field(default=lambda what, done, total: None)
+    watch: Watch = field(default=lambda step, done, total: None)
 
     def fetch(self, published: Published) -> Fetched:
         """Return the file with its sum checked, downloaded unless it is there already.
 
         Raises:
-            DataError: It cannot be had, is larger than announced, breaks off, or has another sum.
-                Files that are there stay as they are.
+            DataError: It cannot be obtained, is larger than announced, breaks off, or has another
+                sum. Existing files stay as they are.
         """
         if self.origin and "://" not in self.origin:
-            return self._found(published, Path(self.origin) / published.name)
+            return self._existing(published, Path(self.origin) / published.name)
         path = self.folder / published.name
         if path.exists():
-            return self._found(published, path)
+            return self._existing(published, path)
         urls = published.urls
         if self.origin:
             urls = (f"{self.origin.rstrip('/')}/{quote(published.name)}",)
@@ -101,8 +100,8 @@ class Downloads:
                 failures.append(str(error))
         raise DataError(f"{published.name} could not be downloaded: {'; '.join(failures)}.{_by_hand(path)}")
 
-    def _found(self, published: Published, path: Path) -> Fetched:
-        """Return a file that is there, if its sum is right."""
+    def _existing(self, published: Published, path: Path) -> Fetched:
+        """Return a file that is there already, and refuse it if its sum is wrong."""
         try:
             with path.open("rb") as file:
                 md5, sha256, size = _sums(file)
@@ -135,15 +134,15 @@ class Downloads:
                 raise DataError(
                     f"{url} announces {announced:,} bytes; the published file has at most {published.max_bytes:,}."
                 )
-            told = f" ({shown_size(announced)})" if announced else ""
-            what = f"{published.name}{told} from {urlsplit(url).netloc or 'a local folder'}"
-            self.watch(what, 0, announced)
+            size_text = f" ({shown_size(announced)})" if announced else ""
+            step = f"{published.name}{size_text} from {urlsplit(url).netloc or 'a local folder'}"
+            self.watch(step, 0, announced)
             for chunk in _chunks(stream, url):
                 size += len(chunk)
                 if size > published.max_bytes:
                     raise DataError(f"{url} sends more than {published.max_bytes:,} bytes, which the file has at most.")
                 digest.update(chunk)
-                self.watch(what, size, announced)
+                self.watch(step, size, announced)
                 yield chunk
         if size < announced:
             raise DataError(f"{url} broke off after {size:,} of {announced:,} bytes. Try again.")
@@ -154,7 +153,7 @@ class Downloads:
 
 
 class _UnreachableError(Exception):
-    """A place that does not have the file. The next one may."""
+    """Failure to reach one address. The next address may have the file."""
 
 
 @contextmanager
@@ -228,4 +227,4 @@ def _sums(file: BinaryIO) -> tuple[str, str, int]:
 
 
 def _by_hand(path: Path) -> str:
-    return f" A copy of the file as {path}, or --from with a folder or URL that has it, does as well."
+    return f" You can also put a copy of the file at {path}, or name a folder or URL that has it with --from."

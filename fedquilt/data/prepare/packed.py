@@ -32,23 +32,23 @@ def unpacked(file: Fetched) -> bytes:
     return data
 
 
-def members(file: Fetched, wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
+def members(file: Fetched, is_wanted: Callable[[str], bool]) -> Iterator[tuple[str, bytes]]:
     """Yield the names and contents of some members of a .tar.gz file, in their order in it.
 
-    Nothing is written to disk, and members that are not wanted are skipped. A path that leads out of
-    the archive, or a wanted member that is a link or is there twice, is in no published archive, so
-    that the whole file is refused.
+    Nothing is written to disk, and other members are skipped. The whole file is refused if a path
+    leads out of the archive, or if a wanted member is a link or is there twice, because no published
+    archive has such members.
 
     Args:
         file: The archive.
-        wanted: Called with the path of a member, returns True if its contents are needed.
+        is_wanted: Function of a member's path that returns True if its contents are needed.
     """
     seen: set[str] = set()
-    left = file.published.max_unpacked
+    remaining = file.published.max_unpacked
     with _readable(file), gzip.open(file.path, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
         for member in archive:
-            left -= member.size
-            if left < 0:
+            remaining -= member.size
+            if remaining < 0:
                 limit = file.published.max_unpacked
                 raise DataError(
                     f"{file.path} unpacks to more than {limit:,} bytes, which the published file has at most."
@@ -57,11 +57,11 @@ def members(file: Fetched, wanted: Callable[[str], bool]) -> Iterator[tuple[str,
             if path.is_absolute() or ".." in path.parts:
                 raise DataError(f"{file.path} has a member {member.name!r}, whose path leads out of the archive.")
             name = str(path)
-            if not wanted(name):
+            if not is_wanted(name):
                 continue
             if not member.isreg() or name in seen:
-                how = "there twice" if name in seen else "no plain file"
-                raise DataError(f"{file.path} has an unexpected member: {name} is {how}.")
+                reason = "there twice" if name in seen else "no plain file"
+                raise DataError(f"{file.path} has an unexpected member: {name} is {reason}.")
             seen.add(name)
             contents = archive.extractfile(member)
             assert contents is not None
@@ -73,10 +73,10 @@ def members(file: Fetched, wanted: Callable[[str], bool]) -> Iterator[tuple[str,
 
 def named_members(file: Fetched, names: tuple[str, ...]) -> dict[str, bytes]:
     """Return members of a .tar.gz file by their paths. A missing one is an error."""
-    found = dict(members(file, lambda name: name in names))
-    if missing := [name for name in names if name not in found]:
+    contents = dict(members(file, lambda name: name in names))
+    if missing := [name for name in names if name not in contents]:
         raise DataError(f"{file.path} has no member {missing[0]}, which the published archive has.")
-    return found
+    return contents
 
 
 @contextmanager

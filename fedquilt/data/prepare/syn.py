@@ -55,26 +55,26 @@ _REPORT_EVERY = 100  # images
 
 
 def synthesised(count: int, split: str, seed: int, fonts: Path | None, watch: Watch) -> tuple[np.ndarray, np.ndarray]:
-    """Draw images (count, 28, 28, 3) as bytes and the digits they show, as many of each.
+    """Draw images (count, 28, 28, 3) as bytes, and return them with their digits, equally many of each.
 
     The same arguments, fonts and version of Pillow give the same bytes.
 
     Args:
         count: Number of images.
-        split: "train" or "test". Both draw from different random numbers.
+        split: "train" or "test". Their random numbers differ.
         seed: Random seed.
-        fonts: Folder with .ttf and .otf files. None: DejaVu, which matplotlib brings, and Pillow's own font.
+        fonts: Folder with .ttf and .otf files. None: DejaVu, which matplotlib has, and Pillow's font.
         watch: Called with the progress.
     """
     need_pillow("syn")
     typefaces = _typefaces(fonts)
     digits = np.arange(count, dtype=np.uint8) % 10
     images = np.empty((count, SIDE, SIDE, 3), np.uint8)
-    for place, digit in enumerate(digits.tolist()):
-        draws = Draws(noise.key(seed, _SITE, split == "test", place))
-        images[place] = np.asarray(_image(digit, draws, typefaces))
-        if place % _REPORT_EVERY == 0:
-            watch(f"syn {split}", place, count)
+    for number, digit in enumerate(digits.tolist()):
+        draws = Draws(noise.key(seed, _SITE, split == "test", number))
+        images[number] = np.asarray(_image(digit, draws, typefaces))
+        if number % _REPORT_EVERY == 0:
+            watch(f"syn {split}", number, count)
     return images, digits
 
 
@@ -95,7 +95,7 @@ def syn(per_domain: dict[str, int], seed: int, fonts: Path | None, watch: Watch)
 
 @dataclass
 class Draws:
-    """Random whole numbers for one image, by a hash of its key, the same on every machine."""
+    """Random whole numbers for one image: hashes of its key, which are the same on every machine."""
 
     key: int
     count: int = 0
@@ -139,7 +139,7 @@ def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Imag
 
 
 def _colours(draws: Draws) -> tuple[tuple[int, int, int], tuple[int, int, int]]:
-    """Return two colours that can be told apart."""
+    """Return two colours with enough contrast."""
     while True:
         background = draws.colour()
         stroke = draws.colour()
@@ -164,17 +164,18 @@ def _written(text: str, labelled: int, font: FreeTypeFont) -> Image:
 
 
 def _typefaces(folder: Path | None) -> tuple[Path | None, ...]:
-    """Return the files of fonts in a fixed order. None among them is the font inside Pillow."""
+    """Return the files of fonts in a fixed order. None stands for the font inside Pillow."""
     if folder is None:
         return (*_dejavu(), None)
     if not folder.is_dir():
         raise ConfigError(f"--fonts {folder} was asked for; there is no such folder.")
-    found = sorted((file for file in folder.iterdir() if file.suffix.lower() in (".ttf", ".otf")), key=lambda f: f.name)
-    if not found:
+    fonts = [file for file in folder.iterdir() if file.suffix.lower() in (".ttf", ".otf")]
+    if not fonts:
         raise ConfigError(f"--fonts {folder} was asked for; there are no .ttf or .otf files in it.")
-    for file in found:
+    fonts.sort(key=lambda file: file.name)
+    for file in fonts:
         _check_digits(file)
-    return tuple(found)
+    return tuple(fonts)
 
 
 def _dejavu() -> list[Path]:
@@ -194,20 +195,20 @@ def _dejavu() -> list[Path]:
 
 @cache
 def _font(file: Path | None, size: int) -> FreeTypeFont:
-    """Return a font. Basic layout does not depend on text libraries of the machine."""
+    """Return a font with basic layout, which does not depend on text libraries of the machine."""
     from PIL import ImageFont
 
     if file is not None:
         return ImageFont.truetype(file, size, layout_engine=ImageFont.Layout.BASIC)
-    own = ImageFont.load_default(size)
-    if not isinstance(own, ImageFont.FreeTypeFont):
+    font = ImageFont.load_default(size)
+    if not isinstance(font, ImageFont.FreeTypeFont):
         raise ConfigError("this Pillow cannot draw text: it was built without FreeType.")
-    assert isinstance(own.path, BytesIO)
-    return ImageFont.truetype(BytesIO(own.path.getvalue()), size, layout_engine=ImageFont.Layout.BASIC)
+    assert isinstance(font.path, BytesIO)
+    return ImageFont.truetype(BytesIO(font.path.getvalue()), size, layout_engine=ImageFont.Layout.BASIC)
 
 
 def _check_digits(file: Path) -> None:
-    """Refuse a font in which two digits look alike, because it has no digits."""
+    """Refuse a font in which two digits have the same shape, as in a font without digits."""
     try:
         font = _font(file, FONT_SIZE[0])
         shapes = {bytes(np.asarray(_written(digit, 0, font))) for digit in "0123456789"}

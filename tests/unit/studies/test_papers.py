@@ -18,10 +18,10 @@ from fedquilt.data import Labels
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.fleets import TwoLevel, Uniform
 from fedquilt.methods import FedAvg, FedRolex, HeteroFL
+from fedquilt.studies.measures import TRAINING
 from fedquilt.studies.papers import (
     SMOKE,
     SMOKE_NOTE,
-    TRAINING,
     Preset,
     data_folder,
     paper_number,

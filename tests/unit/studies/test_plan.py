@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.errors import ConfigError
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, find_entry, folder_name, laid
+from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, at_point, find_entry, folder_name
 
 LR = "method.local.optimiser.lr"
 HERE = Path("folder")
@@ -164,7 +164,7 @@ def test_a_tuning_run_sees_the_validation_part_alone():
 def test_values_are_laid_at_quoted_keys_and_names_come_first():
     settings = {"method": {"name": "fedrolex", "shift": 2}}
     point = {"method.rounding": "ceil", "method.name": "heterofl", 'fleet.budgets."0.5"': 1.0}
-    assert laid(settings, point) == {
+    assert at_point(settings, point) == {
         "method": {"name": "heterofl", "rounding": "ceil"},
         "fleet": {"budgets": {"0.5": 1.0}},
     }
@@ -183,7 +183,7 @@ def test_an_entry_is_found_before_a_setting():
 
 def test_entries_with_other_data_or_tasks_are_listed():
     plan = Plan((make_entry("a"), make_entry("b", data="diabetes"), make_entry("c", task="multilabel")))
-    with pytest.raises(ConfigError, match=r"a, c: data digits\n  b: data diabetes$"):
+    with pytest.raises(ConfigError, match=r"data digits: a, c\n  data diabetes: b\n"):
         plan.check_comparable()
     Plan((make_entry("a"), make_entry("b", task="classification"))).check_comparable()
 

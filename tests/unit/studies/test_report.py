@@ -10,7 +10,8 @@ from dataclasses import replace
 import pytest
 
 from fedquilt.errors import ConfigError
-from fedquilt.studies.report import comparison, frame, rounds, rows, to_json
+from fedquilt.studies.frames import frame, rounds, rows
+from fedquilt.studies.report import comparison, to_json
 from fedquilt.studies.statistics import PERCENTAGES
 
 
@@ -231,9 +232,14 @@ def test_different_data_and_tasks_are_listed(study):
     with pytest.raises(ConfigError) as error:
         comparison([*study[:3], *other])
     assert str(error.value) == (
-        "a comparison was asked for; the runs have different data (digits: a; cifar10: b) and "
-        "different tasks (classification: a; regression: b) and different main metrics (accuracy: "
-        "a; rmse: b). Compare runs on the same data with the same task."
+        "a comparison was asked for; these rows differ:\n"
+        "  data digits: a\n"
+        "  data cifar10: b\n"
+        "  task classification: a\n"
+        "  task regression: b\n"
+        "  main metric accuracy: a\n"
+        "  main metric rmse: b\n"
+        "Compare runs on the same data with the same task."
     )
 
 
@@ -321,5 +327,5 @@ def test_a_frame_has_the_rows(study):
 @pytest.mark.parametrize(("by_round", "function"), [(False, "rows"), (True, "rounds")])
 def test_without_pandas_an_error_says_what_to_do(study, monkeypatch, by_round, function):
     monkeypatch.setitem(sys.modules, "pandas", None)
-    with pytest.raises(ConfigError, match=rf"pip install pandas\. .*report\.{function} returns"):
+    with pytest.raises(ConfigError, match=rf"pip install pandas\. .*frames\.{function} returns"):
         frame(study, by_round)

@@ -50,7 +50,7 @@ def test_a_table_is_a_study(preset):
 def test_rows_are_chosen_by_a_part_of_their_name(preset):
     assert [row.name for row in chosen_rows(preset, ["heterofl"])] == ["HeteroFL ×1"]
     assert len(chosen_rows(preset, [])) == 2
-    with pytest.raises(ConfigError, match=r"the row 'rolex' of tables/mine\.toml was asked for; it has none"):
+    with pytest.raises(ConfigError, match=r"the row 'rolex' of tables/mine\.toml was asked for; no row has it"):
         chosen_rows(preset, ["fedavg", "rolex"])
 
 
