@@ -201,9 +201,24 @@ class _Comparison:
                 for share in self.shares
             ]
             totals = [_mean_text(runs, total, show) for total, show in self._totals.values()]
-            rows.append([name, *figures, *totals])
+            rows.append([name, *figures, *totals, *self._widest_costs(name)])
         head = ["method", *self.labels.values(), *self._totals]
+        if self.target is not None:
+            reached = target_text(self.target, self.metric, self.percent)
+            head += [f"rounds to {reached}", f"bytes to {reached}"]
         return Table(self._title(), head, rows, self._notes())
+
+    def _widest_costs(self, name: str) -> list[str]:
+        """Return the rounds and bytes until the widest share had the target, if there is one.
+
+        The other shares are in `target_tables`, because all of them would make this table too wide.
+        """
+        if self.target is None:
+            return []
+        widest = max(self.shares, key=float)
+        cost = self.target_costs[name].get(widest, Cost({}))
+        columns = [self._target_columns[title] for title in ("rounds", "bytes")]
+        return [cost.shown(mean(cost), show) for mean, show in columns]
 
     @property
     def _has_clock(self) -> bool:
