@@ -364,6 +364,7 @@ def test_archives_that_are_not_as_published(archive, said, host, tmp_path, monke
         (gzip.compress(pixels(0, 30, 28, 28).tobytes())[:-9], "is damaged"),
         (published.idx_gz(pixels(0, 4, 28, 28)), "30 labels"),
     ],
+    ids=["dimensions", "shape", "large", "cut", "count"],  # The bytes have the time of their compression in them.
 )
 def test_idx_files_that_are_not_as_published(data, said, host, tmp_path, monkeypatch):
     host.files["train-images-idx3-ubyte.gz"] = data
