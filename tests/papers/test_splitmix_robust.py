@@ -450,7 +450,9 @@ def test_single_norms_give_the_same_numbers(single, images, play):
 # --- joint width and robustness -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("engine", LOCAL)
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=pytest.mark.slow) if name == "sequential" else name for name in LOCAL]
+)
 def test_every_width_has_every_robustness(engine, pairs, images, play):
     """Figure 7 (c, d): accuracy by share and λ, averaged over users, is that of the deployed mixtures."""
     attack, robustness = fq.PGD(start=False), (0.0, 0.2, 1.0)
