@@ -53,7 +53,7 @@ def drawn(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A folder with all data sets that the examples name."""
     folder = tmp_path_factory.mktemp("drawn")
     draw_images(folder / "digits5.npz", 28, 10, 8, DOMAINS)
-    draw_images(folder / "cifar10.npz", 32, 10, 20)
+    draw_images(folder / "cifar10.npz", 32, 10, 50)
     return folder
 
 
