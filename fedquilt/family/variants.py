@@ -1,0 +1,73 @@
+"""Variants: several ways to run one module, each with some of its weights.
+
+A training stage of a growing model is a variant: the first blocks of the module and a temporary head. So
+is one of several architectures in a federation, or a pair of nets. All variants of a module are in one
+state, and a weight that two variants run is the same weight. Widths are independent of variants: an axis
+is cut in every variant that carries it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any
+
+from torch import nn
+
+if TYPE_CHECKING:
+    from fedquilt.family.record import Run
+
+WHOLE = ""  # Name of the variant that is the model itself
+
+
+class Variants(ABC):
+    """A mixin for modules that run in several ways.
+
+    `forward` runs the variant that was chosen last, at first the whole model. A structural copy
+    (`copy.deepcopy`) has a choice of its own.
+    """
+
+    @property
+    @abstractmethod
+    def variants(self) -> tuple[str, ...]:
+        """Return the names of all variants besides `WHOLE`, in an order that is always the same."""
+
+    @abstractmethod
+    def choose(self, variant: str) -> None:
+        """Let `forward` run this variant from now on."""
+
+    @abstractmethod
+    def extract(self) -> nn.Module:
+        """Return the chosen variant as a plain module, with no weights but its own. This module is used up.
+
+        The whole model is a module of the class that the user wrote.
+        """
+
+    def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
+        """Return groups of weights by name, which a member may train alone.
+
+        Args:
+            runs: A recorded run of every variant, `WHOLE` included.
+        """
+        return {}
+
+
+class VariantSource(ABC):
+    """A module whose variants depend on the example, such as stages that are to be found by running it."""
+
+    @abstractmethod
+    def resolve(self, example_inputs: tuple[Any, ...]) -> nn.Module | Callable[[], nn.Module]:
+        """Return the module with variants, or a function that makes one, as `trace` takes them."""
+
+
+def choose(module: nn.Module, variant: str) -> None:
+    """Let a module run a variant. A module without variants has the whole model alone."""
+    if isinstance(module, Variants):
+        module.choose(variant)
+    else:
+        assert variant == WHOLE, f"{type(module).__name__} has no variants, and {variant!r} was asked for"
+
+
+def names_of(module: nn.Module) -> tuple[str, ...]:
+    """Return the names of a module's variants, the whole model first."""
+    return (WHOLE, *(module.variants if isinstance(module, Variants) else ()))
