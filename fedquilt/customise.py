@@ -148,7 +148,8 @@ class CustomisableModel(nn.Module):
         self._family = family.bare()
         self.stocks = nn.ModuleList(map(family.assemble, plan.stocks, weights))
         self.statistics = nn.ModuleList(map(_Statistics, statistics))
-        if not all(has_statistics(family, state) for state in weights):
+        stocks = zip(plan.stocks, weights, strict=True)
+        if not all(has_statistics(family.member(stock), state) for stock, state in stocks):
             forget_statistics(self.stocks)  # every net has its own, or none
         self.requires_grad_(False).eval()
         self._share = next(iter(plan.mixes))
@@ -203,7 +204,7 @@ class CustomisableModel(nn.Module):
             assert isinstance(own, _Statistics)
             state = {**cut, **own.values}
             module = self._family.assemble(one.net, state, shared=True)
-            if not has_statistics(self._family, state):
+            if not has_statistics(self._family.member(one.net), state):
                 forget_statistics(module)
             nets.append(module.requires_grad_(False).eval())
         self._members = {
@@ -294,7 +295,7 @@ def customisable(
     statistics: list[Weights] = [{} for _ in plan.nets]
     if policy.measures and family.statistics:
         states = shelf.settled([one.net for one in plan.nets], policy, samples)
-        statistics = [{name: state[name] for name in family.statistics} for state in states]
+        statistics = [{name: state[name] for name in family.statistics if name in state} for state in states]
     return CustomisableModel(family, plan, weights, statistics, policy.name, {**about(run), "client": client})
 
 

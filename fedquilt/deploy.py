@@ -19,6 +19,7 @@ from fedquilt.family.cost import Cost
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.faithful import forget_statistics
+from fedquilt.family.member import Member
 from fedquilt.family.norms import NormPolicy, norm_policy
 from fedquilt.round.client import own_state
 from fedquilt.round.serve import arranged, compared_passes, given, measured, owned, trained_within
@@ -99,7 +100,8 @@ class Shelf:
         """A net's weights, with norm statistics where the run has some. Views where possible."""
         run, world = self.run, self.run.world
         if self.client is None:
-            names = [name for name in world.family.layout.dims if net.scope + name in self.server.weights]
+            own = world.family.member(net).names
+            names = [name for name in own if net.scope + name in self.server.weights]
             return world.family.cutter.gather(self.server.weights, net, names)
         job = Job(self._asked(Budget(share=1.0)), net, run.server.round)
         return own_state(run.federation, run.server, job, run.engine.device)
@@ -120,7 +122,8 @@ class Shelf:
         if not statistics:
             return states
         if norms.tracks:
-            if all(has_statistics(self.run.world.family, state) for state in states):
+            family = self.run.world.family
+            if all(has_statistics(family.member(net), state) for net, state in zip(nets, states, strict=True)):
                 return states
             raise ConfigError(
                 f"norms={norms.name!r} was asked for; {type(self.run.method).__name__} trained with norm = "
@@ -180,16 +183,16 @@ def assembled(family: Family, nets: Mix, states: Sequence[Weights], robustness: 
         robustness: Of dual norms, from 0 (clean) to 1. None changes nothing.
     """
     modules = [family.assemble(net, state) for net, state in zip(nets, states, strict=True)]
-    for module, state in zip(modules, states, strict=True):
-        if not has_statistics(family, state):
+    for module, net, state in zip(modules, nets, states, strict=True):
+        if not has_statistics(family.member(net), state):
             forget_statistics(module)
     module = (modules[0] if len(modules) == 1 else Ensemble(modules)).eval()
     return module if robustness is None else set_robustness(module, robustness)
 
 
-def has_statistics(family: Family, state: Weights) -> bool:
-    """Return True if the statistics of all norms are among the weights."""
-    return set(family.statistics) <= set(state)
+def has_statistics(member: Member, state: Weights) -> bool:
+    """Return True if the statistics of all norms of a member are among the weights."""
+    return set(member.statistics) <= set(state)
 
 
 def check_nets(run: Run, nets: Iterable[Submodel], norms: NormPolicy) -> None:

@@ -14,15 +14,18 @@ from fedquilt.errors import BudgetError
 
 Weights = Mapping[str, Tensor]
 Slots = Mapping[str, Weights]  # State by position: "momentum" → one tensor for every trainable weight
+WHOLE = "whole"  # Name of the variant that is the model itself
+_KIND_OF_WHOLE = "width"  # What files have had for the whole model since before there were variants
 Extras = Mapping[str, Tensor]  # State of a method that belongs to no position: named tensors of any shape
 
 
 @dataclass(frozen=True)
 class Arch:
-    """One member of a family by the width of each axis; hashable, so that equal members share a stack."""
+    """One member of a family by the width of each axis and its variant. Equal members are trained as one stack."""
 
     widths: tuple[tuple[str, int], ...]
-    kind: str = "width"
+    variant: str = WHOLE  # Which of the family's weights it has, and how they are run
+    trains: tuple[str, ...] = ()  # Parts whose weights it trains; (): all. It receives the others and keeps them as they are
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -52,7 +55,8 @@ class Submodel:
         """In values that JSON has."""
         return {
             "widths": [list(width) for width in self.arch.widths],
-            "kind": self.arch.kind,
+            "kind": _KIND_OF_WHOLE if self.arch.variant == WHOLE else self.arch.variant,
+            **({"trains": list(self.arch.trains)} if self.arch.trains else {}),
             "index": {axis: [list(run) for run in kept.runs] for axis, kept in self.index.items()},
             "scope": self.scope,
         }
@@ -60,7 +64,9 @@ class Submodel:
     @staticmethod
     def from_dict(note: Mapping[str, Any]) -> Submodel:
         """The inverse of `to_dict`."""
-        arch = Arch(tuple((axis, width) for axis, width in note["widths"]), note["kind"])
+        widths = tuple((axis, width) for axis, width in note["widths"])
+        variant = WHOLE if note["kind"] == _KIND_OF_WHOLE else note["kind"]
+        arch = Arch(widths, variant, tuple(note.get("trains", ())))
         index = {axis: Positions(tuple((start, stop) for start, stop in runs)) for axis, runs in note["index"].items()}
         return Submodel(arch, Index(index), note["scope"])
 

@@ -15,6 +15,8 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from fedquilt.axes import size_of
 from fedquilt.errors import TraceError
 from fedquilt.family.layout import Layout
+from fedquilt.family.variants import choose
+from fedquilt.terms import WHOLE
 
 Rule = Callable[[Any], None]
 _RULES: dict[type[nn.Module], Rule] = {}
@@ -101,8 +103,8 @@ def _cell(layer: nn.RNNCellBase) -> None:
     layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
 
 
-def build(module: nn.Module, layout: Layout, widths: Mapping[str, int]) -> nn.Module:
-    """A plain smaller network of the same classes, its weights empty on the meta device."""
+def build(module: nn.Module, layout: Layout, widths: Mapping[str, int], variant: str = WHOLE) -> nn.Module:
+    """A plain smaller network of the same classes that runs a variant, its weights empty on the meta device."""
     sizes = {**layout.sizes, **widths}
 
     def meta(name: str, tensor: Tensor) -> Tensor:
@@ -119,6 +121,7 @@ def build(module: nn.Module, layout: Layout, widths: Mapping[str, int]) -> nn.Mo
             if kind in _RULES:
                 _RULES[kind](layer)
                 break
+    choose(member, variant)
     return member
 
 

@@ -91,6 +91,7 @@ class Count:
     """What was counted of one member and one batch size, in float32."""
 
     macs: int
+    trained_macs: int  # Multiply-adds whose result depends on a weight that is trained
     saved: int  # bytes of the activations that the backward pass of a batch reads
 
 
@@ -122,6 +123,7 @@ def measure(
         counter = counted(train=False)
     return Count(
         macs=counter.operations // 2 // count,
+        trained_macs=counter.trained_operations // 2 // count,
         saved=counter.activations * batch_size // count,
     )
 
@@ -151,12 +153,29 @@ def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return {name: value.to(_float32(value.dtype)) for name, value in small.items()}
 
 
+class _Flops(FlopCounterMode):
+    """torch's counter, which also counts the operations that a backward pass goes through."""
+
+    def __init__(self, display: bool) -> None:
+        super().__init__(display=display)
+        self.trained = 0
+
+    def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
+        if func_packet in self.flop_registry and any(_moves(leaf) for leaf in tree_leaves((args, kwargs))):
+            self.trained += self.flop_registry[func_packet](*args, **kwargs, out_val=out)
+        return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
+
+
+def _moves(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
 class _Counter(ExitStack):
     """A follower of a run that counts its operations, and the bytes that autograd saves of it."""
 
     def __init__(self) -> None:
         super().__init__()
-        self._flops = FlopCounterMode(display=False)
+        self._flops = _Flops(display=False)
         self._weights: set[int] = set()
         self._saved: dict[int, int] = {}
         self._alive: list[Any] = []  # storages, because the address of a freed one may be used again
@@ -164,6 +183,10 @@ class _Counter(ExitStack):
     @property
     def operations(self) -> int:
         return self._flops.get_total_flops()
+
+    @property
+    def trained_operations(self) -> int:
+        return self._flops.trained
 
     @property
     def activations(self) -> int:

@@ -371,11 +371,13 @@ class Cutter:
         }
 
     def overlay(self, base: Weights, held: Index, top: Weights, other: Index) -> dict[str, Tensor]:
-        """`base` (cut as `held`) with `top` (cut as `other`) written over it where they share positions."""
+        """`base` (cut as `held`) with `top` (cut as `other`) written over it where they share names and positions."""
         common = self.common(held, other)
         into, out = self.places(held, common), self.places(other, common)
         result = dict(base)
         for name, weight in top.items():
+            if name not in base:
+                continue
             part, there = take(weight, self.rows(name, out, other)), self.rows(name, into, held)
             if is_whole(there):
                 result[name] = part

@@ -27,14 +27,15 @@ from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.family.tracer import trace_layout
-from fedquilt.terms import Arch, Budget, Submodel, Weights
+from fedquilt.family.variants import Variants, VariantSource
+from fedquilt.terms import WHOLE, Arch, Budget, Submodel, Weights
 
 Rounding = Literal["floor", "ceil"]
 _log = logging.getLogger(__name__)
 
 
 def trace(
-    module: nn.Module | Callable[[], nn.Module],
+    module: nn.Module | Callable[[], nn.Module] | VariantSource,
     example_inputs: Tensor | tuple[Any, ...],
     *,
     fixed: Sequence[str] = (),
@@ -44,17 +45,18 @@ def trace(
 ) -> Family:
     """Find the axes of any feed-forward module by running it once, symbolically, on an example.
 
-    A module brings its own initial weights. A function that makes one is called anew for every seed.
+    A module brings its own initial weights. A function that makes one is called anew for every seed. Stages
+    (`fedquilt.with_stages`) are variants of the family.
     `fixed` names axes or layers that are never cut; `parts` names groups of weights (`{"head": ["fc"]}`).
     """
-    factory = _maker(module)
+    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+    factory = _maker(module.resolve(inputs) if isinstance(module, VariantSource) else module)
     model = _made(factory)
     if slashed := [name for name in (*dict(model.named_parameters()), *dict(model.named_buffers())) if "/" in name]:
         raise TraceError(
             f"{type(model).__name__} has a weight named {slashed[0]!r}; in a federation's state '/' stands between a "
             "net and its weights. Name the layer without it."
         )
-    inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     layout = trace_layout(model, inputs, fixed=fixed, parts=parts, heads=heads, class_dim=class_dim)
     for note in layout.notes:
         _log.info("%s: %s", type(model).__name__, note)
@@ -63,12 +65,19 @@ def trace(
 
 @dataclass(frozen=True, eq=False)
 class Family:
-    """Every network that can be cut from one module."""
+    """Every network that can be cut from one module.
+
+    `variant` and `trains` are those of the members that `whole` and `fit` return. `at` gives the family with
+    others; weights, axes and members are the same.
+    """
 
     _module: nn.Module
     layout: Layout
     example_inputs: tuple[Any, ...]
     _factory: Callable[[], nn.Module]
+    variant: str = WHOLE
+    trains: tuple[str, ...] = ()
+    _base: Family | None = None  # The family that `at` was called on, which holds the members
 
     # --- what there is -----------------------------------------------------------------------------------------
 
@@ -241,6 +250,32 @@ class Family:
     def whole(self) -> Arch:
         """The full-width member."""
         return self._arch(1.0, "floor")
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Return the names of all variants, the whole model first."""
+        return tuple(self.layout.variants) or (WHOLE,)
+
+    def at(self, variant: str, trains: tuple[str, ...] = ()) -> Family:
+        """Return the family whose members run a variant, and train the named parts of it alone.
+
+        Args:
+            variant: One of `variants`, or several joined (`fedquilt.family.variants.joined`).
+            trains: Names of parts; (): all weights of the variant.
+        """
+        base = self._base or self
+        if (variant, trains) == (base.variant, base.trains):
+            return base
+        known = base._views.get((variant, trains))
+        if known is None:
+            self.layout.weights(variant)
+            known = replace(base, variant=variant, trains=trains, _base=base)
+            base._views[variant, trains] = known
+        return known
+
+    @cached_property
+    def _views(self) -> dict[tuple[str, tuple[str, ...]], Family]:
+        return {}
 
     def fit(self, budget: Budget, rounding: Rounding = "floor", step: TrainingStep | None = None) -> Arch:
         """Return the largest member within a budget: one share for all axes, at least `Axis.least` channels of each.
@@ -419,12 +454,15 @@ class Family:
             widths[groups.name] = kept
             for name, size in inside.items():
                 widths[name] = most[name] if kept > 1 else min(most[name], target(groups.size * size))
-        return Arch(tuple((name, max(width, self.layout.axes[name].least)) for name, width in widths.items()))
+        found = tuple((name, max(width, self.layout.axes[name].least)) for name, width in widths.items())
+        return Arch(found, self.variant, self.trains)
 
     def member(self, member: Arch | Submodel | Member) -> Member:
         """Return a member by its widths, or that of a sub-model; what is found out about it is kept."""
         if isinstance(member, Member):
             return member
+        if self._base is not None:  # Members compare by their family, so that there is one of each.
+            return self._base.member(member)
         arch = member.arch if isinstance(member, Submodel) else member
         known = self._members.get(arch)
         if known is None:
@@ -484,15 +522,16 @@ class Family:
         """A member as a plain nn.Module with weights cut from a whole state (the initial one if none is given)."""
         submodel = member if isinstance(member, Submodel) else self.member(member).prefix
         state = self.init() if state is None else state
-        names = [name for name in self.layout.dims if submodel.scope + name in state]
+        names = [name for name in self.member(submodel).names if submodel.scope + name in state]
         weights = self.cutter.gather(state, submodel, names)
         return self.assemble(submodel, weights)
 
     def assemble(self, submodel: Submodel, weights: Weights, shared: bool = False) -> nn.Module:
         """A member as a plain nn.Module that owns a copy of these weights, which are already cut; or shares them."""
-        module = build(self._module, self.layout, self.member(submodel).sizes)
+        own = self.member(submodel)
+        module = build(self._module, self.layout, own.sizes, own.arch.variant)
         # constants, and statistics nobody measured yet, are as the module brought them
-        missing = [name for name in self.layout.dims if name not in weights]
+        missing = [name for name in own.names if name not in weights]
         brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
         like = next((value for value in weights.values() if value.is_floating_point()), None)
         brought = {name: _beside(value, like) for name, value in brought.items()}
@@ -500,14 +539,14 @@ class Family:
         aliases: dict[str, list[str]] = {}
         for alias, name in self.layout.ties.items():
             aliases.setdefault(name, []).append(alias)
-        for name in self.layout.dims:
+        for name in own.names:
             value = weights[name] if name in weights else brought[name]
             _assign(owner, name, value.detach() if shared else value.detach().clone(), aliases.get(name, ()))
         for layer in module.modules():
             counter = getattr(layer, "num_batches_tracked", None)
             if isinstance(counter, Tensor):
                 layer.num_batches_tracked = torch.zeros((), dtype=counter.dtype)
-        return module
+        return module.extract() if isinstance(module, Variants) else module
 
     def brought(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return weights and buffers as the traced module has them."""
@@ -547,10 +586,12 @@ class Family:
         Path(path).write_text(self.layout.to_json())
 
     @staticmethod
-    def load(path: str | Path, module: nn.Module | Callable[[], nn.Module], example_inputs: Any) -> Family:
+    def load(
+        path: str | Path, module: nn.Module | Callable[[], nn.Module] | VariantSource, example_inputs: Any
+    ) -> Family:
         """Read a traced family; the module's code is still needed, tracing is not."""
-        factory = _maker(module)
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
+        factory = _maker(module.resolve(inputs) if isinstance(module, VariantSource) else module)
         return Family(_made(factory), Layout.from_json(Path(path).read_text()), inputs, factory)
 
 

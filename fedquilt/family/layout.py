@@ -9,6 +9,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from fedquilt.axes import Axis, Dims, Expr, Positions, parse, positions_of, size_of, write
+from fedquilt.errors import SubmodelError
+from fedquilt.family.variants import members_of
+from fedquilt.terms import WHOLE
 
 
 @dataclass(frozen=True)
@@ -20,12 +23,41 @@ class Layout:
     ties: Mapping[str, str] = field(default_factory=dict)  # a tied weight's other names → its first name
     attributes: Mapping[str, Expr] = field(default_factory=dict)  # "blocks.0.attn.head_dim" → the size it holds
     parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # "norm", and the user's own → weight names
+    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # Weights of each variant; {}: WHOLE alone
     class_dim: int = 1  # which dimension of the output are the classes
     notes: tuple[str, ...] = ()  # what tracing pinned or assumed, for the log
 
     @property
     def sizes(self) -> dict[str, int]:
         return {name: axis.size for name, axis in self.axes.items()}
+
+    def weights(self, variant: str) -> tuple[str, ...]:
+        """Return the names of the weights that a variant has, of several that are joined all of theirs.
+
+        Raises:
+            SubmodelError: There is no such variant.
+        """
+        if not self.variants and variant == WHOLE:
+            return tuple(self.dims)
+        chosen: set[str] = set()
+        for name in members_of(variant):
+            if name not in self.variants:
+                known = ", ".join(map(repr, self.variants or (WHOLE,)))
+                raise SubmodelError(f"the variant {name!r} was asked for; the model was traced with {known}.")
+            chosen.update(self.variants[name])
+        return tuple(name for name in self.dims if name in chosen)
+
+    def restricted(self, variant: str) -> Layout:
+        """Return the layout of one variant alone, as a module that has no other would be traced."""
+        kept = set(self.weights(variant))
+        parts = {part: tuple(name for name in names if name in kept) for part, names in self.parts.items()}
+        return replace(
+            self,
+            dims={name: dims for name, dims in self.dims.items() if name in kept},
+            ties={alias: name for alias, name in self.ties.items() if name in kept},
+            parts={part: names for part, names in parts.items() if names},
+            variants={},
+        )
 
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of one weight when the axes have these widths."""
@@ -37,6 +69,8 @@ class Layout:
         return tuple(positions_of(dim, index, sizes) for dim in self.dims[name])
 
     def to_json(self) -> str:
+        # A model without variants is written as before there were any, so that its fingerprint stays the same.
+        variants = {name: list(weights) for name, weights in self.variants.items()}
         return json.dumps(
             {
                 "axes": [asdict(axis) for axis in self.axes.values()],
@@ -44,6 +78,7 @@ class Layout:
                 "ties": dict(self.ties),
                 "attributes": {name: write((expr,)) for name, expr in self.attributes.items()},
                 "parts": {name: list(weights) for name, weights in self.parts.items()},
+                **({"variants": variants} if variants else {}),
                 "class_dim": self.class_dim,
                 "notes": list(self.notes),
             },
@@ -60,6 +95,7 @@ class Layout:
             ties=raw["ties"],
             attributes={name: parse(expr)[0] for name, expr in raw["attributes"].items()},
             parts={name: tuple(weights) for name, weights in raw["parts"].items()},
+            variants={name: tuple(weights) for name, weights in raw.get("variants", {}).items()},
             class_dim=raw["class_dim"],
             notes=tuple(raw["notes"]),
         )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from fedquilt.axes import Index
 from fedquilt.devices import untransformed
+from fedquilt.errors import SubmodelError
 from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, Count, TrainingStep, float32_size, inference_activations, measure
 from fedquilt.family.cut import prefix
@@ -40,8 +41,9 @@ class _Known:
 class Member:
     """One network of a family. Get it from `family.member`, which caches its net and its costs.
 
-    Names of weights are asked of the member and not of the family, because a member may have fewer
-    weights than the family or other ones. Members of width alone have all of them.
+    Names of weights are asked of the member and not of the family, because a variant has some of the
+    family's weights, and a member may train some of them alone (`Arch.trains`). Weights that it has
+    and does not train are carried: it receives them, and neither changes them nor sends them back.
 
     A net nested in a member is a member too. It remembers its share, so that nets nested at unequal
     shares differ even if they have the same channels: the scaler divides their outputs by the share.
@@ -53,20 +55,44 @@ class Member:
 
     # --- names and shapes of its weights -------------------------------------------------------------------------
 
-    @property
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """Return the names of all weights that its variant has, constants included."""
+        return self.family.layout.weights(self.arch.variant)
+
+    @cached_property
     def trainable(self) -> tuple[str, ...]:
         """Return the names of the weights that training moves."""
-        return self.family.trainable
+        return tuple(name for name in self.family.trainable if name in self._changing)
 
-    @property
+    @cached_property
     def statistics(self) -> tuple[str, ...]:
-        """Return the names of the norms' running statistics."""
-        return self.family.statistics
+        """Return the names of the norms' running statistics that training moves."""
+        return tuple(name for name in self.family.statistics if name in self._changing)
 
-    @property
+    @cached_property
     def carried(self) -> tuple[str, ...]:
-        """Return the names of what is never trained but cut with the rest."""
-        return self.family.carried
+        """Return the names of what it receives and does not change: frozen weights, and constants that are cut."""
+        own = set(self.names)
+        return (*self.frozen, *(name for name in self.family.carried if name in own))
+
+    @cached_property
+    def frozen(self) -> tuple[str, ...]:
+        """Return the names of the weights and statistics that other members train and this one does not."""
+        own = set(self.names) - self._changing
+        return tuple(name for name in (*self.family.trainable, *self.family.statistics) if name in own)
+
+    @cached_property
+    def _changing(self) -> frozenset[str]:
+        """Return the names of its variant's weights, or of those in the parts that it trains."""
+        own = frozenset(self.names)
+        if not self.arch.trains:
+            return own
+        if unknown := [part for part in self.arch.trains if part not in self.parts]:
+            raise SubmodelError(
+                f"a member that trains {unknown[0]!r} was asked for; the model has the parts {', '.join(self.parts)}."
+            )
+        return own & {name for part in self.arch.trains for name in self.parts[part]}
 
     @property
     def constants(self) -> dict[str, Tensor]:
@@ -114,13 +140,18 @@ class Member:
         known = self._nested.get(share)
         if known is None:
             inner = self.family.fit(Budget(share=share)).sizes
-            arch = Arch(tuple((axis, min(width, inner[axis])) for axis, width in self.arch.widths), self.arch.kind)
+            widths = tuple((axis, min(width, inner[axis])) for axis, width in self.arch.widths)
+            arch = replace(self.arch, widths=widths)
             known = self._nested[share] = Member(self.family, arch, share)
         return known
 
     @cached_property
     def _nested(self) -> dict[float, Member]:
         return {}
+
+    def at(self, variant: str) -> Member:
+        """Return the member of the same widths that runs another variant and trains all of it."""
+        return self.family.member(Arch(self.arch.widths, variant))
 
     def narrowed(self, weights: Weights, inner: Member, lead: int = 0) -> dict[str, Tensor]:
         """Cut the weights of a nested net from this member's.
@@ -165,14 +196,21 @@ class Member:
             self._known.compared.update(new)
 
     def _built(self) -> nn.Module:
-        return build(self.family._module, self.family.layout, self.sizes)
+        module = build(self.family._module, self.family.layout, self.sizes, self.arch.variant)
+        frozen = set(self.frozen)
+        for name, weight in module.named_parameters():
+            if name in frozen:
+                weight.requires_grad_(False)
+        return module
 
     @property
     def _scaled(self) -> Scaled:
         """Return the layers whose outputs are cut, which the scaler divides."""
         whole = self.family.layout.sizes
         cut = {axis for axis, width in self.arch.widths if width < whole[axis]}
-        return Scaled.of(self.family._module, self.family.layout, cut)
+        found = Scaled.of(self.family._module, self.family.layout, cut)
+        own = set(self.names)
+        return replace(found, weights=tuple(name for name in found.weights if name in own))
 
     # --- cost ------------------------------------------------------------------------------------------------------
 
@@ -198,16 +236,29 @@ class Member:
         """Return the multiply-adds of one sample's forward pass, as `cost` has them by default."""
         return self._counted(TrainingStep().batch_size).macs
 
+    @property
+    def trained_macs(self) -> int:
+        """Return the multiply-adds of a forward pass that a backward pass goes through.
+
+        A backward pass ends at the first weight that is trained. What only feeds it costs a forward pass alone.
+        """
+        return self._counted(TrainingStep().batch_size).trained_macs if self.frozen else self.macs
+
     @cached_property
     def count(self) -> int:
         """Return the number of its parameters."""
-        return sum(math.prod(self.shape(name)) for name in self.family.parameters)
+        return sum(math.prod(self.shape(name)) for name in self._parameters)
 
     @cached_property
     def weight_bytes(self) -> int:
         """Return the bytes of its parameters in float32, in which a run keeps them."""
-        weights = self.family.parameters
+        weights = self._parameters
         return sum(math.prod(self.shape(name)) * float32_size(weight) for name, weight in weights.items())
+
+    @property
+    def _parameters(self) -> dict[str, nn.Parameter]:
+        own = set(self.names)
+        return {name: weight for name, weight in self.family.parameters.items() if name in own}
 
     def activations(self, batch_size: int) -> int:
         """Return about how many bytes a training step on a batch saves, in float32.

@@ -30,6 +30,8 @@ from fedquilt.errors import TraceError
 from fedquilt.family.atoms import Dim, plain
 from fedquilt.family.build import blueprint
 from fedquilt.family.dual import adjustables
+from fedquilt.family.variants import choose
+from fedquilt.terms import WHOLE
 
 TORCH = str(Path(torch.__file__).parent)
 HERE = str(Path(__file__).parent)
@@ -87,6 +89,13 @@ class Run:
     output: Any  # Values in place of tensors
     reads: list[str]  # where Python read the value of a constant
     train: bool
+    variant: str = WHOLE
+
+    @property
+    def weights(self) -> tuple[str, ...]:
+        """Return the names of the weights that it computes with, by first use."""
+        uses = (value.weight for call in self.calls for value in call.inputs)
+        return tuple(dict.fromkeys([name for name in (*uses, self.output.weight) if name is not None]))
 
 
 class Follower(AbstractContextManager[Any], Protocol):
@@ -377,8 +386,11 @@ def record(
     constants: Mapping[str, Tensor] | None = None,
     train: bool = False,
     grad: bool = False,
+    variant: str | None = None,
 ) -> Run:
     """Run a copy of a module on tensors without data and write down what it did.
+
+    `variant` is the one that runs, of a module that has several. None: the one that was chosen last.
 
     `constants` are buffers whose values Python may read, since members have the same. With `grad`, autograd saves what
     a backward pass would need. A single random number is not known then, so that no layer is skipped by a draw.
@@ -386,7 +398,7 @@ def record(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(known, train and not grad)
     try:
-        run = _run(recorder, mode, module, weights, inputs, follower, constants or {}, train, grad)
+        run = _run(recorder, mode, module, weights, inputs, follower, constants or {}, train, grad, variant)
     except RunError as failure:
         _forget_frames(failure)
         recorder.close(mode)
@@ -420,6 +432,7 @@ def _run(
     constants: Mapping[str, Tensor],
     train: bool,
     grad: bool,
+    variant: str | None,
 ) -> Run:
     def fake(tensor: Tensor) -> Tensor:
         meta = torch.empty(tensor.shape, dtype=tensor.dtype, device="meta")
@@ -433,6 +446,8 @@ def _run(
         return made
 
     module = blueprint(module, make)
+    if variant is not None:
+        choose(module, variant)
     for layer in adjustables(module):
         layer.robustness = 0.5  # both of two norms run: neither may be missed
 
@@ -462,4 +477,4 @@ def _run(
             output = module(*given)
         except Exception as error:
             raise RunError(recorder.calls, recorder.failed or "", _line_of(error)) from error
-    return Run(recorder.calls, recorder.taken(output), recorder.reads, train)
+    return Run(recorder.calls, recorder.taken(output), recorder.reads, train, variant or WHOLE)

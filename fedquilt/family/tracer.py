@@ -46,6 +46,8 @@ from fedquilt.family.dual import NORMS
 from fedquilt.family.layout import Layout
 from fedquilt.family.record import SMALL, Call, Run, RunError, Value, layer_name, record, rehearse
 from fedquilt.family.sizes import Trail, solve_sizes
+from fedquilt.family.variants import Variants, names_of
+from fedquilt.terms import WHOLE
 
 Heads = Literal["inside", "whole"]
 CLASS = "class"
@@ -68,7 +70,7 @@ def trace_layout(
     """
     traced = _trace(module, example_inputs, heads, class_dim)
     layout = _fix(traced.layout, fixed, module)
-    layout = replace(layout, parts=_parts(module, layout, parts or {}))
+    layout = replace(layout, parts=_parts(module, layout, parts or {}, traced.runs))
     return _checked(module, example_inputs, traced, layout, fixed) if check else layout
 
 
@@ -146,6 +148,7 @@ def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: 
         dims={name: tuple(_expression(dim, names) for dim in dims) for name, dims in weights.items()},
         ties=ties,
         attributes={path: expr for path, expr in held.items() if free & set(axes_in(expr))},
+        variants=_variants(module, runs, weights),
         class_dim=class_dim,
         notes=tuple(dict.fromkeys(facts.notes)),
     )
@@ -191,10 +194,28 @@ def _counters(module: nn.Module) -> set[str]:
 def _runs(
     module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tuple[Any, ...], trail: Trail, facts: Facts
 ) -> tuple[Run, ...]:
-    """The run in evaluation, and the one in training, where heads and noise may come in that evaluation never sees."""
-    evaluation = _evaluate(module, weights, inputs, trail)
+    """Return the run in evaluation and the one in training, for each variant; the whole model's are first.
+
+    Training may bring in heads and noise that evaluation never sees. Runs share their atoms, so that axes are common
+    to all variants.
+    """
+    runs: list[Run] = []
+    for variant in names_of(module):
+        runs += _variant_runs(module, weights, inputs, trail, facts, variant)
+    return tuple(runs)
+
+
+def _variant_runs(
+    module: nn.Module,
+    weights: Mapping[str, tuple[Dim, ...]],
+    inputs: tuple[Any, ...],
+    trail: Trail,
+    facts: Facts,
+    variant: str,
+) -> tuple[Run, ...]:
+    evaluation = _evaluate(module, weights, inputs, trail, variant)
     try:
-        training = record(module, weights, inputs, _known, trail, _constants(module), train=True)
+        training = record(module, weights, inputs, _known, trail, _constants(module), train=True, variant=variant)
     except RunError as failure:
         place = f"{layer_name(failure.layer)}, {failure.where}"
         cause = failure.__cause__
@@ -210,10 +231,12 @@ def _reads_data(cause: BaseException | None) -> bool:
     return asked or ".numpy()" in str(cause)
 
 
-def _evaluate(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tuple[Any, ...], trail: Trail) -> Run:
+def _evaluate(
+    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tuple[Any, ...], trail: Trail, variant: str
+) -> Run:
     kind = type(module).__name__
     try:
-        run = record(module, weights, inputs, _known, trail, _constants(module))
+        run = record(module, weights, inputs, _known, trail, _constants(module), variant=variant)
     except RunError as failure:
         cause = failure.__cause__
         place = f"{layer_name(failure.layer)}, {failure.where}"
@@ -483,7 +506,26 @@ def _nearest(name: str, known: Sequence[str]) -> str:
     return f" Nearest: {', '.join(map(repr, close))}." if close else f" There are {', '.join(map(repr, known[:8]))}."
 
 
-def _parts(module: nn.Module, layout: Layout, wanted: Mapping[str, Sequence[str]]) -> dict[str, tuple[str, ...]]:
+def _variants(
+    module: nn.Module, runs: Sequence[Run], weights: Mapping[str, tuple[Dim, ...]]
+) -> dict[str, tuple[str, ...]]:
+    """Return the weights of every variant, or nothing for a module that has the whole model alone.
+
+    Weights that no run computes with belong to the whole model, as they do without variants.
+    """
+    variants = names_of(module)
+    if len(variants) == 1:
+        return {}
+    used: dict[str, set[str]] = {variant: set() for variant in variants}
+    for run in runs:
+        used[run.variant].update(run.weights)
+    used[WHOLE] |= set(weights).difference(*used.values())
+    return {variant: tuple(name for name in weights if name in used[variant]) for variant in variants}
+
+
+def _parts(
+    module: nn.Module, layout: Layout, wanted: Mapping[str, Sequence[str]], runs: Sequence[Run]
+) -> dict[str, tuple[str, ...]]:
     norms = [path for path, layer in module.named_modules() if isinstance(layer, NORMS)]
     found = {"norm": norms, **wanted}
     parts: dict[str, tuple[str, ...]] = {}
@@ -496,6 +538,13 @@ def _parts(module: nn.Module, layout: Layout, wanted: Mapping[str, Sequence[str]
                 raise TraceError(f"parts[{part!r}] names {prefix!r}, no layer or weight.{_nearest(prefix, known)}")
             weights.update(under)
         parts[part] = tuple(weights)
+    if isinstance(module, Variants):
+        grown = module.variant_parts({run.variant: run for run in runs if not run.train})
+        if taken := sorted(grown.keys() & parts.keys()):
+            raise TraceError(
+                f"parts[{taken[0]!r}] was asked for; that is the name of a part of the stages. Another name would work."
+            )
+        parts |= grown
     return parts
 
 
@@ -653,7 +702,7 @@ def _mismatch(
     member = build(module, layout, widths)
     for run in traced.runs:
         try:
-            done = record(member, {}, inputs, _known, constants=same, train=run.train).calls
+            done = record(member, {}, inputs, _known, constants=same, train=run.train, variant=run.variant).calls
         except RunError as failure:
             fails = f"the member fails here ({_first_line(failure.__cause__)})"
             # What went wrong may have gone unnoticed for a while: -1 in a view takes any number of channels.

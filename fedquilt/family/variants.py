@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 
 from torch import nn
 
+from fedquilt.terms import WHOLE
+
 if TYPE_CHECKING:
     from fedquilt.family.record import Run
 
-WHOLE = ""  # Name of the variant that is the model itself
+JOIN = "+"  # Between the names of variants that a member has together
 
 
 class Variants(ABC):
@@ -61,11 +63,22 @@ class VariantSource(ABC):
 
 
 def choose(module: nn.Module, variant: str) -> None:
-    """Let a module run a variant. A module without variants has the whole model alone."""
+    """Let a module run a variant, of several that are joined the first. A module without variants is always whole."""
+    first = members_of(variant)[0]
     if isinstance(module, Variants):
-        module.choose(variant)
+        module.choose(first)
     else:
-        assert variant == WHOLE, f"{type(module).__name__} has no variants, and {variant!r} was asked for"
+        assert first == WHOLE, f"{type(module).__name__} has no variants, and {variant!r} was asked for"
+
+
+def joined(*variants: str) -> str:
+    """Return the variant that has the weights of all of them and runs the first."""
+    return JOIN.join(dict.fromkeys(variants))
+
+
+def members_of(variant: str) -> tuple[str, ...]:
+    """Return the variants that were joined."""
+    return tuple(variant.split(JOIN))
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:

@@ -34,5 +34,5 @@ class FedNova(FedAvg):
         return replace(super().learner(job, world), phases=phases, paced=True, mu=self.mu)
 
     def fold(self, server: Server, world: World) -> Fold:
-        plain = frozenset(world.family.member(world.family.whole).statistics)
+        plain = frozenset(world.family.statistics)
         return Mean(world.family.cutter, self.weighting, self.server, paced=True, plain=plain).begin(server)

@@ -101,9 +101,8 @@ class Method:
                 "AdversarialTraining()) in Python, trains both.",
                 type(self).__name__,
             )
-        whole = family.member(family.whole)
-        statistics = whole.statistics if self.local.norm.has_server_statistics else ()
-        names = {*whole.trainable, *statistics, *whole.carried}
+        statistics = family.statistics if self.local.norm.has_server_statistics else ()
+        names = {*family.trainable, *statistics, *family.carried}
         initial = self.initial(world).items()
         return Server(0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names})
 
@@ -176,7 +175,7 @@ class Method:
 
     def fold(self, server: Server, world: World) -> Fold:
         """How what comes back is put together."""
-        plain = frozenset(world.family.member(world.family.whole).statistics)
+        plain = frozenset(world.family.statistics)
         return Mean(world.family.cutter, self.weighting, self.server, plain=plain).begin(server)
 
     def label(self, budget: Budget, world: World) -> str:

@@ -257,9 +257,15 @@ def remember(
     own = {**slots, **kept} if learner.keep_slots else kept
     counted = steps if _counts_steps(learner) else 0
     new = Memory(job.submodel, weights, own, counted, job.round, left.kept_extras)
-    if memory is None or not (weights or own) or memory.submodel.index == new.submodel.index:
+    if memory is None or not (weights or own) or _covers(new, memory):
         return new
     return _joined(federation, memory, new, initial)
+
+
+def _covers(new: Memory, old: Memory) -> bool:
+    """Return True if a memory has all weights and positions of an older one."""
+    same = new.submodel.index == old.submodel.index and old.weights.keys() <= new.weights.keys()
+    return same and all(values.keys() <= new.slots.get(slot, {}).keys() for slot, values in old.slots.items())
 
 
 def kept_state(federation: Federation, learner: Learner, slots: Slots, extras: Extras, left: Left) -> Left:
@@ -292,7 +298,8 @@ def names_kept(federation: Federation, learner: Learner, member: Member) -> tupl
     """Return the weights that a client keeps for its next round: all that it trained where a link may lose some."""
     if not federation.link.lossy:
         return learner.kept(member)
-    return tuple(name for name in learner.names(member) if name not in member.carried)
+    constants = set(member.family.carried)
+    return tuple(name for name in learner.names(member) if name not in constants)
 
 
 def steps_behind(memory: Memory | None, learner: Learner, batches: int) -> int:
@@ -409,8 +416,11 @@ def _counts_steps(learner: Learner) -> bool:
 
 
 def _coded(member: Member, names: Sequence[str]) -> list[str]:
-    """Return the weights whose changes a link may code. Norm statistics and constants are sent as they are."""
-    trainable = set(member.trainable)
+    """Return the weights whose changes a link may code. Norm statistics and constants are sent as they are.
+
+    Weights that the member does not train are among them, because others do.
+    """
+    trainable = set(member.family.trainable)
     return [name for name in names if name in trainable]
 
 
@@ -445,10 +455,14 @@ def _joined(federation: Federation, old: Memory, new: Memory, initial: Weights) 
         under = cutter.overlay(base, index, before, old.submodel.index)
         return cutter.overlay(under, index, after, new.submodel.index)
 
-    # Between two cuts there are pairs of positions that neither held. There a client has its initial weights.
-    weights = joined(cutter.gather(initial, both, list(new.weights)), old.weights, new.weights)
+    # Between two cuts there are pairs of positions that neither held. There a client has its initial weights. Weights
+    # of a variant that it trained before, and not this time, are kept too.
+    names = list({**old.weights, **new.weights})
+    weights = joined(cutter.gather(initial, both, names), old.weights, new.weights)
     sizes, slots = family.layout.sizes | arch.sizes, {}
-    for slot, values in new.slots.items():
+    for slot in {**old.slots, **new.slots}:
+        before, after = old.slots.get(slot, {}), new.slots.get(slot, {})
+        values = {**before, **after}
         empty = {name: v.new_zeros(family.layout.shape(name, sizes)) for name, v in values.items()}
-        slots[slot] = joined(empty, old.slots.get(slot, {}), values)
+        slots[slot] = joined(empty, before, after)
     return replace(new, submodel=both, weights=weights, slots=slots)

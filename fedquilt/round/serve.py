@@ -414,7 +414,7 @@ def ready(
     """Sub-models' weights as they are tested or deployed: cut, and their norms re-estimated if the policy says so."""
     method, family, cuts = federation.method, federation.world.family, {}
     for submodel in submodels:
-        names = [name for name in family.layout.dims if submodel.scope + name in server.weights]
+        names = [name for name in family.member(submodel).names if submodel.scope + name in server.weights]
         cuts[submodel] = family.cutter.gather(server.weights, submodel, names)
     if method.local.norm.measures and family.statistics:
         found = measured_statistics(federation, list(cuts.items()), engine, batch_size)

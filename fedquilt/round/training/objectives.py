@@ -72,8 +72,10 @@ class View:
         return replace(self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes)
 
     def _run(self, net: Member) -> Tensor:
-        if net == self.member:
-            logits, self.seen = net.net(self.weights, self.inputs, self.mode, self.key, self.condition, self.share)
+        if net == self.member or (net.share is None and net.arch.widths == self.member.arch.widths):
+            # The client's own net, or another variant of it. A norm that several run keeps what it saw last.
+            logits, seen = net.net(self.weights, self.inputs, self.mode, self.key, self.condition, self.share)
+            self.seen |= {name: value for name, value in seen.items() if name in self.member.statistics}
             return logits
         narrowed = self.member.narrowed(self.weights, net)
         share = 1.0 if net.share is None else net.share
@@ -98,7 +100,8 @@ class Passes:
     @property
     def macs(self) -> int:
         """Return the multiply-adds for one sample."""
-        return (self.forward + 2 * self.backward + self.to_samples) * self.net.macs
+        through = (self.forward + self.to_samples) * self.net.macs
+        return through + 2 * self.backward * self.net.trained_macs
 
     def repeated(self, count: int) -> Passes:
         """Return the passes over `count` batches that are made of this one, and all in memory at once."""
