@@ -331,6 +331,7 @@ def prepare(
             "Deal it to as many as the fleet has."
         )
     evaluation = evaluation or Evaluation()
+    family = method.adapt(family)
     data = evaluation.samples(data.among(fleet.num_clients))
     family.check_forgets()
     check_inputs(family, data)
@@ -431,12 +432,18 @@ def _check_budgets(federation: Federation, server: Server, fleet: Fleet, engine:
     for budget in fleet.kinds[:_FEW]:
         first = fleet.first(budget)
         client = Client(first, budget, engine.size(first))
-        try:
-            method.fit(budget, world)
-            plan = planned(method, server, client, world)
-        except BudgetError as error:
-            raise BudgetError(f"client {client.id}: {error}") from error
-        check_budgets(method, [Job(client, submodel, server.round) for submodel in plan], world)
+        for state in _turns(federation, server):
+            try:
+                method.fit(budget, world)
+                plan = planned(method, state, client, world)
+            except BudgetError as error:
+                raise BudgetError(f"client {client.id}: {error}") from error
+            check_budgets(method, [Job(client, submodel, state.round) for submodel in plan], world)
+
+
+def _turns(federation: Federation, server: Server) -> list[Server]:
+    """Return the state at the beginning of every round in which plans change."""
+    return [replace(server, round=round) for round in federation.method.turns(federation.world)]
 
 
 def _check_nets(
@@ -460,10 +467,11 @@ def _trained(federation: Federation, server: Server, fleet: Fleet, engine: Engin
     for budget in fleet.kinds[:_FEW]:
         first = fleet.first(budget)
         client = Client(first, budget, engine.size(first))
-        for submodel in planned(method, server, client, world):
-            learner = method.learner(Job(client, submodel, server.round), world)
-            _check_learner(method, learner, world)
-            yield world.family.member(submodel), learner
+        for state in _turns(federation, server):
+            for submodel in planned(method, state, client, world):
+                learner = method.learner(Job(client, submodel, state.round), world)
+                _check_learner(method, learner, world)
+                yield world.family.member(submodel), learner
 
 
 def _tested(federation: Federation, server: Server, fleet: Fleet, evaluation: Evaluation) -> Iterator[Member]:

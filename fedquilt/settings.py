@@ -198,7 +198,34 @@ def _read_table(kinds: Sequence[Any], plain: Any, path: str, problems: list[Prob
     base = base if type(base) is chosen else UNSET
     if "preset" in keys and "preset" not in _fields_of(chosen):
         base = _preset(chosen, keys.pop("preset"), _join(path, "preset"), problems)
-    return _read_fields(chosen, keys, path, problems, base)
+    return _read_fields(chosen, _forwarded(chosen, keys), path, problems, base)
+
+
+def _forwarded(kind: type, keys: Mapping[str, Any]) -> dict[str, Any]:
+    """Move keys to the field that a class forwards them to, over what is there.
+
+    A method that trains with another one has no settings of local training; `method.local` is the inner one's.
+    """
+    found = {key: value for key, value in keys.items() if key not in _forwards(kind)}
+    for key, field_name in _forwards(kind).items():
+        if key in keys:
+            held = found.get(field_name, {})
+            inner = {"name": held} if isinstance(held, str) else held
+            found[field_name] = _over(inner, {key: keys[key]}) if isinstance(inner, Mapping) else inner
+    return found
+
+
+def _forwards(kind: Any) -> Mapping[str, str]:
+    """Return the keys that a class forwards, each with the field that takes it (`Class.forwards`)."""
+    found: Mapping[str, str] = getattr(kind, "forwards", {})
+    return found
+
+
+def _over(below: Any, above: Any) -> Any:
+    """Lay plain values over others, table by table."""
+    if not isinstance(below, Mapping) or not isinstance(above, Mapping):
+        return above
+    return {**below, **{key: _over(below[key], value) if key in below else value for key, value in above.items()}}
 
 
 def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem], base: Any) -> Any:
@@ -481,13 +508,13 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
         return None
     # A class in a file may stand here too: of it only the fields of the base class are known.
     open_bases = [one for one in kinds if one in TABLES]
-    taken = [frozenset(_fields_of(one)) - {"name", "options"} for one in (*named, *open_bases)]
+    taken = [{*_fields_of(one), *_forwards(one)} - {"name", "options"} for one in (*named, *open_bases)]
     if not several and any(hasattr(one, "presets") for one in kinds):
         return Variants(frozenset(), "")  # another preset is all there is
     if not several and not any(issubclass(one, Choice) for one in kinds):
         return None
     name = label(type(usual)) if is_dataclass(usual) else _usual(kinds)
-    return Variants(frozenset.intersection(*taken), name)
+    return Variants(frozenset(set.intersection(*taken)), name)
 
 
 def label(kind: type) -> str:

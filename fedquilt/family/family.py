@@ -27,6 +27,7 @@ from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.family.tracer import trace_layout
+from fedquilt.family.stages import StageSource, usual_stages, with_stages
 from fedquilt.family.variants import Variants, VariantSource
 from fedquilt.terms import WHOLE, Arch, Budget, Submodel, Weights
 
@@ -60,7 +61,17 @@ def trace(
     layout = trace_layout(model, inputs, fixed=fixed, parts=parts, heads=heads, class_dim=class_dim)
     for note in layout.notes:
         _log.info("%s: %s", type(model).__name__, note)
-    return Family(model, layout, inputs, factory)
+    options = {"fixed": fixed, "parts": parts, "heads": heads, "class_dim": class_dim}
+    source = module.module if isinstance(module, StageSource) else module
+    return Family(model, layout, inputs, factory, _traced=Tracing(source, options))
+
+
+@dataclass(frozen=True, eq=False)
+class Tracing:
+    """What `trace` was given besides the example, by which a family can be traced again with other stages."""
+
+    source: nn.Module | Callable[[], nn.Module] | VariantSource
+    options: Mapping[str, Any]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,6 +89,7 @@ class Family:
     variant: str = WHOLE
     trains: tuple[str, ...] = ()
     _base: Family | None = None  # The family that `at` was called on, which holds the members
+    _traced: Tracing | None = None  # None: it was not traced here, but read from a file or sent by another machine
 
     # --- what there is -----------------------------------------------------------------------------------------
 
@@ -272,6 +284,31 @@ class Family:
             known = replace(base, variant=variant, trains=trains, _base=base)
             base._views[variant, trains] = known
         return known
+
+    def staged(self, stages: int | str | tuple[str, ...] | None = None) -> Family:
+        """Return the family with the stages of a growing model among its variants. It is traced once for each request.
+
+        Args:
+            stages: As `fedquilt.with_stages` takes them. None: the stages that the family has, else those that the
+                model declares. For a model that declares none, up to four are found.
+        """
+        if stages is None and len(self.variants) > 1:
+            return self
+        if self._traced is None or isinstance(self._traced.source, VariantSource):
+            raise TraceError(
+                f"stages of {self.title} were asked for; it has none, and cannot be traced again here. "
+                "fq.trace(fq.with_stages(module, stages=…), example) gives it stages."
+            )
+        known = self._staged.get(stages)
+        if known is None:
+            found = usual_stages(self._module, self.example_inputs) if stages is None else stages
+            source = with_stages(self._traced.source, found)
+            known = self._staged[stages] = trace(source, self.example_inputs, **self._traced.options)
+        return known
+
+    @cached_property
+    def _staged(self) -> dict[object, Family]:
+        return {}
 
     @cached_property
     def _views(self) -> dict[tuple[str, tuple[str, ...]], Family]:
@@ -511,7 +548,7 @@ class Family:
 
     def seeded(self, seed: int) -> Family:
         """The family with one seed's weights for every seed: other machines need neither the factory nor its files."""
-        return Family(self._module, self.layout, self.example_inputs, _maker(_made(self._factory, seed)))
+        return replace(self, _factory=_maker(_made(self._factory, seed)), _traced=None)
 
     def bare(self) -> Family:
         """The family without weights: enough to put modules around weights that are somewhere else."""

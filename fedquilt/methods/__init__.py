@@ -11,6 +11,7 @@ from fedquilt.methods.fjord import FjORD
 from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.local import LocalOnly
 from fedquilt.methods.method import Method
+from fedquilt.methods.progfed import ProgFed
 from fedquilt.methods.scaffold import Scaffold
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
@@ -32,6 +33,7 @@ METHODS: dict[str, type[Method]] = {
     "fedslim": FedSlim,
     "fjord": FjORD,
     "splitmix": SplitMix,
+    "progfed": ProgFed,
 }
 
 __all__ = [
@@ -50,6 +52,7 @@ __all__ = [
     "HeteroFL",
     "LocalOnly",
     "Method",
+    "ProgFed",
     "SHeteroFL",
     "Scaffold",
     "SplitMix",

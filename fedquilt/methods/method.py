@@ -14,7 +14,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
 from fedquilt.family.dual import HOW_TO_CONDITION
-from fedquilt.family.family import Rounding
+from fedquilt.family.family import Family, Rounding
 from fedquilt.round.attack import PGD
 from fedquilt.round.federation import World
 from fedquilt.round.labels import bounds_label, share_label, short_share
@@ -81,6 +81,21 @@ class Method:
     def with_local(self, **changes: Any) -> Self:
         """The method with other local settings; those not named stay its own, which `local=Local(…)` would replace."""
         return replace(self, local=replace(self.local, **changes))
+
+    def adapt(self, family: Family) -> Family:
+        """Return the family as the method trains it, such as with stages. It is called once before a run."""
+        return family
+
+    def turns(self, world: World) -> tuple[int, ...]:
+        """Return the rounds, from 0, in which plans begin to differ from those before.
+
+        Budgets and nets are checked for each of them before the first round.
+        """
+        return (0,)
+
+    def status(self, round: int, world: World) -> str:
+        """Return a few words on a round, from 0, for progress lines; "": nothing beside its number."""
+        return ""
 
     def initial(self, world: World) -> dict[str, Tensor]:
         """Return all weights before the first round, by scope and name, on the CPU. The seed decides them."""
@@ -156,6 +171,7 @@ class Method:
             self.local,
             self.lr(job.round),
             class_rows=rows,
+            keep_slots=self.local.keep_optimizer,
             counts_steps=counts,
             share=share,
             task=world.task,

@@ -39,6 +39,7 @@ class Local:
     masked: Masked = ""  # mask the logits of classes absent from the client or the batch, where targets are classes
     crop: int = 0  # random crops after padding by so many pixels
     flip: bool = False  # random left-right flips
+    keep_optimizer: bool = False  # Clients keep the state of their optimizer, such as momentum, between rounds
     adversarial: AdversarialTraining | None = None  # training on attacked samples too; None: on clean ones alone
     objective: Wrapping | None = None  # Objective that wraps the loss, by name or as file.py:Class; None: none
 

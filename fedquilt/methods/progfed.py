@@ -1,0 +1,341 @@
+"""ProgFed: models that grow while they train (Wang et al., ICML 2022)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Any, ClassVar, Literal, NamedTuple, Self
+
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.checks import one_of, refuse, within
+from fedquilt.errors import ConfigError
+from fedquilt.family.cost import TrainingStep
+from fedquilt.family.family import Family, Rounding
+from fedquilt.family.variants import joined, members_of
+from fedquilt.methods.fedavg import FedAvg
+from fedquilt.methods.method import Method, Presets
+from fedquilt.round.federation import World
+from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, Weighting
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import Objective, Passes, View, Wrapping
+from fedquilt.round.training.optimizers import SGD
+from fedquilt.round.training.schedules import Cosine
+from fedquilt.tasks import Task
+from fedquilt.terms import WHOLE, Arch, Budget, Client, Job, Mix, Server, Submodel
+
+Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
+_SITE = 48  # Random stream of the stages that `random` draws
+
+
+class Moment(NamedTuple):
+    """Where a round is in the growth of the model."""
+
+    stage: int  # The paper's s, from 1
+    warm: bool  # True if the round is one of warm-up: only the new block and head move
+    round: int  # Round that the learning-rate schedule is asked for
+
+
+@dataclass(frozen=True)
+class ProgFed(Method):
+    """Train the first blocks of a model with a temporary head, then add block after block (algorithm 1).
+
+    Stage s trains E_1..E_s and the head G_s (equation 2) for T_s rounds, and the last stage is the model itself
+    (equation 1). All blocks and heads are in the server's state from the start, so that growing copies nothing. What is
+    sent, trained and counted in a stage are the weights of its variant alone.
+
+    `over` is the method that trains each stage; its plan, local training, merge and state are used as they are. With
+    one stage ProgFed is that method.
+    """
+
+    local: Local = field(init=False, repr=False, compare=False, metadata={"setting": False})
+    weighting: Weighting = field(init=False, repr=False, compare=False, metadata={"setting": False})
+    server: Plain | ServerMomentum | ServerAdam = field(
+        init=False, repr=False, compare=False, metadata={"setting": False}
+    )
+    over: Method = FedAvg(weighting="uniform")  # Method that trains every stage; line 20 is FedAvg with uniform weights
+    # Modules whose outputs end the stages, a number of stages to be found, or the name of a growth that the model
+    # declares. None: the growth that the model declares first; for a model that declares none, four stages are found.
+    stages: int | str | tuple[str, ...] | None = None
+    stage_rounds: int | tuple[int, ...] = 0  # T_s: rounds of every stage but the last, or of each; 0: T/2S
+    warmup: int = 0  # Rounds after growing in which only the new block and its head move (line 13); 0: none
+    extra_warmup: bool = False  # Warm-up rounds are added to T_s and use the initial learning rate, as released
+    restart: bool = False  # Restart the learning-rate schedule at growth
+    strategy: Strategy = "progressive"  # What a stage trains (Table 5); end_to_end trains the whole model throughout
+    rounds: int = 0  # T, from which T_s follows; 0: the rounds of the run
+
+    paper = "Wang et al. 2022"
+    forwards: ClassVar[Mapping[str, str]] = {"local": "over", "weighting": "over", "server": "over"}
+    presets: ClassVar[Presets] = {
+        # The code released with the paper: one cosine over T rounds, momentum kept per client.
+        "released": {
+            "over": FedAvg(
+                local=Local(optimiser=SGD(lr=0.1, momentum=0.9, decay=1e-4), keep_optimizer=True),
+                weighting="uniform",
+            ),
+            "extra_warmup": True,
+            "warmup": 25,
+        },
+    }
+
+    def __post_init__(self) -> None:
+        inner = self.over
+        if isinstance(inner, ProgFed):
+            refuse(self, {"over": "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."})
+        shared = ("local", "weighting", "server", "copies", "ignores_budgets", "skips_clients")
+        for name in shared:  # Fields and attributes of the class that are the inner method's
+            object.__setattr__(self, name, getattr(inner, name))
+        super().__post_init__()
+        if isinstance(self.stages, list):
+            object.__setattr__(self, "stages", tuple(self.stages))
+        if isinstance(self.stage_rounds, list):
+            object.__setattr__(self, "stage_rounds", tuple(self.stage_rounds))
+        within(self, stage_rounds="[0, inf)", warmup="[0, inf)", rounds="[0, inf)")
+        one_of(self, strategy=Strategy)
+        if isinstance(self.stages, int) and self.stages < 1:
+            refuse(self, {"stages": f"{self.stages} was asked for; at least one stage is needed."})
+
+    # --- the growth ------------------------------------------------------------------------------------------------
+
+    def adapt(self, family: Family) -> Family:
+        """Return the family with its stages as variants."""
+        return self.over.adapt(family).staged(self.stages)
+
+    def lengths(self, num_stages: int) -> tuple[int, ...]:
+        """Return the rounds of every stage, warm-up included: T_1..T_S, which add up to T.
+
+        Args:
+            num_stages: The paper's S.
+
+        Raises:
+            ConfigError: No round is left for the whole model, or a warm-up is as long as its stage.
+        """
+        return _lengths(self, num_stages)
+
+    def moment(self, round: int, num_stages: int) -> Moment:
+        """Return the stage of a round, from 0, and where in it the round is."""
+        start = 0
+        lengths = self.lengths(num_stages)
+        stage = 1
+        while stage < num_stages and round >= start + lengths[stage - 1]:
+            start += lengths[stage - 1]
+            stage += 1
+        warm = self.strategy == "progressive" and stage > 1 and round - start < self.warmup
+        scheduled = round - start if self.restart else round
+        if self.extra_warmup and self.warmup:
+            behind = self.warmup if stage > 1 else 0  # rounds of warm-up that the schedule does not count
+            behind *= 1 if self.restart else stage - 1
+            scheduled = 0 if warm else scheduled - behind
+        return Moment(stage, warm, scheduled)
+
+    def variant(self, round: int, world: World) -> tuple[str, tuple[str, ...]]:
+        """Return the variant that a round runs and the parts of it that are trained; (): all."""
+        last = num_stages(world.family)
+        moment = self.moment(round, last)
+        stage = moment.stage
+        blocks = tuple(f"stage{place}" for place in range(1, stage + 1))
+        match self.strategy:
+            case "end_to_end":
+                return WHOLE, ()
+            case "layerwise":  # "only updates the latest layer E_i while still passing the input through the whole"
+                return WHOLE, (blocks[-1], f"head{last}")
+            case "partial":  # "similar to our method but acquires supervision signals from the last head"
+                return WHOLE, () if stage == last else (*blocks, f"head{last}")
+            case "mixed":  # "combines Partial and Ours"
+                both = joined(WHOLE, _name(stage, last))
+                return both, () if stage == last else (*blocks, f"head{stage}", f"head{last}")
+            case "random" if stage < last:  # After the growing phase all strategies train the whole model.
+                drawn = 1 + int(noise.choose(noise.key(_SITE, world.seed, round), 1, last)[0])
+                return _name(drawn, last), ()
+        return _name(stage, last), (blocks[-1], f"head{stage}") if moment.warm else ()
+
+    def _at(self, round: int, world: World) -> World:
+        """Return the world as the inner method sees it in a round: a family of the stage's members."""
+        return replace(world, family=world.family.at(*self.variant(round, world)))
+
+    def _tested(self, server: Server, world: World) -> World:
+        """Return the world of the model that was trained last, which is tested and handed out."""
+        variant, _ = self.variant(max(0, server.round - 1), world)
+        shown = variant if self.strategy == "progressive" else WHOLE
+        return replace(world, family=world.family.at(shown))
+
+    def turns(self, world: World) -> tuple[int, ...]:
+        """Return the rounds in which a stage or the rounds after its warm-up begin."""
+        last = num_stages(world.family)
+        starts, begin = [0], 0
+        for length in self.lengths(last)[:-1]:
+            begin += length
+            starts.append(begin)
+            if self.warmup and self.strategy == "progressive":
+                starts.append(begin + self.warmup)
+        return tuple(starts)
+
+    def status(self, round: int, world: World) -> str:
+        last = num_stages(world.family)
+        moment = self.moment(round, last)
+        return f"stage {moment.stage} of {last}{', warm-up' if moment.warm else ''}"
+
+    def settled(self, rounds: int) -> Self:
+        return replace(self, rounds=self.rounds or rounds, over=self.over.settled(rounds))
+
+    # --- the verbs of a round, which are the inner method's --------------------------------------------------------
+
+    @property
+    def personal(self) -> bool:
+        return self.over.personal
+
+    @property
+    def note(self) -> str:
+        return self.over.note
+
+    def with_local(self, **changes: Any) -> Self:
+        return replace(self, over=self.over.with_local(**changes))
+
+    def initial(self, world: World) -> dict[str, Tensor]:
+        return self.over.initial(world)
+
+    def init(self, world: World) -> Server:
+        if num_stages(world.family) == 1 and self.strategy != "end_to_end" and self.stages not in (None, 1):
+            raise ConfigError(
+                f"ProgFed was asked for with stages = {self.stages!r}; the model was traced without stages. "
+                "fq.trace(fq.with_stages(module, stages=…), example) gives it some."
+            )
+        self.lengths(num_stages(world.family))
+        return self.over.init(world)
+
+    def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
+        return self.over.plan(server, client, self._at(server.round, world))
+
+    def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
+        return self.over.fit(budget, world, rounding)
+
+    def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
+        return self.over.trainable_share(budget, world, rounding)
+
+    def runnable_share(self, budget: Budget, world: World) -> float:
+        return self.over.runnable_share(budget, world)
+
+    def training_step(self, world: World) -> TrainingStep:
+        return self.over.training_step(world)
+
+    def own(self, server: Server, client: Client, world: World) -> Mix:
+        nets = self.over.own(server, client, self._tested(server, world))
+        return tuple(replace(net, arch=replace(net.arch, trains=())) for net in nets)
+
+    def learner(self, job: Job, world: World) -> Learner:
+        arch = job.submodel.arch
+        inner = self.over.learner(job, replace(world, family=world.family.at(arch.variant, arch.trains)))
+        learner = replace(inner, lr=self.lr(self.moment(job.round, num_stages(world.family)).round))
+        variants = members_of(arch.variant)
+        if len(variants) == 1:
+            return learner
+        if inner.drawn or inner.taught:
+            raise ConfigError(
+                f"ProgFed was asked for with strategy = 'mixed' over {type(self.over).__name__}, whose clients run "
+                "nested nets; another strategy or a method without nested nets would work."
+            )
+        phases = tuple(replace(phase, objective=OfVariants(phase.objective, variants)) for phase in inner.phases)
+        return replace(learner, phases=phases)
+
+    def divisor(self, job: Job, world: World) -> float:
+        return self.over.divisor(job, world)
+
+    def lr(self, round: int) -> float:
+        return self.over.lr(round)
+
+    def fold(self, server: Server, world: World) -> Fold:
+        return self.over.fold(server, world)
+
+    def label(self, budget: Budget, world: World) -> str:
+        return self.over.label(budget, world)
+
+    def check_task(self, task: Task) -> None:
+        self.over.check_task(task)
+
+    def candidates(self, server: Server, world: World) -> Mix:
+        return self.over.candidates(server, self._tested(server, world))
+
+    def arranged(self, server: Server, scores: Sequence[float], world: World) -> Server:
+        return self.over.arranged(server, scores, self._tested(server, world))
+
+    def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
+        return self.over.deploy(server, budget, self._tested(server, world))
+
+
+@dataclass(frozen=True)
+class OfVariants(Wrapping):
+    """The sum of another objective's losses, one for each of several variants of the client's net."""
+
+    variants: tuple[str, ...] = (WHOLE,)
+
+    def _nets(self, member: Any) -> list[Any]:
+        return [member.at(variant) for variant in self.variants]
+
+    def nets(self, member: Any) -> tuple[Any, ...]:
+        found = (net for own in self._nets(member) for net in self.objective.nets(own))
+        return tuple(dict.fromkeys(found))
+
+    def passes(self, member: Any) -> tuple[Passes, ...]:
+        return tuple(one for own in self._nets(member) for one in self.objective.passes(own))
+
+    def __call__(self, view: View) -> Tensor:
+        losses = []
+        for net in self._nets(view.member):
+            own = replace(view, member=net, seen={})
+            losses.append(self.objective(own))
+            view.seen |= own.seen
+        return sum(losses[1:], losses[0])
+
+
+def num_stages(family: Family) -> int:
+    """Return the paper's S: the stages that a family was traced with, the whole model included."""
+    return 1 + sum(variant.startswith("stage") for variant in family.variants)
+
+
+def _name(stage: int, last: int) -> str:
+    """Return the variant of a stage."""
+    return WHOLE if stage == last else f"stage{stage}"
+
+
+@lru_cache(maxsize=256)
+def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
+    if num_stages == 1:
+        return (method.rounds,)
+    if not method.rounds:
+        raise ConfigError(
+            "ProgFed was prepared without a number of rounds, on which the length of its stages depends. "
+            "method.settled(rounds) gives it; fq.run and the command line do that."
+        )
+    added = method.warmup * (num_stages - 1) if method.extra_warmup else 0
+    total = method.rounds - added
+    given = method.stage_rounds
+    if isinstance(given, tuple) and len(given) not in (num_stages - 1, num_stages):
+        raise ConfigError(
+            f"ProgFed was asked for with stage_rounds = {list(given)}, rounds of {len(given)} stages; the model has "
+            f"{num_stages}. A number for each would work, or for each but the last, which takes the rest."
+        )
+    each = given or max(1, total // (2 * num_stages))
+    growing = each[: num_stages - 1] if isinstance(each, tuple) else (each,) * (num_stages - 1)
+    rest = total - sum(growing)
+    if isinstance(given, tuple) and len(given) == num_stages and given[-1] != rest:
+        raise ConfigError(
+            f"ProgFed was asked for with stage_rounds = {list(given)}, which are {sum(given)} rounds; the run has "
+            f"{total}. Rounds of all stages but the last would work, which takes the rest."
+        )
+    lengths = (*growing, rest)
+    if min(lengths) < 1:
+        raise ConfigError(
+            f"ProgFed was asked for with {method.rounds} rounds, of which {sum(growing) + added} are for the first "
+            f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least one is needed for "
+            "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages would work."
+        )
+    longer = tuple(length + (method.warmup if place and method.extra_warmup else 0) for place, length in enumerate(lengths))
+    if short := [length for length in longer[1:] if length <= method.warmup]:
+        raise ConfigError(
+            f"ProgFed was asked for with warmup = {method.warmup}, and a stage has {short[0]} rounds; in a warm-up only "
+            f"the new block moves, so that it has to end before its stage. Up to {min(longer[1:]) - 1} would work."
+        )
+    return longer
