@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedquilt.family.cost import TrainingStep
     from fedquilt.family.dual import ConditionedNorm, DualNorm, conditioned, dual, set_robustness
     from fedquilt.family.family import Family, trace
+    from fedquilt.family.stages import with_stages
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
     from fedquilt.round.attack import PGD, AdversarialTraining
@@ -43,6 +44,7 @@ _HOMES = {
     "fedquilt.family.cost": ("TrainingStep",),
     "fedquilt.family.dual": ("ConditionedNorm", "DualNorm", "conditioned", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
+    "fedquilt.family.stages": ("with_stages",),
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
     "fedquilt.round.attack": ("PGD", "AdversarialTraining"),
@@ -126,4 +128,5 @@ __all__ = [
     "study",
     "tasks",
     "trace",
+    "with_stages",
 ]

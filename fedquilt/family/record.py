@@ -30,6 +30,7 @@ from fedquilt.errors import TraceError
 from fedquilt.family.atoms import Dim, plain
 from fedquilt.family.build import blueprint
 from fedquilt.family.dual import adjustables
+from fedquilt.family.staged import StageEnd
 from fedquilt.family.variants import choose
 from fedquilt.terms import WHOLE
 
@@ -81,6 +82,18 @@ def layer_name(path: str) -> str:
     return f"layer {path!r}" if path else "the module itself"
 
 
+@dataclass(eq=False)
+class Visit:
+    """One execution of a module within a run."""
+
+    path: str  # name of the module
+    start: int  # number of operations before it
+    inputs: Any  # (args, kwargs) with Values in place of tensors, and None for all else
+    within: Visit | None  # that of the module around it
+    stop: int = 0  # number of operations before its end
+    output: Any = None  # Values in place of tensors, and None for all else
+
+
 @dataclass
 class Run:
     """What one run of a module left behind."""
@@ -90,6 +103,7 @@ class Run:
     reads: list[str]  # where Python read the value of a constant
     train: bool
     variant: str = WHOLE
+    visits: list[Visit] = field(default_factory=list)  # executions of modules, in the order of their ends
 
     @property
     def weights(self) -> tuple[str, ...]:
@@ -124,6 +138,8 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self.reads: list[str] = []  # where Python read one
         self.calls: list[Call] = []
         self.layers: list[str] = [""]
+        self.visits: list[Visit] = []  # those that ended
+        self.open_visits: list[Visit] = []
         self.failed: str | None = None  # the innermost layer an exception came through
         self._values: dict[int, Value] = {}
         self._alive: list[Tensor] = []  # ids are names only while the tensors live
@@ -252,6 +268,27 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def taken(self, tree: Any) -> Any:
         """What an operation or the caller takes: values in place of tensors."""
         return pytree.tree_map(self._taken, tree)
+
+    def seen(self, tree: Any) -> Any:
+        """Return values in place of the run's tensors, which do not count as read, and None for all else."""
+        return pytree.tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, FakeTensor) else None, tree)
+
+    def enter(self, path: str, inputs: Any) -> None:
+        """Note that a module begins to run."""
+        self.layers.append(path)
+        around = self.open_visits[-1] if self.open_visits else None
+        self.open_visits.append(Visit(path, len(self.calls), self.seen(inputs), around))
+
+    def leave(self, output: Any) -> None:
+        """Note that a module has ended. Its output is None if it raised."""
+        path = self.layers.pop()
+        visit = self.open_visits.pop()
+        visit.stop = len(self.calls)
+        visit.output = self.seen(output)
+        self.visits.append(visit)
+        error = sys.exc_info()[1]
+        if output is None and error is not None and not isinstance(error, StageEnd) and self.failed is None:
+            self.failed = path
 
 
 @contextmanager
@@ -452,17 +489,12 @@ def _run(
         layer.robustness = 0.5  # both of two norms run: neither may be missed
 
     def enter(path: str) -> Callable[..., None]:
-        return lambda *_: recorder.layers.append(path)
-
-    def leave(_: nn.Module, __: Any, output: Any) -> None:
-        # Hooks that always run see no output when the layer raised.
-        path = recorder.layers.pop()
-        if output is None and sys.exc_info()[0] is not None and recorder.failed is None:
-            recorder.failed = path
+        return lambda _, args, kwargs: recorder.enter(path, (args, kwargs))
 
     for path, layer in module.named_modules():
-        layer.register_forward_pre_hook(enter(path), prepend=True)
-        layer.register_forward_hook(leave, always_call=True)
+        layer.register_forward_pre_hook(enter(path), prepend=True, with_kwargs=True)
+        # Hooks that always run see no output when the layer raised.
+        layer.register_forward_hook(lambda _, __, output: recorder.leave(output), always_call=True)
     module.train(train)
     given = pytree.tree_map(lambda leaf: fake(leaf) if isinstance(leaf, Tensor) else leaf, inputs)
     with ExitStack() as stack:
@@ -477,4 +509,4 @@ def _run(
             output = module(*given)
         except Exception as error:
             raise RunError(recorder.calls, recorder.failed or "", _line_of(error)) from error
-    return Run(recorder.calls, recorder.taken(output), recorder.reads, train, variant or WHOLE)
+    return Run(recorder.calls, recorder.taken(output), recorder.reads, train, variant or WHOLE, recorder.visits)

@@ -86,6 +86,11 @@ class Staged(nn.Module):
         logits: Tensor = self.head(self.stages(x))
         return logits
 
+    @property
+    def stage_ends(self) -> list[str]:
+        """Return the names of the modules that end the stages."""
+        return [f"stages.{stage}" for stage in range(len(self.stages))]
+
 
 def pooled(channels: int, num_classes: int) -> OrderedDict[str, nn.Module]:
     """The layers of a head that averages over positions and classifies."""

@@ -16,3 +16,8 @@ class MLP(Staged):
         layers = [nn.Sequential(nn.Linear(one, other), nn.ReLU()) for one, other in pairwise((in_features, *hidden))]
         width = hidden[-1] if hidden else in_features
         super().__init__([nn.Flatten(1), *layers], head=nn.Linear(width, num_classes))
+
+    @property
+    def stage_ends(self) -> list[str]:
+        """Return the names of the modules that end the stages. The flattening belongs to the first."""
+        return super().stage_ends[1:]

@@ -1,0 +1,267 @@
+"""Cut points of a module: the outputs of modules on which alone everything later depends, and a choice of them.
+
+A stage may end at the output of a module if no later operation reads any other value that was computed from
+the inputs before it. The recorded run of the module shows where this holds.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cache
+from itertools import pairwise
+from math import prod
+
+import torch
+from torch.utils import _pytree as pytree
+
+from fedquilt.family.atoms import is_plain
+from fedquilt.family.record import Call, Run, Value, Visit
+
+aten = torch.ops.aten
+
+
+@dataclass(frozen=True, eq=False)
+class CutPoint:
+    """The output of a module that a stage may end with."""
+
+    paths: tuple[str, ...]  # names of the modules that end with this value, in the order of their ends
+    value: Value
+    stop: int  # number of operations before it
+    macs: int  # multiply-adds before it
+
+    @property
+    def name(self) -> str:
+        """Return the name of the outermost module that ends here, the last of them if several are."""
+        return min(reversed(self.paths), key=_depth)
+
+    @property
+    def depth(self) -> int:
+        """Return how deep inside of other modules it is named."""
+        return _depth(self.name)
+
+    @property
+    def positions(self) -> tuple[int, ...]:
+        """Return the sizes of all dimensions but the batch's and the channels'."""
+        channels = channel_dim(self.value)
+        return tuple(size for dim, size in enumerate(self.value.shape) if dim not in (0, channels))
+
+
+def _depth(path: str) -> int:
+    return path.count(".")
+
+
+def channel_dim(value: Value) -> int:
+    """Return the dimension that carries the channels: the one with an axis, else the second."""
+    carrying = [dim for dim in range(1, len(value.shape)) if not is_plain(value.dims[dim])]
+    return carrying[0] if len(carrying) == 1 else min(1, len(value.shape) - 1)
+
+
+# --- which values are cut points -------------------------------------------------------------------------------
+
+
+class Reads:
+    """When each value of a run is computed and last read."""
+
+    def __init__(self, run: Run) -> None:
+        self.run = run
+        self._made: dict[Value, int] = {}
+        self._last_read: dict[Value, int] = {}
+        from_data: set[Value] = set()
+        for number, call in enumerate(run.calls):
+            for value in call.inputs:
+                self._last_read[value] = number
+            reads_data = any(value in from_data or _is_input(value, self._made) for value in call.inputs)
+            draws = torch.Tag.nondeterministic_seeded in call.op.tags
+            for value in call.outs:
+                if value.weight is None:
+                    self._made.setdefault(value, number)
+                    if reads_data or draws:
+                        from_data.add(value)
+        for value in _values(run.output):
+            self._last_read[value] = len(run.calls)
+        self._from_data = from_data
+
+    def crossing(self, visit: Visit) -> list[Value]:
+        """Return the values besides its output that are computed before a module ends and read after it."""
+        output = visit.output
+        return [
+            value
+            for value in self._from_data
+            if value is not output and self._made[value] < visit.stop and self._last_read.get(value, -1) >= visit.stop
+        ]
+
+    def maker(self, value: Value) -> Call:
+        """Return the operation that computed a value."""
+        return self.run.calls[self._made[value]]
+
+    def is_computed(self, value: Value) -> bool:
+        """Return True if a value was computed from the inputs."""
+        return value in self._from_data
+
+
+def _is_input(value: Value, made: dict[Value, int]) -> bool:
+    return value not in made and value.weight is None and not value.constant
+
+
+def _values(tree: object) -> list[Value]:
+    return [leaf for leaf in pytree.tree_leaves(tree) if isinstance(leaf, Value)]
+
+
+def find_cuts(run: Run) -> list[CutPoint]:
+    """Return all cut points of a run in order, without the module's own output."""
+    reads = Reads(run)
+    macs = _cumulative_macs(run.calls)
+    times = Counter(visit.path for visit in run.visits)
+    found: dict[tuple[Value, int], list[str]] = {}
+    for visit in run.visits:
+        value = visit.output
+        if not visit.path or times[visit.path] > 1 or not isinstance(value, Value):
+            continue
+        is_end = value is run.output and visit.stop == len(run.calls)
+        if is_end or len(value.shape) < 2 or not reads.is_computed(value) or reads.crossing(visit):
+            continue
+        found.setdefault((value, visit.stop), []).append(visit.path)
+    return [CutPoint(tuple(paths), value, stop, macs[stop]) for (value, stop), paths in found.items()]
+
+
+def _cumulative_macs(calls: Sequence[Call]) -> list[int]:
+    totals = [0]
+    for call in calls:
+        totals.append(totals[-1] + multiply_adds(call))
+    return totals
+
+
+def multiply_adds(call: Call) -> int:
+    """Return the multiply-adds of convolutions and matrix products; all else counts nothing."""
+    packet = call.op.overloadpacket
+    size = prod(call.outs[0].shape)
+    if packet is aten.convolution or packet.__name__.startswith("conv"):
+        weight = call.inputs[1].shape
+        transposed = packet.__name__.startswith("conv_transpose") or bool(
+            packet is aten.convolution and len(call.args) > 6 and call.args[6]
+        )
+        return prod(call.inputs[0].shape) * prod(weight[1:]) if transposed else size * prod(weight[1:])
+    if packet in (aten.addmm, aten.baddbmm, aten.addbmm):
+        return size * call.inputs[1].shape[-1]
+    if packet in (aten.linear, aten.mm, aten.bmm, aten.matmul, aten.mv, aten.addmv):
+        return size * call.inputs[0].shape[-1]
+    return 0
+
+
+# --- a choice of them ----------------------------------------------------------------------------------------------
+
+
+def propose(cuts: Sequence[CutPoint], count: int, run: Run) -> list[CutPoint]:
+    """Choose cut points that end `count` stages, the last one included.
+
+    Stages end where the resolution changes, as far as there are such cuts. Among these, or besides them, the choice is
+    the one whose stages have the most equal numbers of multiply-adds.
+
+    Args:
+        cuts: All cut points, in order.
+        count: Number of stages; at least as many `candidates` must be there.
+        run: The run that they were found in.
+    """
+    options = candidates(cuts)
+    marked = _where_resolution_changes(options, cuts, run)
+    total = options[-1].macs  # without the last layer, because every stage has one like it
+    if len(marked) >= count:
+        allowed = marked
+        forced: set[int] = {marked[-1]}
+    else:
+        allowed = _outermost(options, marked, count)
+        forced = set(marked)
+
+    @cache
+    def best(start: int, left: int, done: int) -> tuple[float, tuple[int, ...]] | None:
+        """Return the cost of the best choice of `left` ends from the `start`-th allowed on, and that choice."""
+        if left == 0:
+            return None if any(index in forced for index in allowed[start:]) else (0.0, ())
+        choices = []
+        for position in range(start, len(allowed) - left + 1):
+            index = allowed[position]
+            # What runs after the end of E_S is part of the last stage too.
+            reached = options[index].macs if left > 1 else total
+            rest = best(position + 1, left - 1, reached)
+            if rest is not None:
+                choices.append((float(reached - done) ** 2 + rest[0], (index, *rest[1])))
+            if index in forced:
+                break
+        # Of equal choices the one that ends latest.
+        return min(choices, key=lambda choice: (choice[0], [-index for index in choice[1]]), default=None)
+
+    chosen = best(0, count, 0)
+    assert chosen is not None, "there are fewer candidates than stages"
+    return [options[index] for index in chosen[1]]
+
+
+def _outermost(options: Sequence[CutPoint], marked: Sequence[int], count: int) -> list[int]:
+    """Return the marked candidates and the outermost others, as few levels of modules as give `count`."""
+    depth = 0
+    while True:
+        allowed = [number for number, cut in enumerate(options) if cut.depth <= depth or number in marked]
+        if len(allowed) >= count:
+            return allowed
+        depth += 1
+
+
+def candidates(cuts: Sequence[CutPoint]) -> list[CutPoint]:
+    """Return one cut for each convolution or product: of those before the next one, the outermost and last.
+
+    Cuts before the positions vanish, by a flattening or a mean over all, come first, because heads pool themselves.
+    """
+    groups: dict[int, list[CutPoint]] = {}
+    for cut in cuts:
+        if cut.macs:
+            groups.setdefault(cut.macs, []).append(cut)
+    chosen = []
+    for group in groups.values():
+        kept = group[:1]
+        for before, after in pairwise(group):
+            if vanishes(before.positions, after.positions):
+                break
+            kept.append(after)
+        chosen.append(min(reversed(kept), key=lambda cut: cut.depth))
+    return chosen
+
+
+def vanishes(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Return True if positions are lost altogether, and not by a pooling over a few."""
+    if len(before) != len(after):
+        return prod(before) > prod(after)
+    return max(after, default=1) == 1 and max(before, default=1) > 2
+
+
+def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    """Return True if the resolution is halved or less. A convolution without padding does not count."""
+    if len(before) != len(after):
+        return prod(before) > prod(after)
+    return any(2 * small <= large + 1 and small < large for large, small in zip(before, after, strict=True))
+
+
+def _where_resolution_changes(options: Sequence[CutPoint], cuts: Sequence[CutPoint], run: Run) -> list[int]:
+    """Return the numbers of the candidates at which the resolution changes.
+
+    A pooling ends the stage that it is in. Before a layer that strides, and before the positions vanish, the last of
+    the outermost modules with the same resolution ends it.
+    """
+    assert isinstance(run.output, Value)
+    end = CutPoint(("",), run.output, len(run.calls), _cumulative_macs(run.calls)[-1])
+    group_of = {cut.macs: number for number, cut in enumerate(options)}
+    marked: set[int] = set()
+    segment: list[int] = []  # candidates since the resolution last changed
+    for before, after in zip(cuts, [*cuts[1:], end], strict=True):
+        number = group_of.get(before.macs)
+        if number is not None and number not in segment:
+            segment.append(number)
+        if not _shrinks(before.positions, after.positions):
+            continue
+        pools = before.macs == after.macs and not vanishes(before.positions, after.positions)
+        if pools and number is not None:
+            marked.add(number)
+        elif segment:
+            marked.add(min(reversed(segment), key=lambda one: options[one].depth))
+        segment = []
+    return sorted(marked)

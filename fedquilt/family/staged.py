@@ -1,0 +1,294 @@
+"""Modules that run in stages: the user's own class with temporary heads, and with a choice of what runs."""
+
+from __future__ import annotations
+
+import copyreg
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import cache
+from typing import TYPE_CHECKING, Any, SupportsIndex, cast
+
+import torch
+from torch import Tensor, nn
+
+from fedquilt.errors import TraceError
+from fedquilt.family.build import blueprint
+from fedquilt.family.heads import Head
+from fedquilt.family.variants import Variants
+from fedquilt.terms import WHOLE
+
+if TYPE_CHECKING:
+    from fedquilt.family.record import Run
+
+HEADS = "stage_heads"  # Name of the child that holds the temporary heads
+PLAN = "_stage_plan"  # Name of the attribute that holds the plan
+CHOSEN = "_chosen_variant"  # Name of the attribute that holds the variant that runs
+RESERVED = (HEADS, PLAN, CHOSEN, "choose", "extract", "variants", "variant_parts", "unexportable")
+
+
+def stage_name(stage: int) -> str:
+    """Return the name of the variant that runs the stages 1 to `stage`."""
+    return f"stage{stage}"
+
+
+@dataclass(frozen=True)
+class Stage:
+    """A stage before the last: E_1..E_s and G_s.
+
+    Args:
+        end: Name of the module whose output ends E_s. Empty where the module runs its stages itself.
+        head: Plan of the temporary head, or None where the module runs its stages itself.
+        uses: Names of the module's own weights and buffers that the stage computes with.
+        chain: Names of modules that compute the stage one after another, if `forward` does nothing else.
+        between: What `forward` computes between modules, in words, where there is no chain.
+    """
+
+    end: str
+    head: Head | None
+    uses: frozenset[str]
+    chain: tuple[str, ...] = ()
+    between: str = ""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """How a module grows: its stages before the last, and the name of the module that ends E_S, if any does."""
+
+    stages: tuple[Stage, ...]
+    last_end: str = ""
+
+    def apply(self, module: nn.Module) -> nn.Module:
+        """Return a module in these stages that shares the weights of the given one, which does not change.
+
+        Heads are drawn from torch's global generator.
+        """
+        taken = [name for name in RESERVED if hasattr(module, name)]
+        if taken:
+            raise TraceError(
+                f"with_stages was asked to grow {type(module).__name__}, which has an attribute {taken[0]!r} already. "
+                f"Stages need that name. Rename it; reserved are {', '.join(RESERVED)}."
+            )
+        kind = CutStages if self.last_end else OwnStages
+        grown = _as(staged_class(kind, type(module)), blueprint(module, lambda _, weight: weight))
+        setattr(grown, PLAN, self)
+        setattr(grown, CHOSEN, WHOLE)
+        heads = {stage_name(s): stage.head.make() for s, stage in enumerate(self.stages, 1) if stage.head is not None}
+        if heads:
+            like = next((weight for weight in module.parameters() if weight.is_floating_point()), torch.empty(0))
+            grown.add_module(HEADS, nn.ModuleDict(heads).to(like.device, like.dtype).train(module.training))
+        return grown
+
+
+class Grown(Variants):
+    """What modules in stages have in common. The mixin comes before the user's class."""
+
+    _stage_plan: Plan
+    _chosen_variant: str
+
+    @property
+    def variants(self) -> tuple[str, ...]:
+        """Return the names of the stages before the last, which is the whole model."""
+        return tuple(stage_name(s) for s in range(1, len(self._stage_plan.stages) + 1))
+
+    def choose(self, variant: str) -> None:
+        """Let `forward` run this stage from now on."""
+        assert variant in (WHOLE, *self.variants), f"{variant!r} is none of {self.variants}"
+        self._chosen_variant = variant
+
+    def extract(self) -> nn.Module:
+        """Return the chosen stage as a plain module, with no weights but its own. This module is used up.
+
+        The whole model is a module of the user's class. An earlier stage is an `nn.Sequential` if `forward` does
+        nothing but call modules in turn. Else it is this module, without the weights of the other stages.
+        """
+        module = cast(nn.Module, self)
+        stage = self._stage
+        if stage is None:
+            module._modules.pop(HEADS, None)
+            delattr(module, PLAN)
+            delattr(module, CHOSEN)
+            return _as(user_class(type(module)), module)
+        if stage.chain:
+            layers = [module.get_submodule(path) for path in stage.chain]
+            return nn.Sequential(*layers, self._head)
+        self._drop_others(stage)
+        return module
+
+    @property
+    def unexportable(self) -> str:
+        """Return why the chosen stage cannot be exported, or "" if it can be."""
+        stage = self._stage
+        if stage is None or stage.chain or not stage.end:
+            return ""
+        return (
+            f"{self._chosen_variant} ends inside of the module's forward, behind {stage.end!r}, and is no chain of "
+            f"modules: {stage.between}"
+        )
+
+    def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
+        """Return the weights of E_1..E_S as "stage1".., and those of G_1..G_S as "head1"...
+
+        A weight that several stages use belongs to the first of them. What is left of the model's own weights is
+        "headS". A module that runs its stages itself has no heads apart from them.
+        """
+        module = cast(nn.Module, self)
+        named = (*dict(module.named_parameters()), *dict(module.named_buffers()))
+        count = len(self._stage_plan.stages) + 1
+        parts: dict[str, tuple[str, ...]] = {}
+        left = [name for name in named if not name.startswith(f"{HEADS}.")]
+        for s in range(1, count + 1):
+            used = self._used(s, runs)
+            parts[stage_name(s)] = tuple(name for name in left if name in used)
+            left = [name for name in left if name not in used]
+        for s in range(1, count):
+            parts[f"head{s}"] = tuple(name for name in named if name.startswith(f"{HEADS}.{stage_name(s)}."))
+        parts[f"head{count}"] = tuple(left)
+        return parts
+
+    def _used(self, stage: int, runs: Mapping[str, Run]) -> set[str]:
+        """Return the weights that E_1..E_s compute with."""
+        if stage <= len(self._stage_plan.stages):
+            calls = runs[stage_name(stage)].calls
+        else:
+            run = runs[WHOLE]
+            end = self._stage_plan.last_end
+            stop = next((visit.stop for visit in run.visits if visit.path == end), len(run.calls))
+            calls = run.calls[: stop if end else len(run.calls)]
+        return {value.weight for call in calls for value in call.inputs if value.weight is not None}
+
+    @property
+    def _stage(self) -> Stage | None:
+        """Return the chosen stage, or None for the whole model."""
+        if self._chosen_variant == WHOLE:
+            return None
+        return self._stage_plan.stages[self.variants.index(self._chosen_variant)]
+
+    @property
+    def _head(self) -> nn.Module:
+        return cast(nn.ModuleDict, cast(nn.Module, self)._modules[HEADS])[self._chosen_variant]
+
+    def _drop_others(self, stage: Stage) -> None:
+        """Set the weights and buffers to None that the stage does not compute with, and drop the other heads."""
+        module = cast(nn.Module, self)
+        if HEADS in module._modules:
+            module._modules[HEADS] = nn.ModuleDict({self._chosen_variant: self._head})
+        named = {**dict(module.named_parameters()), **dict(module.named_buffers())}
+        uses = {id(tensor) for name, tensor in named.items() if name in stage.uses}
+        for path, layer in module.named_modules():
+            if path == HEADS or path.startswith(f"{HEADS}."):
+                continue
+            # Counters of batches are used in training alone: they stay where their norm is used.
+            at_work = any(id(tensor) in uses for tensor in (*_own(layer._parameters), *_own(layer._buffers)))
+            for key, weight in layer._parameters.items():
+                if weight is not None and id(weight) not in uses:
+                    layer._parameters[key] = None
+            for key, buffer in layer._buffers.items():
+                if buffer is not None and id(buffer) not in uses and not at_work:
+                    layer._buffers[key] = None
+
+    def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
+        """Pickle and copy by the user's class, because the class in stages is in no file."""
+        reduced = super().__reduce_ex__(protocol)
+        assert isinstance(reduced, tuple)
+        if reduced[0] is not getattr(copyreg, "__newobj__"):  # noqa: B009  # its stub leaves it out
+            return reduced
+        kind, *args = reduced[1]
+        mixin = next(base for base in kind.__mro__ if base in (CutStages, OwnStages))
+        return (_new, (mixin, user_class(kind), *args), *reduced[2:])
+
+
+class CutStages(Grown):
+    """A module whose stages are found in its own forward: it stops where the stage ends, and the head goes on."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the chosen stage, or the whole model."""
+        module = cast(nn.Module, self)
+        forward: Callable[..., Any] = super().forward  # type: ignore[misc]
+        # The user's forward may run all children in turn, as nn.Sequential does. Heads are none of them.
+        heads = module._modules.pop(HEADS, None)
+        try:
+            stage = self._stage
+            if stage is None:
+                return forward(*args, **kwargs)
+            features = _features(module.get_submodule(stage.end), forward, args, kwargs)
+        finally:
+            if heads is not None:
+                module._modules[HEADS] = heads
+        return self._head(features)
+
+
+class OwnStages(Grown):
+    """A module that runs its stages itself, by its method `forward_stage(stage, *inputs)`."""
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run the chosen stage, or the whole model."""
+        if self._chosen_variant == WHOLE:
+            return super().forward(*args, **kwargs)  # type: ignore[misc]
+        stage = self.variants.index(self._chosen_variant) + 1
+        return cast(Any, self).forward_stage(stage, *args, **kwargs)
+
+
+class StageEnd(Exception):  # noqa: N818  # it is no error
+    """Carries the features out of a forward that stops where a stage ends."""
+
+    def __init__(self, layer: nn.Module, features: Any) -> None:
+        super().__init__()
+        self.layer = layer
+        self.features = features
+
+
+def _stop(layer: nn.Module, _: Any, output: Any) -> None:
+    raise StageEnd(layer, output)
+
+
+def _features(
+    layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+) -> Tensor:
+    """Return what a layer gives within a forward, which stops there.
+
+    The hook is registered for this call alone, so that it runs after all others: the scaler's changes the output.
+    """
+    handle = layer.register_forward_hook(_stop)
+    try:
+        forward(*args, **kwargs)
+    except StageEnd as end:
+        if end.layer is not layer:
+            raise
+        features: Tensor = end.features
+        return features
+    finally:
+        handle.remove()
+    raise TraceError(
+        f"a stage ends behind a {type(layer).__name__} that did not run this time. End it at a module that always runs."
+    )
+
+
+def _own(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
+    return [tensor for tensor in tensors.values() if tensor is not None]
+
+
+@cache
+def staged_class(mixin: type[Grown], kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class of the user's modules in stages. It has the user's name."""
+    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+    return type(mixin)(kind.__name__, (mixin, kind), names)
+
+
+def user_class(kind: type[nn.Module]) -> type[nn.Module]:
+    """Return the class that a class in stages was made from."""
+    return cast(type[nn.Module], kind.__bases__[1])
+
+
+def _as(kind: type[nn.Module], module: nn.Module) -> nn.Module:
+    """Return an object of another class with the attributes of a module.
+
+    `module.__class__ = kind` is refused for classes with two bases.
+    """
+    made = object.__new__(kind)
+    made.__dict__ = module.__dict__
+    return made
+
+
+def _new(mixin: type[Grown], kind: type[nn.Module], *args: Any) -> nn.Module:
+    staged = staged_class(mixin, kind)
+    return cast(nn.Module, cast(Any, staged).__new__(staged, *args))
