@@ -203,7 +203,6 @@ class ProgFed(Method):
                 f"ProgFed was asked for with stages = {self.stages!r}; the model was traced without stages. "
                 "fq.trace(fq.with_stages(module, stages=…), example) gives it some."
             )
-        self.lengths(num_stages(world.family))
         return self.over.init(world)
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
