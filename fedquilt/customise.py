@@ -296,7 +296,9 @@ def customisable(
     if policy.measures and family.statistics:
         states = shelf.settled([one.net for one in plan.nets], policy, samples)
         statistics = [{name: state[name] for name in family.statistics if name in state} for state in states]
-    return CustomisableModel(family, plan, weights, statistics, policy.name, {**about(run), "client": client})
+    return CustomisableModel(
+        family, plan, weights, statistics, policy.name, {**about(run, plan.stocks), "client": client}
+    )
 
 
 def resident_bytes(modules: Iterable[nn.Module]) -> int:

@@ -25,6 +25,7 @@ from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.norms import NormPolicy
+from fedquilt.family.variants import Variants
 from fedquilt.files import Blob, parse, why, write
 from fedquilt.names import known, said
 from fedquilt.portable import Note, about, family_of, read, under
@@ -98,7 +99,7 @@ def export(
         module = module.float()  # other runtimes have few kernels for more
     batches, compared = _samples(run, [size for size in BATCHES if size > 1 or found.norms.stores])
     note = {
-        **about(run),
+        **about(run, found.nets),
         "format": "model",
         "budget": {name: value for name, value in vars(budget).items() if value is not None},
         "share": round(found.share, 4),
@@ -351,14 +352,22 @@ class Pt2(Format):
         return found
 
 
+def _recordable(module: nn.Module) -> nn.Module:
+    """Return a module, or each of several whose logits are averaged, as torch.export can record it."""
+    if isinstance(module, Ensemble):
+        return Ensemble(_recordable(net) for net in module.nets).eval()
+    return module.exportable() if isinstance(module, Variants) else module
+
+
 def _program(model: Written) -> Any:
     """The module's calls for a batch of any size."""
+    module = _recordable(model.module)
     # Recorded with two samples: torch takes a size of one for a constant.
     shapes: Any = torch.export.ShapesCollection()  # type: ignore[no-untyped-call]
     shapes[model.example] = {0: torch.export.Dim("batch")}
     try:
         with _quiet():
-            program = torch.export.export(model.module, (model.example,), dynamic_shapes=shapes)
+            program = torch.export.export(module, (model.example,), dynamic_shapes=shapes)
     except Exception as error:
         told = said(error).strip().split("\n")[0]
         raise ExportError(

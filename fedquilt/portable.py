@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -13,8 +13,9 @@ from fedquilt.devices import device_of
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.layout import Layout
+from fedquilt.family.variants import VariantSource
 from fedquilt.files import parse, why
-from fedquilt.terms import Weights
+from fedquilt.terms import WHOLE, Submodel, Weights
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
@@ -23,13 +24,18 @@ if TYPE_CHECKING:
 Note = dict[str, Any]
 
 
-def about(run: Run) -> Note:
-    """What whoever finds a model has to know of it; with the layout, so that no one need trace it again."""
+def about(run: Run, nets: Sequence[Submodel]) -> Note:
+    """What whoever finds a model has to know of it; with the layout, so that no one need trace it again.
+
+    The whole model is the user's own module, so that its file knows nothing of temporary heads.
+    """
     from fedquilt.methods import METHODS
     from fedquilt.records import registered
 
     family = run.world.family
     example = family.example_inputs[0]
+    is_whole = all(net.arch.variant == WHOLE for net in nets)
+    layout = family.layout.restricted(WHOLE) if is_whole else family.layout
     return {
         "fedquilt": __version__,
         "method": registered(METHODS, run.method),
@@ -39,7 +45,7 @@ def about(run: Run) -> Note:
         "input_shape": list(example.shape[1:]),
         "input_dtype": str(example.dtype).removeprefix("torch."),
         "num_classes": family.layout.axes["class"].size if "class" in family.layout.axes else None,
-        "layout": family.layout.to_json(),
+        "layout": layout.to_json(),
     }
 
 
@@ -62,11 +68,14 @@ def read(file: str | Path, device: str = "cpu") -> tuple[dict[str, Tensor], Note
     return tensors, note
 
 
-def family_of(note: Mapping[str, Any], factory: nn.Module | Callable[[], nn.Module], file: str | Path) -> Family:
+def family_of(
+    note: Mapping[str, Any], factory: nn.Module | Callable[[], nn.Module] | VariantSource, file: str | Path
+) -> Family:
     """The family a file's nets were cut from; `factory` makes the whole module, whose code is in no file."""
     layout = Layout.from_json(note["layout"])
     example = torch.zeros((2, *note["input_shape"]), dtype=getattr(torch, note["input_dtype"]))
-    module = factory if isinstance(factory, nn.Module) else factory()
+    made = factory.resolve((example,)) if isinstance(factory, VariantSource) else factory
+    module = made if isinstance(made, nn.Module) else made()
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = {name: layout.shape(name, layout.sizes) for name in layout.dims}
     wrong = [
@@ -79,7 +88,8 @@ def family_of(note: Mapping[str, Any], factory: nn.Module | Callable[[], nn.Modu
         told = "\n  ".join([*wrong[:5], *([f"… and {len(wrong) - 5} more"] if len(wrong) > 5 else [])])
         raise ConfigError(
             f"the model in {file} was cut from a {note['model']}; the factory made another {type(module).__name__}. "
-            f"These differ:\n  {told}\n  Give what makes the whole module that was trained."
+            f"These differ:\n  {told}\n  Give what makes the whole module that was trained"
+            f"{', with its stages (fq.with_stages)' if layout.variants else ''}."
         )
     return Family(module, layout, (example,), lambda: module)
 

@@ -25,7 +25,9 @@ class Arch:
 
     widths: tuple[tuple[str, int], ...]
     variant: str = WHOLE  # Which of the family's weights it has, and how they are run
-    trains: tuple[str, ...] = ()  # Parts whose weights it trains; (): all. It receives the others and keeps them as they are
+    trains: tuple[
+        str, ...
+    ] = ()  # Parts whose weights it trains; (): all. It receives the others and keeps them as they are
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -55,6 +55,10 @@ class Playing:
         run, folder = self.run, self.folder
         assert run is not None
         labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
+
+        def status(round: int) -> str:
+            return run.method.status(round, run.world) if round < self.experiment.rounds else ""
+
         try:
             complete(
                 run,
@@ -63,7 +67,7 @@ class Playing:
                 path=folder.path if folder else None,
                 trackers=self.experiment.tracking,
                 settings=write(self.experiment),
-                watch=begin(run.server.round, labels, run.world.task.main.is_rate),
+                watch=begin(run.server.round, labels, run.world.task.main.is_rate, status),
                 names=self.experiment.names,
             )
         except KeyboardInterrupt as error:

@@ -43,7 +43,8 @@ if TYPE_CHECKING:
 
 Watch = Callable[["Record"], None]
 # Arguments: rounds that are done, labels of shares, and True if the main figure is shown in percent.
-Begin = Callable[[int, Labels, bool], Watch]
+Status = Callable[[int], str]  # A few words on a round, from 0, such as the stage of a growing model; "": none
+Begin = Callable[[int, Labels, bool, Status], Watch]
 
 
 def console_for(for_json: bool = False) -> Console:
@@ -80,23 +81,34 @@ def progress(console: Console, rounds: int) -> Iterator[Begin]:
     """
     if not console.is_terminal:
 
-        def by_line(done: int, labels: Labels, percent: bool) -> Watch:
-            return partial(say_round, console, "", rounds, labels, percent)
+        def by_line(done: int, labels: Labels, percent: bool, status: Status) -> Watch:
+            return partial(say_round, console, "", rounds, labels, percent, status=status)
 
         yield by_line
         return
     with round_bars(console) as bars:
         task = bars.add_task("round", False, rounds, rate="", figures="")
 
-        def begin(done: int, labels: Labels, percent: bool) -> Watch:
+        def begin(done: int, labels: Labels, percent: bool, status: Status) -> Watch:
             bars.start_task(task)
-            bars.update(task, completed=done)
-            return watch_bar(bars, task, done, labels, percent)
+            bars.update(task, completed=done, description=_described(status, done))
+            return watch_bar(bars, task, done, labels, percent, status)
 
         yield begin
 
 
-def watch_bar(bars: Progress, task: TaskID, done: int, labels: Labels, percent: bool) -> Watch:
+def _described(status: Status, round: int) -> str:
+    words = status(round)
+    return f"round ({words})" if words else "round"
+
+
+def _no_status(round: int) -> str:
+    return ""
+
+
+def watch_bar(
+    bars: Progress, task: TaskID, done: int, labels: Labels, percent: bool, status: Status | None = None
+) -> Watch:
     """Return a function that moves the bar of a run, to be called after each round.
 
     Args:
@@ -105,12 +117,15 @@ def watch_bar(bars: Progress, task: TaskID, done: int, labels: Labels, percent: 
         done: Rounds that were finished before the run was resumed. 0: it is new.
         labels: Names of shares whose name is not the number.
         percent: True if the main figure is shown in percent.
+        status: Words on the round that runs. None: the name of the bar stays as it is.
     """
     began = time.perf_counter()
 
     def watch(record: Record) -> None:
         rate = (record.round - done) / (time.perf_counter() - began)
         bars.update(task, completed=record.round, rate=f"{rate:.1f} rounds/s")
+        if status:
+            bars.update(task, description=_described(status, record.round))
         if record.grades.main:
             bars.update(task, figures=figures_line(record, labels, percent))
 
@@ -133,7 +148,15 @@ def round_bars(console: Console) -> Progress:
     )
 
 
-def say_round(console: Console, lead: str, rounds: int, labels: Labels, percent: bool, record: Record) -> None:
+def say_round(
+    console: Console,
+    lead: str,
+    rounds: int,
+    labels: Labels,
+    percent: bool,
+    record: Record,
+    status: Status = _no_status,
+) -> None:
     """Print a line for an evaluated round, and nothing for other rounds.
 
     Args:
@@ -143,11 +166,14 @@ def say_round(console: Console, lead: str, rounds: int, labels: Labels, percent:
         labels: Names of shares whose name is not the number.
         percent: True if the main figure is shown in percent.
         record: Record of the round.
+        status: Words on a round, from 0.
     """
     if record.grades.main:
+        words = status(record.round - 1)
+        stage = f" ({words})" if words else ""
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
         loss = NOTHING if record.loss is None else f"{record.loss:.3f}"  # No client took part.
-        say(console, f"{lead}round {count}  loss {loss}  {figures_line(record, labels, percent)}")
+        say(console, f"{lead}round {count}{stage}  loss {loss}  {figures_line(record, labels, percent)}")
 
 
 def figures_line(record: Record, labels: Labels, percent: bool) -> str:

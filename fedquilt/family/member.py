@@ -82,6 +82,11 @@ class Member:
         own = set(self.names) - self._changing
         return tuple(name for name in (*self.family.trainable, *self.family.statistics) if name in own)
 
+    @property
+    def unfrozen(self) -> Member:
+        """Return the member that trains all weights that this one has."""
+        return self.family.member(replace(self.arch, trains=())) if self.arch.trains else self
+
     @cached_property
     def _changing(self) -> frozenset[str]:
         """Return the names of its variant's weights, or of those in the parts that it trains."""

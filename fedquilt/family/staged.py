@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 import torch
 from torch import Tensor, nn
 
-from fedquilt.errors import TraceError
+from fedquilt.errors import ExportError, TraceError
 from fedquilt.family.build import blueprint
 from fedquilt.family.heads import Head
 from fedquilt.family.variants import Variants
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 HEADS = "stage_heads"  # Name of the child that holds the temporary heads
 PLAN = "_stage_plan"  # Name of the attribute that holds the plan
 CHOSEN = "_chosen_variant"  # Name of the attribute that holds the variant that runs
-RESERVED = (HEADS, PLAN, CHOSEN, "choose", "extract", "variants", "variant_parts", "unexportable")
+RESERVED = (HEADS, PLAN, CHOSEN, "choose", "extract", "variants", "variant_parts", "exportable")
 
 
 def stage_name(stage: int) -> str:
@@ -98,8 +98,8 @@ class Grown(Variants):
     def extract(self) -> nn.Module:
         """Return the chosen stage as a plain module, with no weights but its own. This module is used up.
 
-        The whole model is a module of the user's class. An earlier stage is an `nn.Sequential` if `forward` does
-        nothing but call modules in turn. Else it is this module, without the weights of the other stages.
+        The whole model is a module of the user's class. An earlier stage is this module, without the weights of the
+        other stages, so that its weights keep their names.
         """
         module = cast(nn.Module, self)
         stage = self._stage
@@ -108,22 +108,27 @@ class Grown(Variants):
             delattr(module, PLAN)
             delattr(module, CHOSEN)
             return _as(user_class(type(module)), module)
-        if stage.chain:
-            layers = [module.get_submodule(path) for path in stage.chain]
-            return nn.Sequential(*layers, self._head)
         self._drop_others(stage)
         return module
 
-    @property
-    def unexportable(self) -> str:
-        """Return why the chosen stage cannot be exported, or "" if it can be."""
+    def exportable(self) -> nn.Module:
+        """Return the chosen stage as a module that torch.export can record: no exception ends its forward.
+
+        Raises:
+            ExportError: `forward` does more than to call modules in turn until the stage ends.
+        """
+        module = cast(nn.Module, self)
         stage = self._stage
-        if stage is None or stage.chain or not stage.end:
-            return ""
-        return (
-            f"{self._chosen_variant} ends inside of the module's forward, behind {stage.end!r}, and is no chain of "
-            f"modules: {stage.between}"
-        )
+        if stage is None or not stage.end:
+            return module
+        if not stage.chain:
+            raise ExportError(
+                f"{self._chosen_variant} of {type(module).__name__} was asked for as a recorded program; it ends inside "
+                f"of the module's forward, behind {stage.end!r}, and is no chain of modules: {stage.between}. "
+                "safetensors takes every stage, and the whole model can be recorded once it has grown."
+            )
+        layers = [module.get_submodule(path) for path in stage.chain]
+        return nn.Sequential(*layers, self._head).train(module.training)
 
     def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
         """Return the weights of E_1..E_S as "stage1".., and those of G_1..G_S as "head1"...

@@ -45,6 +45,14 @@ class Variants(ABC):
         The whole model is a module of the class that the user wrote.
         """
 
+    @abstractmethod
+    def exportable(self) -> nn.Module:
+        """Return the chosen variant as a module that torch.export can record.
+
+        Raises:
+            ExportError: It cannot be recorded, for the reason in the message.
+        """
+
     def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
         """Return groups of weights by name, which a member may train alone.
 

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field, replace
 from functools import lru_cache
 from typing import Any, ClassVar, Literal, NamedTuple, Self
 
+import torch
 from torch import Tensor
 
 from fedquilt import noise
@@ -14,16 +15,16 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.family import Family, Rounding
+from fedquilt.family.member import Member
 from fedquilt.family.variants import joined, members_of
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.method import Method, Presets
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, Weighting
-from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.objectives import Objective, Passes, View, Wrapping
+from fedquilt.round.training.objectives import Passes, View, Wrapping
 from fedquilt.round.training.optimizers import SGD
-from fedquilt.round.training.schedules import Cosine
 from fedquilt.tasks import Task
 from fedquilt.terms import WHOLE, Arch, Budget, Client, Job, Mix, Server, Submodel
 
@@ -84,7 +85,9 @@ class ProgFed(Method):
     def __post_init__(self) -> None:
         inner = self.over
         if isinstance(inner, ProgFed):
-            refuse(self, {"over": "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."})
+            refuse(
+                self, {"over": "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."}
+            )
         shared = ("local", "weighting", "server", "copies", "ignores_budgets", "skips_clients")
         for name in shared:  # Fields and attributes of the class that are the inner method's
             object.__setattr__(self, name, getattr(inner, name))
@@ -270,23 +273,23 @@ class OfVariants(Wrapping):
 
     variants: tuple[str, ...] = (WHOLE,)
 
-    def _nets(self, member: Any) -> list[Any]:
+    def _nets(self, member: Member) -> list[Member]:
         return [member.at(variant) for variant in self.variants]
 
-    def nets(self, member: Any) -> tuple[Any, ...]:
+    def nets(self, member: Member) -> tuple[Member, ...]:
         found = (net for own in self._nets(member) for net in self.objective.nets(own))
         return tuple(dict.fromkeys(found))
 
-    def passes(self, member: Any) -> tuple[Passes, ...]:
+    def passes(self, member: Member) -> tuple[Passes, ...]:
         return tuple(one for own in self._nets(member) for one in self.objective.passes(own))
 
     def __call__(self, view: View) -> Tensor:
-        losses = []
+        losses: list[Tensor] = []
         for net in self._nets(view.member):
             own = replace(view, member=net, seen={})
             losses.append(self.objective(own))
             view.seen |= own.seen
-        return sum(losses[1:], losses[0])
+        return torch.stack(losses).sum()
 
 
 def num_stages(family: Family) -> int:
@@ -331,7 +334,9 @@ def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
             f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least one is needed for "
             "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages would work."
         )
-    longer = tuple(length + (method.warmup if place and method.extra_warmup else 0) for place, length in enumerate(lengths))
+    longer = tuple(
+        length + (method.warmup if place and method.extra_warmup else 0) for place, length in enumerate(lengths)
+    )
     if short := [length for length in longer[1:] if length <= method.warmup]:
         raise ConfigError(
             f"ProgFed was asked for with warmup = {method.warmup}, and a stage has {short[0]} rounds; in a warm-up only "

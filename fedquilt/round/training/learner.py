@@ -171,16 +171,20 @@ class Learner:
 
     def names(self, member: Member) -> tuple[str, ...]:
         """The weights a client holds while it trains: what changes, and what is carried along."""
-        return (*self.moved(member), *member.carried)
+        return _held_names(self.local.norm, member)
 
     def sent(self, member: Member) -> tuple[str, ...]:
         """Return the names of the weights that travel to the server."""
-        return _shared_names(self.send, self.local.norm, member)
+        return _sent_names(self.send, self.local.norm, member)
 
     def received(self, member: Member) -> tuple[str, ...]:
-        """Return the names of the weights that travel to the client, and of constants that are cut with them."""
+        """Return the names of the weights that travel to the client, and of constants that are cut with them.
+
+        Weights that the member does not train are among them.
+        """
         chosen = self.send if self.receive is None else self.receive
-        return (*_shared_names(chosen, self.local.norm, member), *member.carried)
+        whole = member.unfrozen
+        return (*_shared_names(chosen, self.local.norm, whole), *whole.carried)
 
     def kept(self, member: Member) -> tuple[str, ...]:
         """The weights that stay on the client for its next round."""
@@ -243,6 +247,20 @@ def _moved_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
 
 
 @lru_cache(maxsize=256)
+def _held_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
+    moved = _moved_names(norm, member)
+    whole = member.unfrozen
+    return tuple(dict.fromkeys((*moved, *_moved_names(norm, whole), *whole.carried)))
+
+
+@lru_cache(maxsize=256)
+def _sent_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+    """Return what a filter would send of a member that trains all its weights, without those that this one does not."""
+    frozen = {*member.frozen}
+    return tuple(name for name in _shared_names(chosen, norm, member.unfrozen) if name not in frozen)
+
+
+@lru_cache(maxsize=256)
 def _shared_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
     """Return the names of a filter's weights that may leave a client or reach it, in the order of `Learner.names`."""
     names = chosen.names(member) - norm.kept(member)
@@ -251,5 +269,6 @@ def _shared_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str
 
 @lru_cache(maxsize=256)
 def _kept_names(keep: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
-    names = keep.names(member) | norm.kept(member)
-    return tuple(name for name in (*_moved_names(norm, member), *member.carried) if name in names)
+    whole = member.unfrozen
+    names = keep.names(whole) | norm.kept(whole)
+    return tuple(name for name in _held_names(norm, member) if name in names)
