@@ -25,7 +25,7 @@ from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.norms import NormPolicy
-from fedquilt.family.variants import Variants
+from fedquilt.family.variants import Variants, VariantSource
 from fedquilt.files import Blob, parse, why, write
 from fedquilt.names import known, said
 from fedquilt.portable import Note, about, family_of, read, under
@@ -183,7 +183,9 @@ def _written(path: Path, data: bytes) -> int:
         raise RecordError(f"{path} could not be written: {why(error)}.") from error
 
 
-def load_model(file: str | Path, factory: nn.Module | Callable[[], nn.Module], device: str = "cpu") -> nn.Module:
+def load_model(
+    file: str | Path, factory: nn.Module | Callable[[], nn.Module] | VariantSource, device: str = "cpu"
+) -> nn.Module:
     """The model in a safetensors file of `export` or `CustomisableModel.save`; `factory` makes the whole one."""
     tensors, note = read(file, device)
     return _restored(tensors, note, family_of(note, factory, file))

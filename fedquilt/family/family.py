@@ -26,8 +26,8 @@ from fedquilt.family.laid import agrees
 from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
-from fedquilt.family.tracer import trace_layout
 from fedquilt.family.stages import StageSource, usual_stages, with_stages
+from fedquilt.family.tracer import trace_layout
 from fedquilt.family.variants import Variants, VariantSource
 from fedquilt.terms import WHOLE, Arch, Budget, Submodel, Weights
 

@@ -123,8 +123,8 @@ class Grown(Variants):
             return module
         if not stage.chain:
             raise ExportError(
-                f"{self._chosen_variant} of {type(module).__name__} was asked for as a recorded program; it ends inside "
-                f"of the module's forward, behind {stage.end!r}, and is no chain of modules: {stage.between}. "
+                f"{self._chosen_variant} of {type(module).__name__} was asked for as a program; it ends inside of "
+                f"the forward, behind {stage.end!r}, and is no chain of modules: {stage.between}. "
                 "safetensors takes every stage, and the whole model can be recorded once it has grown."
             )
         layers = [module.get_submodule(path) for path in stage.chain]

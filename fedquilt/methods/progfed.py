@@ -339,7 +339,7 @@ def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
     )
     if short := [length for length in longer[1:] if length <= method.warmup]:
         raise ConfigError(
-            f"ProgFed was asked for with warmup = {method.warmup}, and a stage has {short[0]} rounds; in a warm-up only "
+            f"ProgFed was asked for with warmup = {method.warmup}, and a stage has {short[0]} rounds; in it only "
             f"the new block moves, so that it has to end before its stage. Up to {min(longer[1:]) - 1} would work."
         )
     return longer

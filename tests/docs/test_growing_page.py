@@ -1,0 +1,42 @@
+"""docs/growing.md: its commands and its Python run, the commands for fewer rounds and clients."""
+
+from __future__ import annotations
+
+import re
+import shlex
+from pathlib import Path
+
+from fedquilt.cli import main
+from tests.conftest import shortened
+
+PAGE = (Path(__file__).parents[2] / "docs" / "growing.md").read_text()
+SHORT = ["--rounds", "4", "--clients", "4", "--cohort", "1", "--epochs", "1"]
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
+
+
+def test_commands_run_as_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    (block,) = blocks("sh")
+    first, composed, listed = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
+    assert main(shortened(first, SHORT)) == 0
+    assert "(stage 2 of 2)" in capsys.readouterr().err
+    assert main(shortened(composed, SHORT)) == 0
+    capsys.readouterr()
+    assert main(listed) == 0
+    assert "stages.3" in capsys.readouterr().out
+
+
+def test_python_runs_as_written(capsys):
+    names: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(block, names)
+    printed = [line.split()[:2] for line in capsys.readouterr().out.splitlines()]
+    stem, body, top = 8 * 9 + 8, 16 * 8 * 9 + 16, 32 * 16 * 9 + 32
+    assert printed == [
+        ["whole", str(stem + body + top + 330)],
+        ["stage1", str(stem + 90)],
+        ["stage2", str(stem + body + 170)],
+    ]
