@@ -22,7 +22,7 @@ def test_commands_run_as_written(tmp_path, monkeypatch, capsys):
     (block,) = blocks("sh")
     first, composed, listed = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
     assert main(shortened(first, SHORT)) == 0
-    assert "(stage 2 of 2)" in capsys.readouterr().err
+    assert "(stage 2 of 2)" in capsys.readouterr().out
     assert main(shortened(composed, SHORT)) == 0
     capsys.readouterr()
     assert main(listed) == 0
