@@ -3,6 +3,7 @@
 from fedquilt.data.federated import FederatedData, Pool, Scale
 from fedquilt.data.generated import generated
 from fedquilt.data.huggingface import hub
+from fedquilt.data.masks import masks
 from fedquilt.data.partition import (
     PARTITIONS,
     Dirichlet,
@@ -40,6 +41,7 @@ __all__ = [
     "generated",
     "hub",
     "images",
+    "masks",
     "npz",
     "source",
     "text",

@@ -26,6 +26,7 @@ Normalise = Literal["auto", "channel", "none"]
 _ONE = "one array or tensor of all samples is wanted"
 _VALIDATION_SITE = 17  # Names the random numbers that choose validation samples.
 _CHUNK = 1024  # samples that are real numbers at once while statistics are measured
+_CHUNK_VALUES = 2**24  # Values that are real numbers at once at most, for large images and volumes.
 _log = logging.getLogger(__name__)
 
 
@@ -41,9 +42,21 @@ class Scale:
 
     @staticmethod
     def of(
-        inputs: Tensor, normalise: Normalise = "auto", mean: Sequence[float] = (), std: Sequence[float] = ()
+        inputs: Tensor,
+        normalise: Normalise = "auto",
+        mean: Sequence[float] = (),
+        std: Sequence[float] = (),
+        counted: Tensor | None = None,
     ) -> Scale | None:
-        """By the numbers given (bytes count as 0 to 1), or by those of the inputs; None: seen as they are stored."""
+        """By the numbers given (bytes count as 0 to 1), or by those of the inputs; None: seen as they are stored.
+
+        Args:
+            inputs: (sample, channel, …) Stored samples.
+            normalise: The way asked for: docs/data.md has a table.
+            mean: Mean of each channel. Empty: measured.
+            std: Standard deviation of each channel, together with `mean`.
+            counted: (sample, …) False at positions that are not measured, because they are padding. None: all are.
+        """
         unit = 255.0 if inputs.dtype == torch.uint8 else 1.0
         if bool(mean) != bool(std):
             raise ConfigError("mean and std go together; only one of them was given.")
@@ -57,7 +70,7 @@ class Scale:
         if mean:
             centre, spread = unit * torch.tensor(mean), unit * torch.tensor(std)
         else:
-            centre, spread = _moments(inputs)
+            centre, spread = _moments(inputs, counted)
         if not bool((spread > 0).all()):
             raise ConfigError(f"std = {tuple(std)} was asked for; every one must be above 0.")
         shape = (-1, *[1] * (inputs.dim() - 2)) if inputs.dim() > 1 else (1,)
@@ -70,15 +83,23 @@ class Scale:
         return Scale(self.mean.to(device, dtype), self.std.to(device, dtype))
 
 
-def _moments(inputs: Tensor) -> tuple[Tensor, Tensor]:
-    """Mean and standard deviation of every channel; a channel that never changes keeps its unit."""
+def _moments(inputs: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Tensor]:
+    """Mean and standard deviation of every channel; a channel that never changes keeps its unit.
+
+    Args:
+        inputs: (sample, channel, …)
+        counted: (sample, …) False at positions that are left out. None: none is.
+    """
     total, square = torch.zeros(2, inputs.shape[1] if inputs.dim() > 1 else 1, dtype=torch.float64)
-    for start in range(0, len(inputs), _CHUNK):
-        chunk = inputs[start : start + _CHUNK]
+    step = max(1, min(_CHUNK, _CHUNK_VALUES // max(1, inputs[0].numel())))
+    for start in range(0, len(inputs), step):
+        chunk = inputs[start : start + step]
         values = chunk.double().reshape(len(chunk), len(total), -1)
+        if counted is not None:
+            values = values * counted[start : start + step].reshape(len(chunk), 1, -1)
         total += values.sum((0, 2))
         square += values.square().sum((0, 2))
-    count = inputs.numel() / len(total)
+    count = inputs.numel() / len(total) if counted is None else max(1, int(counted.sum()))
     mean = total / count
     std = (square / count - mean.square()).clamp(min=0).sqrt()
     return mean, torch.where(std > 0, std, 1.0)
@@ -169,6 +190,11 @@ class Pool:
     def has_classes(self) -> bool:
         """Return True if targets are classes, so that samples can be dealt, counted and masked by class."""
         return self.num_classes > 0
+
+    @property
+    def has_masks(self) -> bool:
+        """Return True if targets are masks: a class for every pixel or voxel of an image or a volume."""
+        return self.has_classes and self.targets.dim() > 2 and self.targets.shape[1:] == self.inputs.shape[2:]
 
     @property
     def num_outputs(self) -> int:
@@ -280,6 +306,8 @@ class Pool:
         return f"{self.name}: {', '.join(parts)}"
 
     def _targets_told(self) -> str:
+        if self.has_masks:
+            return f"masks with {self.num_classes} classes"
         if self.has_classes:
             return f"{self.num_classes} classes"
         if self.targets.dtype == torch.bool:
@@ -536,6 +564,8 @@ def _num_classes(name: str, targets: Tensor, test_targets: Tensor, announced: in
             )
         return 0
     top = int(max(targets.max(), test_targets.max()))
+    if top < 0:
+        raise DataError(f"{name}: no target counts, because all are {IGNORED}. Give at least one class from 0 on.")
     if 0 < announced <= top:
         raise DataError(f"{name}: there is a target {top}; {announced} classes were announced.")
     return announced or top + 1

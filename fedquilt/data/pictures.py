@@ -39,9 +39,9 @@ def images(
     sets = [_files(folder, domains) for folder in folders if folder.is_dir()]
     classes = sorted({file.parent.name for files in sets for file in files})
     homes = sorted({file.parent.parent.name for files in sets for file in files}) if domains else []
-    with _open(sets[0][0]) as first:
+    with open_image(sets[0][0]) as first:
         shape = (size, size) if size else (first.height, first.width)
-    inputs = [stacked(map(_open, files), list(map(str, files)), shape, grey, bool(size)) for files in sets]
+    inputs = [stacked(map(open_image, files), list(map(str, files)), shape, grey, bool(size)) for files in sets]
     targets = [np.array([classes.index(file.parent.name) for file in files]) for files in sets]
     places = [np.array([homes.index(file.parent.parent.name) for file in files]) for files in sets] if domains else []
     return Pool.of(
@@ -87,7 +87,13 @@ def _files(folder: Path, domains: bool) -> list[Path]:
     return files
 
 
-def _open(file: Path) -> Image:
+def open_image(file: Path) -> Image:
+    """Read an image, and refuse a file that is none.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+        DataError: The file cannot be read, or has so many pixels that Pillow refuses it.
+    """
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -95,6 +101,6 @@ def _open(file: Path) -> Image:
     try:
         image = Image.open(file)
         image.load()  # a file that breaks off says so only now
-    except (UnidentifiedImageError, OSError) as error:
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{file} cannot be read as an image: {error}.") from error
     return image

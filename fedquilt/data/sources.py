@@ -14,13 +14,21 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import File
-from fedquilt.data.federated import Normalise, Pool, Scale, coded, fifth
+from fedquilt.data import padding
+from fedquilt.data.federated import Pool, Scale, coded, fifth
 from fedquilt.data.generated import generated
 from fedquilt.data.huggingface import hub
+from fedquilt.data.masks import is_mask_folder, masks
+from fedquilt.data.padding import NormaliseEach
 from fedquilt.data.pictures import images
 from fedquilt.data.words import text
 from fedquilt.errors import DataError
 from fedquilt.names import known
+
+Channels = Literal["auto", "first", "last", "none"]
+Layout = Literal["first", "last", "none"]
+
+_OF_SAMPLES = ("x", "y", "client", "domain", "shapes")  # Arrays of a file with a row for every sample.
 
 
 def digits(public: float = 0.0) -> Pool:
@@ -68,42 +76,70 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 def npz(
     path: File,  # The file.
-    normalise: Normalise = "auto",  # How bytes become what a model sees: docs/data.md has a table.
+    normalise: NormaliseEach = "auto",  # How stored values become what a model sees: docs/data.md has a table.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalise.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
-    channels: Literal["auto", "first", "last"] = "auto",  # Where files have channels.
+    channels: Channels = "auto",  # Where files have channels.
+    multiple_of: int = 1,  # Pad sides of samples with masks up to a multiple of this number. 1: as they are.
     domains: tuple[str, ...] = (),  # Names of the domains to keep, numbered in this order. Empty: all.
     public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
 ) -> Pool:
-    """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …"""
-    arrays = _arrays(path)
+    """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …
+
+    Without a test part they may be `x` and `y`. Targets in the shape of images or volumes are masks, which may have
+    `shapes_train` (or `shapes`), the true shapes of padded samples.
+    """
+    arrays = _in_parts(_arrays(path))
     if missing := [key for key in ("x_train", "y_train") if key not in arrays]:
         raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has one of x_test and y_test; both are needed, or none.")
     tested = "x_test" in arrays
-    x, tx = (_images(arrays[key], channels) if key in arrays else None for key in ("x_train", "x_test"))
-    assert x is not None
-    y, ty, classes = _named(arrays, "y_train", "y_test")
+    parts = ("train", "test") if tested else ("train",)
+    layout = _layout(arrays["x_train"], channels, arrays["y_train"])
+    inputs = [_images(arrays[f"x_{part}"], channels, layout) for part in parts]
+    public_inputs = _images(arrays["public"], channels, layout) if "public" in arrays else None
+    train_targets, test_targets, classes = _named(arrays, "y_train", "y_test")
+    assert train_targets is not None
+    targets = [train_targets] if test_targets is None else [train_targets, test_targets]
+
+    marked = padding.are_masks(inputs[0], targets[0])
+    sizes = [arrays.get(f"shapes_{part}") for part in parts]
+    if marked:
+        inputs, targets, public_inputs = padding.padded(
+            inputs, targets, sizes, public_inputs, multiple_of, normalise == "sample", Path(path).stem
+        )
+    elif multiple_of != 1 or any(size is not None for size in sizes):
+        raise DataError(
+            f"multiple_of or true shapes were asked for with {path}; they need masks, one whole number for every pixel "
+            f"or voxel. It has inputs of shape {arrays['x_train'].shape} and targets of shape "
+            f"{arrays['y_train'].shape} and type {arrays['y_train'].dtype}."
+        )
+    elif normalise == "sample":
+        inputs = [padding.each_standardised(values) for values in inputs]
+        public_inputs = None if public_inputs is None else padding.each_standardised(public_inputs)
+
     own, test_own, _ = _named(arrays, "client_train", "client_test", renumber=True)
     home, test_home, places = _named(arrays, "domain_train", "domain_test")
-    assert y is not None
     pool = Pool.of(
-        (x, y),
-        (tx, ty) if tx is not None and ty is not None else None,
+        (inputs[0], targets[0]),
+        (inputs[1], targets[1]) if tested else None,
         clients=own,
         test_clients=test_own if tested else None,
         domains=home,
         test_domains=test_home if tested else None,
-        public=_images(arrays["public"], channels) if "public" in arrays else None,
+        public=public_inputs,
         name=Path(path).stem,
         class_names=_strings(arrays, "classes") or classes,
         domain_names=_strings(arrays, "domains") or places,
     )
     if domains:
         pool = pool.with_domains(domains)
-    seen = pool.inputs if domains else torch.as_tensor(x)
-    return replace(pool, scale=Scale.of(seen, normalise, mean, std)).with_public(public)
+    if marked or normalise == "sample":
+        scale = padding.scale_of_counted(pool, normalise, mean, std)
+    else:
+        scale = Scale.of(pool.inputs if domains else torch.as_tensor(inputs[0]), normalise, mean, std)
+    return replace(pool, scale=scale).with_public(public)
 
 
 DATA: dict[str, Callable[..., Pool]] = {
@@ -113,6 +149,7 @@ DATA: dict[str, Callable[..., Pool]] = {
     "generated": generated,
     "npz": npz,
     "images": images,
+    "masks": masks,
     "text": text,
     "hub": hub,
 }
@@ -128,7 +165,7 @@ def source(spec: str) -> Callable[..., Pool]:
     if not path.exists():
         raise DataError(f"the data {spec!r} was asked for; there is no such file or folder in {Path.cwd()}.")
     if path.is_dir():
-        return partial(images, spec)
+        return partial(masks if is_mask_folder(path) else images, spec)
     if path.suffix == ".npz":
         return partial(text if "text" in _keys(spec) else npz, spec)
     if path.suffix in (".txt", ".json"):
@@ -156,14 +193,47 @@ def _arrays(path: str) -> dict[str, np.ndarray]:
         raise DataError(f"{path} cannot be read as an .npz file: {error}.") from error
 
 
-def _images(array: np.ndarray, channels: Literal["auto", "first", "last"]) -> np.ndarray:
-    """(sample, channel, …) from what files have: bytes without channels, or with the channels last."""
+def _in_parts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
+    """Return arrays under the names of a training part, where a file with `x` and `y` has no parts."""
+    if any(name.endswith("_train") for name in arrays) or not {"x", "y"} <= arrays.keys():
+        return arrays
+    return {f"{name}_train" if name in _OF_SAMPLES else name: array for name, array in arrays.items()}
+
+
+def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = None) -> Layout:
+    """Return where inputs have their channels: by what was asked for, by masks, or by the shape.
+
+    Args:
+        array: (sample, …)
+        channels: Place that was asked for. "auto": it is found.
+        targets: (sample, …) Targets of the inputs. Masks have the size of an input without its channels. None: unknown.
+    """
     if array.dtype == np.uint8 and array.ndim == 3:
+        return "none"
+    if channels != "auto":
+        return channels
+    if targets is not None and targets.dtype.kind in "bui" and targets.ndim >= 3:
+        size, fits = targets.shape[1:], (array.shape[1:-1], array.shape[2:])
+        if array.shape[1:] == size:
+            return "none"
+        if size in fits and fits[0] != fits[1]:
+            return "last" if size == fits[0] else "first"
+    is_last = array.ndim >= 4 and array.shape[-1] in (1, 3, 4) and array.shape[1] not in (1, 3, 4)
+    return "last" if is_last else "first"
+
+
+def _images(array: np.ndarray, channels: Channels, layout: Layout) -> np.ndarray:
+    """Return inputs with their channels second: (sample, channel, …).
+
+    Args:
+        array: (sample, …)
+        channels: Place of the channels that was asked for.
+        layout: Place of the channels in training samples. Others without channels have as many dimensions.
+    """
+    found = layout if layout == "none" else _layout(array, channels)
+    if found == "none":
         return array[:, None]
-    last = array.ndim >= 4 and array.shape[-1] in (1, 3, 4) and array.shape[1] not in (1, 3, 4)
-    if channels == "last" or (channels == "auto" and last):
-        return np.ascontiguousarray(np.moveaxis(array, -1, 1))
-    return array
+    return np.ascontiguousarray(np.moveaxis(array, -1, 1)) if found == "last" else array
 
 
 def _named(

@@ -1,0 +1,112 @@
+"""Volumes in NIfTI files, `.nii` and `.nii.gz`, read by nibabel (extra: fedquilt[medical])."""
+
+from __future__ import annotations
+
+import gzip
+import math
+import struct
+import zlib
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from fedquilt.errors import ConfigError, DataError
+
+if TYPE_CHECKING:
+    from nibabel.nifti1 import Nifti1Image
+
+SUFFIXES = (".nii", ".nii.gz")
+MAX_BYTES = 2**31  # Size of one file after it is decompressed: 512 × 512 × 2,048 values of four bytes.
+
+
+@dataclass(frozen=True)
+class Volume:
+    """Values of a NIfTI file and the directions of its axes."""
+
+    values: np.ndarray  # (channel, depth, height, width) in the order of the file's axes
+    orientation: str  # Directions in which the three axes run, such as "RAS" or "LPS"
+
+
+def read_volume(file: Path, canonical: bool = False) -> Volume:
+    """Read a volume, with its intensities scaled as the header says.
+
+    The file is decompressed up to `MAX_BYTES`, and its size is compared with its header before
+    values are read, so that a broken header cannot ask for memory.
+
+    Args:
+        file: A file that ends in .nii or .nii.gz.
+        canonical: Flip and swap axes so that they run to the right, to the front and up (RAS).
+            False reads the array as it is stored.
+
+    Raises:
+        ConfigError: nibabel is not installed.
+        DataError: The file is not a volume that can be read.
+    """
+    image = _parsed(file, _content(file))
+    try:
+        from nibabel.funcs import as_closest_canonical
+        from nibabel.orientations import aff2axcodes
+
+        if canonical:
+            image = as_closest_canonical(image)
+        values = np.asarray(image.dataobj)
+        axes = aff2axcodes(image.affine)
+    except (OSError, ValueError, ArithmeticError, np.linalg.LinAlgError) as error:
+        raise DataError(f"{file} cannot be read as a NIfTI volume: {error}.") from error
+
+    if values.dtype.kind not in "uif":
+        raise DataError(f"{file} has values of {values.dtype}; whole and real numbers can be read.")
+    if not np.isfinite(values).all():
+        count = int((~np.isfinite(values)).sum())
+        raise DataError(f"{file} has {count:,} values that are not finite (NaN or infinite). Replace them in the file.")
+    if values.ndim == 3:
+        values = values[..., None]
+    return Volume(np.moveaxis(values, -1, 0), "".join(axis or "?" for axis in axes))
+
+
+def _content(file: Path) -> bytes:
+    """Return the decompressed bytes of a file."""
+    opened = gzip.open if file.name.lower().endswith(".gz") else open
+    try:
+        with opened(file, "rb") as stream:
+            content = stream.read(MAX_BYTES + 1)
+    except (OSError, EOFError, zlib.error) as error:
+        raise DataError(f"{file} cannot be read as a NIfTI volume: {error}.") from error
+    if len(content) > MAX_BYTES:
+        raise DataError(f"{file} has more than {MAX_BYTES / 2**30:g} GiB; volumes of at most that size are read.")
+    return bytes(content)
+
+
+def _parsed(file: Path, content: bytes) -> Nifti1Image:
+    """Return the image of a file's bytes, after its header was compared with their number."""
+    try:
+        from nibabel.nifti1 import Nifti1Image
+        from nibabel.nifti2 import Nifti2Image
+        from nibabel.spatialimages import HeaderDataError
+    except ImportError as error:
+        raise ConfigError(
+            f"{file} was asked for; NIfTI volumes need nibabel, which is not installed: pip install "
+            "'fedquilt[medical]'."
+        ) from error
+    is_second = len(content) >= 4 and 540 in (*struct.unpack("<i", content[:4]), *struct.unpack(">i", content[:4]))
+    kind = Nifti2Image if is_second else Nifti1Image
+    try:
+        image: Nifti1Image = kind.from_bytes(content)
+        shape = image.shape
+        item_size = image.get_data_dtype().itemsize
+    except (OSError, ValueError, ArithmeticError, KeyError, TypeError, struct.error, HeaderDataError) as error:
+        raise DataError(f"{file} cannot be read as a NIfTI volume: {error}.") from error
+
+    if len(shape) not in (3, 4) or min(shape) < 1:
+        raise DataError(
+            f"{file} has an array of shape {tuple(shape)}; (x, y, z) fits, or (x, y, z, channel), with at least one "
+            "value a side."
+        )
+    if math.prod(map(int, shape)) * item_size > len(content):
+        raise DataError(
+            f"{file} cannot be read as a NIfTI volume: its header says {tuple(shape)} values of {item_size} bytes, and "
+            f"the file has {len(content):,} bytes. It may be cut short."
+        )
+    return image
