@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import gzip
 import math
-import struct
 import zlib
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -13,11 +14,13 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from fedquilt.errors import ConfigError, DataError
+from fedquilt.names import said
 
 if TYPE_CHECKING:
     from nibabel.nifti1 import Nifti1Image
 
 SUFFIXES = (".nii", ".nii.gz")
+NIFTI2_HEADER = 540  # Bytes of the header of a NIfTI-2 file, which is its first number.
 MAX_BYTES = 2**31  # Size of one file after it is decompressed: 512 × 512 × 2,048 values of four bytes.
 
 
@@ -45,7 +48,7 @@ def read_volume(file: Path, canonical: bool = False) -> Volume:
         DataError: The file is not a volume that can be read.
     """
     image = _parsed(file, _content(file))
-    try:
+    with _refused(file):
         from nibabel.funcs import as_closest_canonical
         from nibabel.orientations import aff2axcodes
 
@@ -53,8 +56,6 @@ def read_volume(file: Path, canonical: bool = False) -> Volume:
             image = as_closest_canonical(image)
         values = np.asarray(image.dataobj)
         axes = aff2axcodes(image.affine)
-    except (OSError, ValueError, ArithmeticError, np.linalg.LinAlgError) as error:
-        raise DataError(f"{file} cannot be read as a NIfTI volume: {error}.") from error
 
     if values.dtype.kind not in "uif":
         raise DataError(f"{file} has values of {values.dtype}; whole and real numbers can be read.")
@@ -84,29 +85,39 @@ def _parsed(file: Path, content: bytes) -> Nifti1Image:
     try:
         from nibabel.nifti1 import Nifti1Image
         from nibabel.nifti2 import Nifti2Image
-        from nibabel.spatialimages import HeaderDataError
     except ImportError as error:
         raise ConfigError(
             f"{file} was asked for; NIfTI volumes need nibabel, which is not installed: pip install "
             "'fedquilt[medical]'."
         ) from error
-    is_second = len(content) >= 4 and 540 in (*struct.unpack("<i", content[:4]), *struct.unpack(">i", content[:4]))
-    kind = Nifti2Image if is_second else Nifti1Image
-    try:
-        image: Nifti1Image = kind.from_bytes(content)
-        shape = image.shape
-        item_size = image.get_data_dtype().itemsize
-    except (OSError, ValueError, ArithmeticError, KeyError, TypeError, struct.error, HeaderDataError) as error:
-        raise DataError(f"{file} cannot be read as a NIfTI volume: {error}.") from error
+    header_size = content[:4]
+    is_second = NIFTI2_HEADER in (int.from_bytes(header_size, "little"), int.from_bytes(header_size, "big"))
+    with _refused(file):
+        image: Nifti1Image = (Nifti2Image if is_second else Nifti1Image).from_bytes(content)
+        shape = tuple(map(int, image.shape))
+        item_size = int(image.get_data_dtype().itemsize)
 
     if len(shape) not in (3, 4) or min(shape) < 1:
         raise DataError(
-            f"{file} has an array of shape {tuple(shape)}; (x, y, z) fits, or (x, y, z, channel), with at least one "
+            f"{file} has an array of shape {shape}; (x, y, z) fits, or (x, y, z, channel), with at least one "
             "value a side."
         )
-    if math.prod(map(int, shape)) * item_size > len(content):
+    if math.prod(shape) * item_size > len(content):
         raise DataError(
-            f"{file} cannot be read as a NIfTI volume: its header says {tuple(shape)} values of {item_size} bytes, and "
+            f"{file} cannot be read as a NIfTI volume: its header says {shape} values of {item_size} bytes, and "
             f"the file has {len(content):,} bytes. It may be cut short."
         )
     return image
+
+
+@contextmanager
+def _refused(file: Path) -> Iterator[None]:
+    """Raise whatever goes wrong inside as a `DataError` that names the file.
+
+    For broken headers nibabel raises errors of many classes that have no base in common.
+    """
+    try:
+        with np.errstate(all="ignore"):  # Values that are not finite are refused below.
+            yield
+    except Exception as error:
+        raise DataError(f"{file} cannot be read as a NIfTI volume: {said(error)}") from error

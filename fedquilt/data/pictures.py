@@ -99,8 +99,8 @@ def open_image(file: Path) -> Image:
     except ImportError as error:
         raise ConfigError("images need Pillow, which is not installed: pip install 'fedquilt[images]'.") from error
     try:
-        image = Image.open(file)
-        image.load()  # a file that breaks off says so only now
+        with Image.open(file) as image:  # which closes the file and keeps the pixels
+            image.load()  # a file that breaks off says so only now
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
         raise DataError(f"{file} cannot be read as an image: {error}.") from error
     return image

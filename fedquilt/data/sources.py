@@ -96,9 +96,12 @@ def npz(
         raise DataError(f"{path} has one of x_test and y_test; both are needed, or none.")
     tested = "x_test" in arrays
     parts = ("train", "test") if tested else ("train",)
-    layout = _layout(arrays["x_train"], channels, arrays["y_train"])
-    inputs = [_images(arrays[f"x_{part}"], channels, layout) for part in parts]
-    public_inputs = _images(arrays["public"], channels, layout) if "public" in arrays else None
+    layouts = [_layout(arrays[f"x_{part}"], channels, arrays[f"y_{part}"]) for part in parts]
+    inputs = [_images(arrays[f"x_{part}"], layout) for part, layout in zip(parts, layouts, strict=True)]
+    public_inputs = None
+    if "public" in arrays:
+        layout = _public_layout(arrays["public"], channels, arrays["x_train"], layouts[0])
+        public_inputs = _images(arrays["public"], layout)
     train_targets, test_targets, classes = _named(arrays, "y_train", "y_test")
     assert train_targets is not None
     targets = [train_targets] if test_targets is None else [train_targets, test_targets]
@@ -222,18 +225,17 @@ def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = 
     return "last" if is_last else "first"
 
 
-def _images(array: np.ndarray, channels: Channels, layout: Layout) -> np.ndarray:
-    """Return inputs with their channels second: (sample, channel, …).
+def _public_layout(array: np.ndarray, channels: Channels, train: np.ndarray, layout: Layout) -> Layout:
+    """Return where public inputs have their channels: as training inputs do if they are alike, else by their shape."""
+    is_alike = array.shape[1:] == train.shape[1:] or (layout == "none" and array.ndim == train.ndim)
+    return layout if is_alike else _layout(array, channels)
 
-    Args:
-        array: (sample, …)
-        channels: Place of the channels that was asked for.
-        layout: Place of the channels in training samples. Others without channels have as many dimensions.
-    """
-    found = layout if layout == "none" else _layout(array, channels)
-    if found == "none":
+
+def _images(array: np.ndarray, layout: Layout) -> np.ndarray:
+    """Return inputs with their channels second: (sample, channel, …)."""
+    if layout == "none":
         return array[:, None]
-    return np.ascontiguousarray(np.moveaxis(array, -1, 1)) if found == "last" else array
+    return np.ascontiguousarray(np.moveaxis(array, -1, 1)) if layout == "last" else array
 
 
 def _named(
