@@ -8,10 +8,12 @@ from dataclasses import fields
 from inspect import signature
 from pathlib import Path
 
+import numpy as np
 import pytest
+from PIL import Image
 
 from fedquilt.cli import main
-from fedquilt.data import DATA, PARTITIONS, text
+from fedquilt.data import DATA, PARTITIONS, masks, text
 from fedquilt.data.prepare import DATA_SETS, syn
 from fedquilt.data.sources import npz
 from tests.conftest import shortened
@@ -41,7 +43,7 @@ def test_the_lines_on_validation_samples_evaluate_on_them():
 def test_commands_on_bundled_data_run_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")]
-    ready = [line for line in lines if not re.search(r"hub:|\.npz |prepare (?!syn)", line)]
+    ready = [line for line in lines if not re.search(r"hub:|\.npz |--data scans |prepare (?!syn)", line)]
     assert len(ready) >= 4
     for line in ready:
         words = shlex.split(line, comments=True)[1:]
@@ -50,6 +52,19 @@ def test_commands_on_bundled_data_run_as_written(tmp_path, monkeypatch, capsys):
     assert (tmp_path / "deal.svg").exists()
     assert (tmp_path / "syn.npz").exists()
     assert "▅" in capsys.readouterr().out
+
+
+def test_the_command_on_a_folder_of_masks_runs_as_written(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for place in range(6):
+        mask = np.zeros((20, 18), np.uint8)
+        mask[place : place + 9, 4:12] = 255
+        for kind, values in (("images", mask // 2), ("masks", mask)):
+            (tmp_path / "scans" / kind).mkdir(parents=True, exist_ok=True)
+            Image.fromarray(values).save(tmp_path / "scans" / kind / f"{place}.png")
+    (line,) = (line for block in blocks("sh") for line in block.splitlines() if "--data scans " in line)
+    short = ["--rounds", "1", "--cohort", "1", "--set", "model.width=8"]
+    assert main(shortened(shlex.split(line)[1:], short)) == 0
 
 
 def test_the_drawing_is_the_one_the_command_gives(capsys):
@@ -70,7 +85,10 @@ def test_the_tables_name_what_there_is():
     section = PAGE.split("### Text")[1].split("### ")[0]
     options = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert options == [name for name in signature(text).parameters if name != "path"]
-    assert {"normalise", "mean", "std", "channels", "public"} <= set(signature(npz).parameters)
+    assert {"normalise", "mean", "std", "channels", "public", "multiple_of"} <= set(signature(npz).parameters)
+    rows = PAGE.split("| option of `masks` |")[1].split("\n\n")[0]
+    listed = [name for row in rows.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    assert listed == [name for name in signature(masks).parameters if name != "path"]
 
 
 def test_the_tables_of_prepared_data_are_those_of_the_code():
