@@ -91,7 +91,7 @@ def _moments(inputs: Tensor, counted: Tensor | None = None) -> tuple[Tensor, Ten
         counted: (sample, …) False at positions that are left out. None: none is.
     """
     total, square = torch.zeros(2, inputs.shape[1] if inputs.dim() > 1 else 1, dtype=torch.float64)
-    step = max(1, min(_CHUNK, _CHUNK_VALUES // max(1, inputs[0].numel())))
+    step = max(1, min(_CHUNK, _CHUNK_VALUES // max(1, inputs[:1].numel())))
     for start in range(0, len(inputs), step):
         chunk = inputs[start : start + step]
         values = chunk.double().reshape(len(chunk), len(total), -1)

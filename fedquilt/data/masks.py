@@ -1,6 +1,7 @@
 """Folders of images with a mask each, which has the class of every pixel or voxel.
 
-Pictures are read by Pillow (extra: fedquilt[images]), NIfTI volumes by nibabel (extra: fedquilt[medical]).
+Pictures are read by Pillow (extra: fedquilt[images]), NIfTI volumes by nibabel (extra:
+fedquilt[medical]).
 """
 
 from __future__ import annotations
@@ -8,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -19,9 +21,14 @@ from fedquilt.data.padding import NormaliseEach, told
 from fedquilt.data.pictures import SUFFIXES, open_image
 from fedquilt.errors import ConfigError, DataError
 
-LAYOUTS = (("images", "masks"), ("imagesTr", "labelsTr"))  # The second is the Medical Segmentation Decathlon's.
-LOSSY = (".jpeg", ".jpg")  # They change values, so that a mask would have classes that nobody marked.
+# Folders of images and masks. The second layout is the Medical Segmentation Decathlon's.
+LAYOUTS = (("images", "masks"), ("imagesTr", "labelsTr"))
+LOSSY = (".jpeg", ".jpg")  # They change values, so that a mask would have other classes.
+MASK_MODES = ("1", "L", "P", "I", "I;16")  # Pillow's modes with one number a pixel.
+DEEP_MODES = ("I", "I;16", "F")  # Pillow's modes with more than 8 bits a pixel.
 TOP_LABEL = 254  # Largest class in a file. 255 is usually white, or marks what does not count.
+
+Files = tuple[Path, Path]  # An image and its mask.
 
 
 @dataclass(frozen=True)
@@ -38,54 +45,56 @@ Reader = Callable[[Path, Path], Pair]
 
 def masks(
     path: File,  # The folder.
-    size: int = 0,  # Pixels a side to which pictures and masks are resized. 0: they keep their size.
+    size: int = 0,  # Pixels a side to which pictures are resized. 0: they keep their size.
     grey: bool = False,  # Read pictures with one channel.
-    labels: tuple[int, ...] = (),  # Values in masks, in the order of their classes. Empty: values are the classes.
-    ignored: int | None = None,  # Value in masks that counts neither in the loss nor in metrics. None: there is none.
+    labels: tuple[int, ...] = (),  # Values in masks, in the order of classes. Empty: classes.
+    ignored: int | None = None,  # Value in masks that does not count. None: there is none.
     domains: bool = False,  # Images and masks are in folders named after domains.
-    canonical: bool = False,  # Bring the axes of NIfTI volumes into the order RAS. False: as they are stored.
-    multiple_of: int = 1,  # Pad sides up to a multiple of this number, 16 for a U-Net of depth 4. 1: as far as needed.
-    normalise: NormaliseEach = "auto",  # How stored values become what a model sees: docs/data.md has a table.
+    canonical: bool = False,  # Turn NIfTI volumes so that their axes are RAS. False: as stored.
+    multiple_of: int = 1,  # Pad sides to a multiple, 16 for a U-Net of depth 4. 1: no effect.
+    normalise: NormaliseEach = "auto",  # How stored values are scaled: docs/data.md has a table.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalise.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
 ) -> Pool:
-    """A folder of images and a folder of masks: images/a.png and masks/a.png, or volumes in .nii.gz.
+    """Images or volumes with masks in a folder: images/a.png and masks/a.png, or a.nii.gz in both.
 
-    With a test part the folders are train/images, train/masks, test/images and test/masks. Without it a fifth is held
-    out. Samples of different sizes are padded with zeros at the end, where masks are −100.
+    With a test part the folders are train/images, train/masks, test/images and test/masks. Without
+    it a fifth is held out. Samples of different sizes are padded with zeros at the end, where masks
+    are −100.
     """
     root = Path(path)
     _check_labels(labels, ignored)
-    files = [_paired(images, marked, domains) for images, marked in mask_folders(root)]
-    read, is_volume = _reader(files[0][0][0], size, grey, canonical)
-    pairs = [[_numbered(read(*names), labels, ignored, names[1]) for names in part] for part in files]
-    _check_alike([names for part in files for names in part], [pair for part in pairs for pair in part])
+    parts = [_paired(images, marked, domains) for images, marked in mask_folders(root)]
+    files = list(chain.from_iterable(parts))
+    read, is_volume = _reader(files[0][0], size, grey, canonical)
+    pairs = [_numbered(read(*names), labels, ignored, names[1]) for names in files]
+    _check_alike(files, pairs)
 
     if is_volume and normalise == "auto" and not mean:
         normalise = "sample"  # because intensities of scanners have no unit in common
-    sides = padding.common_sides([pair.mask.shape for part in pairs for pair in part], multiple_of, root.name)
-    arrays = [_stacked(part, sides, normalise == "sample") for part in pairs]
-    padding.check_foreground(root.name, [targets for _, targets in arrays])
+    sides = padding.common_sides([pair.mask.shape for pair in pairs], multiple_of, root.name)
+    count = len(parts[0])
+    train = _stacked(pairs[:count], sides, normalise == "sample")
+    test = _stacked(pairs[count:], sides, normalise == "sample") if len(parts) > 1 else None
+    padding.check_foreground(root.name, [train[1]] if test is None else [train[1], test[1]])
 
-    homes = [[images.parent.name for images, _ in part] for part in files]
+    homes = [image.parent.name for image, _ in files]
     pool = Pool.of(
-        arrays[0],
-        arrays[1] if len(arrays) > 1 else None,
-        domains=homes[0] if domains else None,
-        test_domains=homes[1] if domains and len(homes) > 1 else None,
+        train,
+        test,
+        domains=homes[:count] if domains else None,
+        test_domains=homes[count:] if domains and test is not None else None,
         name=root.name,
         num_classes=len(labels),
     )
-    return replace(pool, scale=padding.scale_of_counted(pool, normalise, mean, std)).with_public(public)
+    scale = padding.scale_of_counted(pool, normalise, mean, std)
+    return replace(pool, scale=scale).with_public(public)
 
 
 def is_mask_folder(root: Path) -> bool:
     """Return True if a folder has images beside masks, in its training part or in itself."""
-    places = (root, root / "train")
-    return any(
-        (place / images).is_dir() and (place / marked).is_dir() for place in places for images, marked in LAYOUTS
-    )
+    return any(_layout_in(place) is not None for place in (root, root / "train"))
 
 
 def mask_folders(root: Path) -> list[tuple[Path, Path]]:
@@ -95,40 +104,49 @@ def mask_folders(root: Path) -> list[tuple[Path, Path]]:
         DataError: There are none.
     """
     places = [root / "train", root / "test"] if (root / "train").is_dir() else [root]
-    found: list[tuple[Path, Path]] = []
-    for place in places:
-        pairs = [(place / images, place / marked) for images, marked in LAYOUTS]
-        complete = [(images, marked) for images, marked in pairs if images.is_dir() and marked.is_dir()]
-        if not complete and place.is_dir():
+    folders: list[tuple[Path, Path]] = []
+    for place in filter(Path.is_dir, places):
+        pair = _layout_in(place)
+        if pair is None:
             names = sorted(child.name for child in place.iterdir() if child.is_dir())
             raise DataError(
-                f"images with masks were asked for in {place}; it has these folders: {', '.join(names) or 'none'}. "
-                f"images/ and masks/ fit, or imagesTr/ and labelsTr/, also inside of train/ and test/."
+                f"images with masks were asked for in {place}; it has these folders: "
+                f"{', '.join(names) or 'none'}. images/ and masks/ fit, or imagesTr/ and "
+                "labelsTr/, also inside of train/ and test/."
             )
-        found += complete[:1]
-    return found
+        folders.append(pair)
+    return folders
 
 
-# --- files ------------------------------------------------------------------------------------------------------
+def _layout_in(place: Path) -> tuple[Path, Path] | None:
+    """Return the folders of images and of masks in a folder, or None if it does not have both."""
+    for images, marked in LAYOUTS:
+        if (place / images).is_dir() and (place / marked).is_dir():
+            return place / images, place / marked
+    return None
 
 
-def _paired(images: Path, marked: Path, domains: bool) -> list[tuple[Path, Path]]:
+# --- files ----------------------------------------------------------------------------------------
+
+
+def _paired(images: Path, marked: Path, domains: bool) -> list[Files]:
     """Return every image with its mask, in the order of their names."""
-    named_images, named_masks = _by_stem(images), _by_stem(marked)
-    endings = ", ".join((*SUFFIXES, *nifti.SUFFIXES))
+    named_images = _by_stem(images)
+    named_masks = _by_stem(marked)
     if not named_images:
+        endings = ", ".join((*SUFFIXES, *nifti.SUFFIXES))
         raise DataError(f"{images} has no images ({endings}) in it; {images}/one.png with {marked}/one.png would fit.")
     if missing := [file for stem, file in named_images.items() if stem not in named_masks]:
-        wanted = marked / missing[0].relative_to(images)
         raise DataError(
-            f"{len(missing)} of {len(named_images)} images in {images} have no mask, such as {missing[0].name}; "
-            f"{wanted} would fit. Names must be the same up to the ending."
+            f"{len(missing)} of {len(named_images)} images in {images} have no mask, such as "
+            f"{missing[0].name}; {marked / missing[0].relative_to(images)} would fit. Names must "
+            "be the same up to the ending."
         )
     if spare := [file for stem, file in named_masks.items() if stem not in named_images]:
-        wanted = images / spare[0].relative_to(marked)
         raise DataError(
-            f"{len(spare)} of {len(named_masks)} masks in {marked} have no image, such as {spare[0].name}. Remove "
-            f"them, or add {wanted} and the others."
+            f"{len(spare)} of {len(named_masks)} masks in {marked} have no image, such as "
+            f"{spare[0].name}. Remove them, or add {images / spare[0].relative_to(marked)} and "
+            "the others."
         )
     for stem, file in named_images.items():
         if domains and "/" not in stem:
@@ -137,18 +155,18 @@ def _paired(images: Path, marked: Path, domains: bool) -> list[tuple[Path, Path]
 
 
 def _by_stem(folder: Path) -> dict[str, Path]:
-    """Return images and volumes in a folder by their names without ending; hidden files are left out."""
-    found: dict[str, Path] = {}
+    """Return images and volumes by their names without the ending, except for hidden files."""
+    by_stem: dict[str, Path] = {}
     for file in sorted(folder.rglob("*")):
         name = file.relative_to(folder).as_posix()
-        ending = next((end for end in (*nifti.SUFFIXES, *SUFFIXES) if name.lower().endswith(end)), "")
-        if not ending or file.name.startswith("."):
+        endings = [end for end in (*nifti.SUFFIXES, *SUFFIXES) if name.lower().endswith(end)]
+        if not endings or file.name.startswith("."):
             continue
-        stem = name[: -len(ending)]
-        if stem in found:
-            raise DataError(f"{found[stem]} and {file} have the same name up to the ending; remove one of them.")
-        found[stem] = file
-    return found
+        stem = name[: -len(endings[0])]
+        if stem in by_stem:
+            raise DataError(f"{by_stem[stem]} and {file} have the same name up to the ending; remove one of them.")
+        by_stem[stem] = file
+    return by_stem
 
 
 def _is_volume(file: Path) -> bool:
@@ -169,7 +187,7 @@ def _reader(first: Path, size: int, grey: bool, canonical: bool) -> tuple[Reader
 
 
 def _read_picture(image_file: Path, mask_file: Path, size: int, grey: bool) -> Pair:
-    """Read a picture and its mask; resized, the mask takes the nearest value."""
+    """Read a picture and its mask. A resized mask takes the nearest value."""
     for file in (image_file, mask_file):
         if _is_volume(file):
             raise DataError(f"{file} is a volume among pictures; a folder has one kind of files.")
@@ -177,26 +195,31 @@ def _read_picture(image_file: Path, mask_file: Path, size: int, grey: bool) -> P
         raise DataError(
             f"{mask_file} is a JPEG, which does not keep values exactly. Save masks as .png with one number a pixel."
         )
-    with open_image(image_file) as opened:
-        picture = opened.convert("L" if grey else "RGB")
-    from PIL.Image import Resampling
-
-    marked = open_image(mask_file)
-    if marked.mode not in ("1", "L", "P", "I", "I;16"):
+    opened = open_image(image_file)
+    if opened.mode in DEEP_MODES:
         raise DataError(
-            f"{mask_file} has colours (mode {marked.mode}); a mask has one number a pixel, its class. Pictures with a "
-            "palette, black and white, 8, 16 or 32 bits of grey fit."
+            f"{image_file} has more than 8 bits a channel (mode {opened.mode}), which would be cut "
+            "off. Volumes (.nii.gz) and arrays (.npz) keep all of them."
         )
-    if marked.size != picture.size:
+    picture = opened.convert("L" if grey else "RGB")
+    mask = open_image(mask_file)
+    if mask.mode not in MASK_MODES:
         raise DataError(
-            f"{mask_file} has {marked.height}×{marked.width} pixels and its image {image_file} "
+            f"{mask_file} has colours (mode {mask.mode}); a mask has one number a pixel, its "
+            "class. Pictures with a palette, black and white, 8, 16 or 32 bits of grey fit."
+        )
+    if mask.size != picture.size:
+        raise DataError(
+            f"{mask_file} has {mask.height}×{mask.width} pixels and its image {image_file} "
             f"{picture.height}×{picture.width}; they must be alike."
         )
     if size:
+        from PIL.Image import Resampling
+
         picture = picture.resize((size, size), Resampling.BILINEAR)
-        marked = marked.resize((size, size), Resampling.NEAREST)
+        mask = mask.resize((size, size), Resampling.NEAREST)
     pixels = np.asarray(picture).reshape(picture.height, picture.width, -1)
-    return Pair(np.moveaxis(pixels, -1, 0), np.asarray(marked).astype(np.int64))
+    return Pair(np.moveaxis(pixels, -1, 0), np.asarray(mask).astype(np.int64))
 
 
 def _read_volume(image_file: Path, mask_file: Path, canonical: bool) -> Pair:
@@ -204,31 +227,36 @@ def _read_volume(image_file: Path, mask_file: Path, canonical: bool) -> Pair:
     for file in (image_file, mask_file):
         if not _is_volume(file):
             raise DataError(f"{file} is a picture among volumes; a folder has one kind of files.")
-    volume, marked = (nifti.read_volume(file, canonical) for file in (image_file, mask_file))
+    volume = nifti.read_volume(image_file, canonical)
+    marked = nifti.read_volume(mask_file, canonical)
+    size = volume.values.shape[1:]
     if len(marked.values) > 1:
         raise DataError(f"{mask_file} has {len(marked.values)} channels; a mask has one number a voxel, its class.")
     mask = marked.values[0]
-    if mask.shape != volume.values.shape[1:]:
+    if mask.shape != size:
         raise DataError(
-            f"{mask_file} has {told(mask.shape)} voxels and its image {image_file} {told(volume.values.shape[1:])}; "
-            "they must be alike."
+            f"{mask_file} has {told(mask.shape)} voxels and its image {image_file} {told(size)}; they must be alike."
         )
     if marked.orientation != volume.orientation:
         raise DataError(
-            f"{mask_file} has axes in the order {marked.orientation} and its image {image_file} in the order "
-            f"{volume.orientation}. canonical = true brings all volumes into one."
+            f"{mask_file} has axes in the order {marked.orientation} and its image {image_file} "
+            f"in the order {volume.orientation}. canonical = true brings all volumes into one."
         )
-    with np.errstate(over="ignore"):
-        image = volume.values.astype(np.float32)
-    if not np.isfinite(image).all():
-        raise DataError(f"{image_file} has values of up to {np.abs(volume.values).max():.3g}, too large for float32.")
     if (mask != np.rint(mask)).any():
         value = mask[mask != np.rint(mask)].flat[0]
         raise DataError(f"{mask_file} has the value {value:g}; a mask has whole numbers, the classes of its voxels.")
-    return Pair(image, mask.astype(np.int64), volume.orientation)
+    return Pair(_as_float32(volume.values, image_file), mask.astype(np.int64), volume.orientation)
 
 
-# --- values -----------------------------------------------------------------------------------------------------
+def _as_float32(values: np.ndarray, file: Path) -> np.ndarray:
+    """Return intensities as float32, and refuse those that are too large for it."""
+    largest = float(np.abs(values.astype(np.float64)).max())
+    if largest > float(np.finfo(np.float32).max):
+        raise DataError(f"{file} has values of up to {largest:.3g}, too large for float32.")
+    return values.astype(np.float32)
+
+
+# --- values ---------------------------------------------------------------------------------------
 
 
 def _check_labels(labels: tuple[int, ...], ignored: int | None) -> None:
@@ -240,28 +268,32 @@ def _check_labels(labels: tuple[int, ...], ignored: int | None) -> None:
 
 
 def _numbered(pair: Pair, labels: tuple[int, ...], ignored: int | None, file: Path) -> Pair:
-    """Return the pair with classes in its mask, and −100 where the value to ignore was."""
+    """Return the pair with classes in its mask, and −100 where the ignored value was."""
     values = np.unique(pair.mask)
     kept = values[values != ignored]
-    wrong = kept[~np.isin(kept, labels)] if labels else kept[(kept > TOP_LABEL) | ((kept < 0) & (kept != IGNORED))]
-    if len(wrong):
-        shown = ", ".join(map(str, values[:8].tolist())) + (", …" if len(values) > 8 else "")
-        asked = f"labels = {list(labels)} were asked for" if labels else f"classes are numbered from 0 to {TOP_LABEL}"
-        raise DataError(
-            f"{file} has the values {shown}; {asked}. labels = [{shown}] would make them the classes 0, 1, … in this "
-            f"order, and ignored = {wrong[-1]} would leave {wrong[-1]} out of loss and metrics."
-        )
-    mask = pair.mask
     if labels:
-        order = np.argsort(labels)
-        found = np.searchsorted(labels, mask, sorter=order).clip(max=len(labels) - 1)
-        mask = order[found]
+        fits = np.isin(kept, labels)
+        asked = f"labels = {list(labels)} were asked for"
+    else:
+        fits = ((kept >= 0) & (kept <= TOP_LABEL)) | (kept == IGNORED)
+        asked = f"classes are numbered from 0 to {TOP_LABEL}"
+    if not fits.all():
+        shown = ", ".join(map(str, values[:8].tolist())) + (", …" if len(values) > 8 else "")
+        wrong = kept[~fits][-1]
+        raise DataError(
+            f"{file} has the values {shown}; {asked}. labels = [{shown}] would make them the "
+            f"classes 0, 1, … in this order, and ignored = {wrong} would leave {wrong} out of "
+            "loss and metrics."
+        )
+    mask = np.full_like(pair.mask, IGNORED) if labels else pair.mask.copy()
+    for number, value in enumerate(labels):
+        mask[pair.mask == value] = number
     if ignored is not None:
-        mask = np.where(pair.mask == ignored, IGNORED, mask)
+        mask[pair.mask == ignored] = IGNORED
     return replace(pair, mask=mask)
 
 
-def _check_alike(files: list[tuple[Path, Path]], pairs: list[Pair]) -> None:
+def _check_alike(files: list[Files], pairs: list[Pair]) -> None:
     """Refuse samples with another number of channels or another orientation than the first."""
     first = pairs[0]
     for (file, _), pair in zip(files, pairs, strict=True):
@@ -271,13 +303,19 @@ def _check_alike(files: list[tuple[Path, Path]], pairs: list[Pair]) -> None:
             )
         if pair.orientation != first.orientation:
             raise DataError(
-                f"{file} has axes in the order {pair.orientation} and {files[0][0]} in the order {first.orientation}. "
-                "canonical = true brings all volumes into one."
+                f"{file} has axes in the order {pair.orientation} and {files[0][0]} in the order "
+                f"{first.orientation}. canonical = true brings all volumes into one."
             )
 
 
-def _stacked(pairs: list[Pair], sides: tuple[int, ...], standardise: bool) -> tuple[np.ndarray, np.ndarray]:
+def _stacked(
+    pairs: list[Pair],
+    sides: tuple[int, ...],
+    standardise: bool,
+) -> tuple[np.ndarray, np.ndarray]:
     """Return inputs (sample, channel, *sides) and targets (sample, *sides)."""
-    images = [padding.standardised(pair.image) if standardise else pair.image for pair in pairs]
+    images = [pair.image for pair in pairs]
+    if standardise:
+        images = [padding.standardised(image) for image in images]
     inputs = padding.stacked(images, sides, 0, images[0].dtype)
     return inputs, padding.padded_masks([pair.mask for pair in pairs], sides)

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 SUFFIXES = (".nii", ".nii.gz")
 NIFTI2_HEADER = 540  # Bytes of the header of a NIfTI-2 file, which is its first number.
-MAX_BYTES = 2**31  # Size of one file after it is decompressed: 512 × 512 × 2,048 values of four bytes.
+MAX_BYTES = 2**31  # Decompressed size of a file: 512 × 512 × 2,048 values of four bytes.
 
 
 @dataclass(frozen=True)
@@ -87,11 +87,14 @@ def _parsed(file: Path, content: bytes) -> Nifti1Image:
         from nibabel.nifti2 import Nifti2Image
     except ImportError as error:
         raise ConfigError(
-            f"{file} was asked for; NIfTI volumes need nibabel, which is not installed: pip install "
-            "'fedquilt[medical]'."
+            f"{file} was asked for; NIfTI volumes need nibabel, which is not installed: "
+            "pip install 'fedquilt[medical]'."
         ) from error
     header_size = content[:4]
-    is_second = NIFTI2_HEADER in (int.from_bytes(header_size, "little"), int.from_bytes(header_size, "big"))
+    is_second = NIFTI2_HEADER in (
+        int.from_bytes(header_size, "little"),
+        int.from_bytes(header_size, "big"),
+    )
     with _refused(file):
         image: Nifti1Image = (Nifti2Image if is_second else Nifti1Image).from_bytes(content)
         shape = tuple(map(int, image.shape))
@@ -99,13 +102,13 @@ def _parsed(file: Path, content: bytes) -> Nifti1Image:
 
     if len(shape) not in (3, 4) or min(shape) < 1:
         raise DataError(
-            f"{file} has an array of shape {shape}; (x, y, z) fits, or (x, y, z, channel), with at least one "
-            "value a side."
+            f"{file} has an array of shape {shape}; (x, y, z) fits, or (x, y, z, channel), with at "
+            "least one value a side."
         )
     if math.prod(shape) * item_size > len(content):
         raise DataError(
-            f"{file} cannot be read as a NIfTI volume: its header says {shape} values of {item_size} bytes, and "
-            f"the file has {len(content):,} bytes. It may be cut short."
+            f"{file} cannot be read as a NIfTI volume: its header says {shape} values of "
+            f"{item_size} bytes, and the file has {len(content):,} bytes. It may be cut short."
         )
     return image
 

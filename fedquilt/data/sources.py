@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import zipfile
 from collections.abc import Callable, Mapping
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Literal
@@ -19,7 +19,7 @@ from fedquilt.data.federated import Pool, Scale, coded, fifth
 from fedquilt.data.generated import generated
 from fedquilt.data.huggingface import hub
 from fedquilt.data.masks import is_mask_folder, masks
-from fedquilt.data.padding import NormaliseEach
+from fedquilt.data.padding import NormaliseEach, Part
 from fedquilt.data.pictures import images
 from fedquilt.data.words import text
 from fedquilt.errors import DataError
@@ -76,72 +76,47 @@ def _digits() -> tuple[Tensor, Tensor]:
 
 def npz(
     path: File,  # The file.
-    normalise: NormaliseEach = "auto",  # How stored values become what a model sees: docs/data.md has a table.
+    normalise: NormaliseEach = "auto",  # How stored values are scaled: docs/data.md has a table.
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalise.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     channels: Channels = "auto",  # Where files have channels.
-    multiple_of: int = 1,  # Pad sides of samples with masks up to a multiple of this number. 1: as they are.
     domains: tuple[str, ...] = (),  # Names of the domains to keep, numbered in this order. Empty: all.
+    multiple_of: int = 1,  # Pad samples with masks to sides that are multiples of it. 1: no effect.
     public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
 ) -> Pool:
     """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …
 
-    Without a test part they may be `x` and `y`. Targets in the shape of images or volumes are masks, which may have
-    `shapes_train` (or `shapes`), the true shapes of padded samples.
+    Without a test part they may be `x` and `y`. Targets in the shape of images or volumes are
+    masks. `shapes_train` has the true shapes of samples that were padded.
     """
     arrays = _in_parts(_arrays(path))
     if missing := [key for key in ("x_train", "y_train") if key not in arrays]:
         raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has one of x_test and y_test; both are needed, or none.")
-    tested = "x_test" in arrays
-    parts = ("train", "test") if tested else ("train",)
-    layouts = [_layout(arrays[f"x_{part}"], channels, arrays[f"y_{part}"]) for part in parts]
-    inputs = [_images(arrays[f"x_{part}"], layout) for part, layout in zip(parts, layouts, strict=True)]
-    public_inputs = None
-    if "public" in arrays:
-        layout = _public_layout(arrays["public"], channels, arrays["x_train"], layouts[0])
-        public_inputs = _images(arrays["public"], layout)
-    train_targets, test_targets, classes = _named(arrays, "y_train", "y_test")
-    assert train_targets is not None
-    targets = [train_targets] if test_targets is None else [train_targets, test_targets]
-
-    marked = padding.are_masks(inputs[0], targets[0])
-    sizes = [arrays.get(f"shapes_{part}") for part in parts]
-    if marked:
-        inputs, targets, public_inputs = padding.padded(
-            inputs, targets, sizes, public_inputs, multiple_of, normalise == "sample", Path(path).stem
-        )
-    elif multiple_of != 1 or any(size is not None for size in sizes):
-        raise DataError(
-            f"multiple_of or true shapes were asked for with {path}; they need masks, one whole number for every pixel "
-            f"or voxel. It has inputs of shape {arrays['x_train'].shape} and targets of shape "
-            f"{arrays['y_train'].shape} and type {arrays['y_train'].dtype}."
-        )
-    elif normalise == "sample":
-        inputs = [padding.each_standardised(values) for values in inputs]
-        public_inputs = None if public_inputs is None else padding.each_standardised(public_inputs)
-
+    name = Path(path).stem
+    samples = _prepared(_Samples.of(arrays, channels), multiple_of, normalise == "sample", name)
+    train, *tests = samples.parts
     own, test_own, _ = _named(arrays, "client_train", "client_test", renumber=True)
     home, test_home, places = _named(arrays, "domain_train", "domain_test")
     pool = Pool.of(
-        (inputs[0], targets[0]),
-        (inputs[1], targets[1]) if tested else None,
+        (train.inputs, train.targets),
+        (tests[0].inputs, tests[0].targets) if tests else None,
         clients=own,
-        test_clients=test_own if tested else None,
+        test_clients=test_own if tests else None,
         domains=home,
-        test_domains=test_home if tested else None,
-        public=public_inputs,
-        name=Path(path).stem,
-        class_names=_strings(arrays, "classes") or classes,
+        test_domains=test_home if tests else None,
+        public=samples.public,
+        name=name,
+        class_names=_strings(arrays, "classes") or samples.classes,
         domain_names=_strings(arrays, "domains") or places,
     )
     if domains:
         pool = pool.with_domains(domains)
-    if marked or normalise == "sample":
+    if train.has_masks or normalise == "sample":
         scale = padding.scale_of_counted(pool, normalise, mean, std)
     else:
-        scale = Scale.of(pool.inputs if domains else torch.as_tensor(inputs[0]), normalise, mean, std)
+        scale = Scale.of(pool.inputs if domains else torch.as_tensor(train.inputs), normalise, mean, std)
     return replace(pool, scale=scale).with_public(public)
 
 
@@ -203,30 +178,102 @@ def _in_parts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     return {f"{name}_train" if name in _OF_SAMPLES else name: array for name, array in arrays.items()}
 
 
+@dataclass(frozen=True)
+class _Samples:
+    """Samples of a file, with their channels second."""
+
+    parts: tuple[Part, ...]  # The training part and, if there is one, the test part.
+    public: np.ndarray | None  # (sample, channel, …)
+    classes: tuple[str, ...]  # Names of classes, if targets are names.
+
+    @staticmethod
+    def of(arrays: Mapping[str, np.ndarray], channels: Channels) -> _Samples:
+        targets, test_targets, classes = _named(arrays, "y_train", "y_test")
+        assert targets is not None
+        layout = _layout(arrays["x_train"], channels, targets)
+        train = Part(_images(arrays["x_train"], layout), targets, arrays.get("shapes_train"))
+        parts: tuple[Part, ...] = (train,)
+        if test_targets is not None:
+            test_layout = _layout(arrays["x_test"], channels, test_targets)
+            test_inputs = _images(arrays["x_test"], test_layout)
+            parts = (train, Part(test_inputs, test_targets, arrays.get("shapes_test")))
+        public = None
+        if "public" in arrays:
+            public_layout = _public_layout(arrays["public"], channels, arrays["x_train"], layout)
+            public = _images(arrays["public"], public_layout)
+        return _Samples(parts, public, classes)
+
+
+def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str) -> _Samples:
+    """Return samples that are padded where they have masks, and standardised if that was asked for.
+
+    Args:
+        samples: Samples as the file has them.
+        multiple_of: Sides of samples with masks are padded to a multiple of this number.
+        standardise: Standardise every sample by itself.
+        name: Name of the data set for messages.
+
+    Raises:
+        DataError: Padding or true shapes were asked for, and there are no masks.
+    """
+    train, public = samples.parts[0], samples.public
+    if train.has_masks:
+        inputs = [part.inputs for part in samples.parts] + ([] if public is None else [public])
+        sides = padding.common_sides([array.shape[2:] for array in inputs], multiple_of, name)
+        parts = tuple(part.padded(sides, standardise, name) for part in samples.parts)
+        padding.check_foreground(name, [part.targets for part in parts])
+        if public is not None:
+            public = padding.stacked_inputs(list(public), sides, standardise)
+        return replace(samples, parts=parts, public=public)
+
+    if multiple_of != 1 or any(part.shapes is not None for part in samples.parts):
+        raise DataError(
+            f"multiple_of or true shapes were asked for with {name}; they need masks, one whole "
+            f"number for every pixel or voxel. It has inputs of shape {train.inputs.shape} and "
+            f"targets of shape {train.targets.shape} and type {train.targets.dtype}."
+        )
+    if not standardise:
+        return samples
+    parts = tuple(replace(part, inputs=padding.each_standardised(part.inputs, name)) for part in samples.parts)
+    if public is not None:
+        public = padding.each_standardised(public, name)
+    return replace(samples, parts=parts, public=public)
+
+
 def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = None) -> Layout:
     """Return where inputs have their channels: by what was asked for, by masks, or by the shape.
 
     Args:
         array: (sample, …)
         channels: Place that was asked for. "auto": it is found.
-        targets: (sample, …) Targets of the inputs. Masks have the size of an input without its channels. None: unknown.
+        targets: (sample, …) Targets of the inputs. Masks have the size of an input without its
+            channels. None: unknown.
     """
     if array.dtype == np.uint8 and array.ndim == 3:
         return "none"
     if channels != "auto":
         return channels
     if targets is not None and targets.dtype.kind in "bui" and targets.ndim >= 3:
-        size, fits = targets.shape[1:], (array.shape[1:-1], array.shape[2:])
+        size = targets.shape[1:]
+        fits_last = array.shape[1:-1] == size
+        fits_first = array.shape[2:] == size
         if array.shape[1:] == size:
             return "none"
-        if size in fits and fits[0] != fits[1]:
-            return "last" if size == fits[0] else "first"
+        if fits_last != fits_first:
+            return "last" if fits_last else "first"
     is_last = array.ndim >= 4 and array.shape[-1] in (1, 3, 4) and array.shape[1] not in (1, 3, 4)
     return "last" if is_last else "first"
 
 
 def _public_layout(array: np.ndarray, channels: Channels, train: np.ndarray, layout: Layout) -> Layout:
-    """Return where public inputs have their channels: as training inputs do if they are alike, else by their shape."""
+    """Return where public inputs have their channels.
+
+    Args:
+        array: (sample, …) Public inputs.
+        channels: Place that was asked for. "auto": it is found.
+        train: (sample, …) Training inputs, which may be alike.
+        layout: Place of the channels in training inputs.
+    """
     is_alike = array.shape[1:] == train.shape[1:] or (layout == "none" and array.ndim == train.ndim)
     return layout if is_alike else _layout(array, channels)
 

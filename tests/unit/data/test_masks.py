@@ -129,6 +129,8 @@ def test_masks_of_one_number_a_pixel_are_read(tmp_path, mode):
         picture(tmp_path, f"{place}.png", np.zeros((2, 2, 3), np.uint8), mask, mode)
     pool = masks(str(tmp_path)) if mode == "1" else masks(str(tmp_path), labels=(0, 255))
     assert pool.targets[0].tolist() == [[0, 1], [1, 0]]
+    values = () if mode == "1" else (0, 255)
+    assert masks(str(tmp_path), labels=values, size=4).targets[0, 0].tolist() == [0, 0, 1, 1]
 
 
 def test_an_index_into_a_palette_is_a_class(tmp_path):
@@ -231,10 +233,17 @@ def test_masks_that_do_not_fit_are_refused(tmp_path):
         masks(str(tmp_path))
 
 
+def test_images_of_more_than_eight_bits_are_refused(tmp_path):
+    pictures(tmp_path)
+    Image.fromarray(np.full((4, 6), 1000, np.uint16)).save(tmp_path / "images" / "1.png")
+    with pytest.raises(DataError, match=r"1\.png has more than 8 bits a channel \(mode I;16\), which would be cut off"):
+        masks(str(tmp_path))
+
+
 def test_masks_without_foreground_are_refused(tmp_path):
     for place in range(5):
         picture(tmp_path, f"{place}.png", np.zeros((2, 2, 3), np.uint8), np.zeros((2, 2), np.uint8))
-    with pytest.raises(DataError, match="no mask has foreground; all values are 0"):
+    with pytest.raises(DataError, match="no mask has foreground; no value is above 0"):
         masks(str(tmp_path))
 
 

@@ -157,7 +157,7 @@ def test_masks_of_the_test_part_must_fit_too(tmp_path):
 
 def test_masks_in_which_nothing_counts_are_refused(tmp_path):
     x = np.zeros((5, 3, 3), np.uint8)
-    with pytest.raises(DataError, match="no mask has foreground; all values are 0"):
+    with pytest.raises(DataError, match="no mask has foreground; no value is above 0"):
         npz(save(tmp_path / "x.npz", x=x, y=np.zeros((5, 3, 3), int)))
     with pytest.raises(DataError, match="no target counts, because all are -100"):
         Pool.of((x[:, None], np.full((5, 3, 3), -100)), (x[:, None], np.full((5, 3, 3), -100)))
@@ -171,3 +171,16 @@ def test_the_classes_of_a_client_are_those_in_its_masks():
     assert [data.held(client, 3).tolist() for client in (0, 1)] == [[True, False, True], [True, True, False]]
     assert Pool.of((x, y), (x, y)).has_masks
     assert not Pool.of((x[:, :, 0], y[:, 0]), (x[:, :, 0], y[:, 0])).has_masks  # sequences
+
+
+def test_inputs_without_numbers_are_refused(tmp_path):
+    y = np.ones((5, 3, 3), int)
+    with pytest.raises(DataError, match="x: inputs are <U1; bytes, real or whole numbers fit"):
+        npz(save(tmp_path / "x.npz", x=np.full((5, 3, 3), "a"), y=y))
+    with pytest.raises(DataError, match=r"x: inputs have shape \(0, 1, 3, 3\); there must be some values"):
+        npz(save(tmp_path / "x.npz", x=np.zeros((0, 3, 3)), y=y[:0]))
+    with pytest.raises(DataError, match=r'"sample" was asked for; samples of x have shape \(3,\)\. It needs several'):
+        npz(save(tmp_path / "x.npz", x=np.zeros((5, 3)), y=np.arange(5)), normalise="sample")
+    arrays = {"x_train": np.zeros((5, 3, 3)), "y_train": y, "x_test": np.zeros((5, 1, 3, 3, 3)), "y_test": y}
+    with pytest.raises(DataError, match="x: some samples are images and others volumes"):
+        npz(save(tmp_path / "x.npz", **arrays))
