@@ -46,7 +46,7 @@ class Part:
         Raises:
             DataError: Inputs, masks and true shapes do not fit each other.
         """
-        _check_values(self.inputs, name)
+        check_values(self.inputs, name)
         count = len(self.inputs)
         sides = self.inputs.shape[2:]
         if not self.has_masks or len(self.targets) != count:
@@ -84,7 +84,7 @@ class Part:
         return Part(inputs, padded_masks(_boxes(self.targets, shapes), sides))
 
 
-def _check_values(inputs: np.ndarray, name: str) -> None:
+def check_values(inputs: np.ndarray, name: str) -> None:
     """Refuse inputs that are not numbers, and those without any."""
     if inputs.dtype.kind not in "buif":
         raise DataError(f"{name}: inputs are {inputs.dtype}; bytes, real or whole numbers fit.")
@@ -236,7 +236,7 @@ def each_standardised(samples: np.ndarray, name: str) -> np.ndarray:
     Raises:
         DataError: A channel of a sample is a single number, so that it would become 0.
     """
-    _check_values(samples, name)
+    check_values(samples, name)
     if samples.ndim < 3:
         raise DataError(
             f'normalise = "sample" was asked for; samples of {name} have shape '

@@ -81,8 +81,8 @@ def npz(
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     channels: Channels = "auto",  # Where files have channels.
     domains: tuple[str, ...] = (),  # Names of the domains to keep, numbered in this order. Empty: all.
-    multiple_of: int = 1,  # Pad samples with masks to sides that are multiples of it. 1: no effect.
     public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
+    multiple_of: int = 1,  # Pad samples with masks to sides that are multiples of it. 1: no effect.
 ) -> Pool:
     """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …
 
@@ -216,13 +216,15 @@ def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str)
     Raises:
         DataError: Padding or true shapes were asked for, and there are no masks.
     """
-    train, public = samples.parts[0], samples.public
+    train = samples.parts[0]
+    public = samples.public
     if train.has_masks:
         inputs = [part.inputs for part in samples.parts] + ([] if public is None else [public])
         sides = padding.common_sides([array.shape[2:] for array in inputs], multiple_of, name)
         parts = tuple(part.padded(sides, standardise, name) for part in samples.parts)
         padding.check_foreground(name, [part.targets for part in parts])
         if public is not None:
+            padding.check_values(public, name)
             public = padding.stacked_inputs(list(public), sides, standardise)
         return replace(samples, parts=parts, public=public)
 

@@ -179,6 +179,8 @@ def test_inputs_without_numbers_are_refused(tmp_path):
         npz(save(tmp_path / "x.npz", x=np.full((5, 3, 3), "a"), y=y))
     with pytest.raises(DataError, match=r"x: inputs have shape \(0, 1, 3, 3\); there must be some values"):
         npz(save(tmp_path / "x.npz", x=np.zeros((0, 3, 3)), y=y[:0]))
+    with pytest.raises(DataError, match=r"x: inputs have shape \(0, 1, 3, 3\); there must be some values"):
+        npz(save(tmp_path / "x.npz", x=np.zeros((5, 3, 3)), y=y, public=np.zeros((0, 3, 3))))
     with pytest.raises(DataError, match=r'"sample" was asked for; samples of x have shape \(3,\)\. It needs several'):
         npz(save(tmp_path / "x.npz", x=np.zeros((5, 3)), y=np.arange(5)), normalise="sample")
     arrays = {"x_train": np.zeros((5, 3, 3)), "y_train": y, "x_test": np.zeros((5, 1, 3, 3, 3)), "y_test": y}
