@@ -230,14 +230,18 @@ def candidates(cuts: Sequence[CutPoint]) -> list[CutPoint]:
 def vanishes(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Return True if positions are lost altogether, and not by a pooling over a few."""
     if len(before) != len(after):
-        return prod(before) > prod(after)
+        return _are_fewer(before, after)
     return max(after, default=1) == 1 and max(before, default=1) > 2
+
+
+def _are_fewer(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
+    return prod(after) < prod(before) or (bool(before) and not after)
 
 
 def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Return True if the resolution is halved or less. A convolution without padding does not count."""
     if len(before) != len(after):
-        return prod(before) > prod(after)
+        return _are_fewer(before, after)
     return any(2 * small <= large + 1 and small < large for large, small in zip(before, after, strict=True))
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import copyreg
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cache
+from types import new_class
 from typing import TYPE_CHECKING, Any, SupportsIndex, cast
 
 import torch
@@ -24,6 +24,8 @@ HEADS = "stage_heads"  # Name of the child that holds the temporary heads
 PLAN = "_stage_plan"  # Name of the attribute that holds the plan
 CHOSEN = "_chosen_variant"  # Name of the attribute that holds the variant that runs
 RESERVED = (HEADS, PLAN, CHOSEN, "choose", "extract", "variants", "variant_parts", "exportable")
+
+_CLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # Classes in stages, by mixin and the user's class
 
 
 def stage_name(stage: int) -> str:
@@ -272,11 +274,13 @@ def _own(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
     return [tensor for tensor in tensors.values() if tensor is not None]
 
 
-@cache
 def staged_class(mixin: type[Grown], kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of the user's modules in stages. It has the user's name."""
-    names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
-    return type(mixin)(kind.__name__, (mixin, kind), names)
+    if (mixin, kind) not in _CLASSES:
+        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        staged = new_class(kind.__name__, (mixin, kind), exec_body=lambda body: body.update(names))
+        _CLASSES[mixin, kind] = cast(type[nn.Module], staged)
+    return _CLASSES[mixin, kind]
 
 
 def user_class(kind: type[nn.Module]) -> type[nn.Module]:

@@ -65,6 +65,12 @@ class TransformerBlock(nn.Module):
         return x
 
 
+def block_ends(depth: int, stages: int = 3) -> list[str]:
+    """Return the names of the blocks that end stages of as equal numbers of blocks as there can be."""
+    count = min(stages, depth)
+    return [f"blocks.{(stage * depth + count - 1) // count - 1}" for stage in range(1, count + 1)]
+
+
 class ViT(nn.Module):
     """Vision transformer with a class token and learnt positions (Dosovitskiy et al. 2021)."""
 
@@ -104,6 +110,11 @@ class ViT(nn.Module):
         features = self.norm(self.blocks(self.dropout(tokens + self.position)))
         logits: Tensor = self.head(features[:, 0])
         return logits
+
+    @property
+    def stage_ends(self) -> list[str]:
+        """Return the names of the modules that end the stages."""
+        return block_ends(len(self.blocks))
 
 
 class TransformerLM(nn.Module):
@@ -146,3 +157,8 @@ class TransformerLM(nn.Module):
         features = self.token(x) + self.position[: x.shape[-1]]
         logits: Tensor = self.head(self.blocks(self.dropout(features)))
         return logits
+
+    @property
+    def stage_ends(self) -> list[str]:
+        """Return the names of the modules that end the stages."""
+        return block_ends(len(self.blocks))

@@ -42,7 +42,8 @@ class UNet(nn.Module):
     """U-Net with `depth` halvings: logits (batch, class, *size of the input); sizes must divide by 2^depth.
 
     Level i has the same weights' names and shapes whatever the depth, so that ProgFed grows it from the outer levels in
-    (its symmetric strategy): encoder.0..s, decoder.0..s−1 and the head are a U-Net of depth s.
+    (its symmetric strategy): encoder.0..s, decoder.0..s−1 and the head are a U-Net of depth s. The asymmetric strategy
+    starts with the whole encoder and the innermost decoder, and a temporary head.
     """
 
     def __init__(
@@ -69,14 +70,24 @@ class UNet(nn.Module):
         self.head = CONV[dims](width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
+        return self.forward_stage(len(self.decoder), x)
+
+    def forward_stage(self, stage: int, x: Tensor) -> Tensor:
+        """Return the logits of the U-Net with the outer `stage` levels alone, at the input's resolution."""
         levels = [self.encoder[0](x)]
-        for encode in self.encoder[1:]:
+        for encode in self.encoder[1 : stage + 1]:
             levels.append(encode(self.pool(levels[-1])))
         x = levels.pop()
-        for decode in self.decoder[::-1]:
+        for decode in self.decoder[:stage][::-1]:
             x = decode(x, levels.pop())
         logits: Tensor = self.head(x)
         return logits
+
+    @property
+    def stage_ends(self) -> dict[str, int | list[str]]:
+        """Return how it grows: from the outer levels in, by `forward_stage`, or the decoder from the innermost out."""
+        depth = len(self.decoder)
+        return {"symmetric": depth, "asymmetric": [f"decoder.{level}" for level in reversed(range(depth))]}
 
 
 unet2d = partial(UNet, 2)
