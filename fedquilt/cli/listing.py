@@ -49,6 +49,8 @@ def entries(what: str, name: str = "") -> dict[str, Entry]:
 
 def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
     """Return further tables on one entry, by the title of their first column."""
+    if what == "models":
+        return {"option": options(what, name), **_stages(_known(what, name))}
     if what != "papers":
         return {"option": options(what, name)}
     if _tables_named(name) != (name,):  # It is a paper with all its tables.
@@ -152,6 +154,25 @@ def _model(spec: ModelSpec) -> Entry:
         parameters = sum(weight.numel() for weight in spec.factory().parameters())
     shape = list(spec.input_shape)
     return {"paper": spec.paper, "input_shape": shape, "parameters": parameters, **described(spec.factory)}
+
+
+def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
+    """Return a table of stages for each growth that a model declares."""
+    import torch
+
+    from fedquilt.family.stages import growths_of, stage_sizes
+
+    with torch.device("meta"):  # counted, not allocated
+        model = spec.factory()
+    tables: dict[str, dict[str, Entry]] = {}
+    for growth in growths_of(model):
+        sizes = stage_sizes(model, (spec.example(),), growth or None)
+        rows = {}
+        for number, stage in enumerate(sizes, 1):
+            end = {"ends with": stage.end} if stage.end else {}
+            rows[str(number)] = {**end, "parameters": stage.block, "parameters of its head": stage.head}
+        tables[f"stage ({growth})" if growth else "stage"] = rows
+    return tables
 
 
 def _engine(kind: type) -> Entry:

@@ -62,26 +62,48 @@ def channel_dim(value: Value) -> int:
 
 
 class Reads:
-    """When each value of a run is computed and last read."""
+    """When each value of a run is computed and last read, and which values come from the inputs."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
         self._made: dict[Value, int] = {}
         self._last_read: dict[Value, int] = {}
-        from_data: set[Value] = set()
+        self._from_data: dict[Value, None] = {}
+        self._aliases: dict[Value, list[Value]] = {}  # values that share memory, because some are views of others
         for number, call in enumerate(run.calls):
             for value in call.inputs:
                 self._last_read[value] = number
-            reads_data = any(value in from_data or _is_input(value, self._made) for value in call.inputs)
-            draws = torch.Tag.nondeterministic_seeded in call.op.tags
             for value in call.outs:
                 if value.weight is None:
                     self._made.setdefault(value, number)
-                    if reads_data or draws:
-                        from_data.add(value)
+            if _is_view(call):
+                self._join(call)
+            if self._depends(call):
+                self._mark(call)
         for value in _values(run.output):
             self._last_read[value] = len(run.calls)
-        self._from_data = from_data
+
+    def _depends(self, call: Call) -> bool:
+        """Return True if a call computes something else for other inputs or other random numbers."""
+        given = (value in self._from_data or self._is_input(value) for value in call.inputs)
+        return torch.Tag.nondeterministic_seeded in call.op.tags or any(given)
+
+    def _is_input(self, value: Value) -> bool:
+        return value not in self._made and value.weight is None and not value.constant
+
+    def _join(self, call: Call) -> None:
+        """Note that a view shares memory with what it was taken from."""
+        shared = self._aliases.setdefault(call.inputs[0], [call.inputs[0]])
+        for view in call.outs:
+            if view not in shared:
+                shared.append(view)
+            self._aliases[view] = shared
+
+    def _mark(self, call: Call) -> None:
+        """Note that what a call computes comes from the inputs, and all that it writes to."""
+        for value in call.outs:
+            written = self._aliases.get(value, [value]) if call.op._schema.is_mutable else [value]
+            self._from_data.update(dict.fromkeys(other for other in written if other in self._made))
 
     def crossing(self, visit: Visit) -> list[Value]:
         """Return the values besides its output that are computed before a module ends and read after it."""
@@ -101,8 +123,10 @@ class Reads:
         return value in self._from_data
 
 
-def _is_input(value: Value, made: dict[Value, int]) -> bool:
-    return value not in made and value.weight is None and not value.constant
+def _is_view(call: Call) -> bool:
+    schema = call.op._schema
+    returns_alias = any(result.alias_info is not None for result in schema.returns)
+    return returns_alias and not schema.is_mutable and bool(call.inputs)
 
 
 def _values(tree: object) -> list[Value]:

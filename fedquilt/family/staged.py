@@ -139,7 +139,8 @@ class Grown(Variants):
         "headS". A module that runs its stages itself has no heads apart from them.
         """
         module = cast(nn.Module, self)
-        named = (*dict(module.named_parameters()), *dict(module.named_buffers()))
+        tensors = (*dict(module.named_parameters()), *dict(module.named_buffers()))
+        named = [name for name in tensors if not name.endswith("num_batches_tracked")]  # counters are no weights
         count = len(self._stage_plan.stages) + 1
         parts: dict[str, tuple[str, ...]] = {}
         left = [name for name in named if not name.startswith(f"{HEADS}.")]

@@ -19,7 +19,7 @@ from fedquilt.family.heads import fit_head
 from fedquilt.family.record import Run, RunError, Value, Visit, layer_name, record
 from fedquilt.family.staged import Plan, Stage
 from fedquilt.family.tracer import Traced, _constants, _known, _trace
-from fedquilt.family.variants import Variants, VariantSource
+from fedquilt.family.variants import Variants, VariantSource, names_of
 from fedquilt.names import nearest
 
 USUAL_STAGES = 4  # Stages of a model that declares none, as ProgFed has them in most experiments
@@ -153,7 +153,8 @@ def growths_of(module: nn.Module) -> dict[str, tuple[str, ...] | int]:
     if declared is None:
         return {}
     growths: Mapping[str, Declaration] = declared if isinstance(declared, Mapping) else {"": declared}
-    return {name: stages if isinstance(stages, int) else tuple(stages) for name, stages in growths.items()}
+    stated = {name: stages for name, stages in growths.items() if stages}
+    return {name: stages if isinstance(stages, int) else tuple(stages) for name, stages in stated.items()}
 
 
 def usual_stages(module: nn.Module, inputs: tuple[Any, ...]) -> int | None:
@@ -165,6 +166,34 @@ def usual_stages(module: nn.Module, inputs: tuple[Any, ...]) -> int | None:
         return None
     cuts = candidates(find_cuts(_trace(module, inputs, "inside", None).runs[0]))
     return max(1, min(USUAL_STAGES, len(cuts)))
+
+
+@dataclass(frozen=True)
+class StageSize:
+    """A stage in numbers."""
+
+    end: str  # name of the module that ends its block; "" where the module runs its stages itself
+    block: int  # parameters of E_s
+    head: int  # parameters of G_s
+
+
+def stage_sizes(
+    module: nn.Module, inputs: tuple[Any, ...], stages: int | str | tuple[str, ...] | None = None
+) -> list[StageSize]:
+    """Count the parameters of each stage of a module, the last one included. The arguments are `make_plan`'s."""
+    plan = make_plan(module, inputs, stages)
+    grown = plan.apply(module)
+    assert isinstance(grown, Variants)
+    constants = _constants(grown)
+    runs = {name: record(grown, {}, inputs, _known, constants=constants, variant=name) for name in names_of(grown)}
+    parts = grown.variant_parts(runs)
+    sizes = {name: weight.numel() for name, weight in grown.named_parameters()}
+    ends = [*(stage.end for stage in plan.stages), plan.last_end]
+    counted = []
+    for number, end in enumerate(ends, 1):
+        block, head = (sum(sizes.get(name, 0) for name in parts[part]) for part in (f"stage{number}", f"head{number}"))
+        counted.append(StageSize(end, block, head))
+    return counted
 
 
 # --- names that were asked for -------------------------------------------------------------------------------------
