@@ -501,7 +501,9 @@ class FederatedData(Pool):
             )
         targets = self.targets[self.parts[client].to(self.targets.device)]
         mask = torch.zeros(num_classes, dtype=torch.bool, device=targets.device)
-        return mask.index_fill_(0, targets[targets >= 0].flatten(), True)
+        # Targets from num_classes on are ignored ones, such as 255: the task has checked all others.
+        held = targets[(targets >= 0) & (targets < num_classes)]
+        return mask.index_fill_(0, held, True)
 
     def flaw(self, client: int) -> str:
         """Why nobody could learn from a client's samples, or ""; asked once its training has failed."""

@@ -472,11 +472,18 @@ def check_inputs(family: Family, data: FederatedData) -> None:
 def check_targets(world: World, data: FederatedData) -> None:
     """Refuse targets, of training or of test samples, that do not fit the task and the model's output."""
     task, outputs = world.task, world.family.num_outputs
-    if task.has_classes and data.num_classes > outputs:
-        raise DataError(f"{data.name} has {data.num_classes} classes; the model's output has {outputs}.")
-    shape = world.family.output_shape
+    if task.has_classes and data.has_classes:
+        classes = task.num_outputs(data.targets, data.num_classes)
+        if classes > outputs:
+            raise DataError(
+                f"{data.name} has {classes} classes; the model's output has {outputs}. A model with {classes} outputs "
+                f"would fit, or targets from 0 to {outputs - 1}."
+            )
+    shape, tests = world.family.output_shape, f"the test set of {data.name}"
     task.check(data.targets, shape, data.name)
-    task.check(data.test_targets, shape, f"the test set of {data.name}")
+    task.check(data.test_targets, shape, tests)
+    task.check_whole(data.targets, data.name)
+    task.check_whole(data.test_targets, tests)
 
 
 @contextmanager

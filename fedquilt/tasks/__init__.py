@@ -11,17 +11,20 @@ from fedquilt.tasks.metrics import METRICS, CollectedMetric, Metric, SumMetric
 from fedquilt.tasks.multilabel import MultiLabel
 from fedquilt.tasks.next_token import NextToken
 from fedquilt.tasks.regression import Regression
-from fedquilt.tasks.task import Task, hide_absent
+from fedquilt.tasks.segmentation import Segmentation
+from fedquilt.tasks.task import Augment, Task, hide_absent
 
 __all__ = [
     "METRICS",
     "TASKS",
+    "Augment",
     "Classification",
     "CollectedMetric",
     "Metric",
     "MultiLabel",
     "NextToken",
     "Regression",
+    "Segmentation",
     "SumMetric",
     "Task",
     "check_task",
@@ -37,6 +40,7 @@ TASKS: dict[str, type[Task]] = {
     "next_token": NextToken,
     "regression": Regression,
     "multilabel": MultiLabel,
+    "segmentation": Segmentation,
 }
 
 

@@ -15,7 +15,7 @@ from fedquilt.checks import outside, refuse
 from fedquilt.devices import untransformed
 from fedquilt.errors import DataError
 from fedquilt.tasks.metrics import Kind
-from fedquilt.tasks.task import Task
+from fedquilt.tasks.task import Augment, Task
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,11 @@ class Classification(Task):
                 f"{type(self).__name__} was asked for; targets are {targets.dtype} of shape "
                 f"{tuple(targets.shape[1:])}, not classes. Give whole numbers from 0 on."
             )
-        return num_classes
+        if self.ignore != num_classes - 1:
+            return num_classes
+        # The largest target is no class, such as 255 at the edges of objects.
+        classes = targets[targets != self.ignore]
+        return int(classes.max()) + 1 if len(classes) else num_classes
 
     def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
         classes, positions = output_shape[1], tuple(output_shape[2:])
@@ -74,6 +78,15 @@ class Classification(Task):
                 f"and {self.ignore} for targets that do not count"
             )
         return ""
+
+    def augment_targets(self, targets: Tensor, augment: Augment) -> Tensor:
+        """Move masks (sample, *size) as their inputs. What comes in at an edge does not count.
+
+        Classes of whole samples, and tokens, are returned as they are.
+        """
+        if targets.dim() < 3:
+            return targets
+        return augment(targets.unsqueeze(1), self.ignore).squeeze(1)
 
     def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
         if outputs.dim() == 2 or outputs.stride(1) != 1:
@@ -118,8 +131,19 @@ class Classification(Task):
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
         """Return KL(teacher ‖ outputs) over the classes."""
-        taught, learnt = F.log_softmax(teacher, 1), F.log_softmax(outputs, 1)
-        return (taught.exp() * (taught - learnt)).sum(1) * self.counted(targets)
+        return divergence(outputs, teacher) * self.counted(targets)
+
+
+def divergence(outputs: Tensor, teacher: Tensor) -> Tensor:
+    """Return KL(teacher ‖ outputs) over the classes of every position: (sample, …).
+
+    Args:
+        outputs: (sample, class, …) Logits of the net that learns.
+        teacher: (sample, class, …) Logits of the net that it learns from.
+    """
+    taught = F.log_softmax(teacher, 1)
+    learnt = F.log_softmax(outputs, 1)
+    return (taught.exp() * (taught - learnt)).sum(1)
 
 
 @lru_cache(maxsize=64)

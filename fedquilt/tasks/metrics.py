@@ -175,6 +175,160 @@ class Perplexity(_OfClasses):
             return math.inf
 
 
+# --- sums: masks ----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _OfMasks(_OfClasses):
+    """Overlap of predicted and true masks, of one class or as the mean over foreground classes.
+
+    Voxels whose target is ignored count neither as predicted nor as true.
+    """
+
+    label: int | None = None  # Class that is measured. None: the mean over foreground classes
+    background: bool = False  # Class 0 is in the mean too
+    same_sums_as: str = ""  # Metric whose sums are equal, so that they are computed once
+
+    stem: ClassVar[str]  # Name of the mean. Of class 1 it is STEM_1
+    sums_of: ClassVar[str]  # Metric with the same sums
+
+    @property
+    def name(self) -> str:
+        return self.stem if self.label is None else f"{self.stem}_{self.label}"
+
+    @classmethod
+    def for_task(cls, task: Task, label: int | None = None) -> Self:
+        shared = "" if label is None and cls.stem == cls.sums_of else cls.sums_of
+        return cls(task.ignored, label, task.counts_background, shared)
+
+    def unfit(self, output_shape: tuple[int, ...]) -> str:
+        classes = output_shape[1]
+        if len(output_shape) < 3:
+            shape = tuple(output_shape[1:])
+            return (
+                f"{self.name} was asked for; the output has shape {shape} a sample. It measures "
+                "masks, so that outputs (class, *size) would fit."
+            )
+        if self.label is not None and self.label >= classes:
+            return (
+                f"{self.name} was asked for; the output has {classes} classes, so that "
+                f"{self.stem}_0 to {self.stem}_{classes - 1} would fit."
+            )
+        return ""
+
+    @property
+    def _first(self) -> int:
+        """Return the first class of the mean."""
+        return 0 if self.background else 1
+
+    def _sizes(self, outputs: Tensor, targets: Tensor) -> tuple[Tensor, Tensor]:
+        """Count voxels of each sample and class, (sample, class), int64.
+
+        Returns:
+            Those that are predicted and true, and the number predicted plus the number true.
+        """
+        classes = torch.arange(outputs.shape[1], device=outputs.device).unsqueeze(1)
+        flat = targets.flatten(1).unsqueeze(1)  # (sample, 1, voxel)
+        counted = flat != self.ignore
+        predicted = (outputs.argmax(1).flatten(1).unsqueeze(1) == classes) & counted
+        true = (flat == classes) & counted
+        return (predicted & true).sum(2), predicted.sum(2) + true.sum(2)
+
+
+@dataclass(frozen=True)
+class Dice(_OfMasks):
+    """Dice of each volume, 2 |P ∩ G| / (|P| + |G|), as the mean over volumes.
+
+    A class that is neither in a volume's mask nor predicted there is left out of the volume's mean
+    over foreground classes. A class that is predicted and not there scores 0. A volume without any
+    foreground in mask and prediction is left out. `dice_1` is the mean over the volumes in which
+    class 1 is true or predicted.
+
+    Sums, (3, class + 1), float64: Dice and IoU of each class and of the mean over foreground
+    classes, summed over volumes, and the number of volumes that have them.
+    """
+
+    stem: ClassVar[str] = "dice"
+    sums_of: ClassVar[str] = "dice"
+    row: ClassVar[int] = 0  # Row of the sums
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        overlap, sizes = self._sizes(outputs, targets)
+        found = sizes > 0
+        number = found[:, self._first :].sum(1)
+
+        rows = []
+        for scores in (_dice(overlap, sizes), _iou(overlap, sizes)):
+            mean = scores[:, self._first :].sum(1) / number.clamp(min=1)
+            rows.append(torch.cat([scores.sum(0), mean.sum(0, keepdim=True)]))
+        volumes = torch.cat([found.sum(0), (number > 0).sum(0, keepdim=True)])
+        return torch.stack([*rows, volumes.double()])
+
+    def value(self, total: Tensor) -> float:
+        column = -1 if self.label is None else self.label
+        return _ratio(total[self.row, column], total[2, column])
+
+
+@dataclass(frozen=True)
+class IoU(Dice):
+    """Intersection over union of each volume, |P ∩ G| / |P ∪ G|, as the mean over volumes.
+
+    Classes and volumes are left out as for Dice.
+    """
+
+    stem: ClassVar[str] = "iou"
+    row: ClassVar[int] = 1
+
+
+@dataclass(frozen=True)
+class PooledDice(_OfMasks):
+    """Dice of all voxels of the test set together, as the mean over foreground classes.
+
+    A class that is neither in a mask nor predicted anywhere is left out.
+    Sums, (2, class), int64: voxels predicted and true, and the number predicted plus the number
+    true.
+    """
+
+    stem: ClassVar[str] = "pooled_dice"
+    sums_of: ClassVar[str] = "pooled_dice"
+
+    def sums(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        overlap, sizes = self._sizes(outputs, targets)
+        return torch.stack([overlap.sum(0), sizes.sum(0)])
+
+    def value(self, total: Tensor) -> float:
+        overlap, sizes = total
+        chosen = slice(self._first, None) if self.label is None else slice(self.label, self.label + 1)
+        scores = self._scores(overlap[chosen], sizes[chosen])
+        return float(scores[sizes[chosen] > 0].mean())
+
+    def _scores(self, overlap: Tensor, sizes: Tensor) -> Tensor:
+        return _dice(overlap, sizes)
+
+
+@dataclass(frozen=True)
+class PooledIoU(PooledDice):
+    """Intersection over union of all voxels of the test set, as the mean over foreground classes.
+
+    A class that is neither in a mask nor predicted anywhere is left out.
+    """
+
+    stem: ClassVar[str] = "pooled_iou"
+
+    def _scores(self, overlap: Tensor, sizes: Tensor) -> Tensor:
+        return _iou(overlap, sizes)
+
+
+def _dice(overlap: Tensor, sizes: Tensor) -> Tensor:
+    """Return Dice of counts, 0 where a class is neither predicted nor true."""
+    return 2 * overlap / sizes.clamp(min=1).double()
+
+
+def _iou(overlap: Tensor, sizes: Tensor) -> Tensor:
+    """Return intersection over union of counts, 0 where a class is neither predicted nor true."""
+    return overlap / (sizes - overlap).clamp(min=1).double()
+
+
 # --- sums: classes or labels ----------------------------------------------------------------------
 
 
@@ -450,8 +604,13 @@ METRICS: dict[str, type[Metric]] = {
     "rmse": RMSE,
     "mae": MAE,
     "r2": R2,
+    "dice": Dice,
+    "iou": IoU,
+    "pooled_dice": PooledDice,
+    "pooled_iou": PooledIoU,
 }
 _TOP_K = re.compile(r"top[1-9]\d*")
+_OF_CLASS = re.compile(r"(dice|iou|pooled_dice|pooled_iou)_(0|[1-9]\d*)")
 
 
 def kind_of(figure: str) -> type[Metric] | None:
@@ -464,13 +623,16 @@ def kind_of(figure: str) -> type[Metric] | None:
     name = figure.partition("/")[0].removeprefix("local_")
     if _TOP_K.fullmatch(name):
         return TopK
+    if of_class := _OF_CLASS.fullmatch(name):
+        name = of_class[1]
     return METRICS.get(name)
 
 
 def find_metric(name: str, task: Task) -> Metric:
     """Return the metric of a name for a task.
 
-    A name is an entry of `METRICS`, `top` and a number, or `file.py:Metric`.
+    A name is an entry of `METRICS`, `top` and a number, `dice_`, `iou_`, `pooled_dice_` or
+    `pooled_iou_` and a class, or `file.py:Metric`.
 
     Raises:
         ConfigError: The name is unknown, does not stand for a metric, or the metric cannot read
@@ -478,6 +640,10 @@ def find_metric(name: str, task: Task) -> Metric:
     """
     if _TOP_K.fullmatch(name):
         metric: Any = TopK(ignore=task.ignored, k=int(name.removeprefix("top")))
+    elif of_class := _OF_CLASS.fullmatch(name):
+        overlap = METRICS[of_class[1]]
+        assert issubclass(overlap, _OfMasks)
+        metric = overlap.for_task(task, int(of_class[2]))
     else:
         metric = _made(find(METRICS, name, "metric"), name, task)
     if task.kind is not None and task.kind not in metric.kinds:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import math
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import KW_ONLY, dataclass
 from functools import cached_property
-from typing import ClassVar
+from typing import ClassVar, Protocol, Self
 
 import torch
 from torch import Tensor
@@ -15,6 +15,18 @@ from torch import Tensor
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.tasks.metrics import CollectedMetric, Kind, Metric, SumMetric, find_metric
+
+
+class Augment(Protocol):
+    """Random crops and flips of one batch, which `Task.augment_targets` can apply to targets."""
+
+    def __call__(self, images: Tensor, padding: float = 0.0, /) -> Tensor:
+        """Return images (sample, channel, *size), moved as the inputs were moved.
+
+        Args:
+            images: (sample, channel, *size), with the size of the inputs.
+            padding: Value of pixels that a crop takes from outside of the image.
+        """
 
 
 @dataclass(frozen=True)
@@ -61,6 +73,21 @@ class Task(ABC):
         """Return True if the loss is cross-entropy without label smoothing and class weights."""
         return False
 
+    @property
+    def counts_background(self) -> bool:
+        """Return True if class 0 counts in the means of Dice and IoU over classes."""
+        return False
+
+    def settled(self, output_shape: Sequence[int]) -> Self:
+        """Return the task with all that depends on the model's output fixed. It is called before a run.
+
+        A task that is settled must stay as it is.
+
+        Args:
+            output_shape: Shape of a model's output with its classes in dimension 1.
+        """
+        return self
+
     def num_outputs(self, targets: Tensor, num_classes: int) -> int:
         """Return how many numbers a model puts out for each sample: target columns, or classes.
 
@@ -105,7 +132,19 @@ class Task(ABC):
             if why := metric.unfit(tuple(output_shape)):
                 raise ConfigError(f"{type(self).__name__} on {name}: {why}")
 
-    def augment_targets(self, targets: Tensor, augment: Callable[[Tensor], Tensor]) -> Tensor:
+    def check_whole(self, targets: Tensor, name: str) -> None:
+        """Raise an error if all targets of a data set together cannot be learnt or measured.
+
+        Args:
+            targets: All training targets, or all test targets.
+            name: Name of the data set for the message.
+
+        Raises:
+            DataError: As above.
+        """
+        return
+
+    def augment_targets(self, targets: Tensor, augment: Augment) -> Tensor:
         """Apply to targets what local training does to their inputs (random crops and flips).
 
         Most targets do not change with it. A task whose targets are images returns
@@ -113,8 +152,8 @@ class Task(ABC):
 
         Args:
             targets: Targets of one batch.
-            augment: Crops and flips images (sample, channel, height, width) as the inputs were
-                cropped and flipped.
+            augment: Crops and flips images (sample, channel, *size) as the inputs were cropped and
+                flipped.
         """
         return targets
 

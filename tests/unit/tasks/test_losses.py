@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch.func import grad, vmap
 
 from fedquilt.errors import ConfigError
-from fedquilt.tasks import Classification, MultiLabel, NextToken, Regression, Task
+from fedquilt.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation, Task
 from fedquilt.tasks.classification import _constant
 
 GENERATOR = torch.Generator().manual_seed(0)
@@ -28,6 +28,19 @@ def classes(*shape: int, count: int = 5) -> torch.Tensor:
 TOKENS = classes(4, 6)
 TOKENS[0, 3:] = -100
 TOKENS[2, :5] = -100
+MASKS = classes(4, 2, 3, count=4)
+MASKS[1, 0] = -100
+MASKS[3] = -100
+SEGMENTED: dict[str, tuple[Task, torch.Tensor, torch.Tensor]] = {
+    "segmentation": (Segmentation(), normal(4, 4, 2, 3), MASKS),
+    "soft dice": (Segmentation(loss="dice", background=True, smooth=1.0), normal(4, 4, 2, 3), MASKS),
+    "volumes": (Segmentation(ignore=0), normal(4, 3, 2, 3, 2), classes(4, 2, 3, 2, count=3)),
+    "weighted masks": (
+        Segmentation(loss="cross-entropy", class_weights=(1.0, 2.0, 0.5, 0.0), label_smoothing=0.1),
+        normal(4, 4, 2, 3),
+        MASKS,
+    ),
+}
 EXAMPLES: dict[str, tuple[Task, torch.Tensor, torch.Tensor]] = {
     "classification": (Classification(), normal(4, 5), classes(4)),
     "smoothed": (Classification(label_smoothing=0.1), normal(4, 5), classes(4)),
@@ -40,6 +53,7 @@ EXAMPLES: dict[str, tuple[Task, torch.Tensor, torch.Tensor]] = {
     "one number": (Regression(), normal(4, 1), normal(4)),
     "labels": (MultiLabel(), normal(4, 3), classes(4, 3, count=2)),
     "real labels": (MultiLabel(), normal(4, 3), classes(4, 3, count=2).double()),
+    **SEGMENTED,
 }
 
 
@@ -193,9 +207,14 @@ def test_divergences_by_hand():
     assert Regression().divergences(even, even + 2, torch.zeros(1, 2)).tolist() == [[4.0, 4.0]]
 
 
-def test_targets_do_not_change_with_crops_and_flips():
-    for task, _, targets in EXAMPLES.values():
-        assert task.augment_targets(targets, lambda images: images.flip(-1)) is targets
+@pytest.mark.parametrize("name", EXAMPLES)
+def test_masks_alone_change_with_crops_and_flips(name):
+    task, _, targets = EXAMPLES[name]
+    found = task.augment_targets(targets, lambda images, padding=0.0: images.flip(-1))
+    if name in ("dense", *SEGMENTED):
+        assert torch.equal(found, targets.flip(-1))
+    else:
+        assert found is targets
 
 
 @pytest.mark.parametrize(
@@ -222,6 +241,10 @@ def test_targets_do_not_change_with_crops_and_flips():
             {"metrics": ("accuracy",)},
             "it reads classes, and this task has numbers as targets.*rmse, mae, r2",
         ),
+        (Segmentation, {"loss": "mse"}, "loss = 'mse' was asked for; it may be 'cross-entropy', 'dice', 'both'"),
+        (Segmentation, {"smooth": 0.0}, r"smooth = 0.0 was asked for; it must lie in \(0, inf\)"),
+        (Segmentation, {"metrics": ("dise",)}, "Did you mean 'dice'"),
+        (Regression, {"metrics": ("dice_1",)}, "it reads classes, and this task has numbers as targets"),
         (
             MultiLabel,
             {"metrics": ("rmse",)},

@@ -16,6 +16,7 @@ from fedquilt.tasks import (
     MultiLabel,
     NextToken,
     Regression,
+    Segmentation,
     SumMetric,
     hide_absent,
 )
@@ -38,6 +39,10 @@ TOKENS = torch.randint(4, (6, 5), generator=GENERATOR)
 TOKENS[1:3, 2:] = -100
 LABELS = torch.randint(2, (40, 4), generator=GENERATOR)
 NUMBERS = torch.randn(40, 4, generator=GENERATOR) + 3
+IMAGES = torch.randn(20, 4, 2, 3, generator=GENERATOR)
+MASKS = torch.randint(3, (20, 2, 3), generator=GENERATOR)
+MASKS[1:3, 1] = -100
+MASKS[4] = -100
 
 SUM_NAMES = [name for name, kind in METRICS.items() if issubclass(kind, SumMetric)]
 EXAMPLES = [
@@ -52,6 +57,9 @@ EXAMPLES = [
     (MultiLabel(metrics=("label_accuracy", "f1")), LOGITS[:, :1], LABELS[:, 0]),
     (Regression(), LOGITS, NUMBERS),
     (Regression("huber"), LOGITS[:, :1], NUMBERS[:, 0]),
+    (Segmentation().settled(IMAGES.shape), IMAGES, MASKS),
+    (Segmentation(background=True, metrics=("iou_2", "pooled_iou", "pooled_dice_0", "dice")), IMAGES, MASKS),
+    (Classification(metrics=("dice", "pooled_iou", "accuracy")), IMAGES, MASKS),
 ]
 
 

@@ -1,0 +1,157 @@
+"""One class for each pixel or voxel of an image: cross-entropy, soft Dice, or their sum."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import ClassVar, Literal, Self
+
+import torch
+from torch import Tensor
+
+from fedquilt.checks import one_of, within
+from fedquilt.errors import DataError
+from fedquilt.tasks.classification import Classification, divergence
+
+LossName = Literal["cross-entropy", "dice", "both"]
+
+
+@dataclass(frozen=True)
+class Segmentation(Classification):
+    """A class for each pixel or voxel: masks (sample, *size) for outputs (sample, class, *size).
+
+    Class 0 is the background. The loss of a sample is the mean cross-entropy over its voxels that
+    count, or its soft Dice loss, or the sum of both. The loss of a batch is the mean over its
+    samples, so that a small volume counts as much as a large one, and losses add over batches.
+
+    Soft Dice (Milletari et al. 2016) of class c in one sample, over the voxels v that count:
+
+        D_c = (2 Σ_v p_vc g_vc + smooth) / (Σ_v p_vc + Σ_v g_vc + smooth)
+
+    p is the softmax of the outputs, and g is 1 where the mask has class c, else 0. The loss is
+    1 minus the mean of D_c over the classes. As in nnU-Net (Isensee et al. 2021), the sums of the
+    denominator are plain (Milletari et al. square p and g), each sample has a Dice of its own, the
+    background is left out, and the loss is added to cross-entropy with equal weight. A class that a
+    sample does not have stays in its mean: its D_c is largest where nothing is predicted as c.
+
+    `label_smoothing` and `class_weights` change the cross-entropy alone.
+    """
+
+    loss: LossName = "both"  # Loss of a sample: cross-entropy, dice (soft Dice), or both added up
+    background: bool = False  # Class 0 counts in the Dice loss and in the means of Dice and IoU
+    smooth: float = 1e-5  # Voxels added to both sides of soft Dice, which keep it from being 0 / 0
+
+    usual_metrics: ClassVar[tuple[str, ...]] = ("dice", "iou", "pooled_dice", "pooled_iou", "loss")
+
+    def __post_init__(self) -> None:
+        one_of(self, loss=LossName)
+        within(self, smooth="(0, inf)")
+        super().__post_init__()
+
+    # --- targets ----------------------------------------------------------------------------------
+
+    @property
+    def counts_background(self) -> bool:
+        return self.background
+
+    def settled(self, output_shape: Sequence[int]) -> Self:
+        """Return the task with Dice of every foreground class among its usual metrics."""
+        if self.metrics or len(output_shape) < 2:
+            return self
+        main, *others = self.usual_metrics
+        by_class = [f"dice_{label}" for label in range(self._first, output_shape[1])]
+        return replace(self, metrics=(main, *by_class, *others))
+
+    @property
+    def _first(self) -> int:
+        """Return the first class of the Dice loss and of means over classes."""
+        return 0 if self.background else 1
+
+    def unfit(self, targets: Tensor, output_shape: Sequence[int]) -> str:
+        classes, size = output_shape[1], tuple(output_shape[2:])
+        if not size:
+            return (
+                f"the output has shape {tuple(output_shape[1:])} a sample; (class, *size) is needed, with a class for "
+                "each pixel or voxel, as U-Nets have it"
+            )
+        if classes < 2:
+            return f"the output has {classes} class; background and at least one class more are needed"
+        return super().unfit(targets, output_shape)
+
+    def check_whole(self, targets: Tensor, name: str) -> None:
+        """Refuse masks without foreground, of which nothing can be learnt or measured."""
+        foreground = (targets >= self._first) & (targets != self.ignore)
+        if bool(foreground.any()):
+            return
+        choice = "" if self.background else ", or task.background = true if class 0 is no background"
+        raise DataError(
+            f"Segmentation was asked for on {name}; its {len(targets)} masks have no foreground: all values are from "
+            f"{int(targets.min())} to {int(targets.max())}, and {self.ignore} does not count. Masks with classes from "
+            f"{self._first} on would fit{choice}."
+        )
+
+    # --- loss -------------------------------------------------------------------------------------
+
+    @property
+    def is_plain_entropy(self) -> bool:
+        return False
+
+    def counted(self, targets: Tensor) -> Tensor:
+        """Return True for samples with at least one voxel that counts: (sample,)."""
+        return self._voxels(targets).flatten(1).any(1)
+
+    def total(self, targets: Tensor) -> Tensor:
+        return self.counted(targets).sum()
+
+    def _voxels(self, targets: Tensor) -> Tensor:
+        return targets != self.ignore
+
+    def losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return the loss of every sample, 0 for those without a voxel that counts: (sample,)."""
+        if self.loss == "cross-entropy":
+            return self._entropies(outputs, targets)
+        if self.loss == "dice":
+            return self._dice_losses(outputs, targets)
+        return self._entropies(outputs, targets) + self._dice_losses(outputs, targets)
+
+    def mean_loss(self, outputs: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        return self.mean(self.losses(outputs, targets), targets, weights)
+
+    def mean(self, losses: Tensor, targets: Tensor, weights: Tensor | None = None) -> Tensor:
+        """Average values of single samples. A batch in which nothing counts has mean 0."""
+        if weights is not None:
+            losses = losses * weights
+        return losses.sum() / self.total(targets).clamp(min=1).to(losses.dtype)
+
+    def _entropies(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return each sample's mean cross-entropy. With class weights it divides by their sum."""
+        entropies = super().losses(outputs, targets).flatten(1).sum(1)
+        counted = self._voxels(targets)
+        weights = self._class_weights(entropies.dtype, targets.device)
+        if weights is None:
+            divisor = counted.flatten(1).sum(1).to(entropies.dtype)
+        else:
+            each = torch.where(counted, weights[targets.where(counted, 0)], 0.0)
+            divisor = each.flatten(1).sum(1)
+        return entropies / divisor.where(divisor > 0, 1.0)
+
+    def _dice_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        """Return each sample's soft Dice loss. Without voxels that count it is 1 − smooth / smooth."""
+        # Sums over many voxels in half precision would be wrong in the first digits.
+        dtype = torch.promote_types(outputs.dtype, torch.float32)
+        counted = self._voxels(targets).flatten(1).unsqueeze(1)
+        probabilities = outputs.to(dtype).softmax(1).flatten(2) * counted  # (sample, class, voxel)
+        classes = torch.arange(outputs.shape[1], device=targets.device).unsqueeze(1)
+        true = (targets.flatten(1).unsqueeze(1) == classes) & counted
+
+        overlap = (probabilities * true).sum(2)
+        sizes = probabilities.sum(2) + true.sum(2).to(dtype)
+        dice = (2 * overlap + self.smooth) / (sizes + self.smooth)
+        return 1 - dice[:, self._first :].mean(1)
+
+    def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
+        """Return the mean of KL(teacher ‖ outputs) over each sample's voxels that count: (sample,)."""
+        counted = self._voxels(targets)
+        by_voxel = divergence(outputs, teacher) * counted
+        divisor = counted.flatten(1).sum(1).clamp(min=1)
+        return by_voxel.flatten(1).sum(1) / divisor.to(by_voxel.dtype)
