@@ -44,6 +44,7 @@ from fedquilt.round.engine import Engine
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import compared_passes, members_by_share
+from fedquilt.round.training.augmentation import check_augmentation
 from fedquilt.round.training.check import check_objectives, has_own_objective
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.step import Batch
@@ -370,12 +371,20 @@ def found_task(task: Task | str | None, family: Family, data: Pool) -> Task:
         family: Family of the model.
         data: Samples with their targets.
     """
+    shape = family.output_shape
     if task is None:
-        return infer(data.targets, family.output_shape, name=data.name)
+        found = infer(data.targets, shape, name=data.name)
+        if found.has_classes and data.targets.dim() > 2:
+            _log.warning(
+                "the targets of %s are masks, and no task was named: pixels are classified, and accuracy is reported. "
+                "The task segmentation trains by cross-entropy and Dice and reports Dice; classification is this one.",
+                data.name,
+            )
+        return found
     if isinstance(task, str):
-        return find_task(task)
+        return find_task(task).settled(shape)
     _check_kind("run", task, Task, "fq.tasks.Regression()")
-    return task
+    return task.settled(shape)
 
 
 def _check_task(federation: Federation, engine: Simulation) -> None:
@@ -453,8 +462,9 @@ def _check_nets(
     method = federation.method
     modes = compared_passes(method.local, method.local.norm)
     trained = list(_trained(federation, server, fleet, engine))
-    for member, _ in trained:
+    for member, learner in trained:
         member.check_net(modes)
+        _check_samples(engine.data, learner)
     _check_objectives(federation, engine, trained)
     nested = (net for member, learner in trained for net in learner.nets(member))
     for member in dict.fromkeys((*nested, *_tested(federation, server, fleet, evaluation))):
@@ -479,6 +489,12 @@ def _tested(federation: Federation, server: Server, fleet: Fleet, evaluation: Ev
     method, world = federation.method, federation.world
     for nets in members_by_share(method, server, fleet.kinds[:_FEW], world, evaluation.shares).values():
         yield from (world.family.member(net) for net in nets)
+
+
+def _check_samples(data: FederatedData, learner: Learner) -> None:
+    """Refuse crops, flips and intensities that do not fit the samples or their targets."""
+    rows = torch.arange(2, device=data.targets.device) % len(data.targets)
+    check_augmentation(data.samples(rows), data.targets[rows], learner.local, learner.task)
 
 
 def _check_objectives(federation: Federation, engine: Simulation, trained: Sequence[tuple[Member, Learner]]) -> None:

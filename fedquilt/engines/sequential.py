@@ -29,7 +29,8 @@ from fedquilt.round.client import (
 from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Kind, Score, mean_statistics
-from fedquilt.round.training.batches import augmented, batched
+from fedquilt.round.training.augmentation import augmented
+from fedquilt.round.training.batches import batched
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.passes import ClientPass

@@ -61,7 +61,7 @@ from fedquilt.round.client import (
 from fedquilt.round.engine import Outcome
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import Kind, Score
-from fedquilt.round.training.batches import augmented
+from fedquilt.round.training.augmentation import augmented
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import Objective
 from fedquilt.round.training.optimizers import OptimiserState, State

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
 _LOT = -4  # Random stream of the per-sample weights.
-_START = -3  # the site an attack starts from; augmentation has the two before it, layers have those from 1 on
+_START = -3  # Random stream from which an attack starts. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
 RECEIVED = "received"  # the copy of the weights that the round started from
 
 
@@ -357,7 +357,8 @@ class Distilled(Objective):
         assert view.taught is not None, "a learner with `taught` has the logits from before the batch"
         logits = view.logits(_net(view.member, self.share))
         divergences = view.task.divergences(logits, view.taught, view.targets)
-        return self.weight * divergences.sum() / view.task.counted(view.targets).sum()
+        # Where nothing counts the sum is 0, and so is the mean.
+        return self.weight * divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
 
 
 @dataclass(frozen=True)

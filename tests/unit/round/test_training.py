@@ -21,7 +21,8 @@ from fedquilt.family import Pass
 from fedquilt.family.cut import prefix
 from fedquilt.methods import FedAvg
 from fedquilt.round.federation import World
-from fedquilt.round.training.batches import augment, batched, itinerary
+from fedquilt.round.training.augmentation import augment
+from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.filters import All, Nothing, Parts
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local

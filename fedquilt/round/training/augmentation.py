@@ -1,0 +1,185 @@
+"""Random changes to the samples of a batch: crops, flips and other intensities.
+
+Images are (sample, channel, height, width) and volumes (sample, channel, depth, height, width).
+Everything is drawn from the key of a step, so that every engine draws the same.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from fedquilt import noise as random
+from fedquilt.checks import within
+from fedquilt.errors import ConfigError
+from fedquilt.tasks import Task
+
+if TYPE_CHECKING:
+    from fedquilt.round.training.local import Local
+
+# Random streams of a step. Attacks and weights of samples have -3 and -4, layers have those from 1 on.
+_CROP = -1
+_FLIP = -2
+_INTENSITY = -5
+_NOISE = -6
+
+
+@dataclass(frozen=True)
+class Intensity:
+    """Random changes to the values of inputs: x · factor + offset + noise. Targets do not change.
+
+    Numbers are in the unit that models see, which is after normalisation.
+    """
+
+    scale: float = 0.0  # Factor of a sample is drawn from [1 − scale, 1 + scale]. 0: it is 1
+    offset: float = 0.0  # Number added to a sample is drawn from [−offset, offset]. 0: nothing is added
+    noise: float = 0.0  # Standard deviation of normal noise that is added to every value. 0: none
+
+    def __post_init__(self) -> None:
+        within(self, scale="[0, 1]", offset="[0, inf)", noise="[0, inf)")
+
+    def __call__(self, inputs: Tensor, key: Tensor) -> Tensor:
+        """Return inputs with other intensities. Pure: may be vmapped.
+
+        Args:
+            inputs: (sample, …) real numbers.
+            key: Key from which factors, offsets and noise are drawn.
+        """
+        if not inputs.is_floating_point():
+            raise ConfigError(
+                f"intensity = {self} was asked for; inputs are {inputs.dtype}, and real numbers would fit."
+            )
+        if self.scale or self.offset:
+            drawn = random.uniform(random.fold_in(key, _INTENSITY), (2, len(inputs)), inputs.dtype)
+            factors, offsets = (2 * drawn - 1).reshape(2, -1, *[1] * (inputs.dim() - 1))
+            inputs = inputs * (1 + self.scale * factors) + self.offset * offsets
+        if self.noise:
+            drawn = random.normal(random.fold_in(key, _NOISE), inputs.shape, inputs.dtype)
+            inputs = inputs + self.noise * drawn
+        return inputs
+
+
+def augmented(inputs: Tensor, targets: Tensor, local: Local, key: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+    """Change a batch at random, its targets as the task says. Pure: may be vmapped.
+
+    Args:
+        inputs: (sample, …).
+        targets: (sample, …). Masks move with their images, and most other targets do not change.
+        local: Which crops, flips and intensities there are.
+        key: Key from which they are drawn.
+        task: Task that knows whether targets are images too.
+    """
+    size = tuple(inputs.shape[2:])
+
+    def as_inputs(images: Tensor, padding: float = 0.0) -> Tensor:
+        if local.crop and tuple(images.shape[2:]) != size:
+            raise ConfigError(
+                f"crop = {local.crop} was asked for; inputs have the size {_by(size)} and their masks "
+                f"{_by(images.shape[2:])}. Masks of the inputs' size would fit, or crop = 0."
+            )
+        return moved(images, local, key, padding)
+
+    return augment(inputs, local, key), task.augment_targets(targets, as_inputs)
+
+
+def augment(inputs: Tensor, local: Local, key: Tensor) -> Tensor:
+    """Return inputs with random crops, flips and intensities. Pure: may be vmapped."""
+    inputs = moved(inputs, local, key)
+    return inputs if local.intensity is None else local.intensity(inputs, key)
+
+
+def moved(images: Tensor, local: Local, key: Tensor, padding: float = 0.0) -> Tensor:
+    """Crop and flip images or volumes at random. Pure: may be vmapped.
+
+    Args:
+        images: (sample, channel, *size).
+        local: Which crops and flips there are.
+        key: Key from which they are drawn.
+        padding: Value of pixels that a crop takes from outside of the image.
+    """
+    if not local.crop and not local.flip:
+        return images
+    if images.dim() not in (4, 5):
+        raise ConfigError(
+            f"crop = {local.crop} and flip = {local.flip} were asked for; they are for images (channel, height, "
+            f"width) and volumes (channel, depth, height, width), and a sample has shape {tuple(images.shape[1:])}."
+        )
+    if local.crop:
+        images = _cropped(images, local.crop, random.fold_in(key, _CROP), padding)
+    if local.flip:
+        axes = _flipped_axes(local.flip_axes, images.dim() - 2)
+        images = _flipped(images, axes, random.fold_in(key, _FLIP))
+    return images
+
+
+def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor:
+    """Pad every side by a margin and cut the old size out, at a place that each sample draws."""
+    size = images.shape[2:]
+    if margin >= min(size):
+        raise ConfigError(
+            f"crop = {margin} was asked for; images are {_by(size)}, so that some crops would be of padding "
+            f"alone. Up to {min(size) - 1} fits."
+        )
+    padded = F.pad(images, (margin,) * (2 * len(size)), value=padding)
+    drawn = random.uniform(key, (len(size), len(images)), torch.float32)
+    starts = (drawn * (2 * margin + 1)).long()
+    for axis, side in enumerate(size):
+        positions = starts[axis][:, None] + torch.arange(side, device=images.device)  # (sample, side)
+        shape = [len(images)] + [1] * (images.dim() - 1)
+        shape[2 + axis] = side
+        padded = torch.take_along_dim(padded, positions.reshape(shape), 2 + axis)
+    return padded
+
+
+def _flipped(images: Tensor, axes: tuple[int, ...], key: Tensor) -> Tensor:
+    """Mirror each sample along each axis with probability 1/2."""
+    drawn = random.uniform(key, (len(axes), len(images)), torch.float32) < 0.5
+    for place, axis in enumerate(axes):
+        mirrored = drawn[place].reshape([-1] + [1] * (images.dim() - 1))
+        images = torch.where(mirrored, images.flip(axis), images)
+    return images
+
+
+def _flipped_axes(asked: tuple[int, ...], dims: int) -> tuple[int, ...]:
+    """Return which dimensions of (sample, channel, *size) are flipped.
+
+    Args:
+        asked: Axes of the size, 0 for the first and -1 for the last. Empty: the last alone.
+        dims: Number of axes of the size.
+    """
+    if unfit := [axis for axis in asked if not -dims <= axis < dims]:
+        raise ConfigError(
+            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that {unfit[0]} is none of them. "
+            f"0 to {dims - 1} would fit, and -1 for the last."
+        )
+    axes = tuple(2 + axis % dims for axis in asked or (-1,))
+    if len(set(axes)) < len(axes):
+        raise ConfigError(
+            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that one of them is named twice. "
+            "Name each once."
+        )
+    return axes
+
+
+def _by(size: tuple[int, ...] | torch.Size) -> str:
+    return "×".join(map(str, size))
+
+
+def check_augmentation(inputs: Tensor, targets: Tensor, local: Local, task: Task) -> None:
+    """Try crops, flips and intensities on a few samples, so that settings that do not fit are found early.
+
+    Args:
+        inputs: (sample, …) A few samples as models see them.
+        targets: (sample, …) Their targets.
+        local: Settings of local training.
+        task: Task that knows whether targets are images too.
+
+    Raises:
+        ConfigError: A setting does not fit the samples or their targets.
+    """
+    key = torch.tensor(random.key(0), device=inputs.device)
+    augmented(inputs, targets, local, key, task)
