@@ -22,7 +22,7 @@ from torch.nn.utils.parametrize import ParametrizationList
 from torch.utils import _pytree as pytree
 
 from fedquilt.axes import Axis, Expr, Product, Sum, axes_in
-from fedquilt.errors import TraceError
+from fedquilt.errors import FedquiltError, TraceError
 from fedquilt.family import rules
 from fedquilt.family.atoms import (
     Atom,
@@ -239,6 +239,8 @@ def _evaluate(
         run = record(module, weights, inputs, _known, trail, _constants(module), variant=variant)
     except RunError as failure:
         cause = failure.__cause__
+        if isinstance(cause, FedquiltError):  # A model of fedquilt says what is wrong with its inputs.
+            raise cause from None
         place = f"{layer_name(failure.layer)}, {failure.where}"
         if _reads_data(cause):
             raise TraceError(

@@ -9,6 +9,7 @@ from typing import Literal
 import torch
 from torch import Tensor, nn
 
+from fedquilt.errors import DataError
 from fedquilt.models.blocks import CONV, ConvUnit, MakeNorm, Norm, norms
 
 Up = Literal["transpose", "upsample"]
@@ -36,6 +37,22 @@ class Decoder(nn.Module):
     def forward(self, x: Tensor, skip: Tensor) -> Tensor:
         joined: Tensor = self.join(torch.cat([skip, self.up(x)], 1))
         return joined
+
+
+def check_size(size: tuple[int, ...], halvings: int) -> None:
+    """Refuse images whose sides cannot be halved so often, because levels of unequal size cannot be joined."""
+    divisor = 2**halvings
+    if all(side % divisor == 0 for side in size):
+        return
+    fitting = tuple(-(-side // divisor) * divisor for side in size)
+    raise DataError(
+        f"a U-Net of depth {halvings} was asked for on inputs of size {_by(size)}; every side must divide by "
+        f"{divisor}. Inputs padded to {_by(fitting)} would fit, or a smaller depth."
+    )
+
+
+def _by(size: tuple[int, ...]) -> str:
+    return "×".join(map(str, size))
 
 
 class UNet(nn.Module):
@@ -74,6 +91,7 @@ class UNet(nn.Module):
 
     def forward_stage(self, stage: int, x: Tensor) -> Tensor:
         """Return the logits of the U-Net with the outer `stage` levels alone, at the input's resolution."""
+        check_size(tuple(x.shape[2:]), len(self.decoder))
         levels = [self.encoder[0](x)]
         for encode in self.encoder[1 : stage + 1]:
             levels.append(encode(self.pool(levels[-1])))
