@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from fedquilt.round.attack import PGD, AdversarialTraining
     from fedquilt.round.federation import Federation, World
     from fedquilt.round.link import Clock, Codec, Columns, Link, Wireless
+    from fedquilt.round.training.augmentation import Intensity
     from fedquilt.round.training.local import Local
     from fedquilt.round.training.optimizers import SGD, Adam
     from fedquilt.round.training.schedules import Constant, Cosine, Steps
@@ -50,6 +51,7 @@ _HOMES = {
     "fedquilt.round.attack": ("PGD", "AdversarialTraining"),
     "fedquilt.round.federation": ("Federation", "World"),
     "fedquilt.round.link": ("Clock", "Codec", "Columns", "Link", "Wireless"),
+    "fedquilt.round.training.augmentation": ("Intensity",),
     "fedquilt.round.training.local": ("Local",),
     "fedquilt.round.training.optimizers": ("SGD", "Adam"),
     "fedquilt.round.training.schedules": ("Constant", "Cosine", "Steps"),
@@ -97,6 +99,7 @@ __all__ = [
     "Federation",
     "FedquiltError",
     "Fleet",
+    "Intensity",
     "Job",
     "Link",
     "Local",

@@ -61,6 +61,7 @@ from fedquilt.round.merge import (
     as_weights,
     client_weight,
 )
+from fedquilt.round.training.augmentation import Intensity
 from fedquilt.round.training.filters import All, Filter, Nothing, Parts
 from fedquilt.round.training.learner import Freeze, Learner, Phase, nets_of
 from fedquilt.round.training.local import Local
@@ -132,6 +133,7 @@ __all__ = [
     "Freeze",
     "GradientPass",
     "Index",
+    "Intensity",
     "Job",
     "KeptByClient",
     "Learner",
