@@ -237,12 +237,12 @@ class _OfMasks(_OfClasses):
 
 @dataclass(frozen=True)
 class Dice(_OfMasks):
-    """Dice of each volume, 2 |P ∩ G| / (|P| + |G|), as the mean over volumes.
+    """Mean over volumes of their Dice, 2 |P ∩ G| / (|P| + |G|), over foreground classes. `dice_1`: of class 1.
 
     A class that is neither in a volume's mask nor predicted there is left out of the volume's mean
     over foreground classes. A class that is predicted and not there scores 0. A volume without any
-    foreground in mask and prediction is left out. `dice_1` is the mean over the volumes in which
-    class 1 is true or predicted.
+    foreground in mask and prediction is left out. `dice_1` is over the volumes in which class 1 is
+    true or predicted.
 
     Sums, (3, class + 1), float64: Dice and IoU of each class and of the mean over foreground
     classes, summed over volumes, and the number of volumes that have them.
@@ -271,7 +271,7 @@ class Dice(_OfMasks):
 
 @dataclass(frozen=True)
 class IoU(Dice):
-    """Intersection over union of each volume, |P ∩ G| / |P ∪ G|, as the mean over volumes.
+    """Mean over volumes of their intersection over union, |P ∩ G| / |P ∪ G|. `iou_1`: of class 1.
 
     Classes and volumes are left out as for Dice.
     """
@@ -282,7 +282,7 @@ class IoU(Dice):
 
 @dataclass(frozen=True)
 class PooledDice(_OfMasks):
-    """Dice of all voxels of the test set together, as the mean over foreground classes.
+    """Dice of all voxels of the test set together, over foreground classes. `pooled_dice_1`: of class 1.
 
     A class that is neither in a mask nor predicted anywhere is left out.
     Sums, (2, class), int64: voxels predicted and true, and the number predicted plus the number
@@ -308,7 +308,7 @@ class PooledDice(_OfMasks):
 
 @dataclass(frozen=True)
 class PooledIoU(PooledDice):
-    """Intersection over union of all voxels of the test set, as the mean over foreground classes.
+    """Intersection over union of all voxels of the test set together. `pooled_iou_1`: of class 1.
 
     A class that is neither in a mask nor predicted anywhere is left out.
     """

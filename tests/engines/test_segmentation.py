@@ -75,7 +75,7 @@ def test_losses_and_augmentation_give_the_same_on_both_engines(dims, loss):
     assert plain.records[0].loss != runs[0].records[0].loss
 
 
-@pytest.mark.parametrize("layout", ["alone", "stack"])
+@pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
 def test_recorded_steps_have_the_loss_of_segmentation(layout):
     engine = Vectorised(dealt(), precision="fp64", layout=layout, record=True)
     assert_same(*(play(FedAvg(), one) for one in (engine, "sequential")))

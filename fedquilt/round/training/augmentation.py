@@ -35,8 +35,8 @@ class Intensity:
     Numbers are in the unit that models see, which is after normalisation.
     """
 
-    scale: float = 0.0  # Factor of a sample is drawn from [1 − scale, 1 + scale]. 0: it is 1
-    offset: float = 0.0  # Number added to a sample is drawn from [−offset, offset]. 0: nothing is added
+    scale: float = 0.0  # Inputs are multiplied by a factor that each sample draws from [1 − scale, 1 + scale]. 0: by 1
+    offset: float = 0.0  # A number that each sample draws from [−offset, offset] is added to its inputs. 0: none
     noise: float = 0.0  # Standard deviation of normal noise that is added to every value. 0: none
 
     def __post_init__(self) -> None:
