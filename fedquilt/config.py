@@ -446,7 +446,9 @@ def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> Federat
     # Earlier versions had classes alone: one for each sample, or for each token.
     usual = {"shape": [] if inputs.is_floating_point() else sample["shape"], "dtype": "int64"}
     like = sample.get("targets", usual)
-    targets = torch.zeros((2, *like["shape"]), dtype=getattr(torch, like["dtype"]))
+    # The last class, because masks of class 0 alone would have no foreground.
+    last = max(sample["classes"] - 1, 0)
+    targets = torch.full((2, *like["shape"]), last, dtype=getattr(torch, like["dtype"]))
     # Whether the data had public samples is not known. Nothing is computed with these.
     pool = Pool.of((inputs, targets), (inputs, targets), num_classes=sample["classes"], name=name, public=inputs)
     all_alike = Parts.split(torch.zeros(num_clients, dtype=torch.int64), torch.ones(num_clients, dtype=torch.int64))

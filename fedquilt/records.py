@@ -496,9 +496,11 @@ def _sample(run: Run) -> dict[str, Any]:
     """What the model must know of the data to be made again where that cannot be had."""
     example = run.world.family.example_inputs[0]
     shape, kind = list(example.shape[1:]), str(example.dtype).removeprefix("torch.")
-    targets = run.data.targets
+    task, targets, classes = run.world.task, run.data.targets, run.data.num_classes
+    if task.has_classes and classes:
+        classes = task.num_outputs(targets, classes)  # A label that is ignored is no class.
     like = {"shape": list(targets.shape[1:]), "dtype": str(targets.dtype).removeprefix("torch.")}
-    return {"shape": shape, "dtype": kind, "classes": run.data.num_classes, "targets": like}
+    return {"shape": shape, "dtype": kind, "classes": classes, "targets": like}
 
 
 def _choices(run: Run) -> dict[str, Any]:

@@ -11,6 +11,7 @@ from torch import Tensor, nn
 
 from fedquilt.errors import DataError
 from fedquilt.models.blocks import CONV, ConvUnit, MakeNorm, Norm, norms
+from fedquilt.units import sides
 
 Up = Literal["transpose", "upsample"]
 POOL: dict[int, type[nn.MaxPool2d | nn.MaxPool3d]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
@@ -46,13 +47,9 @@ def check_size(size: tuple[int, ...], halvings: int) -> None:
         return
     fitting = tuple(-(-side // divisor) * divisor for side in size)
     raise DataError(
-        f"a U-Net of depth {halvings} was asked for on inputs of size {_by(size)}; every side must divide by "
-        f"{divisor}. Inputs padded to {_by(fitting)} would fit, or a smaller depth."
+        f"a U-Net of depth {halvings} was asked for on inputs of size {sides(size)}; every side must divide by "
+        f"{divisor}. Inputs padded to {sides(fitting)} would fit, or a smaller depth."
     )
-
-
-def _by(size: tuple[int, ...]) -> str:
-    return "×".join(map(str, size))
 
 
 class UNet(nn.Module):

@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from fedquilt.cli import main
+from fedquilt.config import load_run
 from fedquilt.tasks import Segmentation
 from tests.conftest import shortened
 
@@ -58,6 +59,41 @@ def test_a_run_is_reported_and_resumed_by_dice(own: Path, capsys: pytest.Capture
     assert set(summary["metrics"]) == {*Segmentation().settled((1, 3, 4, 4)).metrics, "local_dice"}
     assert main(["run", "--resume", "run", "--rounds", "3"]) == 0
     assert json.loads((own / "run" / "summary.json").read_text())["rounds"] == 3
+
+
+def test_a_run_is_reopened_without_its_data(own: Path) -> None:
+    """The model has an output for each class, and none for the label that is ignored."""
+    text = (own / "shapes.py").read_text()
+    (own / "shapes.py").write_text(text.replace("    noise = ", "    masks[:, 0] = 255\n    noise = "))
+    assert main(["run", "shapes.toml", *QUICK, "--set", "task.ignore=255", "--out", "run"]) == 0
+    (own / "shapes.py").unlink()
+    run = load_run("run")
+    assert run.absent
+    assert run.world.family.num_outputs == 3
+    assert run.world.task.metrics == Segmentation().settled((1, 3, 4, 4)).metrics
+    assert main(["export", "run", "--out", "model.safetensors"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("args", "said"),
+    [
+        (["--set", "task.loss=mse"], "'mse' was found"),
+        (["--set", 'task.metrics=["dice_3"]'], "the output has 3 classes, so that dice_0 to dice_2 would fit"),
+        (["--set", "data.side=18"], "a U-Net of depth 2 was asked for on inputs of size 18×18"),
+        (["--set", "method.local.crop=16"], "crop = 16 was asked for; images are 16×16"),
+        (["--set", "method.local.flip_axes=[0]"], "[0] was asked for without flip = true"),
+        (["--set", "method.local.intensity.scale=2"], "2.0 was asked for; it must lie in [0, 1]"),
+        (["--set", "task.ignore=2", "--set", "model.num_classes=2"], ""),
+        (["--set", "model.num_classes=2"], "shapes has 3 classes; the model's output has 2"),
+    ],
+)
+def test_what_does_not_fit_is_refused(
+    args: list[str], said: str, own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    status = main(["run", "shapes.toml", *QUICK, *args, "--out", "run"])
+    assert status == (2 if said else 0)
+    assert said in capsys.readouterr().err
+    assert (own / "run" / "rounds.jsonl").exists() == (not said)
 
 
 @pytest.mark.slow

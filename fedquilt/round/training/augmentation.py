@@ -17,6 +17,7 @@ from fedquilt import noise as random
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
 from fedquilt.tasks import Task
+from fedquilt.units import sides
 
 if TYPE_CHECKING:
     from fedquilt.round.training.local import Local
@@ -78,8 +79,8 @@ def augmented(inputs: Tensor, targets: Tensor, local: Local, key: Tensor, task: 
     def as_inputs(images: Tensor, padding: float = 0.0) -> Tensor:
         if local.crop and tuple(images.shape[2:]) != size:
             raise ConfigError(
-                f"crop = {local.crop} was asked for; inputs have the size {_by(size)} and their masks "
-                f"{_by(images.shape[2:])}. Masks of the inputs' size would fit, or crop = 0."
+                f"crop = {local.crop} was asked for; inputs have the size {sides(size)} and their masks "
+                f"{sides(images.shape[2:])}. Masks of the inputs' size would fit, or crop = 0."
             )
         return moved(images, local, key, padding)
 
@@ -121,7 +122,7 @@ def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor
     size = images.shape[2:]
     if margin >= min(size):
         raise ConfigError(
-            f"crop = {margin} was asked for; images are {_by(size)}, so that some crops would be of padding "
+            f"crop = {margin} was asked for; images are {sides(size)}, so that some crops would be of padding "
             f"alone. Up to {min(size) - 1} fits."
         )
     padded = F.pad(images, (margin,) * (2 * len(size)), value=padding)
@@ -163,10 +164,6 @@ def _flipped_axes(asked: tuple[int, ...], dims: int) -> tuple[int, ...]:
             "Name each once."
         )
     return axes
-
-
-def _by(size: tuple[int, ...] | torch.Size) -> str:
-    return "×".join(map(str, size))
 
 
 def check_augmentation(inputs: Tensor, targets: Tensor, local: Local, task: Task) -> None:

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 from torch.func import grad, vmap
 
-from fedquilt.tasks import Classification, MultiLabel, NextToken, Regression, Task
+from fedquilt.tasks import Classification, MultiLabel, NextToken, Regression, Segmentation, Task
 
 pytestmark = [
     pytest.mark.gpu,
@@ -19,12 +19,16 @@ WEIGHTED = Classification(
     class_weights=(1.0, 2.0, 3.0),
     metrics=("accuracy", "top2", "f1", "micro_f1", "perplexity", "loss"),
 )
+MASKED = Segmentation(class_weights=(1.0, 2.0, 3.0), metrics=("dice", "iou_1", "pooled_dice", "loss"))
+MASKS = torch.tensor([[[0, 1, 2, -100], [2, 2, 1, 0]]]).reshape(1, 2, 2, 1, 2)
 TOKENS = torch.tensor([[[0, 1, 2, -100], [2, 2, 1, 0]]])
 EXAMPLES: list[tuple[Task, tuple[int, ...], Tensor]] = [
     (WEIGHTED, (1, 4, 3), torch.tensor([[0, 2, 1, -100]])),
     (NextToken(), (1, 2, 3, 4), TOKENS),
     (Regression("huber"), (1, 4, 2), torch.linspace(-1, 1, 8).reshape(1, 4, 2)),
     (Regression(), (1, 4, 1), torch.linspace(-1, 1, 4)[None]),
+    (MASKED, (1, 2, 3, 2, 1, 2), MASKS),
+    (Segmentation(loss="dice", background=True), (1, 2, 3, 2, 2), MASKS.squeeze(3)),
     (MultiLabel(), (1, 4, 2), torch.arange(8).reshape(1, 4, 2) % 3 == 0),
 ]
 
