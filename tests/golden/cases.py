@@ -16,7 +16,7 @@ from tempfile import TemporaryDirectory
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt import noise
@@ -30,11 +30,12 @@ from fedquilt.methods.fedrolex import FedRolex
 from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
-from fedquilt.models import MLP, TransformerLM, tiny_resnet
+from fedquilt.models import MLP, TransformerLM, tiny_resnet, unet2d
 from fedquilt.round.availability import Diurnal
 from fedquilt.round.federation import World
 from fedquilt.round.merge import ServerAdam, ServerMomentum
 from fedquilt.round.training.learner import Learner
+from fedquilt.tasks import Segmentation, Task
 from fedquilt.terms import Job
 
 # --- models -----------------------------------------------------------------------------------------------------
@@ -136,6 +137,7 @@ class Case:
     link: fq.Link = fq.Link()
     evaluation: fq.Evaluation = fq.Evaluation()
     rounds: int = 2
+    task: Task | None = None  # None: found from the data
 
     def play(self, out: Path | None = None) -> fq.Run:
         """Train, and record the run in a folder if one is given, with a checkpoint after each round."""
@@ -154,6 +156,7 @@ class Case:
             link=self.link,
             out=out,
             checkpointing=fq.Checkpointing(rounds=1, seconds=0),
+            task=self.task,
         )
 
 
@@ -236,7 +239,29 @@ def digits_labels() -> fq.FederatedData:
     return fq.data.digits_labels().deal(10, seed=1)
 
 
+def unet() -> nn.Module:
+    """Return a small U-Net for the three classes of `strokes`."""
+    return hashed(unet2d(3, width=8, depth=2, groups=4))
+
+
+def strokes() -> fq.FederatedData:
+    """Partition digits with masks: class 1 at the edge of a stroke, class 2 inside, and a top row that is ignored."""
+    pool = fq.data.digits()
+
+    def masks(images: Tensor) -> Tensor:
+        brightness = images[:, 0] / pool.inputs.max()
+        classes = (brightness > 0.25).long() + (brightness > 0.75).long()
+        classes[:, 0] = -100
+        return classes
+
+    targets, test_targets = masks(pool.inputs), masks(pool.test_inputs)
+    dense = replace(pool, targets=targets, test_targets=test_targets, num_classes=3, class_names=())
+    return dense.deal(10, fq.data.Iid(fraction=0.1), seed=1)
+
+
+MOVED_MASKS = {"crop": 1, "flip": True, "flip_axes": (0, 1), "intensity": fq.Intensity(0.1, 0.1, 0.05)}
 TASK_RUNS = {
+    "segmentation": Case(HeteroFL(), MOVED_MASKS, unet, strokes, task=Segmentation()),
     **{
         f"diabetes-{name}": Case(METHODS[name](), {"scaler": False}, perceptron, diabetes)
         for name in ("fedavg", "heterofl")
