@@ -14,7 +14,7 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.engines import Vectorised
 from fedquilt.errors import ConfigError, DataError
-from fedquilt.methods import METHODS, FedAvg, HeteroFL, SplitMix
+from fedquilt.methods import METHODS, FedAvg, HeteroFL, ProgFed, SplitMix
 from fedquilt.models import unet2d, unet3d
 from fedquilt.tasks import Classification, Segmentation
 from tests.conftest import LOCAL, assert_same, with_local
@@ -22,6 +22,7 @@ from tests.conftest import LOCAL, assert_same, with_local
 CLASSES = 3
 SIZES = {2: (4, 4), 3: (4, 2, 4)}
 UNETS = {2: unet2d, 3: unet3d}
+METHOD = {"splitmix": SplitMix(base=0.5, sort=True), "progfed": ProgFed(stages=2)}
 
 
 @cache
@@ -53,8 +54,8 @@ def play(method: fq.Method, engine: object, dims: int = 2, task: object = "segme
 @pytest.mark.parametrize("method", METHODS)
 def test_every_method_gives_the_same_on_both_engines(method):
     """Also those that mask absent classes, distil or weigh samples."""
-    chosen = SplitMix(base=0.5, sort=True) if method == "splitmix" else METHODS[method]()
-    runs = [play(chosen, engine, rounds=1) for engine in LOCAL]
+    chosen = METHOD.get(method) or METHODS[method]()
+    runs = [play(chosen, engine, rounds=2 if method == "progfed" else 1) for engine in LOCAL]
     assert_same(*runs)
     run = runs[0]
     assert run.records[-1].to_dict()["main"] == "dice"
