@@ -90,7 +90,9 @@ def test_codecs_give_the_same_bytes_on_cuda():
     change = torch.randn(100_000, generator=torch.Generator().manual_seed(1))
     shapes = {"one": torch.Size([300, 200]), "two": torch.Size([]), "three": torch.Size([39_999])}
     specs = [ChangeSpec(shapes, change.dtype, torch.device(name)) for name in ("cpu", "cuda:0")]
-    for codec in (fq.Codec(8), fq.Codec(2), fq.Codec(keep=0.1), fq.Codec(4, 0.25)):
+    plain = (fq.Codec(8), fq.Codec(2), fq.Codec(keep=0.1), fq.Codec(4, 0.25))
+    rotating = (fq.Codec(8, rotate=True), fq.Codec(4, 0.25, rotate=True))
+    for codec in plain + rotating:
         here, there = (codec.encode(change.to(spec.device), spec, (3, 5)) for spec in specs)
         assert torch.equal(there.cpu(), here)
         assert torch.equal(codec.decode(there, specs[1]).cpu(), codec.decode(here, specs[0]))

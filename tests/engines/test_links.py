@@ -41,6 +41,25 @@ def test_every_method_over_every_link_gives_the_same_numbers(name, link, residua
         assert [r.link_seconds for r in other.records] == [r.link_seconds for r in truth.records]
 
 
+ROTATED = fq.Codec(bits=4, keep=0.5, feedback=True, down=True, rotate=True)
+
+
+@pytest.mark.parametrize(
+    "link",
+    [fq.Link(codec=fq.Codec(8, rotate=True)), fq.Link(loss=LOSSY, codec=ROTATED)],
+    ids=["lq8", "everything"],
+)
+@pytest.mark.parametrize("name", ["fedrolex", "scaffold"])
+def test_rotated_changes_are_the_same_on_every_engine(name, link, residual, play, make_data):
+    method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
+    data = make_data(residual, RAGGED, labels=2)
+    truth, *others = (
+        play(method, residual, data, SHARES, engine=engine, link=link) for engine in ("sequential", *OTHERS)
+    )
+    for other in others:
+        assert_same(truth, other)
+
+
 @pytest.mark.parametrize("norm", ["tracked", "local", "post-own", "local-all"])
 @pytest.mark.parametrize(
     "method",

@@ -3,9 +3,12 @@
 The built-in `Codec` quantises linearly and sparsifies at random (Konečný et al. 2016), ProgFed's
 LQ-X and SP-X. Its message is a tensor of bytes:
 
-    8 bytes                the mask's seed, which is sent instead of the mask (keep < 1)
+    8 bytes                the seed of mask and rotation, sent instead of them (keep < 1 or rotate)
     4 + 4 bytes a weight   the least and the largest change in it, float32 (bits < 32)
     bits a value           the values that were kept, in order, and padded to a byte
+
+With `rotate`, the values of each weight that were kept are padded with zeros to a power of two and
+rotated (`rotation.py`). The message has all rotated values, and their least and largest one.
 """
 
 from __future__ import annotations
@@ -21,6 +24,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.devices import onto
+from fedquilt.round.link.rotation import padded, rotate, unrotate
 
 Bits = Literal[2, 4, 8, 32]
 Keys = tuple[int, int]  # for random numbers; no other message has the same
@@ -109,12 +113,27 @@ class BaseCodec(ABC):
 
 @dataclass(frozen=True)
 class Codec(BaseCodec):
-    """Linear quantisation, random sparsification, or both. Unbiased, but with error feedback."""
+    """Linear quantisation, random sparsification, or both. Unbiased, but with error feedback.
+
+    The rotation is that of Konečný et al. (2016): random signs, then an orthonormal Hadamard
+    transform of the whole tensor. ProgFed's released code rotates differently. It transforms along
+    the first dimension only, and it draws the signs after the transform, so that they do not change
+    how the values mix. Where the first dimension is no power of two, it truncates the matrix
+    instead of padding. The truncated matrix is not orthogonal, and its inverse amplifies the
+    quantisation error.
+
+    The released code sparsifies weights, not rotated values, by an independent draw per value
+    (Bernoulli), after decoding. Here exactly `keep` of the values are drawn, and only they are rotated
+    and sent. Over a link with a loss, the values that arrive are rotated.
+    """
 
     bits: Bits = 32  # a value, rounded at random to one of 2^bits levels; 32: as it is
     keep: float = 1.0  # part of the values that are sent, drawn at random; 1: all
     feedback: bool = False  # clients add what coding lost to their next change (Seide et al. 2014)
     down: bool = False  # downloads are coded too
+    rotate: bool = (
+        False  # Rotate every tensor by a random Hadamard transform before it is quantized; no effect at 32 bits
+    )
 
     def __post_init__(self) -> None:
         within(self, keep="(0, 1]")
@@ -122,7 +141,12 @@ class Codec(BaseCodec):
 
     def __str__(self) -> str:
         values = "" if self.keep == 1 else f" for {self.keep:.3g} of the values"
-        return f"{self.bits} bits a value{values}" + ", both ways" * self.down + ", errors fed back" * self.feedback
+        rotated = ", rotated at random" * self._rotates
+        return (
+            f"{self.bits} bits a value{values}{rotated}"
+            + ", both ways" * self.down
+            + ", errors fed back" * self.feedback
+        )
 
     @property
     def neutral(self) -> bool:
@@ -133,17 +157,36 @@ class Codec(BaseCodec):
         """How many of so many values are sent."""
         return min(count, max(1, round(self.keep * count)))
 
+    @property
+    def _rotates(self) -> bool:
+        """Return True if values are rotated. A rotation of values that are sent exactly has no effect."""
+        return self.rotate and self.bits < 32
+
+    @property
+    def _seeded(self) -> bool:
+        """Return True if a message has a seed."""
+        return self.keep < 1 or self._rotates
+
     def encode(self, change: Tensor, spec: ChangeSpec, keys: Keys) -> Tensor:
-        """Return a change as bytes. Scales and mask are of the whole change, whatever arrives."""
-        mask_key, rounding_key = keys
+        """Return a change as bytes. Scales and mask are of the whole change, whatever arrives.
+
+        With `rotate`, the scales are those of the rotated values, which are of the part that arrives.
+        """
+        seed, rounding_key = keys
         lengths = spec.lengths
         pieces = []
-        if self.keep < 1:
-            pieces.append(onto(change.device, torch.tensor([mask_key])).view(torch.uint8))
-        where = self._where(mask_key, len(change), spec.arrives, change.device)
+        if self._seeded:
+            pieces.append(onto(change.device, torch.tensor([seed])).view(torch.uint8))
+        where = self._where(seed, len(change), spec.arrives, change.device)
         if self.bits == 32:
             values = change if where is None else change[where]
             return torch.cat([*pieces, values.contiguous().view(torch.uint8)])
+        if self._rotates:
+            lengths = _travelling(lengths, where)
+            change = change if where is None else change[where]
+            change = rotate(change, lengths, _key(seed, change.device))
+            lengths = [padded(length) for length in lengths]
+            where = None
         ranges = _ranges(change, lengths)
         low, step = _spread(self._scale(ranges, change.dtype), lengths, len(change), where)
         dither = noise.uniform(_key(rounding_key, change.device), change.shape, change.dtype)
@@ -155,23 +198,33 @@ class Codec(BaseCodec):
 
     def decode(self, message: Tensor, spec: ChangeSpec) -> Tensor:
         """Return the change that a message describes. It is zero where the message has no value."""
-        lengths = spec.lengths
-        count, scale, seed = sum(lengths), 1.0, None
-        if self.keep < 1:
-            seed, message = message[:_SEED].clone().view(torch.int64)[0], message[_SEED:]
-            # With feedback what is not sent now is sent later: scaled up, it would be fed back larger every time.
-            scale = 1.0 if self.feedback else count / self.kept(count)
+        count = spec.count
+        seed = None
+        if self._seeded:
+            seed = message[:_SEED].clone().view(torch.int64)[0]
+            message = message[_SEED:]
         where = self._where(seed, count, spec.arrives, message.device)
-        total = count if where is None else len(where)
         if self.bits == 32:
             values = message.clone().view(spec.dtype)
+        elif self._rotates and seed is not None:
+            lengths = _travelling(spec.lengths, where)
+            rotated = self._dequantized(message, [padded(length) for length in lengths], None, spec.dtype)
+            values = unrotate(rotated, lengths, seed)
         else:
-            head = 2 * 4 * len(lengths)
-            ranges = message[:head].clone().view(torch.float32).view(2, -1)
-            low, step = _spread(self._scale(ranges, spec.dtype), lengths, count, where)
-            values = low + step * unpack(message[head:], self.bits, total).to(spec.dtype)
-        values = values * scale if scale != 1 else values
+            values = self._dequantized(message, spec.lengths, where, spec.dtype)
+        # With feedback what is not sent now is sent later: scaled up, it would be fed back larger every time.
+        if self.keep < 1 and not self.feedback:
+            values = values * (count / self.kept(count))
         return values if where is None else values.new_zeros(count).index_copy_(0, where, values)
+
+    def _dequantized(self, message: Tensor, lengths: Sequence[int], where: Tensor | None, dtype: torch.dtype) -> Tensor:
+        """Return the values that the codes of a message describe, from its scales on."""
+        count = sum(lengths)
+        head = 2 * 4 * len(lengths)
+        ranges = message[:head].clone().view(torch.float32).view(2, -1)
+        low, step = _spread(self._scale(ranges, dtype), lengths, count, where)
+        total = count if where is None else len(where)
+        return low + step * unpack(message[head:], self.bits, total).to(dtype)
 
     def _scale(self, ranges: Tensor, dtype: torch.dtype) -> Tensor:
         """(2, weight) each weight's least value and the width of a step, by what the header says."""
@@ -193,6 +246,15 @@ class Codec(BaseCodec):
 
 def _key(word: int | Tensor, device: torch.device) -> Tensor:
     return word if isinstance(word, Tensor) else onto(device, torch.tensor(word))
+
+
+def _travelling(lengths: Sequence[int], where: Tensor | None) -> list[int]:
+    """Return how many values of each weight travel. `where` has their places, ascending."""
+    if where is None:
+        return list(lengths)
+    ends = onto(where.device, torch.tensor(lengths).cumsum(0))
+    before = torch.searchsorted(where, ends)
+    return before.diff(prepend=before.new_zeros(1)).tolist()
 
 
 def _spread(each: Tensor, lengths: Sequence[int], count: int, where: Tensor | None) -> Tensor:
