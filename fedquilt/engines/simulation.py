@@ -27,7 +27,9 @@ from fedquilt.round.federation import Federation, World
 from fedquilt.round.serve import EvalJob, Kind, SampleSet, Score, both_statistics
 from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.learner import Learner
-from fedquilt.round.training.passes import ClientPass
+from fedquilt.round.training.objectives import View
+from fedquilt.round.training.passes import ClientPass, GradientPass
+from fedquilt.round.training.step import train_pass
 from fedquilt.terms import Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -277,6 +279,43 @@ class Simulation(Engine):
     @abstractmethod
     def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
         """Return the statistics that each net sees, their mean over batches of training samples."""
+
+    def pooled_gradients(
+        self,
+        federation: Federation,
+        nets: Sequence[tuple[Submodel, Weights]],
+        batch_size: int,
+        samples: int,
+    ) -> list[dict[str, Tensor]]:
+        self.begin(federation)
+        batches = batched(self.pooled[:samples].to(self.device), batch_size)
+        with _failing("the gradients over pooled samples failed"), self.computing():
+            return [self._pooled_gradient(self.world.family.member(net), weights, batches) for net, weights in nets]
+
+    def _pooled_gradient(self, member: Member, weights: Weights, batches: Sequence[Tensor]) -> dict[str, Tensor]:
+        """Return the mean of a net's gradients, in which a batch counts by its targets that count."""
+        task = self.world.task
+        every_class = torch.ones(self.world.family.num_classes, dtype=torch.bool, device=self.device)
+        sums = {name: torch.zeros_like(weights[name]) for name in member.trainable}
+        total = torch.zeros((), device=self.device)
+        for place, rows in enumerate(batches):
+            targets = self.data.targets[rows]
+            view = View(
+                member,
+                dict(weights),
+                self.data.samples(rows),
+                targets,
+                every_class,
+                received=weights,
+                mode=train_pass(self.method.local),
+                key=torch.tensor(noise.key(5, self.world.seed, place), device=self.device),
+                task=task,
+            )
+            count = task.total(targets)
+            for name, value in GradientPass()(view).items():
+                sums[name] += value * count
+            total += count
+        return {name: value / total for name, value in sums.items()}
 
     # --- what engines need of the samples --------------------------------------------------------------------------
 

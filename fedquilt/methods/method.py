@@ -16,6 +16,7 @@ from fedquilt.family.cut import prefix
 from fedquilt.family.dual import HOW_TO_CONDITION
 from fedquilt.family.family import Family, Rounding
 from fedquilt.round.attack import PGD
+from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
 from fedquilt.round.labels import bounds_label, share_label, short_share
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
@@ -245,6 +246,19 @@ class Method:
     def arranged(self, server: Server, scores: Sequence[float], world: World) -> Server:
         """Return the state as it is tested and handed out, given the scores of the candidates in their order."""
         return server
+
+    def figures(self, server: Server, world: World, gradients: Gradients) -> dict[str, float]:
+        """Return further figures of the server's state by name, which records have beside the metrics.
+
+        It is called after every evaluation. By default there are none.
+
+        Args:
+            server: The state that was evaluated.
+            world: Family, task and seed.
+            gradients: Function `gradients(submodels, samples)`. It returns each sub-model's gradient of the mean loss
+                over that many training samples of all clients, by the weight's name.
+        """
+        return {}
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """The sub-model for a device of this budget, once trained; several give the mean of their logits."""

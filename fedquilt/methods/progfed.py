@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, ClassVar, Literal, NamedTuple, Self
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -14,13 +14,17 @@ from fedquilt import noise
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.cost import TrainingStep
+from fedquilt.family.cut import prefix
 from fedquilt.family.family import Family, Rounding
 from fedquilt.family.member import Member
 from fedquilt.family.variants import joined, members_of
+from fedquilt.methods.alignment import Alignment, align
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.method import Method, Presets
+from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, Weighting
+from fedquilt.round.serve import gradients_at
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Passes, View, Wrapping
@@ -28,8 +32,12 @@ from fedquilt.round.training.optimizers import SGD
 from fedquilt.tasks import Task
 from fedquilt.terms import WHOLE, Arch, Budget, Client, Job, Mix, Server, Submodel
 
+if TYPE_CHECKING:
+    from fedquilt.experiment import Run
+
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
 _SITE = 48  # Random stream of the stages that `random` draws
+_PROGRESSIVE = "theorem 1 is on the strategy 'progressive', with which alignment would work."
 
 
 class Moment(NamedTuple):
@@ -67,6 +75,7 @@ class ProgFed(Method):
     restart: bool = False  # Restart the learning-rate schedule at growth
     strategy: Strategy = "progressive"  # What a stage trains (Table 5); end_to_end trains the whole model throughout
     rounds: int = 0  # T, from which T_s follows; 0: the rounds of the run
+    alignment: int = 0  # Training samples of all clients that alpha_t and q_t are measured on at evaluations; 0: not
 
     paper = "Wang et al. 2022"
     forwards: ClassVar[Mapping[str, str]] = {"local": "over", "weighting": "over", "server": "over"}
@@ -96,8 +105,12 @@ class ProgFed(Method):
             object.__setattr__(self, "stages", tuple(self.stages))
         if isinstance(self.stage_rounds, list):
             object.__setattr__(self, "stage_rounds", tuple(self.stage_rounds))
-        within(self, stage_rounds="[0, inf)", warmup="[0, inf)", rounds="[0, inf)")
+        within(self, stage_rounds="[0, inf)", warmup="[0, inf)", rounds="[0, inf)", alignment="[0, inf)")
         one_of(self, strategy=Strategy)
+        if self.alignment and self.strategy != "progressive":
+            refuse(
+                self, {"alignment": f"{self.alignment} was asked for with strategy = {self.strategy!r}; {_PROGRESSIVE}"}
+            )
         if isinstance(self.stages, int) and self.stages < 1:
             refuse(self, {"stages": f"{self.stages} was asked for; at least one stage is needed."})
 
@@ -206,7 +219,10 @@ class ProgFed(Method):
                 f"ProgFed was asked for with stages = {self.stages!r}; the model was traced without stages. "
                 "fq.trace(fq.with_stages(module, stages=…), example) gives it some."
             )
-        return self.over.init(world)
+        server = self.over.init(world)
+        if self.alignment:
+            _check_whole(server, world)
+        return server
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return self.over.plan(server, client, self._at(server.round, world))
@@ -263,6 +279,32 @@ class ProgFed(Method):
     def arranged(self, server: Server, scores: Sequence[float], world: World) -> Server:
         return self.over.arranged(server, scores, self._tested(server, world))
 
+    def figures(self, server: Server, world: World, gradients: Gradients) -> dict[str, float]:
+        """Return the inner method's figures, and those of theorem 1 if they were asked for."""
+        found = self.over.figures(server, world, gradients)
+        if not self.alignment:
+            return found
+        measured = self.measure(server, world, gradients, self.alignment)
+        return {**found, "alignment": measured.alpha, "norm_discrepancy": measured.q}
+
+    def measure(self, server: Server, world: World, gradients: Gradients, samples: int) -> Alignment:
+        """Return alpha_t and q_t (equation 11) of the stage that was trained last.
+
+        f^s is the mean loss of the stage's model and f that of the whole model, both at the whole width.
+
+        Args:
+            server: State x_t. Blocks that have not grown have their initial weights in it.
+            world: Family, task and seed.
+            gradients: Function that `figures` is given.
+            samples: Training samples of all clients that both losses are means over.
+        """
+        last = num_stages(world.family)
+        stage = self.moment(max(0, server.round - 1), last).stage
+        variants = (_name(stage, last), WHOLE)
+        nets = [prefix(world.family.at(variant).whole) for variant in dict.fromkeys(variants)]
+        found = gradients(nets, samples)
+        return align(stage, found[0], found[-1])
+
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         return self.over.deploy(server, budget, self._tested(server, world))
 
@@ -295,6 +337,49 @@ class OfVariants(Wrapping):
 def num_stages(family: Family) -> int:
     """Return the paper's S: the stages that a family was traced with, the whole model included."""
     return 1 + sum(variant.startswith("stage") for variant in family.variants)
+
+
+def measure_alignment(run: Run, samples: int = 1 << 16) -> Alignment:
+    """Return alpha_t and q_t of theorem 1 (equation 11) for a run of ProgFed as it is now.
+
+    Args:
+        run: A run of `ProgFed` with the strategy `progressive`, at any round.
+        samples: Most training samples of all clients to measure on. At most 65,536 are used.
+
+    Raises:
+        ConfigError: The run is of another method or strategy, or its state has no single whole model.
+
+    Example:
+        >>> import torch, fedquilt as fq
+        >>> from fedquilt.methods.progfed import measure_alignment
+        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
+        >>> family = fq.trace(fq.with_stages(net, ["0", "1"]), torch.randn(5, 4))
+        >>> data = fq.data.Pool.of((torch.randn(20, 4), torch.arange(20) % 2)).deal(2)
+        >>> run = fq.run(fq.methods.ProgFed(), family, data, fq.Fleet.of((1.0,), 2), rounds=4)
+        >>> measure_alignment(run)
+        Alignment(stage=2, alpha=1.0, q=1.0)
+    """
+    method = run.method
+    if not isinstance(method, ProgFed):
+        raise ConfigError(
+            f"measure_alignment was asked for a run of {type(method).__name__}; one of ProgFed would work."
+        )
+    if method.strategy != "progressive":
+        raise ConfigError(f"measure_alignment was asked for a run with strategy = {method.strategy!r}; {_PROGRESSIVE}")
+    _check_whole(run.server, run.world)
+    gradients = gradients_at(run.federation, run.server, run.engine, run.evaluation)
+    return method.measure(run.server, run.world, gradients, samples)
+
+
+def _check_whole(server: Server, world: World) -> None:
+    """Refuse a state that has several nets instead of one whole model."""
+    whole = world.family.member(world.family.at(WHOLE).whole)
+    missing = [name for name in whole.trainable if name not in server.weights]
+    if missing:
+        raise ConfigError(
+            f"ProgFed was asked for alignment; the state has no single whole model, because it has no {missing[0]!r}. "
+            "A method with one model at the server would work, such as FedAvg or HeteroFL."
+        )
 
 
 def _name(stage: int, last: int) -> str:

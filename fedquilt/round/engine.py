@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, ClassVar, NamedTuple
 
@@ -16,6 +16,11 @@ if TYPE_CHECKING:
     from fedquilt.round.federation import Federation
     from fedquilt.round.merge import Fold
     from fedquilt.round.serve import EvalJob, Score
+
+
+# Takes nets and a number of samples, and returns each net's gradient of the mean loss over that many
+# pooled training samples, by the weight's name.
+Gradients = Callable[[Sequence[Submodel], int], list[dict[str, Tensor]]]
 
 
 class Spent(NamedTuple):
@@ -87,6 +92,29 @@ class Engine(ABC):
         client: int | None = None,
     ) -> list[dict[str, Tensor]]:
         """Measure the norm statistics of networks over the pooled training samples, or over one client's."""
+
+    @abstractmethod
+    def pooled_gradients(
+        self,
+        federation: Federation,
+        nets: Sequence[tuple[Submodel, Weights]],
+        batch_size: int,
+        samples: int,
+    ) -> list[dict[str, Tensor]]:
+        """Return the gradient of each network's mean loss over pooled training samples.
+
+        The loss is the task's, without what a method adds to it. Nets run as in training, so that norms
+        which use the statistics of the batch use those of batches of `batch_size`.
+
+        Args:
+            federation: Family, task and norm policy.
+            nets: Sub-models and their weights.
+            batch_size: Samples that are run together.
+            samples: Most samples to use. They are the same for all nets, and for all calls with one seed.
+
+        Returns:
+            For each net, a tensor for every weight that it trains, by name.
+        """
 
     @abstractmethod
     def size(self, client: int) -> int:

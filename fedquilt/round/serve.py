@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from fedquilt.data import FederatedData
     from fedquilt.family import Family
     from fedquilt.methods import Method
-    from fedquilt.round.engine import Engine
+    from fedquilt.round.engine import Engine, Gradients
 
 Absent = Literal["hidden", "zero"]
 EvaluatedOn = Literal["test", "validation"]
@@ -254,6 +254,30 @@ class Grades:
 
 
 def grade(federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
+    """Test what a device of each budget would get, and add the method's own figures of the server's state.
+
+    Figures are of the whole model. One that is not finite is left out, because JSON cannot hold it.
+    """
+    method, world = federation.method, federation.world
+    grades = _tested(federation, server, fleet, engine, how)
+    whole = share_label(method, Budget(share=1.0), world)
+    for name, value in method.figures(server, world, gradients_at(federation, server, engine, how)).items():
+        if math.isfinite(value):
+            grades.metrics[name] = {whole: value}
+    return grades
+
+
+def gradients_at(federation: Federation, server: Server, engine: Engine, how: Evaluation) -> Gradients:
+    """Return the function that a method asks for gradients at the server's state."""
+
+    def gradients(nets: Sequence[Submodel], samples: int) -> list[dict[str, Tensor]]:
+        cuts = _cut(federation, server, nets)
+        return engine.pooled_gradients(federation, [(net, cuts[net]) for net in nets], how.batch_size, samples)
+
+    return gradients
+
+
+def _tested(federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
     """Test what a device of each budget would get: from the server, or, where results live on clients, theirs."""
     method, world, task = federation.method, federation.world, federation.world.task
     server = arranged(federation, server, engine)
@@ -412,14 +436,22 @@ def ready(
     federation: Federation, server: Server, submodels: Sequence[Submodel], engine: Engine, batch_size: int
 ) -> dict[Submodel, dict[str, Tensor]]:
     """Sub-models' weights as they are tested or deployed: cut, and their norms re-estimated if the policy says so."""
-    method, family, cuts = federation.method, federation.world.family, {}
-    for submodel in submodels:
-        names = [name for name in family.member(submodel).names if submodel.scope + name in server.weights]
-        cuts[submodel] = family.cutter.gather(server.weights, submodel, names)
+    method, family = federation.method, federation.world.family
+    cuts = _cut(federation, server, submodels)
     if method.local.norm.measures and family.statistics:
         found = measured_statistics(federation, list(cuts.items()), engine, batch_size)
         for own, statistics in zip(cuts.values(), found, strict=True):
             own |= statistics
+    return cuts
+
+
+def _cut(federation: Federation, server: Server, submodels: Sequence[Submodel]) -> dict[Submodel, dict[str, Tensor]]:
+    """Return sub-models' weights and norm statistics, as far as the server's state has them."""
+    family = federation.world.family
+    cuts = {}
+    for submodel in submodels:
+        names = [name for name in family.member(submodel).names if submodel.scope + name in server.weights]
+        cuts[submodel] = family.cutter.gather(server.weights, submodel, names)
     return cuts
 
 
