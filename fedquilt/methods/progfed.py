@@ -70,7 +70,9 @@ class ProgFed(Method):
     # declares. None: the growth that the model declares first; for a model that declares none, four stages are found.
     stages: int | str | tuple[str, ...] | None = None
     stage_rounds: int | tuple[int, ...] = 0  # T_s: rounds of every stage but the last, or of each; 0: T/2S
-    warmup: int = 0  # Rounds after growing in which only the new block and its head move (line 13); 0: none
+    # Rounds after growing in which only the new block and its head move (line 13); 0: none. Strategies other than
+    # progressive have no warm-up.
+    warmup: int = 0
     extra_warmup: bool = False  # Warm-up rounds are added to T_s and use the initial learning rate, as released
     restart: bool = False  # Restart the learning-rate schedule at growth
     strategy: Strategy = "progressive"  # What a stage trains (Table 5); end_to_end trains the whole model throughout
@@ -80,10 +82,12 @@ class ProgFed(Method):
     paper = "Wang et al. 2022"
     forwards: ClassVar[Mapping[str, str]] = {"local": "over", "weighting": "over", "server": "over"}
     presets: ClassVar[Presets] = {
-        # The code released with the paper: one cosine over T rounds, momentum kept per client.
+        # The code released with the paper, with the rounds of CIFAR-100: one cosine, momentum kept per client.
         "released": {
             "over": FedAvg(
-                local=Local(optimiser=SGD(lr=0.1, momentum=0.9, decay=1e-4), keep_optimizer=True),
+                local=Local(
+                    optimiser=SGD(lr=0.1, momentum=0.9, decay=1e-4), schedule=Cosine(3000), keep_optimizer=True
+                ),
                 weighting="uniform",
             ),
             "extra_warmup": True,
@@ -94,9 +98,8 @@ class ProgFed(Method):
     def __post_init__(self) -> None:
         inner = self.over
         if isinstance(inner, ProgFed):
-            refuse(
-                self, {"over": "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."}
-            )
+            told = "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."
+            refuse(self, {"over": told})
         shared = ("local", "weighting", "server", "copies", "ignores_budgets", "skips_clients")
         for name in shared:  # Fields and attributes of the class that are the inner method's
             object.__setattr__(self, name, getattr(inner, name))
@@ -139,13 +142,17 @@ class ProgFed(Method):
         while stage < num_stages and round >= start + lengths[stage - 1]:
             start += lengths[stage - 1]
             stage += 1
-        warm = self.strategy == "progressive" and stage > 1 and round - start < self.warmup
+        warm = stage > 1 and round - start < self.warm_rounds
         scheduled = round - start if self.restart else round
-        if self.extra_warmup and self.warmup:
-            behind = self.warmup if stage > 1 else 0  # rounds of warm-up that the schedule does not count
-            behind *= 1 if self.restart else stage - 1
-            scheduled = 0 if warm else scheduled - behind
+        if self.extra_warmup:
+            warmups = min(1, stage - 1) if self.restart else stage - 1  # that the schedule does not count
+            scheduled = 0 if warm else scheduled - warmups * self.warm_rounds
         return Moment(stage, warm, scheduled)
+
+    @property
+    def warm_rounds(self) -> int:
+        """Return the rounds of warm-up of every stage but the first."""
+        return self.warmup if self.strategy == "progressive" else 0
 
     def variant(self, round: int, world: World) -> tuple[str, tuple[str, ...]]:
         """Return the variant that a round runs and the parts of it that are trained; (): all."""
@@ -185,8 +192,8 @@ class ProgFed(Method):
         for length in self.lengths(last)[:-1]:
             begin += length
             starts.append(begin)
-            if self.warmup and self.strategy == "progressive":
-                starts.append(begin + self.warmup)
+            if self.warm_rounds:
+                starts.append(begin + self.warm_rounds)
         return tuple(starts)
 
     def status(self, round: int, world: World) -> str:
@@ -330,7 +337,7 @@ class OfVariants(Wrapping):
         for net in self._nets(view.member):
             own = replace(view, member=net, seen={})
             losses.append(self.objective(own))
-            view.seen |= own.seen
+            view.seen |= {name: value for name, value in own.seen.items() if name in view.member.statistics}
         return torch.stack(losses).sum()
 
 
@@ -396,7 +403,8 @@ def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
             "ProgFed was prepared without a number of rounds, on which the length of its stages depends. "
             "method.settled(rounds) gives it; fq.run and the command line do that."
         )
-    added = method.warmup * (num_stages - 1) if method.extra_warmup else 0
+    warmup = method.warm_rounds
+    added = warmup * (num_stages - 1) if method.extra_warmup else 0
     total = method.rounds - added
     given = method.stage_rounds
     if isinstance(given, tuple) and len(given) not in (num_stages - 1, num_stages):
@@ -419,12 +427,13 @@ def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
             f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least one is needed for "
             "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages would work."
         )
-    longer = tuple(
-        length + (method.warmup if place and method.extra_warmup else 0) for place, length in enumerate(lengths)
-    )
-    if short := [length for length in longer[1:] if length <= method.warmup]:
+    if method.extra_warmup:
+        return (lengths[0], *(length + warmup for length in lengths[1:]))
+    shortest = min(lengths[1:])
+    if shortest <= warmup:
         raise ConfigError(
-            f"ProgFed was asked for with warmup = {method.warmup}, and a stage has {short[0]} rounds; in it only "
-            f"the new block moves, so that it has to end before its stage. Up to {min(longer[1:]) - 1} would work."
+            f"ProgFed was asked for with warmup = {warmup}, and a stage has {shortest} rounds; in a warm-up only the "
+            f"new block moves, so that it has to end before its stage. Up to {shortest - 1} would work, or "
+            "extra_warmup, which adds rounds to the stages."
         )
-    return longer
+    return lengths

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
@@ -63,5 +65,31 @@ def test_progfed_over_each_method_gives_the_same_numbers_on_every_engine(name, p
 @pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
 def test_progfed_over_a_link_gives_the_same_numbers_on_every_engine(name, link, play, make_data):
     truth, others = both(play, make_data, grown(name), link=link)
+    for other in others:
+        assert_same(truth, other)
+
+
+@pytest.mark.parametrize("norm", ["tracked", "local", "post-own", "local-all"])
+@pytest.mark.parametrize("name", ["fedavg", "fedrolex", "splitmix"])
+def test_norms_of_a_growing_model_give_the_same_numbers_on_every_engine(name, norm, play, make_data):
+    truth, others = both(play, make_data, grown(name, norm=norm))
+    for other in others:
+        assert_same(truth, other)
+
+
+@pytest.mark.parametrize("optimiser", [SHARP, fq.Adam(lr=0.01, decay=1e-3)], ids=["sgd", "adam"])
+@pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
+def test_kept_optimizers_of_a_growing_model_give_the_same_numbers_on_every_engine(name, optimiser, play, make_data):
+    fleet = fq.Fleet.of(SHARES, 4, 3)
+    truth, others = both(play, make_data, grown(name, optimiser=optimiser, keep_optimizer=True), fleet=fleet)
+    for other in others:
+        assert_same(truth, other)
+
+
+@pytest.mark.parametrize("strategy", ["end_to_end", "layerwise", "partial", "mixed", "random"])
+@pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
+def test_strategies_give_the_same_numbers_on_every_engine(strategy, name, play, make_data):
+    method = replace(grown(name, norm="tracked"), strategy=strategy)
+    truth, others = both(play, make_data, method)
     for other in others:
         assert_same(truth, other)
