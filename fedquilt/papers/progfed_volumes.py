@@ -15,28 +15,27 @@ _SITE = 49  # Distinguishes these random numbers from all others of the same see
 _TRAIN, _TEST = range(2)
 
 
-def cubes(train: int = 24, test: int = 6, side: int = 16, classes: int = 3, seed: int = 0) -> Pool:
-    """Return noisy volumes with one cube of every foreground class, and their masks.
-
-    Args:
-        train: Number of training volumes.
-        test: Number of test volumes.
-        side: Voxels along each of the three sides.
-        classes: Number of classes, the background included.
-        seed: Random seed of positions and noise.
-    """
-    samples = _samples(noise.key(seed, _SITE, _TRAIN), train, side, classes)
-    test_samples = _samples(noise.key(seed, _SITE, _TEST), test, side, classes)
+def cubes(
+    train: int = 24,  # Number of training volumes.
+    test: int = 6,  # Number of test volumes.
+    side: int = 16,  # Voxels along each of the three sides.
+    channels: int = 1,  # Number of channels, which differ by their noise.
+    classes: int = 3,  # Number of classes, the background included.
+    seed: int = 0,  # Random seed of positions and noise.
+) -> Pool:
+    """Noisy volumes made from a seed, with one cube of every foreground class, and their masks."""
+    samples = _samples(noise.key(seed, _SITE, _TRAIN), train, side, channels, classes)
+    test_samples = _samples(noise.key(seed, _SITE, _TEST), test, side, channels, classes)
     return Pool.of(samples, test_samples, name="cubes", num_classes=classes)
 
 
-def _samples(key: int, count: int, side: int, classes: int) -> tuple[Tensor, Tensor]:
-    """Return volumes (sample, 1, side, side, side) and masks (sample, side, side, side)."""
+def _samples(key: int, count: int, side: int, channels: int, classes: int) -> tuple[Tensor, Tensor]:
+    """Return volumes (sample, channel, side, side, side) and masks (sample, side, side, side)."""
     corners = noise.bits(torch.tensor(key), count * (classes - 1) * 3) % (side - EDGE + 1)
     masks = torch.zeros(count, side, side, side, dtype=torch.int64)
     for mask, places in zip(masks, corners.reshape(count, classes - 1, 3).tolist(), strict=True):
         for label, (z, y, x) in enumerate(places, 1):
             mask[z : z + EDGE, y : y + EDGE, x : x + EDGE] = label
-    uniform = noise.uniform(torch.tensor(key), masks.shape, torch.float32)
+    uniform = noise.uniform(torch.tensor(key), (count, channels, side, side, side), torch.float32)
     centred = (uniform - 0.5) * 12**0.5  # A uniform number has a standard deviation of 12^(−1/2)
-    return (masks + NOISE * centred).unsqueeze(1), masks
+    return masks.unsqueeze(1) + NOISE * centred, masks

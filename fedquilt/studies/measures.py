@@ -19,6 +19,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
 from fedquilt.names import nearest
+from fedquilt.studies.growth import growth
 from fedquilt.terms import Budget, Submodel
 
 TRAINING = "training"  # The measure that trains and evaluates. All others are in `MEASURES`.
@@ -107,7 +108,7 @@ def sizes(run: Run, rounds: int) -> dict[str, Any]:
     }
 
 
-MEASURES: dict[str, Measure] = {"clients": clients, "coverage": coverage, "sizes": sizes}
+MEASURES: dict[str, Measure] = {"clients": clients, "coverage": coverage, "growth": growth, "sizes": sizes}
 
 
 def measure_problems(measure: str) -> list[str]:

@@ -8,6 +8,8 @@
     rounds_to 0.55 0.5 count     first evaluated round in which share 0.5 has a main figure of 0.55
     bytes_to 0.55 0.5 GB         bytes both ways until then
     seconds_to 0.55 0.5 s        seconds until then, evaluations included
+    gigabytes number             bytes of all rounds, both ways, in units of 10^9
+    training_macs T              multiply-adds of all clients in all rounds
 
 Presets of papers and pages of results use the same text.
 """
@@ -28,11 +30,13 @@ from fedquilt.studies.result import Result
 # The factor by which a number is multiplied, and the decimals that are shown.
 UNITS = {
     "%": (100.0, 1),
+    "percent": (100.0, 2),  # for what is counted and not measured
     "GB": (1e-9, 1),
     "MB": (1e-6, 1),
     "MiB": (2.0**-20, 2),
     "s": (1.0, 0),
     "M": (1e-6, 2),
+    "T": (1e-12, 1),
     "count": (1.0, 0),
     "number": (1.0, 3),  # for errors and losses
 }
@@ -101,7 +105,8 @@ class Value:
         if first == "at":
             records = [record for record in result.records if record.round == int(rest[0])]
             return _number(_tables(records[0].grades), rest[1:]) if records else None
-        return _number({**result.summary, "gigabytes": _gigabytes(result)}, self.path)
+        totals = {"gigabytes": _gigabytes(result), "training_macs": result.macs}
+        return _number({**result.summary, **totals}, self.path)
 
     def shown(self, number: float) -> str:
         """Return a number in the unit, with its decimals."""
