@@ -29,6 +29,7 @@ from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Passes, View, Wrapping
 from fedquilt.round.training.optimizers import SGD
+from fedquilt.round.training.schedules import Cosine
 from fedquilt.tasks import Task
 from fedquilt.terms import WHOLE, Arch, Budget, Client, Job, Mix, Server, Submodel
 

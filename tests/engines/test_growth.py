@@ -5,12 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
-import torch
 
 import fedquilt as fq
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, ProgFed, SplitMix
 from tests.conftest import LOCAL, assert_same, with_local
-from tests.growing import SIZES, growing, parts
+from tests.growing import SIZES, growing
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 SHARES = (1.0, 0.5)
