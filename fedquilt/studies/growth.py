@@ -93,30 +93,40 @@ def total_cost(run: Run, rounds: int) -> Spent:
 
 
 class _Count:
-    """The costs of jobs. The bytes of a sub-model are found once, unless the link may lose some."""
+    """The costs of jobs, each found once: most rounds repeat an earlier one."""
 
     def __init__(self, run: Run) -> None:
         self.run = run
+        self.costs: dict[tuple[int, Submodel, Learner], Spent] = {}
         self.traffic: dict[tuple[Submodel, Submodel], tuple[int, int]] = {}
 
     def of(self, job: Job) -> Spent:
-        """Return the cost of one job."""
-        run = self.run
-        learner = run.method.learner(job, run.world)
+        """Return the cost of one job. Over a link that may lose weights every job has its own."""
+        learner = self.run.method.learner(job, self.run.world)
         if learner.state:
             raise ConfigError(
-                f"the measure 'growth' was asked for with {type(run.method).__name__}, whose clients send state "
+                f"the measure 'growth' was asked for with {type(self.run.method).__name__}, whose clients send state "
                 "besides weights; a method that sends weights alone would work."
             )
-        member = run.world.family.member(job.submodel)
-        held = classes_held(run.world, run.data, job.client.id)
-        key = job.submodel, learner.upload(member, job.submodel, held)
-        if key not in self.traffic or run.link.lossy:
-            self.traffic[key] = self._bytes(job, learner, key[1])
+        if self.run.link.lossy:
+            self.costs.clear()
+            self.traffic.clear()
+        key = job.client.id, job.submodel, learner
+        if key not in self.costs:
+            self.costs[key] = self._cost(job, learner)
+        return self.costs[key]
 
-        sizes = [len(batch) for batch in itinerary(run.data.size(job.client.id), learner.local, key=0)]
+    def _cost(self, job: Job, learner: Learner) -> Spent:
+        run, client = self.run, job.client.id
+        member = run.world.family.member(job.submodel)
+        wanted = learner.upload(member, job.submodel, classes_held(run.world, run.data, client))
+        key = job.submodel, wanted
+        if key not in self.traffic:
+            self.traffic[key] = self._bytes(job, learner, wanted)
+
+        sizes = [len(batch) for batch in itinerary(run.data.size(client), learner.local, key=0)]
         macs = learner.macs(member, sizes)
-        macs += learner.pass_macs(member, run.data.size(job.client.id), run.world.num_public)
+        macs += learner.pass_macs(member, run.data.size(client), run.world.num_public)
         return Spent(*self.traffic[key], macs)
 
     def _bytes(self, job: Job, learner: Learner, wanted: Submodel) -> tuple[int, int]:
