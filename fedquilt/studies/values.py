@@ -30,7 +30,6 @@ from fedquilt.studies.result import Result
 # The factor by which a number is multiplied, and the decimals that are shown.
 UNITS = {
     "%": (100.0, 1),
-    "percent": (100.0, 2),  # for what is counted and not measured
     "GB": (1e-9, 1),
     "MB": (1e-6, 1),
     "MiB": (2.0**-20, 2),
@@ -39,6 +38,7 @@ UNITS = {
     "T": (1e-12, 1),
     "count": (1.0, 0),
     "number": (1.0, 3),  # for errors and losses
+    "percent": (100.0, 2),  # for what is counted and not measured
 }
 _COSTS = {"rounds_to": "round", "bytes_to": "bytes", "seconds_to": "seconds"}
 
