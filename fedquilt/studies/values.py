@@ -38,7 +38,7 @@ UNITS = {
     "T": (1e-12, 1),
     "count": (1.0, 0),
     "number": (1.0, 3),  # for errors and losses
-    "percent": (100.0, 2),  # for what is counted and not measured
+    "%2": (100.0, 2),  # percent with two decimals, for what is counted and not measured
 }
 _COSTS = {"rounds_to": "round", "bytes_to": "bytes", "seconds_to": "seconds"}
 

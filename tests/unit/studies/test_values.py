@@ -49,6 +49,7 @@ def run(record):
         ("rounds_to 0.1 0.25 count", None),
         ("seconds s", 12.5),
         ("gigabytes count", 4.5),
+        ("training_macs T", 4000),
         ("macs M", {"mean": 5.0, "deviation": 1.0}),
         ("accuracy 0.25 %", None),
         ("accuracy %", None),
