@@ -68,7 +68,7 @@ class Reads:
         self.run = run
         self._made: dict[Value, int] = {}
         self._last_read: dict[Value, int] = {}
-        self._from_data: dict[Value, None] = {}
+        self._from_data: dict[Value, int] = {}  # since which operation
         self._aliases: dict[Value, list[Value]] = {}  # values that share memory, because some are views of others
         for number, call in enumerate(run.calls):
             for value in call.inputs:
@@ -79,7 +79,7 @@ class Reads:
             if _is_view(call):
                 self._join(call)
             if self._depends(call):
-                self._mark(call)
+                self._mark(call, number)
         for value in _values(run.output):
             self._last_read[value] = len(run.calls)
 
@@ -99,24 +99,25 @@ class Reads:
                 shared.append(view)
             self._aliases[view] = shared
 
-    def _mark(self, call: Call) -> None:
+    def _mark(self, call: Call, number: int) -> None:
         """Note that what a call computes comes from the inputs, and all that it writes to."""
         for value in call.outs:
             written = self._aliases.get(value, [value]) if call.op._schema.is_mutable else [value]
-            self._from_data.update(dict.fromkeys(other for other in written if other in self._made))
+            for other in written:
+                if other in self._made:
+                    self._from_data.setdefault(other, number)
 
     def crossing(self, visit: Visit) -> list[Value]:
         """Return the values besides its output that are computed before a module ends and read after it."""
-        output = visit.output
         return [
             value
-            for value in self._from_data
-            if value is not output and self._made[value] < visit.stop and self._last_read.get(value, -1) >= visit.stop
+            for value, since in self._from_data.items()
+            if value is not visit.output and since < visit.stop <= self._last_read.get(value, -1)
         ]
 
     def maker(self, value: Value) -> Call:
-        """Return the operation that computed a value."""
-        return self.run.calls[self._made[value]]
+        """Return the operation that computed a value from the inputs."""
+        return self.run.calls[self._from_data[value]]
 
     def is_computed(self, value: Value) -> bool:
         """Return True if a value was computed from the inputs."""
