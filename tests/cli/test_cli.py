@@ -919,3 +919,13 @@ def test_help_does_not_wait_for_torch() -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout.splitlines()[-1] == "False"
     assert "any setting by its path" in done.stdout
+
+
+def test_stages_of_a_model_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["list", "models", "progfed_cnn"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    assert ["2", "stages.1", "18,496", "650"] in lines
+    assert main(["list", "models", "unet2d"]) == 0
+    printed = capsys.readouterr().out
+    assert "stage (symmetric)" in printed
+    assert "decoder.3" in printed
