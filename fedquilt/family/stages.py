@@ -78,17 +78,19 @@ class StageSource(VariantSource):
     module: nn.Module | Callable[[], nn.Module]
     stages: int | str | tuple[str, ...] | None = None
 
-    def resolve(self, example_inputs: tuple[Any, ...]) -> nn.Module | Callable[[], nn.Module]:
+    def resolve(
+        self, example_inputs: tuple[Any, ...], class_dim: int | None = None
+    ) -> nn.Module | Callable[[], nn.Module]:
         """Return the module in stages, or a function that makes it."""
         if isinstance(self.module, nn.Module):
-            plan = make_plan(self.module, example_inputs, self.stages)
+            plan = make_plan(self.module, example_inputs, self.stages, class_dim)
             with torch.random.fork_rng(devices=[]):
                 torch.manual_seed(0)
                 return plan.apply(self.module)
         with torch.random.fork_rng(devices=[]):
             torch.manual_seed(0)
             model = self.module()
-        return partial(_make, self.module, make_plan(model, example_inputs, self.stages))
+        return partial(_make, self.module, make_plan(model, example_inputs, self.stages, class_dim))
 
 
 def _make(factory: Callable[[], nn.Module], plan: Plan) -> nn.Module:
@@ -96,13 +98,19 @@ def _make(factory: Callable[[], nn.Module], plan: Plan) -> nn.Module:
     return plan.apply(factory())
 
 
-def make_plan(module: nn.Module, inputs: tuple[Any, ...], stages: int | str | tuple[str, ...] | None) -> Plan:
+def make_plan(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    stages: int | str | tuple[str, ...] | None,
+    class_dim: int | None = None,
+) -> Plan:
     """Find out how a module grows.
 
     Args:
         module: The user's module, which does not change.
         inputs: Example inputs.
         stages: The request, as `with_stages` takes it.
+        class_dim: Dimension of the output that the classes are in; None: as `trace` guesses it.
 
     Raises:
         TraceError: There are no such stages.
@@ -113,7 +121,7 @@ def make_plan(module: nn.Module, inputs: tuple[Any, ...], stages: int | str | tu
         asked = declaration(module, asked)
     if isinstance(asked, int) and declared:
         return _own_plan(module, inputs, asked)
-    traced = _trace(module, inputs, "inside", None)
+    traced = _trace(module, inputs, "inside", class_dim)
     run = traced.runs[0]
     ends = _proposed(module, run, asked) if isinstance(asked, int) else asked
     visits = _checked(module, run, ends, declared)

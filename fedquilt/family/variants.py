@@ -66,8 +66,15 @@ class VariantSource(ABC):
     """A module whose variants depend on the example, such as stages that are to be found by running it."""
 
     @abstractmethod
-    def resolve(self, example_inputs: tuple[Any, ...]) -> nn.Module | Callable[[], nn.Module]:
-        """Return the module with variants, or a function that makes one, as `trace` takes them."""
+    def resolve(
+        self, example_inputs: tuple[Any, ...], class_dim: int | None = None
+    ) -> nn.Module | Callable[[], nn.Module]:
+        """Return the module with variants, or a function that makes one, as `trace` takes them.
+
+        Args:
+            example_inputs: Inputs of the module.
+            class_dim: Dimension of its output that the classes are in; None: as `trace` guesses it.
+        """
 
 
 def choose(module: nn.Module, variant: str) -> None:

@@ -200,7 +200,7 @@ def test_a_chain_of_modules_can_be_exported() -> None:
 def test_a_stage_with_code_between_modules_cannot_be_exported() -> None:
     made = grown(Declares(), ROW)
     made.choose("stage1")
-    with pytest.raises(ExportError, match="runs relu in the module itself .* between 'a' and 'norm'"):
+    with pytest.raises(ExportError, match=r"runs relu in the module itself .* between 'a' and 'norm'"):
         made.exportable()
     made.choose(WHOLE)
     assert made.exportable() is made
@@ -307,6 +307,47 @@ def test_asymmetric_stages_of_a_u_net_have_the_input_s_size(dims: int) -> None:
         levels.append(encode(made.pool(levels[-1])))
     innermost = made.stage_heads["stage1"].conv(made.decoder[2](levels[3], levels[2]))
     assert torch.equal(made(x), F.interpolate(innermost, scale_factor=4))
+
+
+@pytest.mark.parametrize("dims", [2, 3])
+def test_gradients_of_many_clients_go_through_an_upsampling_head(dims: int) -> None:
+    x = torch.randn(2, 2, 1, *(4,) * dims)  # (client, batch, channel, …)
+    made = grown(UNet(dims, width=2, depth=2, groups=2), x[0], "asymmetric")
+    made.choose("stage1")
+    weights = {name: weight.detach() for name, weight in made.named_parameters()}
+
+    def loss(own: dict[str, Tensor], batch: Tensor) -> Tensor:
+        outputs: Tensor = functional_call(made, own, (batch,))
+        return outputs.square().sum()
+
+    together = vmap(grad(loss), in_dims=(None, 0))(weights, x)
+    for client in range(2):
+        alone = grad(loss)(weights, x[client])
+        assert all(torch.allclose(together[name][client], alone[name], atol=1e-4) for name in alone)
+    assert together["decoder.0.up.weight"].abs().sum() == 0
+
+
+class Sequences(nn.Module):
+    """Logits (batch, length, class) for each step of (batch, length, feature)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(6, 5)
+        self.second = nn.Linear(5, 4)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        logits: Tensor = self.out(torch.relu(self.second(torch.relu(self.first(x)))))
+        return logits
+
+
+def test_heads_have_the_classes_in_the_dimension_that_is_named() -> None:
+    x = torch.randn(2, 7, 6)
+    made: Any = fq.with_stages(Sequences(), 2).resolve((x,), class_dim=2)
+    made.choose("stage1")
+    assert made(x).shape == (2, 7, 3)
+    with pytest.raises(TraceError, match="none can be made"):  # 7 steps are taken for 7 classes
+        fq.with_stages(Sequences(), 2).resolve((x,))
 
 
 # --- heads ---------------------------------------------------------------------------------------------------------
