@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import copy
+import doctest
 import pickle
+import sys
 from collections.abc import Callable
 from typing import Any, cast
 
@@ -51,6 +53,12 @@ def grown(module: nn.Module, inputs: Tensor, stages: Any = None) -> Any:
     assert isinstance(resolved, nn.Module)
     assert isinstance(resolved, Grown)
     return resolved.eval()
+
+
+def test_the_example_of_with_stages_runs() -> None:
+    finder = doctest.DocTestFinder(recurse=False)
+    (example,) = finder.find(fq.with_stages, "with_stages", module=sys.modules[fq.with_stages.__module__], globs={})
+    assert doctest.DocTestRunner().run(example).failed == 0
 
 
 # --- what runs -----------------------------------------------------------------------------------------------------
@@ -193,8 +201,7 @@ def test_a_chain_of_modules_can_be_exported() -> None:
     chain = made.extract().exportable()
     assert type(chain) is nn.Sequential
     assert sum(weight.numel() for weight in chain.parameters()) == 896 + 18_496 + 650
-    exported = torch.export.export(chain, (x,)).module()
-    assert torch.allclose(exported(x), expected, atol=1e-6)
+    assert torch.allclose(torch.export.export(chain, (x,)).module()(x), expected, atol=1e-6)
 
 
 def test_a_stage_with_code_between_modules_cannot_be_exported() -> None:
