@@ -121,6 +121,8 @@ def make_plan(
         asked = declaration(module, asked)
     if isinstance(asked, int) and declared:
         return _own_plan(module, inputs, asked)
+    if asked == 1:  # the module itself, wherever it might be cut
+        return Plan(())
     traced = _trace(module, inputs, "inside", class_dim)
     run = traced.runs[0]
     ends = _proposed(module, run, asked) if isinstance(asked, int) else asked
@@ -261,7 +263,8 @@ def _check_cut(kind: str, run: Run, reads: Reads, visit: Visit, declared: bool) 
 
 
 def _what_works(run: Run) -> str:
-    names = [cut.name for cut in candidates(find_cuts(run))]
+    cuts = find_cuts(run)
+    names = [cut.name for cut in candidates(cuts) or cuts]
     if not names:
         return "No stage can end anywhere in it."
     return f"Stages can end with {', '.join(names)}."
@@ -277,16 +280,15 @@ def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
     cuts = find_cuts(run)
     options = candidates(cuts)
     if len(options) < count:
-        where = ", ".join(cut.name for cut in options)
-        raise TraceError(
-            f"{count} stages of {type(module).__name__} were asked for; "
-            + (
-                f"they can end with {where} alone, so at most {len(options)} would work."
-                if options
-                else "no stage can "
+        asked = f"{count} stages of {type(module).__name__} were asked for"
+        if not options:
+            raise TraceError(
+                f"{asked}; no stage can end in it. There is no module of layers that returns one tensor on which alone "
+                "everything later depends. A module can run its stages itself, by a method forward_stage(stage, "
+                f"*inputs) and their number as {DECLARATION}."
             )
-            + ("" if options else "end anywhere in it: later operations read earlier results throughout.")
-        )
+        where = ", ".join(cut.name for cut in options)
+        raise TraceError(f"{asked}; they can end with {where} alone, so at most {len(options)} would work.")
     return _names(propose(cuts, count, run))
 
 
@@ -374,7 +376,7 @@ def _chain(runs: Sequence[Run], end: str) -> tuple[tuple[str, ...], str]:
 def _chain_in(run: Run, outer: Visit, end: str) -> tuple[tuple[str, ...], str]:
     """Return the modules that run one after another inside of a module until `end`, or what is in their way."""
     chain: tuple[str, ...] = ()
-    last = "its beginning"
+    last = "the inputs"
     value = _only_input(outer)
     reached = outer.start
     forward = f"the forward of {layer_name(outer.path)}"
@@ -382,7 +384,8 @@ def _chain_in(run: Run, outer: Visit, end: str) -> tuple[tuple[str, ...], str]:
         if visit.start > reached:
             return (), f"{forward} runs {run.calls[reached]} between {last} and {visit.path!r}"
         if value is None or _only_input(visit) is not value:
-            return (), f"{visit.path!r} takes something else than the result of {last}"
+            given = f"the result of {last}" if chain else last
+            return (), f"{visit.path!r} takes something else than {given} alone"
         if sum(other.path == visit.path for other in run.visits) > 1:
             return (), f"{visit.path!r} runs more than once"
         if end.startswith(f"{visit.path}."):

@@ -493,7 +493,32 @@ def test_a_name_that_stages_need_must_be_free() -> None:
         fq.with_stages(cast(Any, fq.with_stages(Net(), 2)), 2)
 
 
-def test_one_stage_is_the_module_itself() -> None:
-    made = grown(Net(), ROW, 1)
+class Recurrent(nn.Module):
+    """It has no module that returns one tensor but the last."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.cells = nn.LSTM(6, 4, batch_first=True)
+        self.out = nn.Linear(4, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden, _ = self.cells(x)
+        logits: Tensor = self.out(hidden[:, -1])
+        return logits
+
+
+@pytest.mark.parametrize(("module", "inputs"), [(Net(), ROW), (Recurrent(), ROW[:, None])], ids=["net", "recurrent"])
+def test_one_stage_is_the_module_itself(module: nn.Module, inputs: Tensor) -> None:
+    made = grown(module.eval(), inputs, 1)
     assert made.variants == ()
-    assert not [name for name, _ in made.named_modules() if "stage_heads" in name]
+    assert list(made.state_dict()) == list(module.state_dict())
+    assert torch.equal(made(inputs), module(inputs))
+    family = fq.trace(fq.with_stages(module, 1), inputs)
+    assert set(family.parts["stage1"]) == set(family.layout.dims)
+
+
+def test_a_module_without_any_cut_is_refused() -> None:
+    with pytest.raises(TraceError, match="no stage can end in it"):
+        fq.with_stages(Recurrent(), 2).resolve((ROW[:, None],))
+    with pytest.raises(TraceError, match="that module does not return one tensor"):
+        fq.with_stages(Recurrent(), ["cells", "out"]).resolve((ROW[:, None],))
