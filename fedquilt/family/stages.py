@@ -32,20 +32,27 @@ def with_stages(
 ) -> StageSource:
     """Let a model grow in stages while it trains, as ProgFed does.
 
-    A stage runs the first blocks of the module, E_1..E_s, and a temporary head G_s. The last stage is the module
-    itself. Give the result to `fedquilt.trace` in place of the module. The module's own weights keep their names, and
-    the deployed model is the module as it was written, without temporary heads.
+    A stage runs the first blocks of the module, E_1..E_s, and a temporary head G_s. The last stage
+    is the module itself. Give the result to `fedquilt.trace` in place of the module. The module's
+    own weights keep their names, and the deployed model is the module as it was written, without
+    temporary heads.
 
-    A module of your own may declare its stages by an attribute or property `stage_ends`: a list of module names, or a
-    number of stages that it runs itself by a method `forward_stage(stage, *inputs)`, or a mapping from names to such
-    declarations, the default first.
+    A module of your own may declare its stages by an attribute or property `stage_ends`. It is a
+    list of module names, or a number of stages that the module runs itself by a method
+    `forward_stage(stage, *inputs)`, counted from 1. A mapping has several such declarations by
+    name, the default first.
 
     Args:
         module: The module, or a function that makes one.
-        stages: Where stages end. A list of the names of the modules whose outputs end E_1..E_S: what `forward` does
-            after the last of them is the model's own head. A number: that many stages are proposed, which end where
-            the resolution changes, else after equal numbers of multiply-adds. A name: one of the growths that the
-            module declares. None: the module's own declaration.
+        stages: Where stages end. A list has the names of the modules whose outputs end E_1..E_S;
+            what `forward` does after the last of them is the model's own head. A number lets that
+            many stages be proposed, which end where the resolution changes, else after equal
+            numbers of multiply-adds; 1 has no effect. A name is that of a growth that the module
+            declares. None: the module's own declaration.
+
+    Raises:
+        ConfigError: `stages` is no number from 1 on, no name and no list of names. Stages that the
+            module does not have are refused by `fedquilt.trace`, as a TraceError.
 
     Example:
         >>> import torch, fedquilt as fq
