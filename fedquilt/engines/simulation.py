@@ -295,7 +295,7 @@ class Simulation(Engine):
     def _pooled_gradient(self, member: Member, weights: Weights, batches: Sequence[Tensor]) -> dict[str, Tensor]:
         """Return the mean of a net's gradients, in which a batch counts by its targets that count."""
         task = self.world.task
-        every_class = torch.ones(self.world.family.num_classes, dtype=torch.bool, device=self.device)
+        every_class = torch.ones(self.world.family.num_outputs, dtype=torch.bool, device=self.device)
         sums = {name: torch.zeros_like(weights[name]) for name in member.trainable}
         total = torch.zeros((), device=self.device)
         for place, rows in enumerate(batches):

@@ -44,6 +44,7 @@ from fedquilt.family.scores import channel_scores
 from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
 from fedquilt.precision import Precision
 from fedquilt.round.attack import PGD, AdversarialTraining
+from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.merge import (
     ExtrasMean,
@@ -132,6 +133,7 @@ __all__ = [
     "Fold",
     "Freeze",
     "GradientPass",
+    "Gradients",
     "Index",
     "Intensity",
     "Job",

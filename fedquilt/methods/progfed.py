@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import TYPE_CHECKING, Any, ClassVar, Literal, NamedTuple, Self
+from typing import Any, ClassVar, Literal, NamedTuple, Self
 
 import torch
 from torch import Tensor
@@ -24,7 +24,6 @@ from fedquilt.methods.method import Method, Presets
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, Weighting
-from fedquilt.round.serve import gradients_at
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Passes, View, Wrapping
@@ -32,9 +31,6 @@ from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine
 from fedquilt.tasks import Task
 from fedquilt.terms import WHOLE, Arch, Budget, Client, Job, Mix, Server, Submodel
-
-if TYPE_CHECKING:
-    from fedquilt.experiment import Run
 
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
 _SITE = 48  # Random stream of the stages that `random` draws
@@ -305,7 +301,13 @@ class ProgFed(Method):
             world: Family, task and seed.
             gradients: Function that `figures` is given.
             samples: Training samples of all clients that both losses are means over.
+
+        Raises:
+            ConfigError: The strategy is not `progressive`, or the state has no single whole model.
         """
+        if self.strategy != "progressive":
+            raise ConfigError(f"alignment was asked for with strategy = {self.strategy!r}; {_PROGRESSIVE}")
+        _check_whole(server, world)
         last = num_stages(world.family)
         stage = self.moment(max(0, server.round - 1), last).stage
         variants = (_name(stage, last), WHOLE)
@@ -345,38 +347,6 @@ class OfVariants(Wrapping):
 def num_stages(family: Family) -> int:
     """Return the paper's S: the stages that a family was traced with, the whole model included."""
     return 1 + sum(variant.startswith("stage") for variant in family.variants)
-
-
-def measure_alignment(run: Run, samples: int = 1 << 16) -> Alignment:
-    """Return alpha_t and q_t of theorem 1 (equation 11) for a run of ProgFed as it is now.
-
-    Args:
-        run: A run of `ProgFed` with the strategy `progressive`, at any round.
-        samples: Most training samples of all clients to measure on. At most 65,536 are used.
-
-    Raises:
-        ConfigError: The run is of another method or strategy, or its state has no single whole model.
-
-    Example:
-        >>> import torch, fedquilt as fq
-        >>> from fedquilt.methods.progfed import measure_alignment
-        >>> net = torch.nn.Sequential(torch.nn.Linear(4, 8), torch.nn.ReLU(), torch.nn.Linear(8, 2))
-        >>> family = fq.trace(fq.with_stages(net, ["0", "1"]), torch.randn(5, 4))
-        >>> data = fq.data.Pool.of((torch.randn(20, 4), torch.arange(20) % 2)).deal(2)
-        >>> run = fq.run(fq.methods.ProgFed(), family, data, fq.Fleet.of((1.0,), 2), rounds=4)
-        >>> measure_alignment(run)
-        Alignment(stage=2, alpha=1.0, q=1.0)
-    """
-    method = run.method
-    if not isinstance(method, ProgFed):
-        raise ConfigError(
-            f"measure_alignment was asked for a run of {type(method).__name__}; one of ProgFed would work."
-        )
-    if method.strategy != "progressive":
-        raise ConfigError(f"measure_alignment was asked for a run with strategy = {method.strategy!r}; {_PROGRESSIVE}")
-    _check_whole(run.server, run.world)
-    gradients = gradients_at(run.federation, run.server, run.engine, run.evaluation)
-    return method.measure(run.server, run.world, gradients, samples)
 
 
 def _check_whole(server: Server, world: World) -> None:

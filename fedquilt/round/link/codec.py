@@ -224,7 +224,8 @@ class Codec(BaseCodec):
         ranges = message[:head].clone().view(torch.float32).view(2, -1)
         low, step = _spread(self._scale(ranges, dtype), lengths, count, where)
         total = count if where is None else len(where)
-        return low + step * unpack(message[head:], self.bits, total).to(dtype)
+        values: Tensor = low + step * unpack(message[head:], self.bits, total).to(dtype)
+        return values
 
     def _scale(self, ranges: Tensor, dtype: torch.dtype) -> Tensor:
         """(2, weight) each weight's least value and the width of a step, by what the header says."""

@@ -10,6 +10,7 @@ power of two, so the tensor is padded with zeros. H·D / √n is orthonormal. It
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from itertools import accumulate
 
@@ -66,12 +67,12 @@ def hadamard(rows: Tensor) -> Tensor:
         first, second = pairs.unbind(2)
         rows = torch.stack([first + second, first - second], dim=2)
         half *= 2
-    return rows.reshape(count, size) * size**-0.5
+    return rows.reshape(count, size) * (1 / math.sqrt(size))
 
 
 def _transformed(values: Tensor, sizes: Sequence[int]) -> Tensor:
     """Transform every tensor of a padded change. Tensors of one size are transformed together."""
-    parts = list(values.split(list(sizes)))
+    parts = list(torch.split(values, list(sizes)))
     for size in sorted(set(sizes) - {0}):
         places = [place for place, other in enumerate(sizes) if other == size]
         rows = hadamard(torch.stack([parts[place] for place in places]))

@@ -50,11 +50,11 @@ def test_names_that_fedquilt_has_too_are_the_same():
 
 def test_what_the_steps_of_a_method_take_and_return_can_be_imported():
     """An author who writes type hints finds each of them here."""
-    steps = ("init", "plan", "learner", "fold", "deploy", "own", "label", "candidates", "arranged", "fit")
+    steps = ("init", "plan", "learner", "fold", "deploy", "own", "label", "candidates", "arranged", "figures", "fit")
     hints = [hint for step in steps for hint in getattr(Method, step).__annotations__.values()]
     names = {node.id for node in ast.walk(ast.parse(";".join(hints))) if isinstance(node, ast.Name)}
     assert {"Server", "Submodel", "Learner", "Fold", "Mix"} <= names
-    assert names - {"list", "str", "float", "Sequence"} <= set(api.__all__)
+    assert names - {"list", "dict", "str", "float", "Sequence"} <= set(api.__all__)
 
 
 def test_every_method_of_the_package_is_one_of_the_interface():
