@@ -22,13 +22,20 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
-from fedquilt.checks import one_of, within
+from fedquilt.checks import one_of, refuse, within
 from fedquilt.devices import onto
 from fedquilt.round.link.rotation import padded, rotate, unrotate
 
 Bits = Literal[2, 4, 8, 32]
 Keys = tuple[int, int]  # for random numbers; no other message has the same
 _SEED = 8  # bytes
+# Rotated values are about normal, and so are errors once they are rotated. Between three steps over the range of many
+# normal values the rounding error has a larger variance than the values. Unrotated errors are bounded by a step, and
+# do not grow.
+_DIVERGES = (
+    "what 2 bits lose of a large rotated tensor is more than the tensor, so that errors fed back grow without end. "
+    "4 or 8 bits would work, or one of the two options without the other."
+)
 
 
 @dataclass(frozen=True, eq=False)
@@ -138,6 +145,8 @@ class Codec(BaseCodec):
     def __post_init__(self) -> None:
         within(self, keep="(0, 1]")
         one_of(self, bits=Bits)
+        if self.rotate and self.feedback and self.bits == 2:
+            refuse(self, {"rotate": f"True was asked for with feedback and 2 bits; {_DIVERGES}"})
 
     def __str__(self) -> str:
         values = "" if self.keep == 1 else f" for {self.keep:.3g} of the values"

@@ -8,6 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import fedquilt as fq
+from fedquilt.errors import ConfigError
 from fedquilt.round.link import ChangeSpec, Codec
 from fedquilt.round.link.coding import check_codec
 from fedquilt.round.link.rotation import hadamard, padded, rotate, unrotate
@@ -146,31 +147,42 @@ def test_rotating_codecs_pass_the_check_before_a_run(codec, perceptron):
     check_codec(codec, fq.World(perceptron), lossy=True)
 
 
-def test_with_feedback_nothing_is_lost_over_many_rounds(perceptron):
-    """What is still owed stays bounded when rotated changes are quantized to two bits."""
-    link = fq.Link(codec=Codec(2, 0.5, feedback=True, rotate=True))
-    from fedquilt.family.cut import prefix
-    from fedquilt.round.link import Trip
-
-    known = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in perceptron.init(0).items()}
-    wanted = {name: torch.zeros_like(value) for name, value in known.items()}
-    sent = {name: torch.zeros_like(value) for name, value in known.items()}
-    residual = dict(known)
+@pytest.mark.parametrize("codec", [Codec(4, feedback=True, rotate=True), Codec(8, 0.25, feedback=True, rotate=True)])
+def test_with_feedback_nothing_is_lost_over_many_rounds(codec):
+    """What was sent and what is still owed add up to all changes, and what is owed does not grow."""
+    lengths = [2**14, 100]
+    residual = torch.zeros(sum(lengths), dtype=torch.float64)
+    wanted = torch.zeros_like(residual)
+    sent = torch.zeros_like(residual)
     owed = []
-    for round in range(200):
-        job = fq.Job(fq.Client(0, fq.Budget(share=1.0), 1), prefix(perceptron.whole), round)
-        trip = Trip(fq.World(perceptron), job, up=True)
+    for round in range(60):
         draw = torch.Generator().manual_seed(round)
-        drawn = {n: 1 + torch.randn(v.shape, generator=draw, dtype=torch.float64) for n, v in known.items()}
-        arrival = link.up(fq.Payload(job.submodel, drawn), trip, known, residual)
-        residual = arrival.error
-        for name, value in arrival.payload.weights.items():
-            wanted[name] += drawn[name]
-            sent[name] += value
-        owed.append(max(float(value.abs().max()) for value in residual.values()))
-    for name in known:
-        torch.testing.assert_close(sent[name] + residual[name], wanted[name], rtol=0, atol=1e-9)
-    assert max(owed[-50:]) < 2 * max(owed[:50])
+        drawn = torch.randn(len(residual), generator=draw, dtype=torch.float64)
+        spec = spec_of(drawn, lengths)
+        found = codec.decode(codec.encode(drawn + residual, spec, (round, round + 1000)), spec)
+        residual = drawn + residual - found
+        wanted += drawn
+        sent += found
+        owed.append(float(residual.norm()))
+    torch.testing.assert_close(sent + residual, wanted, rtol=0, atol=1e-9)
+    assert max(owed[-20:]) < 1.1 * max(owed[20:40])
+
+
+def test_two_bits_with_rotation_and_feedback_are_refused_because_errors_grow():
+    """The same sums without the check: what is owed grows round after round."""
+    with pytest.raises(
+        ConfigError, match=r"Codec: rotate = True was asked for with feedback and 2 bits; .* 4 or 8 bits"
+    ):
+        Codec(2, feedback=True, rotate=True)
+    codec = Codec(2, rotate=True)
+    residual = torch.zeros(2**14)
+    spec = spec_of(residual, [2**14])
+    owed = []
+    for round in range(20):
+        drawn = torch.randn(2**14, generator=torch.Generator().manual_seed(round)) + residual
+        residual = drawn - codec.decode(codec.encode(drawn, spec, (round, round + 1000)), spec)
+        owed.append(float(residual.norm()))
+    assert owed[-1] > 4 * owed[0]
 
 
 def test_bytes_of_a_run_are_those_of_padded_tensors(perceptron, make_data, play):
