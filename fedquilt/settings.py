@@ -552,7 +552,8 @@ def leaves(kind: Callable[..., Any], base: Any = UNSET, path: str = "") -> dict[
                 default_name, help = label(type(value)), helps.get(name, "")
                 found[place] = {"type": " | ".join(named), "default": default_name, "what it is": help}
                 for other, option in named.items():
-                    if option is not type(value):
+                    # A table that may have itself as a part, such as a method over another, would have no end.
+                    if option is not type(value) and option is not kind:
                         rows = leaves(option, path=f"{place}.").items()
                         own |= {f"{leaf} ({other})": row for leaf, row in rows if own.get(leaf) != row}
             found |= own

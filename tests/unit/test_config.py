@@ -36,7 +36,7 @@ from fedquilt.models import MODELS
 from fedquilt.round import Evaluation
 from fedquilt.round.clients import Devices
 from fedquilt.round.training.optimizers import SGD, Adam
-from fedquilt.settings import read
+from fedquilt.settings import leaves, read
 from fedquilt.tasks import MultiLabel
 from tests.conftest import assert_same
 
@@ -703,3 +703,11 @@ def test_methods_on_one_ground_share_an_engine_and_give_the_numbers_of_their_own
     assert shared[0].engine is shared[1].engine is shared[2].engine
     for run, experiment in zip(shared, (one, other, one), strict=True):
         assert_same(experiment.prepare(experiment.ground()).train(1), run, atol=0)
+
+
+def test_a_table_that_may_have_itself_as_a_part_is_listed_once():
+    """ProgFed trains over any method. Listing ProgFed over ProgFed over ProgFed would not end."""
+    found = leaves(METHODS["progfed"])
+    assert "over.local.epochs" in found
+    assert "over.shift (fedrolex)" in found
+    assert not [path for path in found if path.endswith("(progfed)")]
