@@ -96,7 +96,7 @@ def test_the_example_has_the_method_of_the_page():
 
 def test_the_table_has_every_step():
     steps = re.findall(r"^\| `(\w+)\((.*?)\)` \|", PAGE, re.MULTILINE)
-    order = ["settled", "init", "plan", "learner", "fold", "candidates", "arranged", "deploy", "label"]
+    order = ["settled", "init", "plan", "learner", "fold", "candidates", "arranged", "figures", "deploy", "label"]
     assert [step for step, _ in steps] == order
     for step, arguments in steps:
         code = getattr(Method, step).__code__
