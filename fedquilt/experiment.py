@@ -376,8 +376,9 @@ def found_task(task: Task | str | None, family: Family, data: Pool) -> Task:
         found = infer(data.targets, shape, name=data.name)
         if found.has_classes and data.targets.dim() > 2:
             _log.warning(
-                "the targets of %s are masks, and no task was named: pixels are classified, and accuracy is reported. "
-                "The task segmentation trains by cross-entropy and Dice and reports Dice; classification is this one.",
+                "the targets of %s are masks, and no task was named: pixels are classified, and "
+                "accuracy is reported. The task segmentation trains by cross-entropy and Dice and "
+                "reports Dice. To name the task classification leaves this message out.",
                 data.name,
             )
         return found

@@ -501,7 +501,7 @@ class FederatedData(Pool):
             )
         targets = self.targets[self.parts[client].to(self.targets.device)]
         mask = torch.zeros(num_classes, dtype=torch.bool, device=targets.device)
-        # Targets from num_classes on are ignored ones, such as 255: the task has checked all others.
+        # Targets from num_classes on are ignored ones, such as 255. The task has checked the others.
         held = targets[(targets >= 0) & (targets < num_classes)]
         return mask.index_fill_(0, held, True)
 

@@ -515,8 +515,8 @@ def check_targets(world: World, data: FederatedData) -> None:
         classes = task.num_outputs(data.targets, data.num_classes)
         if classes > outputs:
             raise DataError(
-                f"{data.name} has {classes} classes; the model's output has {outputs}. A model with {classes} outputs "
-                f"would fit, or targets from 0 to {outputs - 1}."
+                f"{data.name} has {classes} classes; the model's output has {outputs}. A model "
+                f"with {classes} outputs would fit, or targets from 0 to {outputs - 1}."
             )
     shape, tests = world.family.output_shape, f"the test set of {data.name}"
     task.check(data.targets, shape, data.name)

@@ -41,14 +41,14 @@ class Decoder(nn.Module):
 
 
 def check_size(size: tuple[int, ...], halvings: int) -> None:
-    """Refuse images whose sides cannot be halved so often, because levels of unequal size cannot be joined."""
+    """Refuse images whose sides cannot be halved so often, because levels could not be joined."""
     divisor = 2**halvings
     if all(side % divisor == 0 for side in size):
         return
     fitting = tuple(-(-side // divisor) * divisor for side in size)
     raise DataError(
-        f"a U-Net of depth {halvings} was asked for on inputs of size {sides(size)}; every side must divide by "
-        f"{divisor}. Inputs padded to {sides(fitting)} would fit, or a smaller depth."
+        f"a U-Net of depth {halvings} was asked for on inputs of size {sides(size)}; every side "
+        f"must divide by {divisor}. Inputs padded to {sides(fitting)} would fit, or a smaller depth."
     )
 
 

@@ -237,7 +237,7 @@ class _OfMasks(_OfClasses):
 
 @dataclass(frozen=True)
 class Dice(_OfMasks):
-    """Mean over volumes of their Dice, 2 |P ∩ G| / (|P| + |G|), over foreground classes. `dice_1`: of class 1.
+    """Mean over volumes of Dice, 2 |P ∩ G| / (|P| + |G|), of foreground. `dice_1`: of class 1.
 
     A class that is neither in a volume's mask nor predicted there is left out of the volume's mean
     over foreground classes. A class that is predicted and not there scores 0. A volume without any
@@ -271,7 +271,7 @@ class Dice(_OfMasks):
 
 @dataclass(frozen=True)
 class IoU(Dice):
-    """Mean over volumes of their intersection over union, |P ∩ G| / |P ∪ G|. `iou_1`: of class 1.
+    """Mean over volumes of |P ∩ G| / |P ∪ G|, intersection over union. `iou_1`: of class 1.
 
     Classes and volumes are left out as for Dice.
     """
@@ -282,7 +282,7 @@ class IoU(Dice):
 
 @dataclass(frozen=True)
 class PooledDice(_OfMasks):
-    """Dice of all voxels of the test set together, over foreground classes. `pooled_dice_1`: of class 1.
+    """Dice of all test voxels together, over foreground classes. `pooled_dice_1`: of class 1.
 
     A class that is neither in a mask nor predicted anywhere is left out.
     Sums, (2, class), int64: voxels predicted and true, and the number predicted plus the number
@@ -298,9 +298,12 @@ class PooledDice(_OfMasks):
 
     def value(self, total: Tensor) -> float:
         overlap, sizes = total
-        chosen = slice(self._first, None) if self.label is None else slice(self.label, self.label + 1)
-        scores = self._scores(overlap[chosen], sizes[chosen])
-        return float(scores[sizes[chosen] > 0].mean())
+        found = sizes > 0
+        if self.label is None:
+            found[: self._first] = False
+        else:
+            found &= torch.arange(len(sizes)) == self.label
+        return float(self._scores(overlap[found], sizes[found]).mean())
 
     def _scores(self, overlap: Tensor, sizes: Tensor) -> Tensor:
         return _dice(overlap, sizes)
@@ -308,7 +311,7 @@ class PooledDice(_OfMasks):
 
 @dataclass(frozen=True)
 class PooledIoU(PooledDice):
-    """Intersection over union of all voxels of the test set together. `pooled_iou_1`: of class 1.
+    """Intersection over union of all test voxels together. `pooled_iou_1`: of class 1.
 
     A class that is neither in a mask nor predicted anywhere is left out.
     """

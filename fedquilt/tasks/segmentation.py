@@ -71,11 +71,11 @@ class Segmentation(Classification):
         classes, size = output_shape[1], tuple(output_shape[2:])
         if not size:
             return (
-                f"the output has shape {tuple(output_shape[1:])} a sample; (class, *size) is needed, with a class for "
-                "each pixel or voxel, as U-Nets have it"
+                f"the output has shape {tuple(output_shape[1:])} a sample; (class, *size) is "
+                "needed, with a class for each pixel or voxel, as U-Nets have it"
             )
         if classes < 2:
-            return f"the output has {classes} class; background and at least one class more are needed"
+            return f"the output has {classes} class; background and at least one more are needed"
         return super().unfit(targets, output_shape)
 
     def check_whole(self, targets: Tensor, name: str) -> None:
@@ -83,11 +83,12 @@ class Segmentation(Classification):
         foreground = (targets >= self._first) & (targets != self.ignore)
         if bool(foreground.any()):
             return
-        choice = "" if self.background else ", or task.background = true if class 0 is no background"
+        other = ", or task.background = true if class 0 is no background"
         raise DataError(
-            f"Segmentation was asked for on {name}; its {len(targets)} masks have no foreground: all values are from "
-            f"{int(targets.min())} to {int(targets.max())}, and {self.ignore} does not count. Masks with classes from "
-            f"{self._first} on would fit{choice}."
+            f"Segmentation was asked for on {name}; its {len(targets)} masks have no foreground: "
+            f"all values are from {int(targets.min())} to {int(targets.max())}, and {self.ignore} "
+            f"does not count. Masks with classes from {self._first} on would fit"
+            f"{'' if self.background else other}."
         )
 
     # --- loss -------------------------------------------------------------------------------------
@@ -136,7 +137,7 @@ class Segmentation(Classification):
         return entropies / divisor.where(divisor > 0, 1.0)
 
     def _dice_losses(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        """Return each sample's soft Dice loss. Without voxels that count it is 1 − smooth / smooth."""
+        """Return each sample's soft Dice loss, 1 − smooth / smooth = 0 where no voxel counts."""
         # Sums over many voxels in half precision would be wrong in the first digits.
         dtype = torch.promote_types(outputs.dtype, torch.float32)
         counted = self._voxels(targets).flatten(1).unsqueeze(1)
@@ -150,7 +151,7 @@ class Segmentation(Classification):
         return 1 - dice[:, self._first :].mean(1)
 
     def divergences(self, outputs: Tensor, teacher: Tensor, targets: Tensor) -> Tensor:
-        """Return the mean of KL(teacher ‖ outputs) over each sample's voxels that count: (sample,)."""
+        """Return each sample's mean of KL(teacher ‖ outputs) over its voxels that count: (sample,)."""
         counted = self._voxels(targets)
         by_voxel = divergence(outputs, teacher) * counted
         divisor = counted.flatten(1).sum(1).clamp(min=1)

@@ -79,9 +79,9 @@ class Task(ABC):
         return False
 
     def settled(self, output_shape: Sequence[int]) -> Self:
-        """Return the task with all that depends on the model's output fixed. It is called before a run.
+        """Return the task with all that depends on the model's output fixed.
 
-        A task that is settled must stay as it is.
+        It is called before a run. A task that is settled must stay as it is.
 
         Args:
             output_shape: Shape of a model's output with its classes in dimension 1.

@@ -22,7 +22,7 @@ from fedquilt.units import sides
 if TYPE_CHECKING:
     from fedquilt.round.training.local import Local
 
-# Random streams of a step. Attacks and weights of samples have -3 and -4, layers have those from 1 on.
+# Random streams of a step. Attacks have -3, weights of samples -4, and layers those from 1 on.
 _CROP = -1
 _FLIP = -2
 _INTENSITY = -5
@@ -36,8 +36,8 @@ class Intensity:
     Numbers are in the unit that models see, which is after normalisation.
     """
 
-    scale: float = 0.0  # Inputs are multiplied by a factor that each sample draws from [1 − scale, 1 + scale]. 0: by 1
-    offset: float = 0.0  # A number that each sample draws from [−offset, offset] is added to its inputs. 0: none
+    scale: float = 0.0  # Each sample is multiplied by a factor from [1 − scale, 1 + scale]. 0: by 1
+    offset: float = 0.0  # A number from [−offset, offset] is added to each sample. 0: none
     noise: float = 0.0  # Standard deviation of normal noise that is added to every value. 0: none
 
     def __post_init__(self) -> None:
@@ -79,8 +79,8 @@ def augmented(inputs: Tensor, targets: Tensor, local: Local, key: Tensor, task: 
     def as_inputs(images: Tensor, padding: float = 0.0) -> Tensor:
         if local.crop and tuple(images.shape[2:]) != size:
             raise ConfigError(
-                f"crop = {local.crop} was asked for; inputs have the size {sides(size)} and their masks "
-                f"{sides(images.shape[2:])}. Masks of the inputs' size would fit, or crop = 0."
+                f"crop = {local.crop} was asked for; inputs have the size {sides(size)} and their "
+                f"masks {sides(images.shape[2:])}. Masks of the inputs' size would fit, or crop = 0."
             )
         return moved(images, local, key, padding)
 
@@ -106,8 +106,9 @@ def moved(images: Tensor, local: Local, key: Tensor, padding: float = 0.0) -> Te
         return images
     if images.dim() not in (4, 5):
         raise ConfigError(
-            f"crop = {local.crop} and flip = {local.flip} were asked for; they are for images (channel, height, "
-            f"width) and volumes (channel, depth, height, width), and a sample has shape {tuple(images.shape[1:])}."
+            f"crop = {local.crop} and flip = {local.flip} were asked for; they are for images "
+            "(channel, height, width) and volumes (channel, depth, height, width), and a sample "
+            f"has shape {tuple(images.shape[1:])}."
         )
     if local.crop:
         images = _cropped(images, local.crop, random.fold_in(key, _CROP), padding)
@@ -122,8 +123,8 @@ def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor
     size = images.shape[2:]
     if margin >= min(size):
         raise ConfigError(
-            f"crop = {margin} was asked for; images are {sides(size)}, so that some crops would be of padding "
-            f"alone. Up to {min(size) - 1} fits."
+            f"crop = {margin} was asked for; images are {sides(size)}, so that some crops would be "
+            f"of padding alone. Up to {min(size) - 1} fits."
         )
     padded = F.pad(images, (margin,) * (2 * len(size)), value=padding)
     drawn = random.uniform(key, (len(size), len(images)), torch.float32)
@@ -154,20 +155,20 @@ def _flipped_axes(asked: tuple[int, ...], dims: int) -> tuple[int, ...]:
     """
     if unfit := [axis for axis in asked if not -dims <= axis < dims]:
         raise ConfigError(
-            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that {unfit[0]} is none of them. "
-            f"0 to {dims - 1} would fit, and -1 for the last."
+            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that {unfit[0]} "
+            f"is none of them. 0 to {dims - 1} would fit, and -1 for the last."
         )
     axes = tuple(2 + axis % dims for axis in asked or (-1,))
     if len(set(axes)) < len(axes):
         raise ConfigError(
-            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that one of them is named twice. "
-            "Name each once."
+            f"flip_axes = {list(asked)} was asked for; images have {dims} axes, so that one of "
+            "them is named twice. Name each once."
         )
     return axes
 
 
 def check_augmentation(inputs: Tensor, targets: Tensor, local: Local, task: Task) -> None:
-    """Try crops, flips and intensities on a few samples, so that settings that do not fit are found early.
+    """Try crops, flips and intensities on a few samples, and refuse those that do not fit.
 
     Args:
         inputs: (sample, …) A few samples as models see them.

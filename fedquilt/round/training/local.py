@@ -38,10 +38,10 @@ class Local:
     norm: NormPolicy = BatchStatistics()  # Norm policy: a name of `fedquilt list norms`, or file.py:Class
     scaler: bool = False  # Divide the outputs of all cut hidden layers by the client's share, in training only
     masked: Masked = ""  # mask the logits of classes absent from the client or the batch, where targets are classes
-    crop: int = 0  # Pixels by which every side of an image is padded before a random crop of its size. 0: no crops
+    crop: int = 0  # Pixels of padding on every side before a random crop of the old size. 0: no crops
     flip: bool = False  # Flip images at random: left to right, or along `flip_axes`
-    flip_axes: tuple[int, ...] = ()  # Axes of images that `flip` mirrors, 0 the first and -1 the last. Empty: the last
-    intensity: Intensity | None = None  # Random scale, offset and noise of inputs in training. None: inputs as they are
+    flip_axes: tuple[int, ...] = ()  # Axes of images that `flip` mirrors, from 0 on. Empty: the last
+    intensity: Intensity | None = None  # Random scale, offset and noise of inputs. None: no changes
     keep_optimizer: bool = False  # Clients keep the state of their optimizer, such as momentum, between rounds
     adversarial: AdversarialTraining | None = None  # training on attacked samples too; None: on clean ones alone
     objective: Wrapping | None = None  # Objective that wraps the loss, by name or as file.py:Class; None: none
@@ -51,7 +51,8 @@ class Local:
         one_of(self, last_batch=LastBatch, masked=Masked)
         wrong = {}
         if self.flip_axes and not self.flip:
-            wrong["flip_axes"] = f"{list(self.flip_axes)} was asked for without flip = true, which it needs."
+            axes = list(self.flip_axes)
+            wrong["flip_axes"] = f"{axes} was asked for without flip = true, which it needs."
         object.__setattr__(self, "flip_axes", tuple(self.flip_axes))  # A list has no hash
         try:
             object.__setattr__(self, "norm", norm_policy(self.norm))

@@ -28,7 +28,7 @@ if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
 _LOT = -4  # Random stream of the per-sample weights.
-_START = -3  # Random stream from which an attack starts. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
+_START = -3  # Random stream of an attack. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
 RECEIVED = "received"  # the copy of the weights that the round started from
 
 
