@@ -3,13 +3,17 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from itertools import pairwise
+from typing import Any
 
 import pytest
+import torch
 
 import fedquilt as fq
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, ProgFed, SplitMix
+from fedquilt.round.availability import Trace
 from tests.conftest import LOCAL, assert_same, with_local
-from tests.growing import SIZES, growing
+from tests.growing import SIZES, growing, moved, parts
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 SHARES = (1.0, 0.5)
@@ -68,8 +72,21 @@ def test_progfed_over_a_link_gives_the_same_numbers_on_every_engine(name, link, 
         assert_same(truth, other)
 
 
-@pytest.mark.parametrize("norm", ["tracked", "local", "post-own", "local-all"])
-@pytest.mark.parametrize("name", ["fedavg", "fedrolex", "splitmix"])
+def quick(*chosen: tuple[str, str], names: list[str], settings: list[str]) -> list[Any]:
+    """Return all pairs of a name and a setting, those that were not chosen marked as slow."""
+    pairs = [(name, setting) for name in names for setting in settings]
+    return [pytest.param(*pair, marks=() if pair in chosen else pytest.mark.slow) for pair in pairs]
+
+
+@pytest.mark.parametrize(
+    ("name", "norm"),
+    quick(
+        ("fedavg", "tracked"),
+        ("fedrolex", "local-all"),
+        names=["fedavg", "fedrolex", "splitmix"],
+        settings=["tracked", "local", "post-own", "local-all"],
+    ),
+)
 def test_norms_of_a_growing_model_give_the_same_numbers_on_every_engine(name, norm, play, make_data):
     truth, others = both(play, make_data, grown(name, norm=norm))
     for other in others:
@@ -85,10 +102,95 @@ def test_kept_optimizers_of_a_growing_model_give_the_same_numbers_on_every_engin
         assert_same(truth, other)
 
 
-@pytest.mark.parametrize("strategy", ["end_to_end", "layerwise", "partial", "mixed", "random"])
-@pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
+@pytest.mark.parametrize(
+    ("name", "strategy"),
+    quick(
+        ("fedrolex", "mixed"),
+        ("fedavg", "layerwise"),
+        names=["fedavg", "fedrolex"],
+        settings=["end_to_end", "layerwise", "partial", "mixed", "random"],
+    ),
+)
 def test_strategies_give_the_same_numbers_on_every_engine(strategy, name, play, make_data):
     method = replace(grown(name, norm="tracked"), strategy=strategy)
     truth, others = both(play, make_data, method)
     for other in others:
         assert_same(truth, other)
+
+
+# --- what clients keep --------------------------------------------------------------------------------------------
+
+
+def started(make_data, method: ProgFed, engine: str, shares=(1.0,), **options) -> fq.Run:
+    """Return a run of six rounds that has not begun, of all four clients unless a fleet is given."""
+    family = growing()
+    fleet = options.pop("fleet", None) or fq.Fleet.of(shares, 4, 4)
+    how = fq.Evaluation(every=0)
+    data = make_data(family, SIZES, labels=2)
+    return fq.prepare(method.settled(6), family, data, fleet, engine, precision="fp64", evaluation=how, **options)
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_a_client_that_was_away_for_a_stage_finds_what_it_kept(engine, make_data, tmp_path):
+    """Client 0 trains in the first and in the third stage. Its momentum of E_1 is that of the first when it returns."""
+    trace = tmp_path / "trace.csv"
+    trace.write_text("client,start,end\n0,0,2\n0,4,6\n1,0,\n2,0,\n3,0,\n")
+    fleet = fq.Fleet.of((1.0,), 4, 4, available=Trace(str(trace)))
+    method = grown("fedavg", keep_optimizer=True, norm="local")
+    run = started(make_data, method, engine, fleet=fleet)
+    kept = run.train(2).server.memory[0, ""]
+    assert parts(kept.slots["momentum"]) == {"E1", "G1"}
+    assert parts(kept.weights) == {"E1"}  # norm statistics
+    assert run.train(4).server.memory[0, ""] is kept
+    assert parts(run.server.memory[1, ""].slots["momentum"]) == {"E1", "G1", "E2", "G2"}
+
+    warm = run.train(5).server.memory[0, ""]  # E_3 and G_3 alone are trained
+    assert parts(warm.slots["momentum"]) == {"E1", "G1", "E3", "G3"}
+    assert moved(kept.slots["momentum"], warm.slots["momentum"]) == set()
+    assert parts(warm.weights) == {"E1", "E2", "E3"}
+    assert moved(kept.weights, warm.weights) == set()
+    assert warm.steps == kept.steps + 2
+
+    last = run.train(6).server.memory[0, ""]
+    assert parts(last.slots["momentum"]) == {"E1", "G1", "E2", "E3", "G3"}
+    assert moved(warm.slots["momentum"], last.slots["momentum"]) == {"E1", "E3", "G3"}
+    assert moved(warm.weights, last.weights) == {"E1", "E2", "E3"}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_error_feedback_survives_growth_and_warm_up(engine, make_data):
+    """What the codec lost of a frozen block stays as it was, until the block is sent again."""
+    run = started(make_data, grown("fedavg"), engine, link=FOUR_BITS)
+    before = run.train(2).server.memory[0, ""].slots
+    warm = run.train(3).server.memory[0, ""].slots
+    assert parts(before["residual"]) == {"E1", "G1"}
+    assert all(value.any() for name, value in before["residual"].items() if name.endswith("weight"))
+    assert moved(before["residual"], warm["residual"]) == set()
+    assert parts(name for name, value in warm["residual"].items() if value.any()) == {"E1", "G1", "E2", "G2"}
+    after = run.train(4).server.memory[0, ""].slots
+    assert moved(warm["residual"], after["residual"]) == {"E1", "E2", "G2"}
+    assert parts(after["received"]) == {"E1", "G1", "E2", "G2"}
+
+
+@pytest.mark.parametrize("engine", LOCAL)
+def test_windows_that_move_on_keep_what_was_remembered_elsewhere(engine, make_data):
+    """FedRolex's window of half the channels moves by one each round, through growth and warm-up."""
+    method = grown("fedrolex", keep_optimizer=True)
+    run = started(make_data, method, engine, shares=(0.5,))
+    cutter = run.world.family.cutter
+    memories = [run.train(round).server.memory[0, ""] for round in range(1, 7)]
+    for round, (old, new) in enumerate(pairwise(memories), start=1):
+        client = run.fleet.client(0, round, 0, SIZES[0])
+        (submodel,) = run.method.plan(replace(run.server, round=round), client, run.world)
+        member = run.world.family.member(submodel)
+        for name, value in old.slots["momentum"].items():
+            same = {name: value}
+            expected = cutter.overlay(
+                {name: new.slots["momentum"][name].clone()}, new.submodel.held, same, old.submodel.held
+            )
+            if name in member.trainable:  # Positions inside of the window were trained again.
+                here = cutter.narrow({name: new.slots["momentum"][name]}, new.submodel.held, submodel.held)
+                expected = cutter.overlay(expected, new.submodel.held, here, submodel.held)
+            assert torch.equal(new.slots["momentum"][name], expected[name])
+        assert set(member.trainable) <= set(new.slots["momentum"])
+    assert parts(memories[-1].slots["momentum"]) == {"E1", "G1", "E2", "G2", "E3", "G3"}

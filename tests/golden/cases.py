@@ -20,6 +20,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt import noise
+from fedquilt.family.variants import VariantSource
 from fedquilt.methods import METHODS, Method
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.fedbn import FedBN
@@ -28,6 +29,7 @@ from fedquilt.methods.fedprox import FedProx
 from fedquilt.methods.fedrescue import FedResCuE
 from fedquilt.methods.fedrolex import FedRolex
 from fedquilt.methods.heterofl import HeteroFL
+from fedquilt.methods.progfed import ProgFed
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 from fedquilt.models import MLP, TransformerLM, tiny_resnet, unet2d
@@ -72,6 +74,18 @@ def dual_net() -> nn.Module:
 def conditioned_net() -> nn.Module:
     """Return the residual net with norms that a robustness conditions."""
     return hashed(fq.conditioned(tiny_resnet(num_classes=10), codes=8))
+
+
+@dataclass(frozen=True)
+class HashedStages(VariantSource):
+    """A net that grows in the stages that it declares, with temporary heads from fedquilt's hash too."""
+
+    net: Callable[[], nn.Module] = residual_net
+
+    def resolve(self, example_inputs: tuple[Any, ...]) -> Callable[[], nn.Module]:
+        made = fq.with_stages(self.net).resolve(example_inputs)
+        assert not isinstance(made, nn.Module)
+        return lambda: hashed(made())
 
 
 def language_model() -> nn.Module:
@@ -130,7 +144,7 @@ class Case:
 
     method: Method
     local: Mapping[str, Any] = field(default_factory=dict)
-    net: Callable[[], nn.Module] = residual_net
+    net: Callable[[], nn.Module] | VariantSource = residual_net
     data: Callable[[], fq.FederatedData] = digits
     shares: tuple[Any, ...] = SHARES
     fleet: Mapping[str, Any] = field(default_factory=dict)
@@ -171,7 +185,7 @@ class Keeping(FedAvg):
 # --- the tables -------------------------------------------------------------------------------------------------
 
 LINKS = {"": fq.Link(), "-lossy-mild": fq.Link.preset("lossy-mild"), "-four-bits": FOUR_BITS}
-NETS = {"splitmix": seeded_net}
+NETS: dict[str, Callable[[], nn.Module] | VariantSource] = {"splitmix": seeded_net, "progfed": HashedStages()}
 DATA = {"fednova": unequal_digits}
 OPTIMISERS = {"scaffold": fq.SGD(lr=0.03, momentum=0.0)}  # it refuses momentum
 
@@ -301,6 +315,13 @@ SETTING_RUNS = {
         f"weighting-{weighting}": Case(HeteroFL(weighting=weighting), data=unequal_digits)
         for weighting in ("uniform", "data", "model", "updates", "both")
     },
+    "progfed-warm-up": Case(
+        ProgFed(HeteroFL(), stage_rounds=1, warmup=1, extra_warmup=True),
+        {"keep_optimizer": True, "schedule": fq.Cosine(3)},
+        HashedStages(),
+        rounds=4,
+    ),
+    "progfed-mixed": Case(ProgFed(strategy="mixed"), {"norm": "tracked"}, HashedStages(), rounds=3),
     "fedrolex-overlap": Case(FedRolex(overlap=0.5)),
     "fedrescue-masked-gradient": Case(FedResCuE.preset("masked-gradient")),
     "splitmix-sorted": Case(SplitMix(base=0.25, sort=True), net=seeded_net),
