@@ -13,7 +13,7 @@ The names are grouped by the order in which a round uses them:
 - what a method is given: `World`, `Server`, `Client`, `Job`, `Budget`, `Memory`, and the `Family`
   with its `Member`s
 - what a client trains (`plan`, `deploy`): `Submodel`, and `prefix`, `windows`, `scattered` and
-  `highest`, which make one
+  `highest`, which make one; `WHOLE`, `joined` and `members_of` name variants of a model
 - how it trains (`learner`): `Learner`, `Phase`, `Local`, objectives, regions, filters, optimizers,
   schedules and norm policies
 - what it keeps and sends beside the weights: `MethodState`, `Trained`, `Left`, and passes over samples
@@ -41,6 +41,7 @@ from fedquilt.family.norms import (
     Tracked,
 )
 from fedquilt.family.scores import channel_scores
+from fedquilt.family.variants import joined, members_of
 from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
 from fedquilt.precision import Precision
 from fedquilt.round.attack import PGD, AdversarialTraining
@@ -86,6 +87,7 @@ from fedquilt.round.training.schedules import Constant, Cosine, Steps
 from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.tasks import Task
 from fedquilt.terms import (
+    WHOLE,
     Arch,
     Budget,
     Client,
@@ -105,6 +107,7 @@ __all__ = [
     "PGD",
     "RECEIVED",
     "SGD",
+    "WHOLE",
     "Adam",
     "Adversarial",
     "AdversarialTraining",
@@ -198,6 +201,8 @@ __all__ = [
     "channel_scores",
     "client_weight",
     "highest",
+    "joined",
+    "members_of",
     "narrower",
     "nets_of",
     "noise",

@@ -196,7 +196,8 @@ def test_a_seed_repeats_a_run(own: Path, capsys: pytest.CaptureFixture[str]) -> 
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_runs_by_its_name_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert told(capsys, "run", "--method", name, *QUICK, "--labels", "3")["method"] == name
+    rounds = ["--rounds", "2"] if name == "progfed" else []  # one for each stage
+    assert told(capsys, "run", "--method", name, *shortened(QUICK, rounds), "--labels", "3")["method"] == name
 
 
 def test_a_run_may_start_from_given_weights(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -625,7 +626,7 @@ def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFix
     assert "whatever its budget" not in capsys.readouterr().out
     listed = told(capsys, "list", "methods")
     assert {name for name, entry in listed.items() if "whatever its budget" in entry["note"]} == {
-        *("fedavg", "fedprox", "fednova", "fedbn")
+        *("fedavg", "fedprox", "fednova", "fedbn", "progfed")
     }
 
 
@@ -742,7 +743,10 @@ def test_tables_of_papers_are_listed(capsys: pytest.CaptureFixture[str]) -> None
     assert "80.14" not in capsys.readouterr().out
     assert main(["list", "papers", "fedrolx"]) == 2
     said = capsys.readouterr().err
-    assert "Did you mean 'fedrolex'? Known: fedrescue, fedrolex, splitmix. `fedquilt list papers` shows all." in said
+    assert (
+        "Did you mean 'fedrolex'? Known: fedrescue, fedrolex, progfed, splitmix. `fedquilt list papers` shows all."
+        in said
+    )
     assert main(["list", "papers", "fedrolex/tabel4"]) == 2
     said = capsys.readouterr().err
     assert "Did you mean 'fedrolex/table4'?" in said
@@ -835,7 +839,7 @@ def test_what_is_listed_can_be_set(name: str) -> None:
     for path, row in rows.items():
         if path.startswith(absent):
             continue
-        chosen = row["type"].startswith(("sgd", "constant", "plain", "batch |"))  # by its name
+        chosen = row["type"].startswith(("fedavg", "sgd", "constant", "plain", "batch |"))  # by its name
         if row["default"] != "null" and "(" not in path:
             keys = ["method", *path.split("."), *(["name"] if chosen else [])]
             assign(settings, keys, row["default"] if chosen else json.loads(row["default"]))
@@ -848,14 +852,16 @@ def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
     from fedquilt.cli.listing import options
     from fedquilt.config import assign
 
-    rows = {path: row for path, row in options("methods", name).items() if "(" in path}
+    listed = options("methods", name)
+    # What belongs to the method that ProgFed trains with is set below its name, or as if it were ProgFed's own.
+    rows = {path.removeprefix("over."): row for path, row in listed.items() if path.count("(") == 1}
     needed = {"local.schedule.milestones (steps)": "[3]", "local.schedule.rounds (cosine)": "9"}
     assert {"local.optimiser.beta1 (adam)", "local.schedule.factor (steps)", "server.tau (server_adam)", *needed} <= {
         *rows
     }
     others = {"adam", "steps", "cosine", "server_momentum", "server_adam"}
     for other in sorted(others - ({"adam"} if name == "scaffold" else set())):  # which takes plain SGD alone
-        own = {path.split()[0]: row for path, row in rows.items() if f"({other})" in path}
+        own = {path.split()[0]: row for path, row in rows.items() if f" ({other})" in path}
         values = {path: needed.get(f"{path} ({other})", row["default"]) for path, row in own.items()}
         (table,) = {path.rpartition(".")[0] for path in own}
         least = {path: value for path, value in values.items() if own[path]["default"] == "needed"}

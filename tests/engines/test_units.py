@@ -29,6 +29,7 @@ def played(
     method, family, data, layout, rounds=2, shares=SHARES, how=fq.Evaluation(every=0), precision="fp64", **settings
 ):
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
+    method = method.settled(rounds)
     run = fq.prepare(method, family, data, fleet, "vectorised", precision=precision, evaluation=how)
     run.engine.record, run.engine.layout = True, layout
     for name, value in settings.items():

@@ -26,7 +26,8 @@ def with_domains(data: fq.FederatedData) -> fq.FederatedData:
 
 @pytest.mark.parametrize("name", METHODS)
 def test_every_method_tells_what_its_clients_got(name, residual, make_data, play):
-    run = play(with_local(METHODS[name](), batch_size=4), residual, make_data(residual, (8,) * 3), SHARES, rounds=1)
+    method = with_local(METHODS[name](), batch_size=4).settled(8)  # A model that grows does so later.
+    run = play(method, residual, make_data(residual, (8,) * 3), SHARES, rounds=1)
     found = run.clientwise()
     assert [device.client for device in found.devices] == [0, 1, 2]
     assert [device.share for device in found.devices] == ["1.0", "0.5", "0.25"]
@@ -107,7 +108,7 @@ def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
 def test_parameters_are_told_as_bytes_are_counted(name, norm, residual, make_data, play):
     """Whatever a method sends and no more: norm statistics, rows of classes, several uploads, copies."""
     data = make_data(residual, (8,) * 3, labels=2)
-    method = with_local(METHODS[name](), batch_size=4, norm=norm, masked="client")
+    method = with_local(METHODS[name](), batch_size=4, norm=norm, masked="client").settled(8)
     run = play(method, residual, data, SHARES, rounds=1)
     [record], devices = run.records, run.clientwise().devices
     assert sum(device.params for device in devices) * 8 == record.bytes_down + record.bytes_up  # in fp64

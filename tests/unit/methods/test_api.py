@@ -15,8 +15,9 @@ from fedquilt.methods.method import Method
 FOLDER = Path(fedquilt.methods.__file__).parent
 # Without the list of methods, the base class that the interface offers, and the interface itself.
 FILES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / f"{name}.py" for name in ("__init__", "method", "api")})
-# Texts of error messages about models with norms in pairs, which are of no use to other methods.
-INTERNAL = {"HOW_TO"}
+# Texts of error messages about models with norms in pairs, and what ProgFed measures theorem 1 of a run with. They are
+# of no use to other methods.
+INTERNAL = {"HOW_TO", "Gradients", "gradients_at", "Run"}
 
 
 def imported(file: Path) -> set[str]:

@@ -22,7 +22,7 @@ from fedquilt.terms import Client, Job, Server
 from tests.conftest import LOCAL, with_local
 
 SERVER = Server(0, {})
-FITTING = {name: kind for name, kind in METHODS.items() if not kind.ignores_budgets}
+FITTING = {name: kind for name, kind in METHODS.items() if not kind().ignores_budgets}
 
 
 # --- memory is that of the step that a client runs --------------------------------------------------------------
@@ -309,8 +309,9 @@ def test_nothing_is_said_where_every_device_holds_the_net(perceptron, play, make
 
 
 def test_which_methods_ignore_budgets():
-    ignoring = [name for name, kind in METHODS.items() if kind.ignores_budgets]
-    assert ignoring == ["fedavg", "fedprox", "fednova", "fedbn"]
+    ignoring = [name for name, kind in METHODS.items() if kind().ignores_budgets]
+    assert ignoring == ["fedavg", "fedprox", "fednova", "fedbn", "progfed"]
+    assert not METHODS["progfed"](over=METHODS["heterofl"]()).ignores_budgets
 
     class Own(FedAvg):
         def plan(self, server, client, world):
