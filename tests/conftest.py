@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import ENGINES
-from fedquilt.methods import Method, Scaffold
+from fedquilt.methods import Method, ProgFed, Scaffold
 from fedquilt.models import PreResNet, TransformerLM
 from fedquilt.round import Record
 from fedquilt.round.client import Start, memory_of, receive
@@ -165,7 +165,8 @@ def shortened(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 def with_local(method: Method, **changes: Any) -> Method:
     """Return the method with other local settings. SCAFFOLD gets SGD without momentum and clipping."""
     optimiser = changes.get("optimiser")
-    if isinstance(method, Scaffold) and optimiser is not None:
+    inner = method.over if isinstance(method, ProgFed) else method
+    if isinstance(inner, Scaffold) and optimiser is not None:
         changes["optimiser"] = fq.SGD(optimiser.lr, momentum=0.0, decay=optimiser.decay)
     return method.with_local(**changes)
 

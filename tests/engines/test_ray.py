@@ -30,7 +30,9 @@ from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import View, Wrapping
 from fedquilt.terms import Job, Server
 from tests.conftest import assert_same, with_local
+from tests.engines.test_growth import FOUR_BITS, INNER, grown
 from tests.engines.test_links import LINKS
+from tests.growing import growing
 
 RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
 SHARES = (1.0, 0.5, 0.25)
@@ -56,7 +58,7 @@ def start(crew, make_data):
         data = make_data(family, RAGGED, labels=2)
         devices = fq.Fleet.of(SHARES, 6, **{"sample": 6, **fleet})
         how = fq.Evaluation(local=True, batch_size=10)
-        method = with_local(method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
+        method = with_local(method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)).settled(2)
         if engine == "ray":
             engine = Ray(data, precision=precision, cluster=cluster)
         return fq.prepare(method, family, data, devices, engine, precision=precision, evaluation=how, link=link)
@@ -97,6 +99,25 @@ def test_every_method_gives_the_numbers_of_the_sequential_engine_over_a_link(nam
         )
         assert_same(truth, other)
         assert [r.link_seconds for r in truth.records] == [r.link_seconds for r in other.records]
+
+
+@pytest.mark.parametrize("name", INNER)
+def test_progfed_over_each_method_gives_the_numbers_of_the_sequential_engine(name, start):
+    """Six rounds across two growths, each with a warm-up."""
+    truth, other = (
+        start(grown(name).settled(6), growing(), engine, sample=5, dynamic=True).train(6)
+        for engine in ("sequential", "ray")
+    )
+    assert_same(truth, other)
+
+
+@pytest.mark.parametrize("link", [fq.Link.preset("lossy-mild"), FOUR_BITS], ids=["lossy-mild", "four bits"])
+@pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
+def test_progfed_over_a_link_gives_the_numbers_of_the_sequential_engine(name, link, start):
+    truth, other = (
+        start(grown(name).settled(6), growing(), engine, link=link).train(6) for engine in ("sequential", "ray")
+    )
+    assert_same(truth, other)
 
 
 @pytest.mark.parametrize("norm", ["post-own", "local-all"])

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 import fedquilt as fq
-from fedquilt.methods import FedBN
+from fedquilt.methods import FedBN, FedRolex, ProgFed
 from fedquilt.models import PreResNet
 from fedquilt.round.merge import ServerMomentum
 
@@ -30,6 +30,14 @@ METHODS = {
     "fedbn": fq.methods.FedBN(local=replace(LOCAL, norm="local")),
     "keeping": Keeping(local=replace(LOCAL, norm="local")),
     "lossy": fq.methods.FedRolex(local=LOCAL),
+    # Three stages of two, two and more rounds, the first of the second and third a warm-up.
+    "growing": ProgFed(
+        FedRolex(local=replace(LOCAL, keep_optimizer=True, norm="local")),
+        stages=("stages.0.0", "stages.0.1", "stages.1"),
+        stage_rounds=2,
+        warmup=1,
+        rounds=25,
+    ),
     "scaffold": fq.methods.Scaffold(local=replace(LOCAL, optimiser=fq.SGD(momentum=0.0))),
 }
 LINKS = {"lossy": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock())}

@@ -88,17 +88,21 @@ def assert_same(killed: Path, whole: Path, total: int) -> None:
     assert mine.round == theirs.round == total
     assert_equal(mine.weights, theirs.weights)
     assert_equal(mine.slots, theirs.slots)
-    assert list(mine.memory) == list(theirs.memory)
-    for one, other in zip(mine.memory.values(), theirs.memory.values(), strict=True):
-        assert (one.submodel, one.steps) == (other.submodel, other.steps)
-        assert_equal(one.weights, other.weights)
-        assert_equal(one.slots, other.slots)
+    assert_same_memories(mine, theirs)
     written, expected = (
         [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()] for out in (killed, whole)
     )
     assert [record | {"seconds": 0} for record in written] == [record | {"seconds": 0} for record in expected]
     ended, summary = (json.loads((out / "summary.json").read_text()) for out in (killed, whole))
     assert ended | {"seconds": 0} == summary | {"seconds": 0}
+
+
+def assert_same_memories(mine, theirs) -> None:
+    assert list(mine.memory) == list(theirs.memory)
+    for one, other in zip(mine.memory.values(), theirs.memory.values(), strict=True):
+        assert (one.submodel, one.steps) == (other.submodel, other.steps)
+        assert_equal(one.weights, other.weights)
+        assert_equal(one.slots, other.slots)
 
 
 def assert_equal(mine, theirs) -> None:
@@ -145,6 +149,31 @@ def test_a_run_weighted_by_updates_ends_as_if_it_had_not_been_stopped(tmp_path):
     steps = {key: memory.steps for key, memory in whole.memory.items()}
     assert sum(steps.values()) == 4 * 4 * 2  # rounds, clients, batches
     assert {key: memory.steps for key, memory in stopped.memory.items()} == steps
+
+
+def test_a_growing_run_that_is_stopped_after_every_round_ends_as_if_it_had_not_been(tmp_path):
+    """What clients keep of blocks and heads, windows and momentum is in the checkpoints of all stages."""
+    for rounds in range(1, 7):
+        federate("growing", tmp_path / "stopped", rounds)
+    federate("growing", tmp_path / "whole", 6)
+    stopped, whole = fq.load(tmp_path / "stopped"), fq.load(tmp_path / "whole")
+    assert_equal(stopped.weights, whole.weights)
+    assert_same_memories(stopped, whole)
+    assert any(memory.slots for memory in whole.memory.values())
+
+
+@pytest.mark.slow
+def test_a_run_killed_in_each_stage_ends_like_one_that_was_not(tmp_path):
+    run, out = Script("growing", 7), tmp_path / "killed"
+    for behind in (1, 3, 5):  # rounds: in stage 1, after the warm-up of stage 2 and after that of stage 3
+        with subprocess.Popen(run.command(out), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
+            while process.poll() is None and rounds(out) < behind:
+                time.sleep(0.0002)
+            process.kill()
+        assert process.returncode == -9  # not done before
+    subprocess.run(run.command(out), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    subprocess.run(run.command(tmp_path / "whole"), cwd=ROOT, check=True, stdout=subprocess.DEVNULL)
+    assert_same(out, tmp_path / "whole", run.rounds)
 
 
 @pytest.mark.slow
