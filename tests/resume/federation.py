@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import sys
 from dataclasses import dataclass, replace
+from functools import cache
 from pathlib import Path
 
 import torch
@@ -43,6 +44,11 @@ METHODS = {
 LINKS = {"lossy": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock())}
 
 
+@cache
+def _family() -> fq.Family:
+    return fq.trace(lambda: PreResNet((1, 1), 4, 1, widths=(8, 16)), torch.zeros(2, 1, 6, 6))
+
+
 def federate(method: str, out: Path, rounds: int) -> None:
     """Twelve clients of three sizes, four a round; a checkpoint every round; memories that do not all fit."""
     torch.set_num_threads(1)
@@ -51,7 +57,7 @@ def federate(method: str, out: Path, rounds: int) -> None:
     data = fq.FederatedData.of((x, y), (x[:40], y[:40]), list(torch.arange(144).split(12)))
     fq.run(
         METHODS[method],
-        fq.trace(lambda: PreResNet((1, 1), 4, 1, widths=(8, 16)), x[:2]),
+        _family(),
         data,
         fq.Fleet.of((1.0, 0.5, 0.25), 12, 4),
         rounds=rounds,
