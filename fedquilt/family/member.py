@@ -201,12 +201,7 @@ class Member:
             self._known.compared.update(new)
 
     def _built(self) -> nn.Module:
-        module = build(self.family._module, self.family.layout, self.sizes, self.arch.variant)
-        frozen = set(self.frozen)
-        for name, weight in module.named_parameters():
-            if name in frozen:
-                weight.requires_grad_(False)
-        return module
+        return build(self.family._module, self.family.layout, self.sizes, self.arch.variant)
 
     @property
     def _scaled(self) -> Scaled:
@@ -295,7 +290,11 @@ class Member:
     def _counted(self, batch_size: int) -> Count:
         known = self._known.counts.get(batch_size)
         if known is None:
-            known = measure(self._built().float(), self.family.example_inputs, batch_size, self.constants)
+            module = self._built().float()
+            frozen = set(self.frozen)
+            for name, weight in module.named_parameters():
+                weight.requires_grad_(name not in frozen and weight.requires_grad)
+            known = measure(module, self.family.example_inputs, batch_size, self.constants)
             self._known.counts[batch_size] = known
         return known
 

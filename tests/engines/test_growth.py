@@ -10,10 +10,11 @@ import pytest
 import torch
 
 import fedquilt as fq
+from fedquilt.family.net import Pass
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, ProgFed, SplitMix
 from fedquilt.round.availability import Trace
 from tests.conftest import LOCAL, assert_same, with_local
-from tests.growing import SIZES, growing, moved, parts
+from tests.growing import EXAMPLE, SIZES, ThreeBlocks, growing, moved, parts
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 SHARES = (1.0, 0.5)
@@ -116,6 +117,21 @@ def test_strategies_give_the_same_numbers_on_every_engine(strategy, name, play, 
     truth, others = both(play, make_data, method)
     for other in others:
         assert_same(truth, other)
+
+
+def test_the_net_of_a_frozen_member_is_built_inside_of_a_gradient():
+    """A worker of a cluster builds nets when it trains them, which no check did before."""
+    family = fq.trace(fq.with_stages(ThreeBlocks), EXAMPLE)
+    member = family.member(family.at("stage2", ("stage2", "head2")).whole)
+    weights = family.init(0)
+    rest = {name: weights[name] for name in member.names if name in weights and name not in member.trainable}
+
+    def loss(moving):
+        outputs, _ = member.net({**moving, **rest}, torch.ones_like(EXAMPLE), Pass(train=True, statistics="batch"))
+        return outputs.square().sum()
+
+    grads = torch.func.grad(loss)({name: weights[name] for name in member.trainable})
+    assert parts(grads) == {"E2", "G2"}
 
 
 # --- what clients keep --------------------------------------------------------------------------------------------
