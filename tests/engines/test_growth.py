@@ -28,7 +28,7 @@ INNER = {
     "heterofl": HeteroFL(),
     "fedrolex": FedRolex(),
     "fedrescue": METHODS["fedrescue"](),
-    "splitmix": SplitMix(base=0.5),
+    "splitmix": SplitMix(base=0.25),
 }
 FOUR_BITS = fq.Link(codec=fq.Codec(bits=4, feedback=True, down=True))
 

@@ -13,7 +13,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.methods import FedAvg, FedRolex, HeteroFL, ProgFed
+from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, ProgFed
 from fedquilt.round.link import Link
 from fedquilt.round.training.schedules import Cosine, Steps
 from tests.conftest import LOCAL, assert_same, start_of, with_local
@@ -496,3 +496,32 @@ def test_rounds_that_do_not_fit_the_stages_are_refused(changes, rounds, told, pl
 def test_a_model_grows_once():
     with pytest.raises(ConfigError, match=r"ProgFed was asked for over ProgFed.*Any other method would work"):
         ProgFed(over=ProgFed())
+
+
+def test_a_resume_with_other_stages_is_refused(tmp_path, play, make_data):
+    data = make_data(growing(), SIZES)
+    options = {"out": tmp_path / "run", "resume": True, "rounds": 6}
+    play(method(), growing(), data, **options)
+    for other, told in (
+        (method(warmup=0), "method.warmup: 1 there, 0 here"),
+        (method(stage_rounds=(1, 2)), r"method.stage_rounds.*: .* there"),
+        (method(strategy="partial"), "method.strategy: progressive there, partial here"),
+        (method(over=HeteroFL()), "method.over: FedAvg there, HeteroFL here"),
+    ):
+        with pytest.raises(ConfigError, match=told) as caught:
+            play(other, growing(), data, **options)
+        assert "Ask for what it was, or name another folder." in str(caught.value)
+    two = fq.trace(fq.with_stages(ThreeBlocks, ["first", "third"]), torch.zeros(2, 1, 4, 4))
+    with pytest.raises(ConfigError, match=r"model: \w+ there, \w+ here"):
+        play(method(stage_rounds=4), two, data, **options)
+
+
+def test_nested_nets_cannot_have_two_losses(play, make_data):
+    inner = METHODS["fedrescue"]()
+    with pytest.raises(ConfigError, match=r"strategy = 'mixed' over FedResCuE.*another strategy or a method without"):
+        play(method(over=inner, strategy="mixed"), growing(), make_data(growing(), SIZES), rounds=6)
+
+
+def test_a_method_that_was_not_settled_says_what_to_do(make_data):
+    with pytest.raises(ConfigError, match=r"without a number of rounds.*method.settled\(rounds\) gives it"):
+        fq.prepare(method(), growing(), make_data(growing(), SIZES), fq.Fleet.of((1.0,), 4, 4))
