@@ -13,7 +13,9 @@ import fedquilt as fq
 from fedquilt.family.net import Pass
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, ProgFed, SplitMix
 from fedquilt.round.availability import Trace
+from fedquilt.round.federation import World
 from tests.conftest import LOCAL, assert_same, with_local
+from tests.engines.test_units import LAYOUTS, played
 from tests.growing import EXAMPLE, SIZES, ThreeBlocks, growing, moved, parts
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
@@ -210,3 +212,38 @@ def test_windows_that_move_on_keep_what_was_remembered_elsewhere(engine, make_da
             assert torch.equal(new.slots["momentum"][name], expected[name])
         assert set(member.trainable) <= set(new.slots["momentum"])
     assert parts(memories[-1].slots["momentum"]) == {"E1", "G1", "E2", "G2", "E3", "G3"}
+
+
+# --- layouts, stacks and budgets ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+@pytest.mark.parametrize("name", ["fedavg", "fedrescue"])
+def test_every_layout_gives_the_same_numbers_through_growth_and_warm_up(name, layout, play, make_data):
+    family = growing()
+    method, data = grown(name), make_data(family, SIZES)
+    truth = play(method, family, data, shares=SHARES, rounds=6)
+    assert_same(truth, played(method, family, data, layout, rounds=6, shares=SHARES))
+
+
+def test_equal_clients_are_one_stack_in_every_stage(play, make_data):
+    family = growing()
+    run = play(grown("fedavg"), family, make_data(family, SIZES), engine="vectorised", rounds=6)
+    assert [record.stacks for record in run.records] == [1] * 6
+
+
+@pytest.mark.parametrize("kind", ["macs", "params", "memory"])
+def test_bounds_hold_in_every_stage(kind, play, make_data):
+    """A device that cannot hold the whole model trains more channels of the first blocks than of all of them."""
+    family = growing()
+    method = grown("heterofl")
+    whole = family.cost(family.whole, method.training_step(World(family, precision="fp64")))
+    bound = {"macs": whole.macs, "params": whole.params, "memory": whole.memory}[kind] / 2
+    fleet = fq.Fleet.of((fq.Budget(**{kind: bound}),), 4, 4)
+    run = play(method, family, make_data(family, SIZES), fleet=fleet, rounds=6)
+    widths = []
+    for round in (0, 5):
+        client = run.fleet.client(0, round, 0, SIZES[0])
+        (submodel,) = run.method.plan(replace(run.server, round=round), client, run.world)
+        widths.append(submodel.arch.sizes["first.conv"])
+    assert widths[0] == 4 > widths[1]
