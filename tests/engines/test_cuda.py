@@ -122,7 +122,7 @@ def test_recorded_steps_give_the_numbers_of_the_truth(name, layout, residual, ma
     method, data = with_local(METHODS[name](), batch_size=4, epochs=2), make_data(residual, RAGGED)
     truth = play(method, residual, data, shares=SHARES)
     fleet, how = fq.Fleet.of(SHARES, data.num_clients, data.num_clients), fq.Evaluation(every=0)
-    run = fq.prepare(method, residual, data, fleet, "vectorised", 0, "cuda", "fp64", how)
+    run = fq.prepare(method.settled(2), residual, data, fleet, "vectorised", 0, "cuda", "fp64", how)
     run.engine.layout = layout
     assert_same(truth, on_cpu(run.train(2)), atol=1e-8)
 
