@@ -139,7 +139,8 @@ class _Conversation:
         self._watch = watch
         self._after: Callable[[Record], None] = lambda record: None
         self._error: dict[str, Any] | None = None
-        self._lines: deque[str] = deque(maxlen=MAX_ERROR_LINES)
+        self._lines: deque[str] = deque(maxlen=MAX_ERROR_LINES)  # of standard error
+        self._printed: deque[str] = deque(maxlen=MAX_ERROR_LINES)  # apart, because two pipes have no common order
 
     def hold(self, request: str) -> None:
         """Send the request, and read what the worker writes until it ends.
@@ -172,7 +173,7 @@ class _Conversation:
         except ValueError:
             message = None
         if not isinstance(message, dict):  # Something was printed before the worker could redirect it.
-            self._lines.append(line)
+            self._printed.append(line)
         elif "display" in message:
             self._after = self._watch.begin(self._planned, Display(**message["display"]))
         elif "error" in message:
@@ -197,7 +198,7 @@ class _Conversation:
                 "less. The same command again continues the study."
             )
         if status:
-            lines = "".join(self._lines).strip().splitlines() or ["it wrote nothing to standard error"]
+            lines = "".join(self._lines or self._printed).strip().splitlines() or ["it wrote nothing to standard error"]
             raise TrainingError(f"{title}: its process ended with status {status}: {lines[-1]}")
 
 

@@ -194,7 +194,12 @@ def test_a_seed_repeats_a_run(own: Path, capsys: pytest.CaptureFixture[str]) -> 
     assert found[0] != found[2]
 
 
-@pytest.mark.parametrize("name", METHODS)
+ABLATIONS = ("fedseq", "fedrush", "fedslim", "fjord", "sheterofl")  # They take the time of their relatives.
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ABLATIONS else name for name in METHODS]
+)
 def test_every_method_runs_by_its_name_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = ["--rounds", "2"] if name == "progfed" else []  # one for each stage
     assert told(capsys, "run", "--method", name, *shortened(QUICK, rounds), "--labels", "3")["method"] == name

@@ -60,6 +60,7 @@ def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
         assert found["robust/0.0"][share] < found["robust/1.0"][share]
 
 
+@pytest.mark.slow
 def test_the_file_runs_and_is_the_command(tmp_path: Path) -> None:
     (block,) = blocks("toml")
     (tmp_path / "robust.toml").write_text(block)

@@ -114,8 +114,14 @@ def trains(member: nn.Module, inputs: Tensor, targets: Tensor, family: Family) -
     assert any(not torch.equal(p, old) for p, old in zip(member.parameters(), before, strict=True))
 
 
+MOBILE = ("mobilenet_v3_small", "mobilenet_v3_large")  # mobilenet_v2 has most of their layers
+
+
 @pytest.mark.parametrize(("share", "kind"), QUICK)
-@pytest.mark.parametrize("name", [name for name in MODELS if name not in LARGE])
+@pytest.mark.parametrize(
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in MOBILE else name for name in MODELS if name not in LARGE],
+)
 def test_a_cut_model_is_the_whole_one_with_channels_zeroed(name: str, share: float, kind: str) -> None:
     check(family_of(name), share, kind)
 

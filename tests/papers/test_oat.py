@@ -130,7 +130,11 @@ def test_all_weights_are_drawn_as_often():
 
 @pytest.mark.parametrize(
     "method",
-    [FedAvg(), with_local(HeteroFL(), norm="post"), with_local(HeteroFL(), norm="tracked")],
+    [
+        pytest.param(FedAvg(), marks=pytest.mark.slow),
+        with_local(HeteroFL(), norm="post"),
+        pytest.param(with_local(HeteroFL(), norm="tracked"), marks=pytest.mark.slow),
+    ],
     ids=("batch", "post", "tracked"),
 )
 def test_every_layout_gives_the_same_numbers(method, conditioned, make_data, play):

@@ -127,9 +127,18 @@ SMALL = {
     "change",
     [
         {"method": {"name": "progfed", "stage_rounds": 3, "warmup": 1, "local": {"batch_size": 4}}},
-        {"method": {"name": "progfed", "warmup": 1, "extra_warmup": True}, "link": {"codec": {"bits": 4, "keep": 0.5}}},
-        {"method": {"name": "progfed", "over": "fedrolex"}, "fleet": {**SMALL["fleet"], "budgets": "uniform"}},
-        {"method": "fedavg", "link": {"codec": {"bits": 8}}},
+        pytest.param(
+            {
+                "method": {"name": "progfed", "warmup": 1, "extra_warmup": True},
+                "link": {"codec": {"bits": 4, "keep": 0.5}},
+            },
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            {"method": {"name": "progfed", "over": "fedrolex"}, "fleet": {**SMALL["fleet"], "budgets": "uniform"}},
+            marks=pytest.mark.slow,
+        ),
+        pytest.param({"method": "fedavg", "link": {"codec": {"bits": 8}}}, marks=pytest.mark.slow),
     ],
     ids=["warm-up", "codec", "over FedRolex", "FedAvg"],
 )

@@ -117,7 +117,7 @@ def assert_equal(mine, theirs) -> None:
 # Five kills; the others are slow.
 @pytest.mark.parametrize(
     ("run", "kills"),
-    [(Script("keeping", 12), 1), (Script("heterofl", 5), 1), (Terminal(5), 1)],
+    [pytest.param(Script("keeping", 12), 1, marks=pytest.mark.slow), (Script("heterofl", 5), 1), (Terminal(5), 1)],
     ids=["memories", "heterofl", "terminal"],
 )
 def test_killed_runs_end_like_one_that_was_not(run, kills, tmp_path):

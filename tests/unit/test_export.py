@@ -131,7 +131,7 @@ def test_an_ensembles_nets_stand_side_by_side(family, play, make_data, tmp_path)
 
 
 @pytest.mark.parametrize("format", [ONNX, "pt2", "safetensors"])
-@pytest.mark.parametrize("name", ["vit", "transformer_lm"])
+@pytest.mark.parametrize("name", [pytest.param("vit", marks=pytest.mark.slow), "transformer_lm"])
 def test_attention_and_tokens(name, format, make_data, tmp_path):
     spec = MODELS[name]
     options = {"depth": 1} if name == "transformer_lm" else {}
