@@ -20,12 +20,12 @@ import signal
 import threading
 import time
 import tomllib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import fields, is_dataclass
+from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
 from types import TracebackType
-from typing import TYPE_CHECKING, Any, Self
+from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
 import torch
@@ -128,7 +128,7 @@ class Folder:
         def check(manifest: Manifest) -> str:
             damage = self._damage(manifest)
             if not damage:
-                _compare(manifest.about["run"], identity(run), f"the run in {self.path} was to go on")
+                _compare(manifest.about["run"], _leaves_of(run), f"the run in {self.path} was to go on")
             return damage
 
         found = self._checkpoints.load(_memories(run), run.engine.device, check)
@@ -325,10 +325,12 @@ def reopen(path: str | Path, run: Run, found: tuple[Server, Manifest]) -> Run:
     server, manifest = found
     parts = ("method", "model", "constants") if run.absent else ("method", "model", "constants", "data")
 
-    def told(leaves: Mapping[str, Any]) -> dict[str, Any]:
-        return {name: value for name, value in leaves.items() if re.split(r"[.\[]", name)[0] in parts}
+    def is_compared(name: str) -> bool:
+        return re.split(r"[.\[]", name)[0] in parts
 
-    _compare(told(manifest.about["run"]), told(identity(run)), f"the run in {path} was asked for")
+    saved = {name: value for name, value in manifest.about["run"].items() if is_compared(name)}
+    own = [leaf for leaf in _leaves_of(run) if is_compared(leaf.name)]
+    _compare(saved, own, f"the run in {path} was asked for")
     run.server = server
     run.records[:] = [record for record in read(path) if record.round <= server.round]
     return run
@@ -418,8 +420,21 @@ _ENOUGH = 64 << 20  # bytes of a tensor that are looked at: all of a small one, 
 _FEW = 16  # values of a sequence that are worth a line each
 
 
+class _Leaf(NamedTuple):
+    """A plain value that must not change when a run goes on."""
+
+    name: str  # Dotted
+    value: Any
+    is_default: bool = False  # It belongs to a field that has its default value
+
+
 def identity(run: Run) -> dict[str, Any]:
     """What must not change when a run goes on, as dotted names and plain values."""
+    return {leaf.name: leaf.value for leaf in _leaves_of(run)}
+
+
+def _leaves_of(run: Run) -> list[_Leaf]:
+    """Return the leaves of all parts of a run that must not change."""
     world = run.world
     parts = {
         "method": run.method,
@@ -437,7 +452,7 @@ def identity(run: Run) -> dict[str, Any]:
         **({} if world.task in (Classification(), NextToken()) else {"task": world.task}),
         **_evaluated_on(run),
     }
-    return dict(leaf for name, value in parts.items() for leaf in _leaves(name, value))
+    return [leaf for name, value in parts.items() for leaf in _leaves(name, value)]
 
 
 def _evaluated_on(run: Run) -> dict[str, str]:
@@ -445,30 +460,45 @@ def _evaluated_on(run: Run) -> dict[str, str]:
     return {} if run.evaluation.on == "test" else {"evaluated_on": run.evaluation.on}
 
 
-def _leaves(name: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """A value as names and plain values that are the same in another process; arrays and the like by a digest."""
+def _leaves(name: str, value: Any, is_default: bool = False) -> Iterator[_Leaf]:
+    """Yield a value as plain values that are the same in another process; arrays and the like by a digest.
+
+    Args:
+        name: Name of the value.
+        value: A plain value, or one that is made of such values.
+        is_default: True if the value is the default of a field.
+    """
     if value is None or isinstance(value, (bool, int, float, str)):
-        yield name, value
+        yield _Leaf(name, value, is_default)
     elif isinstance(value, (Tensor, np.ndarray)):
-        yield name, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {_digest(value)}"
+        yield _Leaf(name, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {_digest(value)}")
     elif isinstance(found := getattr(value, "fingerprint", None), str):
-        yield name, found
+        yield _Leaf(name, found, is_default)
     elif is_dataclass(value) and not isinstance(value, type):
-        yield name, type(value).__name__
+        yield _Leaf(name, type(value).__name__, is_default)
         for field in fields(value):
-            yield from _leaves(f"{name}.{field.name}", getattr(value, field.name))
+            inner = getattr(value, field.name)
+            yield from _leaves(f"{name}.{field.name}", inner, _has_default(field, inner))
     elif isinstance(value, Mapping):
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)
     elif isinstance(value, (tuple, list)):
         leaves = [leaf for place, inner in enumerate(value) for leaf in _leaves(f"{name}[{place}]", inner)]
         if len(value) > _FEW:
-            leaves = [(name, f"{len(value)} values {hashlib.sha256(json.dumps(leaves).encode()).hexdigest()[:16]}")]
+            text = json.dumps([(leaf.name, leaf.value) for leaf in leaves])
+            digest = hashlib.sha256(text.encode()).hexdigest()[:16]
+            leaves = [_Leaf(name, f"{len(value)} values {digest}")]
         yield from leaves
     elif isinstance(value, (torch.dtype, torch.device, np.generic)):
-        yield name, str(value)
+        yield _Leaf(name, str(value), is_default)
     else:  # of a function or an object nothing is known that would last
-        yield name, getattr(value, "__qualname__", type(value).__qualname__)
+        yield _Leaf(name, getattr(value, "__qualname__", type(value).__qualname__), is_default)
+
+
+def _has_default(field: Field[Any], value: Any) -> bool:
+    """Return True if a field has its default value."""
+    usual = field.default
+    return usual is not MISSING and type(value) is type(usual) and not isinstance(value, Tensor) and value == usual
 
 
 def _digest(array: Tensor | np.ndarray) -> str:
@@ -478,10 +508,25 @@ def _digest(array: Tensor | np.ndarray) -> str:
     return hashlib.sha256(rows.tobytes()).hexdigest()[:16]
 
 
-def _compare(saved: Mapping[str, Any], own: Mapping[str, Any], asked: str) -> None:
-    """Refuse to go on with something else, and say what."""
+def _compare(saved: Mapping[str, Any], leaves: Sequence[_Leaf], asked: str) -> None:
+    """Refuse to go on with something else, and say what.
+
+    A checkpoint of an earlier version has no entry for a field that was added since. The run was as it is with the
+    field's default, at which a new field has no effect.
+
+    Args:
+        saved: Entries of a checkpoint by name.
+        leaves: Entries of the run that is to go on.
+        asked: Request, for the message.
+    """
+    own = {leaf.name: leaf.value for leaf in leaves}
+    added = {leaf.name for leaf in leaves if leaf.is_default and leaf.name not in saved}
     # what was compared is what JSON made of it: compare likewise
-    names = [name for name in {**saved, **own} if saved.get(name) != json.loads(json.dumps(own.get(name)))]
+    names = [
+        name
+        for name in {**saved, **own}
+        if name not in added and saved.get(name) != json.loads(json.dumps(own.get(name)))
+    ]
     if names:
         missing = "nothing of the kind"
         lines = [f"{name}: {saved.get(name, missing)} there, {own.get(name, missing)} here" for name in names]

@@ -312,6 +312,42 @@ def test_another_run_is_refused_with_what_differs(start, tmp_path, data, percept
     assert start(FedProx(mu=0.5), rounds=2, out=out, resume=True).server.round == 2
 
 
+def test_a_run_goes_on_that_was_begun_before_a_field_was_added(start, tmp_path, monkeypatch):
+    """A field that a checkpoint does not have counts as its default."""
+    out, link = tmp_path / "run", fq.Link(codec=fq.Codec(bits=8))
+    identity = records.identity
+
+    def earlier(run):
+        return {
+            name: value for name, value in identity(run).items() if not name.endswith((".keep_optimizer", ".rotate"))
+        }
+
+    with monkeypatch.context() as patched:
+        patched.setattr(records, "identity", earlier)
+        start(FedAvg(), rounds=1, out=out, link=link)
+    others = {
+        r"method\.local\.keep_optimizer: nothing of the kind there, True here": {
+            "method": FedAvg().with_local(keep_optimizer=True)
+        },
+        r"rotate: nothing of the kind there, True here": {"link": fq.Link(codec=fq.Codec(bits=8, rotate=True))},
+    }
+    for message, change in others.items():
+        options = {"method": FedAvg(), "link": link, **change}
+        with pytest.raises(ConfigError, match=message):
+            start(rounds=2, out=out, resume=True, **options)
+    assert start(FedAvg(), rounds=2, out=out, link=link, resume=True).server.round == 2
+
+
+def test_a_default_that_has_more_values_is_another_one():
+    @dataclass
+    class Widths:
+        shares: tuple[float, ...] = (1.0, 0.5)
+
+    saved = {leaf.name: leaf.value for leaf in records._leaves("fleet", Widths((1.0,)))}
+    with pytest.raises(ConfigError, match=r"fleet\.shares\[1\]: nothing of the kind there, 0\.5 here"):
+        records._compare(saved, list(records._leaves("fleet", Widths())), "a run was to go on")
+
+
 def test_other_initial_weights_are_noticed(start, tmp_path, residual):
     """A module that brings its own weights has the same axes with others."""
     out = tmp_path / "run"
