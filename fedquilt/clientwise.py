@@ -216,14 +216,14 @@ def _arrived(run: Run, job: Job) -> list[Submodel]:
 
 
 def _covered(run: Run, submodels: list[_Cut], names: list[str]) -> int:
-    """How many entries some of the sub-models have."""
+    """Return how many entries some of the sub-models train."""
     family, count = run.world.family, 0
     for name in names:
         cut = name.rfind("/") + 1
         scope, weight = name[:cut], name[cut:]
         whole = torch.zeros(run.server.weights[name].shape, dtype=torch.bool)
         for submodel, home in submodels:
-            if submodel.scope == scope:
+            if submodel.scope == scope and weight in family.member(submodel).trainable:
                 whole |= inside(family.cutter.rows(weight, submodel.index, home), whole.shape)
         count += int(whole.sum())
     return count

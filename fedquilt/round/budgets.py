@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fedquilt.errors import BudgetError, SubmodelError
@@ -62,14 +63,17 @@ def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:
 
 
 def too_small(method: Method, server: Server, fleet: Fleet, engine: Engine, world: World) -> int:
-    """Count the devices that cannot hold what a method that ignores budgets plans for them."""
+    """Count the devices that cannot hold what a method that ignores budgets plans for them in some round."""
     if not method.ignores_budgets:
         return 0
     size = engine.size(0)
-    step, total = _step(method, fleet.kinds, world), 0
+    step = _step(method, fleet.kinds, world)
+    states = [replace(server, round=round) for round in method.turns(world)]
+    total = 0
     for budget, count in fleet.counts.items():
-        nets = method.plan(server, Client(0, budget, size), world)
-        total += count if world.family.excess(nets, budget, step) else 0
+        plans = (method.plan(state, Client(0, budget, size), world) for state in states)
+        if any(world.family.excess(nets, budget, step) for nets in plans):
+            total += count
     return total
 
 

@@ -52,7 +52,7 @@ def growth(run: Run, rounds: int) -> dict[str, Any]:
     if not isinstance(method, ProgFed):
         raise ConfigError(f"the measure 'growth' was asked for with {type(method).__name__}; it is of ProgFed alone.")
     stages = num_stages(run.world.family)
-    added = method.warmup * (stages - 1) if method.extra_warmup else 0
+    added = method.warm_rounds * (stages - 1) if method.extra_warmup else 0
     grown = total_cost(run, rounds)
     inner = replace(run.federation, method=method.over)
     whole = total_cost(replace(run, federation=inner), rounds - added)

@@ -47,7 +47,7 @@ def clients(run: Run, rounds: int) -> dict[str, Any]:
 
 
 def coverage(run: Run, rounds: int) -> dict[str, Any]:
-    """Count how often channels and entries of the last convolution are handed to a client.
+    """Count how often channels and entries of the last convolution are handed to a client that trains it.
 
     An entry of a weight counts if both its channels are handed out.
 
@@ -65,9 +65,13 @@ def coverage(run: Run, rounds: int) -> dict[str, Any]:
     outputs = []  # One row per sub-model, with 1 where it has the channel.
     inputs = []
     for job in planned_jobs(_after(run, rounds)):
+        if weight not in family.member(job.submodel).trainable:
+            continue
         positions = family.cutter.rows(weight, job.submodel.index)
         outputs.append(_indicator(positions[0], sizes[0]))
         inputs.append(_indicator(positions[1], sizes[1]))
+    if not outputs:
+        raise ConfigError(f"the measure 'coverage' was asked for; no client trains {weight} in {rounds} rounds.")
     has_output = torch.stack(outputs)  # (sub-model, output channel)
     has_input = torch.stack(inputs)  # (sub-model, input channel)
     counts = {"channel": has_output.sum(0), "entry": has_output.T @ has_input}
@@ -81,7 +85,7 @@ def sizes(run: Run, rounds: int) -> dict[str, Any]:
 
     Args:
         run: A run that was prepared and not trained.
-        rounds: Not used; sizes do not depend on it.
+        rounds: Number of rounds after which the model is deployed. A model that grows is larger later.
 
     Returns:
         `params`, `macs`: of the model that is deployed, by share. The shares are those that the fleet
@@ -93,7 +97,7 @@ def sizes(run: Run, rounds: int) -> dict[str, Any]:
     shares = {budget.share for budget in fleet.kinds if budget.share is not None}
     deployed = {}
     for share in sorted(shares | set(run.evaluation.shares), reverse=True):
-        nets = run.method.deploy(run.server, Budget(share=share), world)
+        nets = run.method.deploy(_after(run, rounds).server, Budget(share=share), world)
         deployed[str(float(share))] = _cost(world.family, nets)
     trained = []
     for id in range(fleet.num_clients):
@@ -123,7 +127,8 @@ def _after(run: Run, rounds: int) -> Run:
 
 
 def _last_convolution(family: Family) -> str:
-    weights = [name for name in family.trainable if len(family.layout.dims[name]) == 4]
+    whole = family.member(family.whole)
+    weights = [name for name in whole.trainable if len(family.layout.dims[name]) == 4]
     if not weights:
         raise ConfigError("the measure 'coverage' was asked for; it counts channels of a convolution.")
     return weights[-1]

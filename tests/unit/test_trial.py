@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 
 from fedquilt import trial
-from fedquilt.config import Experiment, demo
+from fedquilt.config import Experiment, Machine, demo
 from fedquilt.data.parts import Parts
 from fedquilt.errors import ConfigError
 from tests.conftest import assert_same
@@ -74,6 +76,13 @@ def test_a_trial_plays_short_rounds_and_leaves_the_data_alone(asked):
     run = asked.prepare(ground)
     assert torch.equal(run.data.parts.order, before)
     assert run.server.round == 0
+
+
+def test_a_trial_plays_the_last_round_in_which_a_model_has_grown(asked, monkeypatch):
+    played = []
+    monkeypatch.setattr(trial, "play", lambda federation, server, *rest: played.append((server.round, rest[2])))
+    trial._seconds(replace(asked, engine=Machine("vectorised")), asked.ground())
+    assert played == [(1, 3), (1, 3)]  # of three rounds in all, so that the second is not evaluated
 
 
 def test_the_head_of_every_part():

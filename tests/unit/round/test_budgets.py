@@ -12,7 +12,19 @@ from torch import nn
 import fedquilt as fq
 from fedquilt.errors import BudgetError, SubmodelError
 from fedquilt.family.cut import prefix
-from fedquilt.methods import METHODS, FedAvg, FedBN, FedProx, FjORD, HeteroFL, LocalOnly, Method, SHeteroFL, SplitMix
+from fedquilt.methods import (
+    METHODS,
+    FedAvg,
+    FedBN,
+    FedProx,
+    FjORD,
+    HeteroFL,
+    LocalOnly,
+    Method,
+    ProgFed,
+    SHeteroFL,
+    SplitMix,
+)
 from fedquilt.round.budgets import check_budgets, planned
 from fedquilt.round.federation import World
 from fedquilt.round.serve import members_by_share
@@ -20,6 +32,7 @@ from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import TaskLoss, Wrapping, together
 from fedquilt.terms import Client, Job, Server
 from tests.conftest import LOCAL, with_local
+from tests.growing import growing
 
 SERVER = Server(0, {})
 FITTING = {name: kind for name, kind in METHODS.items() if not kind().ignores_budgets}
@@ -300,6 +313,15 @@ def test_devices_are_counted_and_reported_once_however_often_a_run_is_trained(pe
     told = "99 of 100 devices cannot hold the net that they train"
     assert [record.getMessage() for record in caplog.records] == [f"Counted ignores budgets: {told}."]
     assert run.note.endswith(told)
+
+
+def test_devices_are_counted_that_cannot_hold_a_model_once_it_has_grown(make_data):
+    family = growing()
+    first = family.cost(family.at("stage1").whole).params
+    assert first < family.cost(family.whole).params
+    fleet = fq.Fleet.of([fq.Budget(share=1.0), fq.Budget(params=first)], 4, 2)
+    run = fq.prepare(ProgFed(stage_rounds=2).settled(6), family, make_data(family, (2,) * 4), fleet)
+    assert run.note.endswith("2 of 4 devices cannot hold the net that they train")
 
 
 def test_nothing_is_said_where_every_device_holds_the_net(perceptron, play, make_data, caplog):

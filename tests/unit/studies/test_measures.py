@@ -10,8 +10,9 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, SplitMix
+from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, ProgFed, SplitMix
 from fedquilt.studies.measures import MEASURES
+from tests.growing import growing
 
 
 def small_net() -> nn.Module:
@@ -83,3 +84,30 @@ def test_costs_of_clients_and_what_domains_have_trained(net, make_data):
     assert found["trained"] == {"near": 1.0, "far": 39 / 75}
     assert found["macs"]["mean"] == sum(device.macs for device in run.clientwise().devices) / 2
     assert run.server.round == 0
+
+
+def test_measures_of_a_model_that_grows(make_data):
+    """Three stages of two rounds each. The last convolution is trained in the last stage alone."""
+    family = growing()
+    method = ProgFed(over=HeteroFL().with_local(masked=""), stage_rounds=2).settled(6)
+    run = prepared(method, family, make_data, (1.0, 0.5))
+    whole = family.count(family.whole)
+    sizes = [MEASURES["sizes"](run, rounds) for rounds in (1, 6)]
+    assert [found["params"]["1.0"] for found in sizes] == [family.count(family.at("stage1").whole), whole]
+    covered = MEASURES["coverage"](run, 6)
+    assert covered["weight"] == "third.conv.weight"
+    assert covered["channel"] == {"least": 2, "mean": 3.0, "deviation": 1.0}  # three of six channels in share 1/2
+    with pytest.raises(ConfigError, match=r"no client trains third\.conv\.weight in 4 rounds"):
+        MEASURES["coverage"](run, 4)
+
+
+@pytest.mark.parametrize(("rounds", "stages"), [(2, 1), (3, 2), (6, 3)])
+def test_what_has_been_trained_of_a_model_that_grows(rounds, stages, make_data):
+    """Blocks and heads of later stages have not been trained. Round 3 is a warm-up, which trains the new ones alone."""
+    family = growing()
+    method = ProgFed(over=FedAvg(), stage_rounds=2, warmup=1).settled(6)
+    run = prepared(method, family, make_data, (1.0,))
+    sizes = {name: run.server.weights[name].numel() for name in family.trainable}
+    parts = [f"{kind}{stage}" for kind in ("stage", "head") for stage in range(1, stages + 1)]
+    trained = sum(sizes.get(name, 0) for part in parts for name in family.parts[part])
+    assert MEASURES["clients"](run, rounds)["trained"] == {"": trained / sum(sizes.values())}
