@@ -155,8 +155,9 @@ class Case:
 
     @cached_property
     def world(self) -> World:
-        """Return what a method may look at. It is the same for all methods."""
-        return fq.prepare(FedAvg(), self.family, self.data, self.fleet, "sequential", precision="fp64").world
+        """Return what a method may look at. Only the family differs between methods, as `Method.adapt` returns it."""
+        family = self.method.adapt(self.family)
+        return fq.prepare(FedAvg(), family, self.data, self.fleet, "sequential", precision="fp64").world
 
     @cached_property
     def settled(self) -> Method:
@@ -249,7 +250,7 @@ def check_plan(case: Case) -> str:
                     "alone; for random choices use noise.key(world.seed, server.round, …)."
                 )
             for submodel in first:
-                case.family.check(submodel, f"client {client.id} (budget {client.budget})")
+                case.world.family.check(submodel, f"client {client.id} (budget {client.budget})")
             plans += 1
     return f"{plans} plans are sub-models of the family, and equal when asked again"
 
@@ -258,7 +259,8 @@ def check_budgets_kept(case: Case) -> str:
     """Check that no plan costs more than the budget of its client."""
     if case.method.ignores_budgets:
         raise NotApplicableError("the method ignores budgets on purpose (ignores_budgets = True)")
-    half = case.family.member(case.family.fit(Budget(share=0.5)))
+    family = case.world.family
+    half = family.member(family.fit(Budget(share=0.5)))
     cost = half.cost(case.settled.training_step(case.world))
     budgets = [
         *(Budget(share=share) for share in SHARES),
@@ -278,22 +280,29 @@ def check_budgets_kept(case: Case) -> str:
 def check_learner(case: Case) -> str:
     """Check that a learner is a value that depends on the job and the world alone."""
     learners = 0
-    for client in case.clients:
-        for submodel in planned(case.settled, case.server, client, case.world):
-            job = Job(client, submodel, 0)
-            with random_state(1):
-                first = case.settled.learner(job, case.world)
-            with random_state(2):
-                second = case.settled.learner(copy.deepcopy(job), case.world)
-            _check_value(first)
-            if first != second or hash(first) != hash(second):
-                raise CheckError(
-                    f"learner returned {first} for client {client.id}, and {second} when it was "
-                    "called again. It may depend on the job and the world alone, because every "
-                    "device builds its own."
-                )
-            learners += 1
+    for job in _jobs(case):
+        with random_state(1):
+            first = case.settled.learner(job, case.world)
+        with random_state(2):
+            second = case.settled.learner(copy.deepcopy(job), case.world)
+        _check_value(first)
+        if first != second or hash(first) != hash(second):
+            raise CheckError(
+                f"learner returned {first} for client {job.client.id}, and {second} when it was "
+                "called again. It may depend on the job and the world alone, because every "
+                "device builds its own."
+            )
+        learners += 1
     return f"{learners} learners are hashable values, and equal when asked again"
+
+
+def _jobs(case: Case) -> Iterator[Job]:
+    """Yield a job of every client for every round in which plans change."""
+    for round in case.settled.turns(case.world):
+        server = replace(case.server, round=round)
+        for client in case.clients:
+            for submodel in planned(case.settled, server, client, case.world):
+                yield Job(client, submodel, round)
 
 
 def _check_value(learner: Learner) -> None:

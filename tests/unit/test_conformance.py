@@ -55,6 +55,13 @@ def test_methods_of_the_package_pass(name):
     assert skipped == ({"budgets"} if METHODS[name]().ignores_budgets else set())
 
 
+def test_a_method_that_grows_models_is_checked_in_every_stage():
+    found = check_method(METHODS["progfed"](), ["learner"])
+    assert [(one.status, one.detail) for one in found] == [
+        ("passed", "8 learners are hashable values, and equal when asked again")
+    ]  # four clients, two stages
+
+
 @pytest.mark.slow
 def test_a_method_that_attacks_is_checked_on_a_net_with_norms_in_pairs():
     found = check_method(METHODS["heterofl"](local=Local(adversarial=AdversarialTraining())))
