@@ -13,7 +13,7 @@ from fedquilt.devices import device_of
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.layout import Layout
-from fedquilt.family.variants import VariantSource
+from fedquilt.family.variants import Variants, VariantSource
 from fedquilt.files import parse, why
 from fedquilt.terms import WHOLE, Submodel, Weights
 from fedquilt.version import __version__
@@ -27,7 +27,7 @@ Note = dict[str, Any]
 def about(run: Run, nets: Sequence[Submodel]) -> Note:
     """What whoever finds a model has to know of it; with the layout, so that no one need trace it again.
 
-    The whole model is the user's own module, so that its file knows nothing of temporary heads.
+    The layout of a whole model is without temporary heads, because the module that is deployed has none.
     """
     from fedquilt.methods import METHODS
     from fedquilt.records import registered
@@ -74,8 +74,11 @@ def family_of(
     """The family a file's nets were cut from; `factory` makes the whole module, whose code is in no file."""
     layout = Layout.from_json(note["layout"])
     example = torch.zeros((2, *note["input_shape"]), dtype=getattr(torch, note["input_dtype"]))
-    made = factory.resolve((example,)) if isinstance(factory, VariantSource) else factory
+    made = factory.resolve((example,), layout.class_dim) if isinstance(factory, VariantSource) else factory
     module = made if isinstance(made, nn.Module) else made()
+    if isinstance(module, Variants) and not layout.variants:  # The file has the whole model, without temporary heads.
+        module.choose(WHOLE)
+        module = module.extract()
     held = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     shapes = {name: layout.shape(name, layout.sizes) for name in layout.dims}
     wrong = [

@@ -51,7 +51,7 @@ def trace(
     `fixed` names axes or layers that are never cut; `parts` names groups of weights (`{"head": ["fc"]}`).
     """
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    factory = _maker(module.resolve(inputs) if isinstance(module, VariantSource) else module)
+    factory = _maker(module.resolve(inputs, class_dim) if isinstance(module, VariantSource) else module)
     model = _made(factory)
     if slashed := [name for name in (*dict(model.named_parameters()), *dict(model.named_buffers())) if "/" in name]:
         raise TraceError(
@@ -295,8 +295,9 @@ class Family:
         if stages is None and len(self.variants) > 1:
             return self
         if self._traced is None or isinstance(self._traced.source, VariantSource):
+            present = f"the variants {', '.join(self.variants)}" if len(self.variants) > 1 else "none"
             raise TraceError(
-                f"stages of {self.title} were asked for; it has none, and cannot be traced again here. "
+                f"stages of {self.title} were asked for; it has {present}, and cannot be traced again here. "
                 "fq.trace(fq.with_stages(module, stages=…), example) gives it stages."
             )
         known = self._staged.get(stages)
@@ -548,6 +549,8 @@ class Family:
 
     def seeded(self, seed: int) -> Family:
         """The family with one seed's weights for every seed: other machines need neither the factory nor its files."""
+        if self._base is not None:
+            return self._base.seeded(seed).at(self.variant, self.trains)
         return replace(self, _factory=_maker(_made(self._factory, seed)), _traced=None)
 
     def bare(self) -> Family:
@@ -628,8 +631,9 @@ class Family:
     ) -> Family:
         """Read a traced family; the module's code is still needed, tracing is not."""
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-        factory = _maker(module.resolve(inputs) if isinstance(module, VariantSource) else module)
-        return Family(_made(factory), Layout.from_json(Path(path).read_text()), inputs, factory)
+        layout = Layout.from_json(Path(path).read_text())
+        factory = _maker(module.resolve(inputs, layout.class_dim) if isinstance(module, VariantSource) else module)
+        return Family(_made(factory), layout, inputs, factory)
 
 
 def _batches(step: TrainingStep | None) -> str:

@@ -82,7 +82,7 @@ class Plan:
 
 
 class Grown(Variants):
-    """What modules in stages have in common. The mixin comes before the user's class."""
+    """Base of the mixins for modules in stages. A mixin comes before the user's class among the bases."""
 
     _stage_plan: Plan
     _chosen_variant: str
@@ -98,10 +98,10 @@ class Grown(Variants):
         self._chosen_variant = variant
 
     def extract(self) -> nn.Module:
-        """Return the chosen stage as a plain module, with no weights but its own. This module is used up.
+        """Return the chosen stage as a plain module, with no weights but its own.
 
-        The whole model is a module of the user's class. An earlier stage is this module, without the weights of the
-        other stages, so that its weights keep their names.
+        The whole model is a module of the user's class, which has the layers of this one. An earlier stage is this
+        module, without the weights of the other stages, so that its weights keep their names.
         """
         module = cast(nn.Module, self)
         stage = self._stage
@@ -139,8 +139,7 @@ class Grown(Variants):
         "headS". A module that runs its stages itself has no heads apart from them.
         """
         module = cast(nn.Module, self)
-        tensors = (*dict(module.named_parameters()), *dict(module.named_buffers()))
-        named = [name for name in tensors if not name.endswith("num_batches_tracked")]  # counters are no weights
+        named = (*dict(module.named_parameters()), *dict(module.named_buffers()))
         count = len(self._stage_plan.stages) + 1
         parts: dict[str, tuple[str, ...]] = {}
         left = [name for name in named if not name.startswith(f"{HEADS}.")]
@@ -185,13 +184,13 @@ class Grown(Variants):
         for path, layer in module.named_modules():
             if path == HEADS or path.startswith(f"{HEADS}."):
                 continue
-            # Counters of batches are used in training alone: they stay where their norm is used.
-            at_work = any(id(tensor) in uses for tensor in (*_own(layer._parameters), *_own(layer._buffers)))
+            # No run reads the counters of batches. They stay where their norm is used.
+            is_used = any(id(tensor) in uses for tensor in (*_own(layer._parameters), *_own(layer._buffers)))
             for key, weight in layer._parameters.items():
                 if weight is not None and id(weight) not in uses:
                     layer._parameters[key] = None
             for key, buffer in layer._buffers.items():
-                if buffer is not None and id(buffer) not in uses and not at_work:
+                if buffer is not None and id(buffer) not in uses and not is_used:
                     layer._buffers[key] = None
 
     def __reduce_ex__(self, protocol: SupportsIndex) -> str | tuple[Any, ...]:
@@ -206,7 +205,7 @@ class Grown(Variants):
 
 
 class CutStages(Grown):
-    """A module whose stages are found in its own forward: it stops where the stage ends, and the head goes on."""
+    """A module whose stages are parts of its own forward, which stops where a stage ends. Then the head runs."""
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
         """Run the chosen stage, or the whole model."""
@@ -252,9 +251,9 @@ def _stop(layer: nn.Module, _: Any, output: Any) -> None:
 def _features(
     layer: nn.Module, forward: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]
 ) -> Tensor:
-    """Return what a layer gives within a forward, which stops there.
+    """Return the output of a layer within a forward, which stops there.
 
-    The hook is registered for this call alone, so that it runs after all others: the scaler's changes the output.
+    The hook is registered for this call alone, so that it runs after all others. The scaler's hook changes the output.
     """
     handle = layer.register_forward_hook(_stop)
     try:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from functools import partial
 from itertools import pairwise
@@ -16,11 +15,12 @@ from torch import nn
 from fedquilt.errors import ConfigError, TraceError
 from fedquilt.family.cutpoints import CutPoint, Reads, candidates, channel_dim, find_cuts, propose
 from fedquilt.family.heads import fit_head
-from fedquilt.family.record import Run, RunError, Value, Visit, layer_name, record
+from fedquilt.family.record import Run, Value, Visit, layer_name
 from fedquilt.family.staged import Plan, Stage
-from fedquilt.family.tracer import Traced, _constants, _known, _trace
+from fedquilt.family.tracer import Traced, record_evaluation, trace_runs, variant_runs
 from fedquilt.family.variants import Variants, VariantSource, names_of
 from fedquilt.names import nearest
+from fedquilt.terms import WHOLE
 
 USUAL_STAGES = 4  # Stages of a model that declares none, as ProgFed has them in most experiments
 DECLARATION = "stage_ends"  # Attribute by which a module declares its stages
@@ -69,13 +69,13 @@ def with_stages(
         raise ConfigError("with_stages was asked to grow a model in stages that has stages already. Call it once.")
     if isinstance(stages, bool) or (isinstance(stages, int) and stages < 1):
         raise ConfigError(f"with_stages was asked for {stages} stages; a number from 1 on would work.")
-    if isinstance(stages, Sequence) and not isinstance(stages, str):
-        stages = tuple(stages)
-        if not stages or not all(isinstance(name, str) for name in stages):
-            raise ConfigError(
-                f"with_stages was asked for the stages {list(stages)}. A list of module names would work, or a number."
-            )
-    return StageSource(module, stages)
+    if stages is None or isinstance(stages, int | str):
+        return StageSource(module, stages)
+    if not isinstance(stages, Sequence) or not stages or not all(isinstance(name, str) for name in stages):
+        raise ConfigError(
+            f"with_stages was asked for the stages {stages!r}. A list of module names would work, or a number."
+        )
+    return StageSource(module, tuple(stages))
 
 
 @dataclass(frozen=True, eq=False)
@@ -130,7 +130,7 @@ def make_plan(
         return _own_plan(module, inputs, asked)
     if asked == 1:  # the module itself, wherever it might be cut
         return Plan(())
-    traced = _trace(module, inputs, "inside", class_dim)
+    traced = trace_runs(module, inputs, "inside", class_dim)
     run = traced.runs[0]
     ends = _proposed(module, run, asked) if isinstance(asked, int) else asked
     visits = _checked(module, run, ends, declared)
@@ -154,13 +154,13 @@ def declaration(module: nn.Module, name: str | None) -> tuple[str, ...] | int:
     if name is None:
         name = next(iter(growths))
     if name not in growths:
-        known = [growth for growth in growths if growth]
-        if not known:
+        names = [growth for growth in growths if growth]
+        if not names:
             raise TraceError(
                 f"the growth {name!r} of {kind} was asked for; it declares one growth that has no name. Leave the name "
                 "out. A list of module names is written [...] or (...,)."
             )
-        raise TraceError(f"the growth {name!r} of {kind} was asked for.{nearest(name, known)}")
+        raise TraceError(f"the growth {name!r} of {kind} was asked for.{nearest(name, names)}")
     return growths[name]
 
 
@@ -175,13 +175,13 @@ def growths_of(module: nn.Module) -> dict[str, tuple[str, ...] | int]:
 
 
 def usual_stages(module: nn.Module, inputs: tuple[Any, ...]) -> int | None:
-    """Return what stages a module has if nobody asked for any: its own (None), else a number that can be found.
+    """Return the stages of a module for which none were asked: None for those that it declares, else a number.
 
-    That is the paper's S = 4, or fewer where there are not as many cut points.
+    The number is the paper's S = 4, or the number of cut points if that is smaller.
     """
     if growths_of(module):
         return None
-    cuts = candidates(find_cuts(_trace(module, inputs, "inside", None).runs[0]))
+    cuts = candidates(find_cuts(trace_runs(module, inputs, "inside", None).runs[0]))
     return max(1, min(USUAL_STAGES, len(cuts)))
 
 
@@ -201,14 +201,14 @@ def stage_sizes(
     plan = make_plan(module, inputs, stages)
     grown = plan.apply(module)
     assert isinstance(grown, Variants)
-    constants = _constants(grown)
-    runs = {name: record(grown, {}, inputs, _known, constants=constants, variant=name) for name in names_of(grown)}
+    runs = {name: record_evaluation(grown, inputs, name) for name in names_of(grown)}
     parts = grown.variant_parts(runs)
     sizes = {name: weight.numel() for name, weight in grown.named_parameters()}
     ends = [*(stage.end for stage in plan.stages), plan.last_end]
     counted = []
     for number, end in enumerate(ends, 1):
-        block, head = (sum(sizes.get(name, 0) for name in parts[part]) for part in (f"stage{number}", f"head{number}"))
+        block = sum(sizes.get(name, 0) for name in parts[f"stage{number}"])
+        head = sum(sizes.get(name, 0) for name in parts[f"head{number}"])
         counted.append(StageSize(end, block, head))
     return counted
 
@@ -217,7 +217,7 @@ def stage_sizes(
 
 
 def _checked(module: nn.Module, run: Run, ends: Sequence[str], declared: bool) -> list[Visit]:
-    """Return the executions of the modules that end the stages, after all is found well with them."""
+    """Return the executions of the modules that end the stages, or refuse names that cannot end one."""
     kind = type(module).__name__
     known = [path for path, _ in module.named_modules() if path]
     times = Counter(visit.path for visit in run.visits)
@@ -321,10 +321,21 @@ def _own_plan(module: nn.Module, inputs: tuple[Any, ...], count: int) -> Plan:
         raise TraceError(
             f"{kind} declares {count} stages that it runs itself, and has no method forward_stage(stage, *inputs)."
         )
-    stages = [Stage("", None, frozenset()) for _ in range(count - 1)]
-    grown = Plan(tuple(stages)).apply(module)
-    uses = _uses_by_variant(grown, inputs)
-    return Plan(tuple(Stage("", None, uses[name]) for name in uses))
+    empty = [Stage("", None, frozenset()) for _ in range(count - 1)]
+    grown = Plan(tuple(empty)).apply(module)
+    assert isinstance(grown, Variants)
+    whole = record_evaluation(grown, inputs, WHOLE).output.shape
+    stages = []
+    for number, name in enumerate(grown.variants, 1):
+        runs = variant_runs(grown, inputs, name)
+        shape = runs[0].output.shape
+        if shape != whole:
+            raise TraceError(
+                f"{kind} declares {count} stages that it runs itself; forward_stage({number}, …) returns a tensor of "
+                f"shape {shape}. The shape of what forward returns, {whole}, would work."
+            )
+        stages.append(Stage("", None, _uses(runs, "")))
+    return Plan(tuple(stages))
 
 
 def _cut_plan(module: nn.Module, traced: Traced, visits: Sequence[Visit]) -> Plan:
@@ -348,19 +359,6 @@ def _uses(runs: Sequence[Run], end: str) -> frozenset[str]:
         stop = next((visit.stop for visit in run.visits if visit.path == end), 0)
         names.update(value.weight for call in run.calls[:stop] for value in call.inputs if value.weight is not None)
     return frozenset(names)
-
-
-def _uses_by_variant(grown: nn.Module, inputs: tuple[Any, ...]) -> dict[str, frozenset[str]]:
-    """Return the weights that each stage before the last computes with, where the module runs its stages itself."""
-    assert isinstance(grown, Variants)
-    uses: dict[str, frozenset[str]] = {}
-    for name in grown.variants:
-        grown.choose(name)
-        runs = [record(grown, {}, inputs, _known, constants=_constants(grown))]
-        with suppress(RunError):  # in training it may read data; evaluation has to do, as in tracing
-            runs.append(record(grown, {}, inputs, _known, constants=_constants(grown), train=True))
-        uses[name] = _uses(runs, "")
-    return uses
 
 
 def _chain(runs: Sequence[Run], end: str) -> tuple[tuple[str, ...], str]:

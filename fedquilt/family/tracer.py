@@ -10,6 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from math import floor, prod
+from types import MappingProxyType
 from typing import Any, Literal
 
 import torch
@@ -68,7 +69,7 @@ def trace_layout(
     `fixed` names axes, layers or weights that are never cut; `parts` names groups of weights. Attention is cut inside
     each head, or by whole heads. `check` builds two members and compares all they compute with what the axes predict.
     """
-    traced = _trace(module, example_inputs, heads, class_dim)
+    traced = trace_runs(module, example_inputs, heads, class_dim)
     layout = _fix(traced.layout, fixed, module)
     layout = replace(layout, parts=_parts(module, layout, parts or {}, traced.runs))
     return _checked(module, example_inputs, traced, layout, fixed) if check else layout
@@ -106,7 +107,15 @@ class Traced:
         return floor(total)
 
 
-def _trace(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: int | None) -> Traced:
+def trace_runs(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: int | None) -> Traced:
+    """Run every variant of a module symbolically, and read its axes off the runs. No member is built to check them.
+
+    Args:
+        module: The module, which does not change.
+        inputs: Example inputs.
+        heads: Attention is cut inside each head, or by whole heads.
+        class_dim: Dimension of the output that the classes are in; None: it is guessed from the inputs.
+    """
     _refuse(module)
     rehearse(module, inputs)
     ties = _ties(module)
@@ -201,26 +210,40 @@ def _runs(
     """
     runs: list[Run] = []
     for variant in names_of(module):
-        runs += _variant_runs(module, weights, inputs, trail, facts, variant)
+        runs += variant_runs(module, inputs, variant, weights, trail, facts)
     return tuple(runs)
 
 
-def _variant_runs(
+def variant_runs(
     module: nn.Module,
-    weights: Mapping[str, tuple[Dim, ...]],
     inputs: tuple[Any, ...],
-    trail: Trail,
-    facts: Facts,
     variant: str,
+    weights: Mapping[str, tuple[Dim, ...]] = MappingProxyType({}),
+    trail: Trail | None = None,
+    facts: Facts | None = None,
 ) -> tuple[Run, ...]:
-    evaluation = _evaluate(module, weights, inputs, trail, variant)
+    """Return the run of a variant in evaluation, and the one in training if it can be recorded.
+
+    Args:
+        module: The module, which does not change.
+        inputs: Example inputs.
+        variant: Name of the variant.
+        weights: Dimensions of the weights. Those of others are plain numbers.
+        trail: Follows the sizes that Python reads. None: nothing follows them.
+        facts: Takes a note where the run in training cannot be recorded. None: nothing is noted.
+
+    Raises:
+        TraceError: It does not run in evaluation, or does not return one tensor.
+    """
+    evaluation = record_evaluation(module, inputs, variant, weights, trail)
     try:
         training = record(module, weights, inputs, _known, trail, _constants(module), train=True, variant=variant)
     except RunError as failure:
         place = f"{layer_name(failure.layer)}, {failure.where}"
         cause = failure.__cause__
         why = "Python reads a tensor's values" if _reads_data(cause) else _first_line(cause)
-        facts.notes.append(f"followed in evaluation only, since in training ({place}): {why}")
+        if facts is not None:
+            facts.notes.append(f"followed in evaluation only, since in training ({place}): {why}")
         return (evaluation,)
     _require_one_tensor(training, type(module).__name__)
     return evaluation, training
@@ -231,9 +254,18 @@ def _reads_data(cause: BaseException | None) -> bool:
     return asked or ".numpy()" in str(cause)
 
 
-def _evaluate(
-    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tuple[Any, ...], trail: Trail, variant: str
+def record_evaluation(
+    module: nn.Module,
+    inputs: tuple[Any, ...],
+    variant: str,
+    weights: Mapping[str, tuple[Dim, ...]] = MappingProxyType({}),
+    trail: Trail | None = None,
 ) -> Run:
+    """Return the run of a variant in evaluation. The arguments are those of `variant_runs`.
+
+    Raises:
+        TraceError: It does not run, or does not return one tensor.
+    """
     kind = type(module).__name__
     try:
         run = record(module, weights, inputs, _known, trail, _constants(module), variant=variant)
@@ -541,7 +573,9 @@ def _parts(
             weights.update(under)
         parts[part] = tuple(weights)
     if isinstance(module, Variants):
-        grown = module.variant_parts({run.variant: run for run in runs if not run.train})
+        declared = module.variant_parts({run.variant: run for run in runs if not run.train})
+        # Counters of batches are among a module's buffers, and are no weights.
+        grown = {part: tuple(name for name in names if name in layout.dims) for part, names in declared.items()}
         if taken := sorted(grown.keys() & parts.keys()):
             raise TraceError(
                 f"parts[{taken[0]!r}] was asked for; that is the name of a part of the stages. Another name would work."

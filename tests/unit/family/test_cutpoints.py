@@ -12,12 +12,12 @@ from torch import Tensor, nn
 from fedquilt.family.cutpoints import find_cuts
 from fedquilt.family.record import Run
 from fedquilt.family.stages import make_plan
-from fedquilt.family.tracer import _trace
+from fedquilt.family.tracer import trace_runs
 from fedquilt.models import MODELS, DenseNet
 
 
 def recorded(module: nn.Module, *inputs: Tensor) -> Run:
-    return _trace(module, inputs, "inside", None).runs[0]
+    return trace_runs(module, inputs, "inside", None).runs[0]
 
 
 def cut_names(module: nn.Module, *inputs: Tensor) -> list[str]:

@@ -357,6 +357,41 @@ def test_heads_have_the_classes_in_the_dimension_that_is_named() -> None:
         fq.with_stages(Sequences(), 2).resolve((x,))
 
 
+def test_a_family_is_traced_and_read_with_the_class_dimension_that_is_named(tmp_path) -> None:
+    x = torch.randn(2, 7, 6)
+    family = fq.trace(fq.with_stages(Sequences(), 2), x, class_dim=2)
+    assert family.at("stage1").layout.class_dim == 2
+    family.save(tmp_path / "family.json")
+    again = fq.Family.load(tmp_path / "family.json", fq.with_stages(Sequences(), 2), x)
+    for variant in ("stage1", WHOLE):
+        assert again.module(again.at(variant).whole)(x).shape == (2, 7, 3)
+
+
+def test_parts_have_all_weights_once_and_nothing_else() -> None:
+    family = fq.trace(fq.with_stages(Net(), ["a", "b"]), ROW)
+    names = [name for part, own in family.parts.items() if part != "norm" for name in own]
+    assert sorted(names) == sorted(family.layout.dims)
+
+
+def test_a_view_with_one_seeds_weights_has_members_of_its_own_family() -> None:
+    family = fq.trace(fq.with_stages(Net, ["a", "b"]), ROW)
+    view = family.at("stage1", ("head1",)).seeded(3)
+    assert (view.variant, view.trains) == ("stage1", ("head1",))
+    member = view.member(view.whole)
+    assert member.family is view.at(WHOLE)
+    assert member.family is not family
+    assert torch.equal(member.family.init(0)["a.weight"], family.init(3)["a.weight"])
+
+
+def test_stages_of_a_family_that_was_read_cannot_be_changed(tmp_path) -> None:
+    source = fq.with_stages(Net(), ["a", "b"])
+    fq.trace(source, ROW).save(tmp_path / "family.json")
+    family = fq.Family.load(tmp_path / "family.json", source, ROW)
+    assert family.staged() is family
+    with pytest.raises(TraceError, match="it has the variants whole, stage1, and cannot be traced again here"):
+        family.staged(("norm", "b"))
+
+
 # --- heads ---------------------------------------------------------------------------------------------------------
 
 
@@ -464,7 +499,7 @@ def test_nested_stages_are_refused() -> None:
         fq.with_stages(net, ["0.0", "0", "1"]).resolve((ROW,))
 
 
-@pytest.mark.parametrize("stages", [0, -1, True, [], [1, 2]])
+@pytest.mark.parametrize("stages", [0, -1, True, [], [1, 2], 2.5, {"a"}])
 def test_requests_that_are_no_stages_are_refused(stages: Any) -> None:
     with pytest.raises(ConfigError, match="would work"):
         fq.with_stages(Net(), stages)
@@ -482,6 +517,31 @@ def test_stages_that_a_module_claims_to_run_itself_need_a_method() -> None:
     net.stage_ends = 3  # type: ignore[assignment]
     with pytest.raises(TraceError, match="has no method forward_stage"):
         fq.with_stages(net).resolve((ROW,))
+
+
+class Runs(Net):
+    """A module that runs two stages itself. The first has another output than the module."""
+
+    stage_ends = 2
+
+    def forward_stage(self, stage: int, x: Tensor) -> Tensor:
+        return self(x) if stage > 1 else self.a(x)
+
+
+def test_stages_that_a_module_runs_itself_must_have_its_output() -> None:
+    message = r"Runs declares 2 stages .*; forward_stage\(1, …\) returns .* \(3, 5\)\. .*, \(3, 3\), would work"
+    with pytest.raises(TraceError, match=message):
+        fq.with_stages(Runs()).resolve((ROW,))
+
+
+class Fails(Runs):
+    def forward_stage(self, stage: int, x: Tensor) -> Tensor:
+        raise IndexError("no such stage")
+
+
+def test_a_stage_that_does_not_run_is_refused() -> None:
+    with pytest.raises(TraceError, match=r"Fails does not run on tensors .*: no such stage"):
+        fq.with_stages(Fails()).resolve((ROW,))
 
 
 def test_a_name_that_stages_need_must_be_free() -> None:
