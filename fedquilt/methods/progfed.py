@@ -95,8 +95,8 @@ class ProgFed(Method):
     def __post_init__(self) -> None:
         inner = self.over
         if isinstance(inner, ProgFed):
-            told = "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."
-            refuse(self, {"over": told})
+            problem = "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."
+            refuse(self, {"over": problem})
         shared = ("local", "weighting", "server", "copies", "ignores_budgets", "skips_clients")
         for name in shared:  # Fields and attributes of the class that are the inner method's
             object.__setattr__(self, name, getattr(inner, name))
@@ -185,15 +185,25 @@ class ProgFed(Method):
         return replace(world, family=world.family.at(shown))
 
     def turns(self, world: World) -> tuple[int, ...]:
-        """Return the rounds in which a stage or the rounds after its warm-up begin."""
-        last = num_stages(world.family)
-        starts, begin = [0], 0
-        for length in self.lengths(last)[:-1]:
+        """Return the rounds in which a stage or the rounds after its warm-up begin; for `random`, the first of each."""
+        lengths = self.lengths(num_stages(world.family))
+        if self.strategy == "random":
+            return self._first_rounds(sum(lengths[:-1]) + 1, world)
+        starts = [0]
+        begin = 0
+        for length in lengths[:-1]:
             begin += length
             starts.append(begin)
             if self.warm_rounds:
                 starts.append(begin + self.warm_rounds)
         return tuple(starts)
+
+    def _first_rounds(self, rounds: int, world: World) -> tuple[int, ...]:
+        """Return the first of a number of rounds that runs each variant."""
+        first: dict[str, int] = {}
+        for round in range(rounds):
+            first.setdefault(self.variant(round, world)[0], round)
+        return tuple(first.values())
 
     def status(self, round: int, world: World) -> str:
         last = num_stages(world.family)

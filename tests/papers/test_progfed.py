@@ -447,6 +447,8 @@ def test_table_5_random_draws_a_stage_each_round_until_the_whole_model_is_traine
     fleet = fq.Fleet.of((1.0,), 1, 1)
     how = fq.Evaluation(every=0)
     run = fq.prepare(asked, family, data, fleet, "sequential", precision="fp64", evaluation=how)
+    # All stages are checked before the first round.
+    assert {asked.variant(round, run.world)[0] for round in asked.turns(run.world)} == {"stage1", "stage2", "whole"}
     drawn = []
     for round in range(24):
         before = dict(run.server.weights)
