@@ -12,7 +12,7 @@ from fedquilt.round.serve import gradients_at
 if TYPE_CHECKING:
     from fedquilt.experiment import Run
 
-MAX_SAMPLES = 1 << 16  # Engines pool no more
+MAX_SAMPLES = 1 << 16  # Training samples that engines pool at most
 
 
 def measure_alignment(run: Run, samples: int = MAX_SAMPLES) -> Alignment:

@@ -206,13 +206,16 @@ def _forwarded(kind: type, keys: Mapping[str, Any]) -> dict[str, Any]:
 
     A method that trains with another one has no settings of local training; `method.local` is the inner one's.
     """
-    found = {key: value for key, value in keys.items() if key not in _forwards(kind)}
+    moved = {key: value for key, value in keys.items() if key not in _forwards(kind)}
     for key, field_name in _forwards(kind).items():
-        if key in keys:
-            held = found.get(field_name, {})
-            inner = {"name": held} if isinstance(held, str) else held
-            found[field_name] = _over(inner, {key: keys[key]}) if isinstance(inner, Mapping) else inner
-    return found
+        if key not in keys:
+            continue
+        inner = moved.get(field_name, {})
+        if isinstance(inner, str):
+            inner = {"name": inner}
+        if isinstance(inner, Mapping):  # Any other value is refused when the field is read.
+            moved[field_name] = _merged(inner, {key: keys[key]})
+    return moved
 
 
 def _forwards(kind: Any) -> Mapping[str, str]:
@@ -221,11 +224,11 @@ def _forwards(kind: Any) -> Mapping[str, str]:
     return found
 
 
-def _over(below: Any, above: Any) -> Any:
-    """Lay plain values over others, table by table."""
+def _merged(below: Any, above: Any) -> Any:
+    """Return plain values in which those of `above` replace those of `below`, table by table."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
-    return {**below, **{key: _over(below[key], value) if key in below else value for key, value in above.items()}}
+    return {**below, **{key: _merged(below[key], value) if key in below else value for key, value in above.items()}}
 
 
 def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem], base: Any) -> Any:

@@ -25,9 +25,8 @@ class Arch:
 
     widths: tuple[tuple[str, int], ...]
     variant: str = WHOLE  # Which of the family's weights it has, and how they are run
-    trains: tuple[
-        str, ...
-    ] = ()  # Parts whose weights it trains; (): all. It receives the others and keeps them as they are
+    # Parts whose weights it trains; (): all. It receives the other weights, and does not change them.
+    trains: tuple[str, ...] = ()
 
     @property
     def sizes(self) -> dict[str, int]:

@@ -42,8 +42,8 @@ if TYPE_CHECKING:
     from fedquilt.studies import table as studies
 
 Watch = Callable[["Record"], None]
-# Arguments: rounds that are done, labels of shares, and True if the main figure is shown in percent.
 Status = Callable[[int], str]  # A few words on a round, from 0, such as the stage of a growing model; "": none
+# Arguments: rounds that are done, labels of shares, True if the main figure is shown in percent, and words on rounds.
 Begin = Callable[[int, Labels, bool, Status], Watch]
 
 

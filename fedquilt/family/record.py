@@ -89,7 +89,7 @@ class Visit:
     path: str  # name of the module
     start: int  # number of operations before it
     inputs: Any  # (args, kwargs) with Values in place of tensors, and None for all else
-    within: Visit | None  # that of the module around it
+    within: Visit | None  # execution of the module around it; None: there is none
     stop: int = 0  # number of operations before its end
     output: Any = None  # Values in place of tensors, and None for all else
 

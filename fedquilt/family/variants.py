@@ -40,9 +40,10 @@ class Variants(ABC):
 
     @abstractmethod
     def extract(self) -> nn.Module:
-        """Return the chosen variant as a plain module, with no weights but its own. This module is used up.
+        """Return the chosen variant as a plain module, with no weights but its own.
 
-        The whole model is a module of the class that the user wrote.
+        The whole model is a module of the class that the user wrote. The result has the layers of this module, which
+        must not be used afterwards.
         """
 
     @abstractmethod
@@ -78,7 +79,7 @@ class VariantSource(ABC):
 
 
 def choose(module: nn.Module, variant: str) -> None:
-    """Let a module run a variant, of several that are joined the first. A module without variants is always whole."""
+    """Let a module run a variant. Of several that are joined, it runs the first."""
     first = members_of(variant)[0]
     if isinstance(module, Variants):
         module.choose(first)

@@ -29,9 +29,9 @@ from fedquilt.round.link.rotation import padded, rotate, unrotate
 Bits = Literal[2, 4, 8, 32]
 Keys = tuple[int, int]  # for random numbers; no other message has the same
 _SEED = 8  # bytes
-# Rotated values are about normal, and so are errors once they are rotated. Between three steps over the range of many
-# normal values the rounding error has a larger variance than the values. Unrotated errors are bounded by a step, and
-# do not grow.
+# Rotated values are about normally distributed, and so are errors that are fed back and rotated. Two bits have three
+# steps between the least and the largest value. For many normal values, rounding to these steps has an error with a
+# larger variance than the values have. Without a rotation an error is at most one step, and does not grow.
 _DIVERGES = (
     "what 2 bits lose of a large rotated tensor is more than the tensor, so that errors fed back grow without end. "
     "4 or 8 bits would work, or one of the two options without the other."
@@ -138,9 +138,8 @@ class Codec(BaseCodec):
     keep: float = 1.0  # part of the values that are sent, drawn at random; 1: all
     feedback: bool = False  # clients add what coding lost to their next change (Seide et al. 2014)
     down: bool = False  # downloads are coded too
-    rotate: bool = (
-        False  # Rotate every tensor by a random Hadamard transform before it is quantized; no effect at 32 bits
-    )
+    # Rotate every tensor by a random Hadamard transform before it is quantized; no effect at 32 bits
+    rotate: bool = False
 
     def __post_init__(self) -> None:
         within(self, keep="(0, 1]")
