@@ -600,7 +600,7 @@ def _shown_default(parameter: Parameter) -> Any:
 
 
 def comments(kind: Callable[..., Any]) -> dict[str, str]:
-    """The comment behind each field of a class or parameter of a function, and those it inherits."""
+    """Return the comment behind or above each field of a class or parameter of a function, and those it inherits."""
     function = getattr(kind, "func", kind)  # of a partial
     lineage = reversed(function.__mro__[:-1]) if isinstance(function, type) else [function]
     found: dict[str, str] = {}
@@ -615,11 +615,23 @@ def comments(kind: Callable[..., Any]) -> dict[str, str]:
 
 @cache
 def _comments_in(source: str) -> dict[str, str]:
-    """`name: hint = default  # comment`, wherever it stands on a line of its own."""
-    found = {}
+    """Return comments by name, of `name: hint = default  # comment` or with the comment on the lines above."""
+    found: dict[str, str] = {}
+    above: dict[int, str] = {}  # Comments on lines of their own, by the number of the line below them
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
-        if token.type == tokenize.COMMENT and (match := re.match(r"\s+(\w+): .*?#", token.line)):
-            found[match[1]] = token.string.lstrip("# ")
+        if token.type != tokenize.COMMENT:
+            continue
+        text = token.string.lstrip("# ")
+        row = token.start[0]
+        if match := re.match(r"\s+(\w+): .*?#", token.line):
+            found[match[1]] = text
+        elif token.line.lstrip().startswith("#"):
+            above[row + 1] = f"{above.pop(row)} {text}" if row in above else text
+
+    lines = ["", *source.splitlines(), ""]  # Lines are counted from 1
+    for row, text in above.items():
+        if match := re.match(r"\s+(\w+): \S", lines[row]):
+            found.setdefault(match[1], text)
     return found
 
 

@@ -317,3 +317,32 @@ def test_comments_are_inherited() -> None:
 
     assert comments(FedProx)["mu"] == "weight of the proximal term; 0: none"
     assert comments(FedProx)["share"] == "of every axis, for all clients"
+
+
+@dataclass(frozen=True)
+class Commented:
+    """Fields whose help is behind them, above them, or nowhere."""
+
+    behind: int = 0  # Behind
+    # Above, on
+    # two lines
+    above: int = 0
+    # This one loses
+    both: int = 0  # This one wins
+
+    # This is no help, because of the empty line.
+
+    none: int = 0
+
+
+def test_comments_are_behind_a_field_or_above_it() -> None:
+    assert comments(Commented) == {"behind": "Behind", "above": "Above, on two lines", "both": "This one wins"}
+
+
+def test_every_setting_of_progfed_and_its_codec_has_help() -> None:
+    from fedquilt.methods import ProgFed
+    from fedquilt.round.link import Codec
+
+    for kind in (ProgFed, Codec):
+        told = described(kind)
+        assert set(told["help"]) == set(told["options"])
