@@ -120,7 +120,7 @@ class ListRequest(DataOptions):
         if self != replace(ListRequest(), what=self.what, name=self.name, json=self.json):
             raise ConfigError("list was asked for with options for a plot of the data; add --plot to have one.")
         kinds = listing.LISTS if self.what == "all" else [self.what]
-        found = {what: listing.entries(what, self.name) for what in kinds}
+        found = {what: listing.entries(what, self.name, with_stages=self.json) for what in kinds}
         if self.json:
             print_json(found if self.what == "all" else found[self.what])
             return

@@ -35,8 +35,14 @@ LISTS = (
 )
 
 
-def entries(what: str, name: str = "") -> dict[str, Entry]:
-    """Return all entries of one kind by name, or one of them. A paper's name stands for all its tables."""
+def entries(what: str, name: str = "", with_stages: bool = False) -> dict[str, Entry]:
+    """Return all entries of one kind by name, or one of them. A paper's name stands for all its tables.
+
+    Args:
+        what: A name of `LISTS`.
+        name: Name of one entry. Empty: all of them.
+        with_stages: One model has its stages too, which takes a while.
+    """
     about: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
     if not name:
         kinds = _table(what)
@@ -44,7 +50,10 @@ def entries(what: str, name: str = "") -> dict[str, Entry]:
         kinds = {table: table for table in _tables_named(name)}
     else:
         kinds = {name: _known(what, name)}
-    return {key: about(kind) for key, kind in kinds.items()}
+    found = {key: about(kind) for key, kind in kinds.items()}
+    if what == "models" and name and with_stages:
+        found[name]["stages"] = _stages(kinds[name])
+    return found
 
 
 def details(what: str, name: str) -> dict[str, dict[str, Entry]]:

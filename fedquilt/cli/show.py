@@ -49,7 +49,7 @@ Begin = Callable[[int, Labels, bool, Status], Watch]
 
 def console_for(for_json: bool = False) -> Console:
     """Standard output, or, when that is for JSON alone, standard error if someone is looking."""
-    return Console(stderr=for_json, quiet=for_json and not sys.stderr.isatty(), highlight=False)
+    return Console(stderr=for_json, quiet=for_json and not sys.stderr.isatty(), highlight=False, emoji=False)
 
 
 def say(console: Console, text: str) -> None:

@@ -940,3 +940,6 @@ def test_stages_of_a_model_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
     printed = capsys.readouterr().out
     assert "stage (symmetric)" in printed
     assert "decoder.3" in printed
+    assert main(["list", "models", "progfed_cnn", "--json"]) == 0
+    stages = json.loads(capsys.readouterr().out)["progfed_cnn"]["stages"]["stage"]
+    assert stages["2"] == {"ends with": "stages.1", "parameters": 18_496, "parameters of its head": 650}
