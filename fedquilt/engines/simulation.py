@@ -514,9 +514,11 @@ def check_targets(world: World, data: FederatedData) -> None:
     if task.has_classes and data.has_classes:
         classes = task.num_outputs(data.targets, data.num_classes)
         if classes > outputs:
+            is_mask = data.targets.dim() > 2
+            other = f" If {classes - 1} marks pixels that do not count, task.ignore = {classes - 1} would fit."
             raise DataError(
                 f"{data.name} has {classes} classes; the model's output has {outputs}. A model "
-                f"with {classes} outputs would fit, or targets from 0 to {outputs - 1}."
+                f"with {classes} outputs would fit, or targets from 0 to {outputs - 1}.{other if is_mask else ''}"
             )
     shape, tests = world.family.output_shape, f"the test set of {data.name}"
     task.check(data.targets, shape, data.name)

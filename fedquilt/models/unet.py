@@ -48,7 +48,8 @@ def check_size(size: tuple[int, ...], halvings: int) -> None:
     fitting = tuple(-(-side // divisor) * divisor for side in size)
     raise DataError(
         f"a U-Net of depth {halvings} was asked for on inputs of size {sides(size)}; every side "
-        f"must divide by {divisor}. Inputs padded to {sides(fitting)} would fit, or a smaller depth."
+        f"must divide by {divisor}. Inputs padded to {sides(fitting)} would fit (files are padded by "
+        f"data.multiple_of = {divisor}), or a smaller depth."
     )
 
 

@@ -39,6 +39,7 @@ class Classification(Task):
         if self.class_weights and not any(self.class_weights):
             wrong["class_weights"] = "only zeros were asked for; at least one must be above 0."
         refuse(self, wrong)
+        object.__setattr__(self, "class_weights", tuple(self.class_weights))  # A list has no hash.
         super().__post_init__()
 
     @property

@@ -14,6 +14,7 @@ from fedquilt.errors import DataError
 from fedquilt.tasks.classification import Classification, divergence
 
 LossName = Literal["cross-entropy", "dice", "both"]
+UNLABELLED = 255  # Value that masks of 8 bits usually have where pixels do not count
 
 
 @dataclass(frozen=True)
@@ -79,9 +80,21 @@ class Segmentation(Classification):
         return super().unfit(targets, output_shape)
 
     def check_whole(self, targets: Tensor, name: str) -> None:
-        """Refuse masks without foreground, of which nothing can be learnt or measured."""
-        foreground = (targets >= self._first) & (targets != self.ignore)
-        if bool(foreground.any()):
+        """Refuse masks without foreground, and the value 255 far above all classes.
+
+        Nothing can be learnt or measured without foreground. 255 usually marks pixels that do not count, or is the
+        white of black and white masks. The model would have 256 classes, of which most are never seen.
+        """
+        counted = targets[targets != self.ignore]
+        others = counted[counted != UNLABELLED]
+        if len(others) < len(counted) and (not len(others) or int(others.max()) < UNLABELLED // 2):
+            largest = f" and no other above {int(others.max())}" if len(others) else " alone"
+            raise DataError(
+                f"Segmentation was asked for on {name}; its masks have the value {UNLABELLED}{largest}. If it marks "
+                f"voxels that do not count, task.ignore = {UNLABELLED} would fit. If it is a class, number classes "
+                "from 0 on without gaps."
+            )
+        if bool((counted >= self._first).any()):
             return
         other = ", or task.background = true if class 0 is no background"
         raise DataError(

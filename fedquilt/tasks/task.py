@@ -12,7 +12,7 @@ from typing import ClassVar, Protocol, Self
 import torch
 from torch import Tensor
 
-from fedquilt.checks import within
+from fedquilt.checks import refuse, within
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.tasks.metrics import CollectedMetric, Kind, Metric, SumMetric, find_metric
 
@@ -50,6 +50,10 @@ class Task(ABC):
 
     def __post_init__(self) -> None:
         within(self, max_samples="[1, inf)")
+        if isinstance(self.metrics, str):
+            told = f"{self.metrics!r} was asked for; a list of names would work: [{self.metrics!r}]."
+            refuse(self, {"metrics": told})
+        object.__setattr__(self, "metrics", tuple(self.metrics))  # A list has no hash.
         names = [metric.name for metric in self.measured]
         if not names:
             raise ConfigError(f"{type(self).__name__} has no metrics; it needs at least one.")

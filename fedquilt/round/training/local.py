@@ -53,6 +53,8 @@ class Local:
         if self.flip_axes and not self.flip:
             axes = list(self.flip_axes)
             wrong["flip_axes"] = f"{axes} was asked for without flip = true, which it needs."
+        if self.intensity is not None and not isinstance(self.intensity, Intensity):
+            wrong["intensity"] = f"{self.intensity!r} was asked for; fq.Intensity(scale=0.1) would work."
         object.__setattr__(self, "flip_axes", tuple(self.flip_axes))  # A list has no hash
         try:
             object.__setattr__(self, "norm", norm_policy(self.norm))

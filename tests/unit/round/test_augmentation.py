@@ -147,6 +147,7 @@ def test_masks_of_another_size_than_the_inputs_cannot_be_cropped():
     [
         ({"flip_axes": (0,)}, r"flip_axes = \[0\] was asked for without flip = true"),
         ({"crop": -1}, "crop = -1 was asked for"),
+        ({"intensity": {"scale": 0.1}}, r"intensity = .* was asked for; fq.Intensity\(scale=0.1\) would work"),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):

@@ -255,6 +255,18 @@ def test_masks_without_foreground_are_refused():
         Segmentation(ignore=255).check_whole(torch.tensor([[[0, 255]]]), "mine")
 
 
+def test_255_far_above_all_classes_is_refused():
+    masks = torch.tensor([[[0, 1, 255]], [[2, 0, 255]]])
+    with pytest.raises(
+        DataError, match=r"on mine; its masks have the value 255 and no other above 2.* task.ignore = 255"
+    ):
+        Segmentation().check_whole(masks, "mine")
+    with pytest.raises(DataError, match="its masks have the value 255 alone"):
+        Segmentation().check_whole(torch.full((2, 1, 1), 255), "mine")
+    Segmentation(ignore=255).check_whole(masks, "mine")
+    Segmentation().check_whole(torch.arange(256).reshape(1, 16, 16), "mine")
+
+
 def test_metrics_of_masks_need_positions_and_classes():
     with pytest.raises(ConfigError, match=r"dice was asked for; the output has shape \(3,\) a sample"):
         Classification(metrics=("dice",)).check(torch.tensor([0, 1]), (2, 3))

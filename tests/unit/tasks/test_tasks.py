@@ -341,6 +341,13 @@ def test_a_task_without_divergences_cannot_be_distilled():
         Tried().divergences(NUMBERS, NUMBERS, NUMBERS)
 
 
+def test_lists_in_python_are_read_as_tuples():
+    task = Classification(metrics=["loss", "accuracy"], class_weights=[1, 2])
+    assert hash(task) == hash(Classification(metrics=("loss", "accuracy"), class_weights=(1, 2)))
+    with pytest.raises(ConfigError, match=r"metrics = 'loss' was asked for; a list of names would work: \['loss'\]"):
+        Classification(metrics="loss")
+
+
 def test_a_task_without_metrics_is_refused():
     class Without(Tried):
         def make_metrics(self):
