@@ -285,7 +285,7 @@ class Family:
             base._views[variant, trains] = known
         return known
 
-    def staged(self, stages: int | str | tuple[str, ...] | None = None) -> Family:
+    def staged(self, stages: int | str | Sequence[str] | None = None) -> Family:
         """Return the family with the stages of a growing model among its variants. It is traced once for each request.
 
         Args:
@@ -300,11 +300,12 @@ class Family:
                 f"stages of {self.title} were asked for; it has {present}, and cannot be traced again here. "
                 "fq.trace(fq.with_stages(module, stages=…), example) gives it stages."
             )
-        known = self._staged.get(stages)
+        key = stages if stages is None or isinstance(stages, (int, str)) else tuple(stages)  # A list has no hash.
+        known = self._staged.get(key)
         if known is None:
             found = usual_stages(self._module, self.example_inputs) if stages is None else stages
             source = with_stages(self._traced.source, found)
-            known = self._staged[stages] = trace(source, self.example_inputs, **self._traced.options)
+            known = self._staged[key] = trace(source, self.example_inputs, **self._traced.options)
         return known
 
     @cached_property

@@ -51,8 +51,8 @@ def with_stages(
             declares. None: the module's own declaration.
 
     Raises:
-        ConfigError: `stages` is no number from 1 on, no name and no list of names. Stages that the
-            module does not have are refused by `fedquilt.trace`, as a TraceError.
+        ConfigError: `stages` is no number from 1 on, no name and no list of at least two names.
+            Stages that the module does not have are refused by `fedquilt.trace`, as a TraceError.
 
     Example:
         >>> import torch, fedquilt as fq
@@ -74,6 +74,12 @@ def with_stages(
     if not isinstance(stages, Sequence) or not stages or not all(isinstance(name, str) for name in stages):
         raise ConfigError(
             f"with_stages was asked for the stages {stages!r}. A list of module names would work, or a number."
+        )
+    if len(stages) == 1:
+        raise ConfigError(
+            f"with_stages was asked for the stages {list(stages)}; one name makes one stage, which is the whole "
+            "module. The last name ends the last stage, before the module's own head, so that at least two names "
+            "would work, or a number of stages."
         )
     return StageSource(module, tuple(stages))
 
@@ -147,9 +153,10 @@ def declaration(module: nn.Module, name: str | None) -> tuple[str, ...] | int:
     kind = type(module).__name__
     growths = growths_of(module)
     if not growths:
+        asked = f"the stages that {kind} declares were" if name is None else f"the growth {name!r} of {kind} was"
         raise TraceError(
-            f"the stages that {kind} declares were asked for; it declares none (`{DECLARATION}`). Give a number of "
-            "stages, with_stages(module, 4), or the names of the modules that end them."
+            f"{asked} asked for; it declares none (`{DECLARATION}`). Give a number of stages, "
+            "with_stages(module, 4), or a list of the names of the modules that end them."
         )
     if name is None:
         name = next(iter(growths))

@@ -470,7 +470,7 @@ class Skips(nn.Module):
         (["a", "a"], "forward runs 'a' once"),
         (4, "4 stages of Net were asked for; they can end with norm, b alone, so at most 2"),
         (None, "it declares none .`stage_ends`.. Give a number"),
-        ("b", "it declares none"),
+        ("b", "the growth 'b' of Net was asked for; it declares none"),
     ],
 )
 def test_stages_that_a_module_does_not_have_are_refused(stages: Any, message: str) -> None:
@@ -499,7 +499,7 @@ def test_nested_stages_are_refused() -> None:
         fq.with_stages(net, ["0.0", "0", "1"]).resolve((ROW,))
 
 
-@pytest.mark.parametrize("stages", [0, -1, True, [], [1, 2], 2.5, {"a"}])
+@pytest.mark.parametrize("stages", [0, -1, True, [], [1, 2], ["a"], 2.5, {"a"}])
 def test_requests_that_are_no_stages_are_refused(stages: Any) -> None:
     with pytest.raises(ConfigError, match="would work"):
         fq.with_stages(Net(), stages)
@@ -542,6 +542,12 @@ class Fails(Runs):
 def test_a_stage_that_does_not_run_is_refused() -> None:
     with pytest.raises(TraceError, match=r"Fails does not run on tensors .*: no such stage"):
         fq.with_stages(Fails()).resolve((ROW,))
+
+
+def test_a_family_takes_stages_as_a_list() -> None:
+    family = fq.trace(Net, ROW)
+    assert family.staged(["a", "b"]) is family.staged(("a", "b"))
+    assert family.staged(["a", "b"]).variants == (WHOLE, "stage1")
 
 
 def test_a_name_that_stages_need_must_be_free() -> None:
