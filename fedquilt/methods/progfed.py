@@ -94,6 +94,9 @@ class ProgFed(Method):
 
     def __post_init__(self) -> None:
         inner = self.over
+        if not isinstance(inner, Method):
+            problem = f"{inner!r} was asked for; a method is needed, such as ProgFed(over=HeteroFL())."
+            refuse(self, {"over": problem})
         if isinstance(inner, ProgFed):
             problem = "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."
             refuse(self, {"over": problem})
@@ -408,7 +411,8 @@ def _lengths(method: ProgFed, num_stages: int) -> tuple[int, ...]:
         raise ConfigError(
             f"ProgFed was asked for with {method.rounds} rounds, of which {sum(growing) + added} are for the first "
             f"{num_stages - 1} of {num_stages} stages{' and warm-up' if added else ''}; at least one is needed for "
-            "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages would work."
+            "each stage and for the whole model. More rounds, smaller stage_rounds or fewer stages"
+            f"{' or a shorter warmup' if added else ''} would work."
         )
     if method.extra_warmup:
         return (lengths[0], *(length + warmup for length in lengths[1:]))

@@ -487,12 +487,23 @@ def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
         ({"stage_rounds": (2, 2, 2, 2)}, 8, r"\[2, 2, 2, 2\], rounds of 4 stages; the model has 3"),
         ({"stage_rounds": (2, 2, 3)}, 8, r"\[2, 2, 3\], which are 7 rounds; the run has 8"),
         ({"stage_rounds": 2, "warmup": 2}, 6, "warmup = 2, and a stage has 2 rounds.*Up to 1 would work"),
-        ({"stage_rounds": 2, "warmup": 3, "extra_warmup": True}, 10, "of which 10 are .* and warm-up"),
+        ({"stage_rounds": 2, "warmup": 3, "extra_warmup": True}, 10, "of which 10 are .* and warm-up.*shorter warmup"),
     ],
 )
 def test_rounds_that_do_not_fit_the_stages_are_refused(changes, rounds, told, play, make_data):
     with pytest.raises(ConfigError, match=told):
         play(ProgFed(**changes), growing(), make_data(growing(), SIZES), rounds=rounds)
+
+
+@pytest.mark.parametrize("over", [HeteroFL, "heterofl", None])
+def test_it_is_over_a_method(over):
+    with pytest.raises(ConfigError, match=r"over = .* was asked for; a method is needed"):
+        ProgFed(over=over)
+
+
+def test_one_name_is_no_growth(play, make_data):
+    with pytest.raises(ConfigError, match="one name makes one stage, which is the whole module"):
+        play(ProgFed(stages=["first"]), plain(), make_data(plain(), SIZES), rounds=4)
 
 
 def test_a_model_grows_once():
