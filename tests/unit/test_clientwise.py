@@ -11,8 +11,9 @@ import fedquilt as fq
 from fedquilt import clientwise
 from fedquilt.clientwise import Clientwise, Device
 from fedquilt.errors import ConfigError
-from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, LocalOnly, SHeteroFL, SplitMix
+from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, LocalOnly, ProgFed, SHeteroFL, SplitMix
 from tests.conftest import with_local
+from tests.growing import BLOCKS, HEADS, growing
 
 SHARES = (1.0, 0.5, 0.25)
 
@@ -168,6 +169,16 @@ class Stated(FedAvg):
 def test_plans_see_the_state_of_their_method(residual, make_data, play):
     run = play(with_local(Stated(), batch_size=4), residual, make_data(residual, (8, 8)))
     assert run.clientwise().trained == {"": 1.0}
+
+
+@pytest.mark.parametrize(("rounds", "blocks"), [(1, 1), (2, 2), (3, 3)])
+def test_of_a_growing_model_the_weights_of_its_stages_are_trained(rounds, blocks, make_data, play):
+    method = with_local(ProgFed(stage_rounds=1, rounds=4), batch_size=4)
+    run = play(method, growing(), make_data(growing(), (8,)), (1.0,), rounds=rounds)
+    sizes = {name: run.server.weights[name].numel() for name in growing().trainable}
+    begun = (*BLOCKS[:blocks], *HEADS[:blocks])
+    expected = sum(size for name, size in sizes.items() if name.startswith(begun))
+    assert run.clientwise().trained == {"": pytest.approx(expected / sum(sizes.values()))}
 
 
 def test_classes_are_not_counted_where_they_do_not_matter(residual, make_data, play, monkeypatch):
