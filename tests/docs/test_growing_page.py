@@ -19,7 +19,7 @@ def blocks(language: str) -> list[str]:
 
 def test_commands_run_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    (block,) = blocks("sh")
+    block, _ = blocks("sh")
     first, composed, listed = [shlex.split(line, comments=True)[1:] for line in block.splitlines()]
     assert main(shortened(first, SHORT)) == 0
     assert "(stage 2 of 2)" in capsys.readouterr().out
@@ -27,6 +27,16 @@ def test_commands_run_as_written(tmp_path, monkeypatch, capsys):
     capsys.readouterr()
     assert main(listed) == 0
     assert "stages.3" in capsys.readouterr().out
+
+
+def test_commands_on_a_module_of_ones_own_run_as_written(tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    source = blocks("python")[0].split("pool =")[0]
+    Path("mine.py").write_text(f"{source}net = Net\n")
+    _, block = blocks("sh")
+    for line in block.splitlines():
+        assert main(shortened(shlex.split(line, comments=True)[1:], SHORT)) == 0
+        assert "(stage 3 of 3)" in capsys.readouterr().out
 
 
 def test_python_runs_as_written(capsys):
