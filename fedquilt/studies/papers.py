@@ -27,7 +27,7 @@ from fedquilt.studies.plan import at_point
 from fedquilt.studies.values import Value
 
 SMOKE = "smoke"  # Scale that needs no data
-SMOKE_NOTE = "Generated images and two rounds or so: it shows that everything runs, and its numbers mean nothing."
+SMOKE_NOTE = "Generated images and a few rounds: it shows that everything runs, and its numbers mean nothing."
 FULL = "full"  # Scale of the paper, which every preset has
 DATA_VARIABLE = "FEDQUILT_DATA"  # Environment variable with the folder of data files
 DATA_FOLDER = "data"  # Folder of data files if the variable is not set
