@@ -153,6 +153,11 @@ def _play(
     return fq.run(method, family, data, fleet, engine, rounds, **options)
 
 
+def pytest_make_parametrize_id(config: pytest.Config, val: object, argname: str) -> str | None:
+    """Name bytes after their argument: packed files have the time in them, and names must not change with it."""
+    return argname if isinstance(val, bytes) else None
+
+
 def shortened(words: Sequence[str], flags: Sequence[str]) -> list[str]:
     """Give some flags of a command line other values. None may be given twice."""
     names, kept = flags[::2], list(words)
