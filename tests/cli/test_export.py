@@ -76,7 +76,7 @@ def test_budgets_and_clients(here, capsys):
     assert "no member fits the budget params 3" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("method", ["heterofl", "splitmix"])
+@pytest.mark.parametrize("method", ["heterofl", pytest.param("splitmix", marks=pytest.mark.slow)])
 def test_several_shares_are_one_file(method, here, capsys):
     shares = ["--share", "1", "--share", "0.5", "--share", "0.25"]
     assert main(["export", method, *shares, "--out", "all.safetensors"]) == 0

@@ -24,7 +24,10 @@ def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-@pytest.mark.parametrize("line", blocks("sh")[0].splitlines())
+@pytest.mark.parametrize(
+    "line",
+    [pytest.param(line, marks=pytest.mark.slow) if "wandb" in line else line for line in blocks("sh")[0].splitlines()],
+)
 def test_commands_run_as_written(line, tmp_path, monkeypatch):
     pytest.importorskip("wandb" if "wandb" in line else "tensorboard")
     monkeypatch.chdir(tmp_path)

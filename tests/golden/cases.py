@@ -381,7 +381,6 @@ QUICK = (
     "fedrolex-lossy-mild",
     "fedrescue-four-bits",
     "fedbn",
-    "splitmix-robust",
     "transformer",
     "diabetes-heterofl",
     "files-checkpoint",

@@ -134,9 +134,10 @@ MAX_ROUNDS = 3  # of scripts that have no option for it
 def test_every_script_is_run() -> None:
     elsewhere = {"progfed_masks"}  # tests/papers/test_progfed_presets.py
     assert {path.stem for path in EXAMPLES.glob("*.py")} == set(SCRIPTS) | elsewhere
+    assert set(SCRIPTS) == {"clipped", "own_model", "tasks"}
 
 
-@pytest.mark.parametrize("name", SCRIPTS)
+@pytest.mark.parametrize("name", ["clipped", "own_model", pytest.param("tasks", marks=pytest.mark.slow)])
 def test_scripts_learn(name: str, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     words = SCRIPTS[name].split()

@@ -419,7 +419,7 @@ VARIANTS = {
 }
 
 
-QUICK_VARIANTS = ("splitmix", "fedavg", "heterofl")  # The others run in `make test-all`.
+QUICK_VARIANTS = ("splitmix",)  # The others run in `make test-all`.
 
 
 @pytest.mark.parametrize(

@@ -117,7 +117,11 @@ def assert_equal(mine, theirs) -> None:
 # Five kills; the others are slow.
 @pytest.mark.parametrize(
     ("run", "kills"),
-    [pytest.param(Script("keeping", 12), 1, marks=pytest.mark.slow), (Script("heterofl", 5), 1), (Terminal(5), 1)],
+    [
+        pytest.param(Script("keeping", 12), 1, marks=pytest.mark.slow),
+        (Script("heterofl", 5), 1),
+        pytest.param(Terminal(5), 1, marks=pytest.mark.slow),
+    ],
     ids=["memories", "heterofl", "terminal"],
 )
 def test_killed_runs_end_like_one_that_was_not(run, kills, tmp_path):

@@ -558,7 +558,13 @@ except fq.FedquiltError as error:
 """
 
 
-@pytest.mark.parametrize(("bound", "what"), [(4000, "checkpoint of round 3"), (200, "round 3 could not be written")])
+@pytest.mark.parametrize(
+    ("bound", "what"),
+    [
+        (4000, "checkpoint of round 3"),
+        pytest.param(200, "round 3 could not be written", marks=pytest.mark.slow),
+    ],
+)
 def test_files_that_may_not_grow_end_the_run_and_leave_the_last_checkpoint(bound, what, tmp_path):
     """A real refusal of the system to write on: EFBIG where a full disk says ENOSPC."""
     script = [
