@@ -92,10 +92,16 @@ class Dirichlet(Partition):
     """Each class is shared out in proportions drawn from Dirichlet(alpha) (Yurochkin et al. 2019; Hsu et al. 2019).
 
     A small alpha gives a class to few clients. Drawn again until every client has `min_size` samples.
+
+    With `equal`, every client draws its proportions of classes from Dirichlet(alpha), and all have the
+    same number of samples, as in the federated CIFAR-100 of Reddi et al. (2021). Clients take their
+    samples in random order. When a class runs out, others take its place in the proportions of the
+    client, so that the last clients depend on what the others left.
     """
 
     alpha: float = 0.5
-    min_size: int = 1
+    min_size: int = 1  # Samples that every client has at least. With `equal` it has no effect
+    equal: bool = False  # Give all clients the same number of samples; a remainder is left out
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -103,6 +109,10 @@ class Dirichlet(Partition):
 
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         clients, (labels, test_labels) = self._number(pool, num_clients), self._labels(pool)
+        parts = self._equal(labels, clients, seed) if self.equal else self._by_class(pool, labels, clients, seed)
+        return parts, _alike(parts, labels, test_labels, seed)
+
+    def _by_class(self, pool: Pool, labels: Tensor, clients: int, seed: int) -> Parts:
         classes = list(_mixed(labels, seed))
         order = torch.cat([samples for _, samples in classes])
         best, attempts = -1, max(3, min(100, _DRAWS // (clients * len(classes))))
@@ -113,13 +123,32 @@ class Dirichlet(Partition):
                 owner.append(_owners(shares.cumsum(0), len(samples)))
             parts = Parts.owned(torch.cat(owner), clients, order)
             if (least := int(parts.sizes.min())) >= self.min_size:
-                return parts, _alike(parts, labels, test_labels, seed)
+                return parts
             best = max(best, least)
         raise DataError(
             f"Dirichlet(alpha={self.alpha}) was asked to deal {pool.name} to {clients} clients with at least "
             f"{self.min_size} samples each; in {attempts} draws the poorest had {best} at best. A larger alpha, fewer "
-            "clients or a smaller min_size would fit."
+            "clients or a smaller min_size would fit. With equal = true all have the same number."
         )
+
+    def _equal(self, labels: Tensor, clients: int, seed: int) -> Parts:
+        """Return parts of equal size, in which every client has proportions of classes of its own."""
+        classes = [samples for _, samples in _mixed(labels, seed)]
+        available = torch.tensor([len(samples) for samples in classes])
+        left = available
+        size = int(available.sum()) // clients
+        parts = [_NONE] * clients
+        for client in noise.order(noise.key(seed, 46), clients).tolist():
+            shares = noise.dirichlet(torch.tensor(noise.key(seed, 47, client)), len(classes), self.alpha)
+            counts = _filled(shares, size, left)
+            firsts = available - left
+            taken = [
+                samples[first : first + count]
+                for samples, first, count in zip(classes, firsts.tolist(), counts.tolist(), strict=True)
+            ]
+            parts[client] = torch.cat(taken)
+            left = left - counts
+        return Parts.split(torch.cat(parts), torch.full((clients,), size))
 
 
 @dataclass(frozen=True)
@@ -318,6 +347,24 @@ def _owners(cumulated: Tensor, count: int) -> Tensor:
     """Who gets each of `count` samples in a row, by cumulated shares: sample j goes where (j + ½) / count falls."""
     at = (torch.arange(count, dtype=torch.float64) + 0.5) / count * cumulated[-1]
     return torch.searchsorted(cumulated, at, right=True).clamp(max=len(cumulated) - 1)
+
+
+def _filled(shares: Tensor, size: int, available: Tensor) -> Tensor:
+    """Return (class,) how many samples of each class a client takes, `size` in all.
+
+    Args:
+        shares: (class,) Proportions that the client asks for.
+        size: Number of samples, at most those that are there.
+        available: (class,) Samples that are left of each class.
+    """
+    counts = torch.zeros_like(available)
+    while (missing := size - int(counts.sum())) > 0:
+        room = available - counts
+        # A class of a very small share is taken from only when no other class is left.
+        wanted = torch.where(room > 0, shares.clamp(min=1e-12), 0.0)
+        asked = torch.bincount(_owners(wanted.cumsum(0), missing), minlength=len(shares))
+        counts = counts + torch.minimum(asked, room)
+    return counts
 
 
 def _alike(parts: Parts, labels: Tensor, test_labels: Tensor, seed: int) -> Parts:

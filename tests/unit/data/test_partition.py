@@ -43,6 +43,7 @@ def pool_of(count: int = 120, tests: int = 60, classes: int = 4, domains: int = 
 WAYS: list[Partition] = [
     Iid(),
     Dirichlet(2.0),
+    Dirichlet(2.0, equal=True),
     Labels(2),
     Quantity(),
     Quantity("dirichlet", alpha=0.7, min_size=2),
@@ -227,6 +228,26 @@ def test_draws_are_repeated_until_everybody_has_enough():
     assert int(pool_of(400).deal(10, Dirichlet(0.5, 10)).parts.sizes.min()) >= 10
     with pytest.raises(DataError, match=r"the poorest had \d+ at best. A larger alpha, fewer clients or a smaller"):
         pool_of(400).deal(20, Dirichlet(0.05, 19))
+
+
+def test_equal_clients_draw_their_own_classes():
+    """All samples are dealt once, and proportions of a client vary as a Dirichlet draw over 4 classes."""
+    pool, clients = pool_of(20_000, 2000), 50
+    data = pool.deal(clients, Dirichlet(0.5, equal=True))
+    assert data.parts.sizes.tolist() == [400] * clients
+    assert sorted(data.parts.order.tolist()) == list(range(20_000))
+    held = torch.stack([torch.bincount(data.targets[part], minlength=4) for part in data.parts]) / 400
+    # What the last clients take depends on what is left, which makes them a little more alike.
+    assert float(held.var(correction=0)) == pytest.approx(0.25 * 0.75 / (4 * 0.5 + 1), rel=0.25)
+    assert float((Dirichlet(1e5, equal=True).deal(pool, clients)[0].sizes - 400).abs().max()) == 0
+
+
+def test_equal_clients_take_other_classes_when_one_runs_out():
+    targets = torch.tensor([0] * 8 + [1] * 2)
+    pool = Pool.of((torch.zeros(10, 1), targets), (torch.zeros(2, 1), torch.tensor([0, 1])))
+    data = pool.deal(3, Dirichlet(0.01, equal=True))
+    assert data.parts.sizes.tolist() == [3, 3, 3]
+    assert len(set(data.parts.order.tolist())) == 9
 
 
 # --- quantity ---------------------------------------------------------------------------------------------------
