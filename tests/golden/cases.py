@@ -82,8 +82,8 @@ class HashedStages(VariantSource):
 
     net: Callable[[], nn.Module] = residual_net
 
-    def resolve(self, example_inputs: tuple[Any, ...]) -> Callable[[], nn.Module]:
-        made = fq.with_stages(self.net).resolve(example_inputs)
+    def resolve(self, example_inputs: tuple[Any, ...], class_dim: int | None = None) -> Callable[[], nn.Module]:
+        made = fq.with_stages(self.net).resolve(example_inputs, class_dim)
         assert not isinstance(made, nn.Module)
         return lambda: hashed(made())
 
