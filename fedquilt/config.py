@@ -486,6 +486,7 @@ DEMO: Settings = {
     "fleet": {"sample": 0.5, "budgets": {"name": "uniform", "shares": [1.0, 0.5, 0.25]}},
     "rounds": 20,
 }
+DEMO_PUBLIC = 0.2  # Share of the demo's training samples that becomes public, without labels, if a method needs some
 # What makes it learn in twenty rounds, whatever the method.
 LEARNING: Settings = {"optimiser": {"lr": 0.1}, "batch_size": 16, "epochs": 2}
 # Bundled data that has settings of its own: its model, and what makes that learn, whatever the method. A perceptron has
@@ -511,8 +512,15 @@ def demo(method: str = DEMO["method"]["name"], preset: bool = False, data: str =
     """
     model, learning = DEMOS[data]
     local = {} if preset or is_made_by_function(method) else {"local": learning}
-    named = {"method": {"name": method} | local, "model": {"name": model}, "data": {"name": data}}
+    public = {"public": DEMO_PUBLIC} if needs_public(method) else {}
+    named = {"method": {"name": method} | local, "model": {"name": model}, "data": {"name": data} | public}
     return copy.deepcopy({**DEMO, **named})
+
+
+def needs_public(method: str) -> bool:
+    """Return True if a method by its name needs public samples with its default settings."""
+    kind = METHODS.get(method)
+    return kind is not None and kind().needs_public
 
 
 def defaults(method: str = DEMO["method"]["name"], names_model: bool = True) -> Settings:

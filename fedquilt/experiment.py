@@ -24,7 +24,7 @@ from fedquilt.deploy import deployed
 from fedquilt.devices import device_of
 from fedquilt.engines import ENGINES
 from fedquilt.engines.options import EngineOptions
-from fedquilt.engines.simulation import Simulation, check_inputs
+from fedquilt.engines.simulation import Simulation, check_inputs, check_public
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family import Family
 from fedquilt.family.member import Member
@@ -355,7 +355,7 @@ def prepare(
     server = placed(method.init(world), engine.device)
     engine.begin(federation)
     _check_task(federation, engine)
-    _check_public(federation)
+    _check_public(federation, engine)
     _check_budgets(federation, server, fleet, engine)
     _check_nets(federation, server, fleet, engine, evaluation)
     memory = Memories(memory_limit, engine.device)
@@ -412,9 +412,10 @@ def _check_task(federation: Federation, engine: Simulation) -> None:
     check_task(task, shaken.movedim(member.class_dim, 1), engine.data.targets[rows], engine.data.name)
 
 
-def _check_public(federation: Federation) -> None:
-    """Refuse a norm policy that measures statistics on public samples where there are fewer than two."""
-    world = federation.world
+def _check_public(federation: Federation, engine: Simulation) -> None:
+    """Refuse public samples that do not fit, and methods and norm policies that need more than there are."""
+    method, world = federation.method, federation.world
+    check_public(type(method).__name__, method.needs_public, world, engine.data)
     if world.family.statistics:
         federation.method.local.norm.check_public(world.num_public)
 

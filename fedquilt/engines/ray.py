@@ -109,6 +109,10 @@ class Ray(Vectorised):
                 fold.join(theirs)
                 outcome.join(left)
 
+    def _over(self, data: FederatedData) -> Vectorised:  # type: ignore[override]
+        """Return an engine of this process: the server's own training is not sent to workers."""
+        return Vectorised(data, self.device, self.precision, self.memory, self.record, self.layout)
+
     def _gathered(self) -> Crew:
         crew = Crew.of(self.cluster, self.device, torch.get_num_threads())
         if crew is not self._crew:

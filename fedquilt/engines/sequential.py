@@ -50,6 +50,8 @@ class Sequential(Simulation):
             learner = self.method.learner(job, self.world)
             payload = self.payload(server, job, learner)
             start = receive(federation, job, learner, payload, memory, self.initial)
+            if learner.lesson:
+                start = self._taught(job, learner.lesson, start)
 
             batches = self.batches(job, learner)
             with self.computing():
@@ -82,6 +84,14 @@ class Sequential(Simulation):
             outcome.stacks += 1
             fold.add(update_of(job, learner, delivery.sent, steps, len(batches)))
 
+    def _taught(self, job: Job, lesson: Learner, start: Start) -> Start:
+        """Train a client on public samples before it trains on its own, and return what it then starts from."""
+        public = self.on_public(self.world)
+        public.begin(self.federation)
+        with self.computing():
+            state, _, _ = public.train_client(job, lesson, replace(start, slots=None), public.batches(job, lesson))
+        return replace(start, state=state)
+
     def train_client(
         self, job: Job, learner: Learner, start: Start, batches: Sequence[Tensor]
     ) -> tuple[State, OptimiserState, Tensor]:
@@ -97,6 +107,8 @@ class Sequential(Simulation):
         with blamed(job, "training"):
             for step, rows in enumerate(batches):
                 batch = self._batch(job, learner, rows, held, step)
+                if learner.teacher:
+                    batch = replace(batch, taught=start.extras[learner.teacher][rows.to(self.device)])
                 if learner.taught:
                     batch = replace(batch, taught=teach(member, learner.local, state, batch))
                 for place, phase in enumerate(learner.phases_at(step)):

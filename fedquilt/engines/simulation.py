@@ -44,6 +44,8 @@ MAX_CACHED_CUTS = 16
 MAX_CACHED_CLASSES = 4096  # Clients whose classes are remembered.
 # Most samples that norm statistics are measured on. CIFAR and MNIST have fewer.
 MAX_CALIBRATION_SAMPLES = 1 << 16
+MAX_COMPARED = 256  # Samples of which the mean size of values is compared.
+MIN_SCALE_RATIO = 0.1  # Least ratio of the mean sizes of public and training samples.
 CPU = torch.device("cpu")
 
 
@@ -85,6 +87,10 @@ class Simulation(Engine):
         self._classes: dict[int, Tensor] = {}
         self._attackable: set[PGD] = set()
         self._orders: dict[SampleSet, tuple[int, Tensor]] = {}  # Seed, and positions shuffled by it.
+        self._is_public = False  # True: its samples are public ones, without targets and without owners.
+        # Engines over public samples, with these samples and the chosen rows of them.
+        self._public: list[tuple[Tensor, Tensor | None, Self]] = []
+        self.extra_shapes: dict[str, torch.Size] = {}  # Shapes of the server's extras in the round that is trained.
 
     def with_data(self, data: FederatedData) -> Self:
         """Return an engine with the same options for these samples: this one, if it has them."""
@@ -171,6 +177,8 @@ class Simulation(Engine):
             )
         before = self._federation
         same_family = before is not None and before.world.family is federation.world.family
+        if self._is_public:
+            return
         if before is None or not same_family or before.world.task != federation.world.task:
             check_inputs(federation.world.family, self.data)
             check_targets(federation.world, self.data)
@@ -189,6 +197,7 @@ class Simulation(Engine):
         for submodel, job in {job.submodel: job for job in jobs}.items():
             self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
         check_budgets(self.method, jobs, self.world)
+        self.extra_shapes = {name: value.shape for name, value in server.extras.items()}
         outcome = Outcome()
         try:
             # The fold adds in full precision, whatever clients train in. Rounded to bf16, a mean would lose small
@@ -317,6 +326,29 @@ class Simulation(Engine):
             total += count
         return {name: value / total for name, value in sums.items()}
 
+    # --- public samples ----------------------------------------------------------------------------------------------
+
+    def on_public(self, world: World, rows: Tensor | None = None) -> Self:
+        """Return an engine that trains on public samples. It is kept, with all that it has recorded.
+
+        Args:
+            world: World with public samples.
+            rows: Positions of the public samples that are meant. None: all.
+        """
+        assert world.public is not None, "methods that need public samples are refused where there are none"
+        for public, chosen, engine in self._public:
+            if public is world.public and _are_equal(chosen, rows):
+                return engine
+        samples = world.public if rows is None else world.public[rows.to(world.public.device)]
+        engine = self._over(_without_targets(self.data, samples, world))
+        engine._is_public = True
+        self._public = [*self._public[-1:], (world.public, rows, engine)]  # One for the server, one for clients.
+        return engine
+
+    def _over(self, data: FederatedData) -> Self:
+        """Return an engine with the same options over other samples."""
+        return replace(self, data=data)
+
     # --- what engines need of the samples --------------------------------------------------------------------------
 
     def samples(self, kind: Kind, rows: Tensor) -> tuple[Tensor, Tensor]:
@@ -362,8 +394,10 @@ class Simulation(Engine):
 
     def batches(self, job: Job, learner: Learner) -> list[Tensor]:
         """Return the positions in the pool of every batch that the client goes through."""
-        part = self.data.parts[job.client.id]
+        part = torch.arange(len(self.data.targets)) if self._is_public else self.data.parts[job.client.id]
         batches = itinerary(len(part), learner.local, self.keys(job)[0])
+        if learner.max_batches:
+            batches = batches[: learner.max_batches]
         return list(part[torch.cat(batches)].split_with_sizes([len(batch) for batch in batches]))
 
     def pass_batches(self, job: Job, learner: Learner, one: ClientPass) -> list[Tensor]:
@@ -393,16 +427,18 @@ class Simulation(Engine):
     def macs(self, client: int, learner: Learner, member: Member, sizes: Sequence[int]) -> int:
         """Return the multiply-adds of a client's steps, on batches of these sizes, and of passes that are none."""
         steps = learner.macs(member, sizes)
-        if not learner.passes:
+        if not learner.passes and learner.lesson is None:
             return steps
-        public = 0 if self.world.public is None else len(self.world.public)
-        return steps + learner.pass_macs(member, self.data.size(client), public)
+        public = self.world.num_public
+        return steps + learner.lesson_macs(member, public) + learner.pass_macs(member, self.data.size(client), public)
 
     def held(self, client: int) -> Tensor:
         """Return (class,) True where the client has samples of the class, on the CPU.
 
         Where targets are not classes it is True for every output.
         """
+        if self._is_public:
+            return torch.ones(self.world.family.num_outputs, dtype=torch.bool)
         if client not in self._classes:
             if len(self._classes) >= MAX_CACHED_CLASSES:
                 self._classes.pop(next(iter(self._classes)))
@@ -440,7 +476,7 @@ class Simulation(Engine):
         good = losses.isfinite()
         if not bool(good.all()):
             step = int((~good).nonzero()[0])
-            flaw = self.data.flaw(job.client.id)
+            flaw = "" if self._is_public else self.data.flaw(job.client.id)
             kind = TrainingError if flaw else DivergenceError
             hint = flaw or "A smaller learning rate or gradient clipping (clip=1.0) would help"
             raise kind(
@@ -478,6 +514,35 @@ def is_same(one: object, other: object) -> bool:
     return isinstance(one, (str, int, tuple)) and one == other
 
 
+def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
+    """Return True if both are None, or tensors with the same values."""
+    return one is other or (one is not None and other is not None and torch.equal(one, other))
+
+
+def _without_targets(data: FederatedData, samples: Tensor, world: World) -> FederatedData:
+    """Return data of one client that has these samples, as the model sees them, with targets that mean nothing.
+
+    All of them count, because tasks divide by the number of targets that count.
+    """
+    targets = world.task.blank_targets((len(samples), *world.family.output_shape[1:])).to(samples.device)
+    return replace(
+        data,
+        inputs=samples,
+        targets=targets,
+        test_inputs=samples[:1],
+        test_targets=targets[:1],
+        clients=None,
+        test_clients=None,
+        domains=None,
+        test_domains=None,
+        public=None,
+        scale=None,
+        parts=Parts.split(torch.arange(len(samples)), torch.tensor([len(samples)])),
+        test_parts=None,
+        validation_parts=None,
+    )
+
+
 _CONSTRUCTED = ("data", "device", "precision")  # Fields that a run's own settings have.
 
 
@@ -506,6 +571,54 @@ def check_inputs(family: Family, data: FederatedData) -> None:
     homes, tests = data.test_domains, len(data.test_targets)
     if homes is not None and len(homes) != tests:  # A test set was put in the place of another.
         raise DataError(f"{data.name} has {tests} test samples and the domains of {len(homes)}.")
+
+
+def check_public(asked_by: str, is_needed: bool, world: World, data: FederatedData) -> None:
+    """Refuse public samples that the model cannot take, and their absence where they are needed.
+
+    Args:
+        asked_by: Name of the method.
+        is_needed: True if the method needs public samples.
+        world: Family, and the public samples as the model would see them.
+        data: Samples of clients, which the public ones are compared with.
+
+    Raises:
+        ConfigError: The method needs public samples, and there are fewer than two.
+        DataError: Public samples have another shape, type or scale than those of clients.
+    """
+    public, example = world.public, world.family.example_inputs[0]
+    if is_needed and world.num_public < 2:
+        raise ConfigError(
+            f"{asked_by} was asked for, which needs public samples without labels; {data.name} has "
+            f"{world.num_public or 'none'}. data.public = 0.2 in a file, --set data.public=0.2, or "
+            "pool.with_public(0.2) in Python makes a share of the training samples public. Pool.of(…, public=inputs) "
+            "takes samples of your own, and .npz files have them as the array `public`."
+        )
+    if public is None:
+        return
+    if tuple(public.shape[1:]) != tuple(example.shape[1:]):
+        raise DataError(
+            f"{data.name} has public samples of shape {tuple(public.shape[1:])}; the model was traced with "
+            f"{tuple(example.shape[1:])}. Samples of that shape would work."
+        )
+    if public.is_floating_point() != example.is_floating_point():
+        raise DataError(
+            f"{data.name} has public samples of {public.dtype}; the model takes {example.dtype}. Samples of that type "
+            "would work."
+        )
+    if public.is_floating_point() and is_needed:
+        _check_scale(public, data)
+
+
+def _check_scale(public: Tensor, data: FederatedData) -> None:
+    """Refuse public samples that are not finite, or of another order of magnitude than those of clients."""
+    rows = torch.arange(min(MAX_COMPARED, len(data.targets)), device=data.targets.device)
+    own, other = (float(values.double().abs().mean()) for values in (data.samples(rows), public[:MAX_COMPARED]))
+    if not MIN_SCALE_RATIO * own <= other <= own / MIN_SCALE_RATIO:
+        raise DataError(
+            f"the values of the public samples of {data.name} are {other:.3g} in the mean, without their signs, and those "
+            f"of the training samples {own:.3g}. Both must have the same scale, such as bytes, or numbers from 0 to 1."
+        )
 
 
 def check_targets(world: World, data: FederatedData) -> None:

@@ -103,6 +103,10 @@ class Unit:
         self.held = torch.ones(count, family.num_outputs, dtype=torch.bool, device=device)
         self.keys = torch.zeros(count, dtype=torch.int64, device=device)
         self.shares = torch.ones(count, dtype=world.dtype, device=device)
+        # Of every client, the teacher's rows for all public samples.
+        self.tables: Tensor | None = None
+        if learner.teacher:
+            self.tables = torch.zeros(count, *engine.extra_shapes[learner.teacher], dtype=world.dtype, device=device)
         self.noise = torch.zeros(_CHUNK, count, dtype=torch.int64, device=device)  # the keys of every step
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the chunk
         self.age = torch.zeros((), dtype=torch.float32, device=device)  # optimiser steps taken
@@ -200,6 +204,9 @@ class Unit:
         self.held.copy_(stack.held)
         self.keys.copy_(stack.keys)
         self.shares.copy_(stack.shares)
+        if self.tables is not None:
+            for table, extras in zip(self.tables, stack.extras, strict=True):
+                table.copy_(extras[stack.learner.teacher])
         self.age.fill_(stack.ages[0])
         self.lr.fill_(stack.learner.lr)
         stack.state, stack.slots, stack.received = self.state, self.slots, self.received
@@ -385,6 +392,9 @@ class Unit:
         if self._channels_last:
             inputs = channels_last(inputs[0]).unsqueeze(0)
         batch = Batch(inputs, targets, self.held, keys, self.shares)
+        if self.tables is not None:
+            everyone = torch.arange(self.shape.count, device=rows.device)[:, None]
+            return replace(batch, taught=self.tables[everyone, rows])
         return replace(batch, taught=self._taught(batch)) if learner.taught else batch
 
     def _close(self, losses: Tensor, before: State, kept: Mapping[str, State], masked: bool) -> None:

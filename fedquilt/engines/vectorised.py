@@ -337,6 +337,8 @@ class Vectorised(Simulation):
         playing, plain = [], []
         for learner, jobs in work:
             stack = self._stack(server, learner, jobs, shares)
+            if learner.lesson:
+                self._teach(stack, learner.lesson)
             self._run_passes(stack, learner.before)
             unit = self._unit(stack)
             if unit is None:
@@ -359,6 +361,27 @@ class Vectorised(Simulation):
             self._run_passes(stack, stack.learner.after)
             self._finish(stack)
         return stacks
+
+    def _teach(self, stack: Stack, lesson: Learner) -> None:
+        """Train the clients of a stack on public samples before they train on their own."""
+        public = self.on_public(self.world)
+        public.begin(self.federation)
+        public.extra_shapes = self.extra_shapes
+        batches = [public.batches(job, lesson) for job in stack.jobs]
+        losses = torch.zeros(len(batches[0]), len(stack.jobs), dtype=self.world.dtype, device=self.device)
+        own = replace(stack, learner=lesson, slots=None, batches=batches, ages=[0] * len(stack.jobs), losses=losses)
+        unit = public._unit(own)
+        if unit is None:
+            public._run_one(own)
+        else:
+            unit.load(own)
+            for step in range(len(losses)):
+                public._play(own, unit, step)
+            unit.unload()
+            public._put_by(unit)
+        # Copies, because a unit uses the memory of these tensors for the next clients.
+        stack.state = {name: value.clone() for name, value in own.state.items()}
+        stack.received = replace_weights(stack.received, stack.state)
 
     # --- passes that are not steps, and the method's state -----------------------------------------------------
 
@@ -591,6 +614,10 @@ class Vectorised(Simulation):
         inputs, targets, keys = self.data.samples(rows), self.data.targets[rows], noise.fold_in(stack.keys[who], step)
         inputs, targets = self.augmented(learner, inputs, targets, keys)
         batch = Batch(inputs, targets, stack.held[who], keys, stack.shares[who])
+        if learner.teacher:
+            tables = [stack.extras[client][learner.teacher] for client in clients]
+            taught = torch.stack([table[own] for table, own in zip(tables, rows, strict=True)])
+            batch = replace(batch, taught=taught)
         if learner.taught:
             batch = replace(batch, taught=self.taught(learner, self.world.family.member(stack.arch), state, batch))
         member = self.world.family.member(stack.arch)
@@ -775,6 +802,11 @@ class Vectorised(Simulation):
 def _first(state: Weights) -> State:
     """The only client's."""
     return {name: value[0] for name, value in state.items()}
+
+
+def replace_weights(received: Received, weights: State) -> Received:
+    """Return what clients received, with other weights that the round starts from."""
+    return received._replace(weights=weights)
 
 
 def _first_received(received: Received) -> Received:

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fedquilt.axes import Axis, Dims, Expr, Positions, parse, positions_of, size_of, write
+from fedquilt.axes import Axis, Dims, Expr, Positions, axes_in, parse, positions_of, size_of, write
 from fedquilt.errors import SubmodelError
 from fedquilt.family.variants import members_of
 from fedquilt.terms import WHOLE
@@ -62,6 +62,10 @@ class Layout:
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
         """The shape of one weight when the axes have these widths."""
         return tuple(size_of(dim, widths) for dim in self.dims[name])
+
+    def axes_of(self, name: str) -> frozenset[str]:
+        """Return the axes that a weight carries."""
+        return frozenset(axis for dim in self.dims[name] for axis in axes_in(dim))
 
     def positions(self, name: str, index: Mapping[str, Positions]) -> tuple[Positions, ...]:
         """The rows of each dimension of one weight that a cut keeps."""

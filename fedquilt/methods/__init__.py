@@ -1,8 +1,11 @@
 """One paper, one file. `METHODS` is the list the command line knows."""
 
+from fedquilt.methods.dsfl import DSFL
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.fedbn import FedBN
+from fedquilt.methods.feddf import FedDF
 from fedquilt.methods.feddropout import FedDropout
+from fedquilt.methods.fedet import FedET
 from fedquilt.methods.fednova import FedNova
 from fedquilt.methods.fedprox import FedProx
 from fedquilt.methods.fedrescue import FedResCuE, FedRush, FedSeq, FedSlim
@@ -34,13 +37,19 @@ METHODS: dict[str, type[Method]] = {
     "fjord": FjORD,
     "splitmix": SplitMix,
     "progfed": ProgFed,
+    "feddf": FedDF,
+    "dsfl": DSFL,
+    "fedet": FedET,
 }
 
 __all__ = [
+    "DSFL",
     "METHODS",
     "FedAvg",
     "FedBN",
+    "FedDF",
     "FedDropout",
+    "FedET",
     "FedNova",
     "FedProx",
     "FedResCuE",

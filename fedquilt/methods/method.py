@@ -22,8 +22,9 @@ from fedquilt.round.labels import bounds_label, share_label, short_share
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
+from fedquilt.round.training.server import TrainServer
 from fedquilt.tasks import Task
-from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel
+from fedquilt.terms import Arch, Budget, Client, Extras, Job, Mix, Server, Submodel
 
 Presets = Mapping[str, Mapping[str, Any]]
 _log = logging.getLogger(__name__)
@@ -233,6 +234,25 @@ class Method:
             f"{type(self).__name__} was asked for with local.masked = {self.local.masked!r}, which masks the outputs "
             f"of absent classes; {type(task).__name__} has no classes. local.masked = '' fits."
         )
+
+    @property
+    def needs_public(self) -> bool:
+        """Return True if the method needs public samples. Runs without them are then refused."""
+        return False
+
+    def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
+        """Return the state after the server has learnt, between the merge and the evaluation.
+
+        By default the server does not learn.
+
+        Args:
+            server: State after the merge.
+            outputs: What the fold found out about the public samples (`Merged.outputs`).
+            world: Family, task, seed and public samples.
+            train: Function `train(server, teaching)`. It trains nets of a state on public samples, and returns the
+                state with the trained nets.
+        """
+        return server
 
     def candidates(self, server: Server, world: World) -> Mix:
         """Return nets that are to be scored before the state is tested or handed out; () if none are.

@@ -17,6 +17,7 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import windows
 from fedquilt.family.dual import HOW_TO
 from fedquilt.family.norms import Tracked
+from fedquilt.methods.initial import own_range
 from fedquilt.methods.method import Method, Presets
 from fedquilt.methods.splitmix_settings import CIFAR10, DIGITS, SPLITMIX_SGD, compared_presets
 from fedquilt.round.attack import PGD, AdversarialTraining
@@ -25,10 +26,9 @@ from fedquilt.round.merge import Weighting
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.schedules import Cosine, Steps
-from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel, Weights
+from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel
 
 if TYPE_CHECKING:
-    from fedquilt.family import Family
     from fedquilt.family.family import Rounding
 
 _DIGITS = replace(DIGITS, scaler=True)
@@ -149,7 +149,7 @@ class SplitMix(Method):
             starts = {axis: place * width for axis, width in member.widths}
             window = windows(member, starts, family.layout.sizes)
             cut = family.cutter.gather(whole, window, list(whole))
-            gains = {} if self.rescale_init else _gains(cut, whole, family)
+            gains = {} if self.rescale_init else own_range(cut, whole, family)
             own = {name: value * gains[name] for name, value in cut.items() if name in gains}
             own |= {name: value.clone() for name, value in cut.items() if name not in gains}
             weights |= {_scope(place) + name: own[name] for name in cut}
@@ -246,24 +246,6 @@ class SplitMix(Method):
     def _base(self, place: int, world: World) -> Submodel:
         """A base net is all that its scope holds."""
         return Submodel(self._member(world), Index(), _scope(place))
-
-
-def _gains(cut: Weights, whole: Weights, family: Family) -> dict[str, float]:
-    """Return the factor from the whole net's initial range to the cut net's own, by name.
-
-    Kaiming's method draws from a range that falls with the root of a layer's fan-in, and torch
-    draws the layer's bias from the same range. Norms, embeddings and parameters outside of layers
-    have no factor.
-    """
-    same = {*family.parts.get("norm", ()), *family.embeddings}
-    gains: dict[str, float] = {}
-    for name, value in cut.items():
-        path, dot, leaf = name.rpartition(".")
-        if name in same or value.dim() < 2 or "weight" not in leaf:
-            continue
-        bias = f"{path}{dot}{leaf.replace('weight', 'bias')}"
-        gains[name] = gains[bias] = math.sqrt(whole[name][0].numel() / value[0].numel())
-    return gains
 
 
 def _scope(place: int) -> str:

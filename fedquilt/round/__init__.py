@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from fedquilt.files import settled
 from fedquilt.round.budgets import planned
 from fedquilt.round.clients import Fleet
+from fedquilt.round.learning import learn
 from fedquilt.round.merge import Merged
 from fedquilt.round.serve import Evaluation, Grades, grade
 from fedquilt.terms import Job, Memory, Server
@@ -38,6 +39,9 @@ class Record:
     grades: Grades = field(default_factory=Grades)
     link_seconds: float | None = None  # what the slowest client would take; None: the link has no clock
     missing: int = 0  # Clients of the cohort that did not answer.
+    server_seconds: float | None = None  # Time of the server's own training; None: it does not learn
+    server_macs: int = 0  # Multiply-adds of the server, of its teachers' outputs and its training
+    server_steps: int = 0  # Optimizer steps of all nets that the server trained
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `accuracy`, `metrics` and `main` only when the round was evaluated.
@@ -49,6 +53,9 @@ class Record:
             del record["link_seconds"]
         if not self.missing:
             del record["missing"]
+        if self.server_seconds is None:
+            for name in ("server_seconds", "server_macs", "server_steps"):
+                del record[name]
         if self.grades.main:
             grades = self.grades
             record |= {"accuracy": grades.accuracy, "metrics": grades.metrics, "main": grades.main}
@@ -95,6 +102,7 @@ def play(
         slots={slot: settled(values) for slot, values in merged.slots.items()},
         extras=settled(merged.extras),
     )
+    after, learnt = learn(federation, after, merged, engine)
     grades = Grades()
     if evaluation.due(after.round, rounds):
         remembered = replace(after, memory=ChainMap(outcome.memory, server.memory))
@@ -112,6 +120,9 @@ def play(
         stacks=outcome.stacks,
         grades=grades,
         link_seconds=clock.slowest(outcome.costs, copies) if clock else None,
+        server_seconds=learnt.seconds if learnt.macs else None,
+        server_macs=learnt.macs,
+        server_steps=learnt.steps,
     )
     return Played(after, outcome.memory, record)
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from fedquilt.terms import Job, Memory, Server, Submodel, Weights
 
 if TYPE_CHECKING:
-    from fedquilt.round.federation import Federation
+    from fedquilt.round.federation import Federation, World
     from fedquilt.round.merge import Fold
     from fedquilt.round.serve import EvalJob, Score
 
@@ -114,6 +114,15 @@ class Engine(ABC):
 
         Returns:
             For each net, a tensor for every weight that it trains, by name.
+        """
+
+    @abstractmethod
+    def on_public(self, world: World, rows: Tensor | None = None) -> Engine:
+        """Return an engine with which the server trains on public samples.
+
+        Args:
+            world: World with public samples.
+            rows: Positions of the public samples that are meant. None: all.
         """
 
     @abstractmethod

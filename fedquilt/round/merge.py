@@ -148,6 +148,8 @@ class Merged(NamedTuple):
     weights: Weights
     slots: Slots = MappingProxyType({})  # By slot, scope and name.
     extras: Extras = MappingProxyType({})
+    outputs: Extras = MappingProxyType({})  # Outputs of teachers on public samples, which are no part of the state
+    macs: int = 0  # Multiply-adds that the server spent on them
 
 
 MAX_SHARED_SIZE = 1 << 16  # entries; on a CPU, larger weights are merged one by one

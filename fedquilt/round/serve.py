@@ -319,13 +319,22 @@ def arranged(federation: Federation, server: Server, engine: Engine) -> Server:
     candidates = method.candidates(server, world)
     if not candidates:
         return server
+    return method.arranged(server, scored(federation, server, candidates, engine), world)
+
+
+def scored(federation: Federation, server: Server, candidates: Mix, engine: Engine) -> list[float]:
+    """Return a score for each of some nets, the task's main figure, negative where lower is better.
+
+    It is measured on all validation samples where clients hold some back, else on a number of training samples.
+    """
+    world = federation.world
     weights = ready(federation, server, candidates, engine, _RANKING_BATCH)
     on: SampleSet = "validation" if engine.has_validation else "training"
     limit = None if engine.has_validation else _RANKING
     exams = [EvalJob(net.scope, (net,), joined((net,), weights), on=on, limit=limit) for net in candidates]
     scores = engine.evaluate(federation, exams, _RANKING_BATCH)
     sign = 1.0 if world.task.main.higher_is_better else -1.0
-    return method.arranged(server, [sign * score.main(world.task) for score in scores], world)
+    return [sign * score.main(world.task) for score in scores]
 
 
 def _grades(scores: Sequence[Score], task: Task) -> Grades:

@@ -92,6 +92,18 @@ class Task(ABC):
         """
         return self
 
+    def blank_targets(self, output_shape: Sequence[int]) -> Tensor:
+        """Return targets for samples that have none. All of them count, and their values mean nothing.
+
+        Distillation on public samples needs them, because means divide by the targets that count.
+
+        Args:
+            output_shape: Shape of the outputs with their classes in dimension 1: (sample, class, …).
+        """
+        if self.kind == "classes":
+            return torch.full((output_shape[0], *output_shape[2:]), 1 if self.ignored == 0 else 0)
+        return torch.zeros(tuple(output_shape), dtype=torch.bool if self.kind == "labels" else torch.float32)
+
     def num_outputs(self, targets: Tensor, num_classes: int) -> int:
         """Return how many numbers a model puts out for each sample: target columns, or classes.
 

@@ -16,6 +16,7 @@ from fedquilt.checks import refuse
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.norms import NormPolicy
 from fedquilt.precision import Precision
+from fedquilt.round.training.batches import itinerary
 from fedquilt.round.training.filters import All, Filter, Nothing
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Objective, TaskLoss
@@ -62,6 +63,11 @@ class Learner:
     before: tuple[ClientPass, ...] = ()  # Passes over samples before the first step, with the received weights
     after: tuple[ClientPass, ...] = ()  # Passes over samples after the last step, with the trained weights
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
+    # Name of an extra with a row for every public sample. Batches are then of public samples, and objectives see the
+    # rows of their batch as `View.taught`. Empty: batches are of the client's own samples.
+    teacher: str = ""
+    lesson: Learner | None = None  # Training on public samples, with a `teacher`, before that on the client's own
+    max_batches: int = 0  # Most batches of a round; 0: all of its epochs
     task: Task = Classification()  # whose loss the objectives wrap: that of the world
     # Share of the client's net, which the scaler divides by. Learners that differ in it alone are equal, so that
     # clients of unequal shares and equal members still train as one stack, each with its own share.
@@ -163,7 +169,7 @@ class Learner:
     @property
     def timeless(self) -> Self:
         """Without what changes from round to round: what has been recorded of one round serves the next."""
-        return replace(self, lr=0.0)
+        return replace(self, lr=0.0, lesson=None, max_batches=0)
 
     def moved(self, member: Member) -> tuple[str, ...]:
         """The weights that training changes, and the statistics it tracks."""
@@ -210,6 +216,12 @@ class Learner:
         if not self.drawn:
             return sum(sizes) * self._macs(member, self.phases)
         return sum(size * self._macs(member, self.phases_at(step)) for step, size in enumerate(sizes))
+
+    def lesson_macs(self, member: Member, public: int) -> int:
+        """Return the multiply-adds of the lesson, given the number of public samples."""
+        if self.lesson is None:
+            return 0
+        return self.lesson.macs(member, [len(rows) for rows in itinerary(public, self.lesson.local, 0)])
 
     def pass_macs(self, member: Member, own: int, public: int) -> int:
         """Return the multiply-adds of the passes that are not steps.

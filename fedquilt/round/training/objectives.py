@@ -362,6 +362,54 @@ class Distilled(Objective):
 
 
 @dataclass(frozen=True)
+class FromTeacher(Objective):
+    """A loss of the client's net on public samples, given the teacher's rows for them (`View.taught`)."""
+
+    reads_its_nets_alone = True
+
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        return (member,)
+
+    def __call__(self, view: View) -> Tensor:
+        assert view.taught is not None, "a learner with a `teacher` has its rows"
+        return self.loss(view, view.logits(), view.taught)
+
+    @abstractmethod
+    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
+        """Return the loss of a batch, a scalar.
+
+        Args:
+            view: The batch.
+            logits: (sample, class, …) of the net.
+            rows: (sample, …) of the teacher.
+        """
+
+
+@dataclass(frozen=True)
+class Imitation(FromTeacher):
+    """KL(teacher ‖ net) of logits at temperature 1, where the teacher's rows are logits (FedDF).
+
+    Where targets are not classes, the task says how far outputs are from a teacher's (`Task.divergences`):
+    the squared error for a regression with that loss.
+    """
+
+    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
+        divergences = view.task.divergences(logits, rows, view.targets)
+        return divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
+
+
+@dataclass(frozen=True)
+class SoftLabels(FromTeacher):
+    """Cross-entropy −Σ p·log q, where the teacher's rows p are probabilities over classes (DS-FL).
+
+    A row of zeros has no effect.
+    """
+
+    def loss(self, view: View, logits: Tensor, rows: Tensor) -> Tensor:
+        return -(rows * logits.log_softmax(1)).sum(1).mean()
+
+
+@dataclass(frozen=True)
 class Summed(Objective):
     """Several objectives, one gradient: slimmable training (Yu et al. 2018) sums over the widths."""
 

@@ -89,6 +89,7 @@ def run_pass(
         received.weights,
         one.mode(learner.local),
         batch.key,
+        batch.taught,
         share=batch.share,
         slots=received.slots,
         task=learner.task,

@@ -1,0 +1,26 @@
+"""Initial weights of nets that are cut from larger ones."""
+
+from __future__ import annotations
+
+import math
+
+from fedquilt.family.family import Family
+from fedquilt.terms import Weights
+
+
+def own_range(cut: Weights, whole: Weights, family: Family) -> dict[str, float]:
+    """Return the factor from the whole net's initial range to the cut net's own, by name.
+
+    Kaiming's method draws from a range that falls with the root of a layer's fan-in, and torch
+    draws the layer's bias from the same range. Norms, embeddings and parameters outside of layers
+    have no factor.
+    """
+    same = {*family.parts.get("norm", ()), *family.embeddings}
+    gains: dict[str, float] = {}
+    for name, value in cut.items():
+        path, dot, leaf = name.rpartition(".")
+        if name in same or value.dim() < 2 or "weight" not in leaf:
+            continue
+        bias = f"{path}{dot}{leaf.replace('weight', 'bias')}"
+        gains[name] = gains[bias] = math.sqrt(whole[name][0].numel() / value[0].numel())
+    return gains

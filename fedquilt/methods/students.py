@@ -1,0 +1,73 @@
+"""Students: nets of the server that train on public samples, as clients train on theirs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+
+from fedquilt.methods.method import Method
+from fedquilt.round.federation import World
+from fedquilt.round.training.learner import Learner, Phase
+from fedquilt.round.training.local import Local
+from fedquilt.round.training.objectives import Imitation, Objective
+from fedquilt.round.training.server import TEACHER, ServerTraining, Teaching
+from fedquilt.round.training.state import MethodState
+from fedquilt.terms import Job, Submodel
+
+
+@dataclass(frozen=True)
+class Students(Method):
+    """Nets that train on public samples with a teacher's rows as targets.
+
+    It is no method of its own: `Method.teach` of another method names the students.
+    """
+
+    objective: Objective = Imitation()  # Loss of a batch of public samples
+    batches: int = 1  # Steps between two comparisons with the teacher
+    ignores_budgets = True
+
+    def learner(self, job: Job, world: World) -> Learner:
+        return Learner(
+            (Phase(self.objective),),
+            self.local,
+            self.local.optimiser.lr,
+            keep_slots=True,
+            state=MethodState(extras_down=(TEACHER,)),
+            teacher=TEACHER,
+            max_batches=self.batches,
+            task=world.task,
+        )
+
+
+def teaching(
+    method: Method,
+    students: Sequence[Submodel],
+    teacher: Tensor,
+    objective: Objective,
+    how: ServerTraining,
+    world: World,
+) -> Teaching:
+    """Return what a server learns in one round.
+
+    Args:
+        method: Method of the run. Students have its norm policy.
+        students: Nets of the server's state that learn, each with a scope of its own.
+        teacher: (public sample, …) Rows that the objective sees as `View.taught`.
+        objective: Loss of a batch of public samples.
+        how: Optimizer, number of steps, and when to stop.
+        world: World with public samples.
+    """
+    num_samples = len(how.split(world.num_public, world.seed)[0])
+    size = min(how.batch_size, num_samples)
+    local = Local(
+        optimiser=how.optimiser,
+        batch_size=size,
+        epochs=math.ceil(how.steps_per_check / max(1, num_samples // size)),
+        last_batch="drop",
+        norm=method.local.norm,
+    )
+    learners = Students(local=local, weighting="uniform", objective=objective, batches=how.steps_per_check)
+    return Teaching(tuple(students), teacher, learners, how)

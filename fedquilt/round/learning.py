@@ -1,0 +1,179 @@
+"""A server that learns: its nets are trained on public samples, as clients are on theirs."""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING
+
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.family.net import Pass
+from fedquilt.files import settled
+from fedquilt.precision import computing
+from fedquilt.round.link import PERFECT
+from fedquilt.round.merge import Mean, Merged
+from fedquilt.round.serve import scored
+from fedquilt.round.teachers import OUTPUT_BATCH
+from fedquilt.round.training.batches import batched
+from fedquilt.round.training.passes import LossPass
+from fedquilt.round.training.server import TEACHER, Teaching
+from fedquilt.round.training.state import Received
+from fedquilt.round.training.step import Batch, run_pass
+from fedquilt.terms import Budget, Client, Job, Memory, Server, Submodel, Weights
+
+if TYPE_CHECKING:
+    from fedquilt.round.engine import Engine
+    from fedquilt.round.federation import Federation
+    from fedquilt.round.training.local import Local
+
+_CHECKS = 1 << 20  # A student's job counts comparisons as rounds: this many are reserved for each round of the run.
+_SERVER = Client(0, Budget(share=1.0))  # The server as the client that all students belong to.
+
+
+@dataclass(frozen=True)
+class Learnt:
+    """Costs of the server's training in a round."""
+
+    seconds: float = 0.0
+    macs: int = 0
+    steps: int = 0  # Optimizer steps of all students
+
+
+@dataclass(frozen=True)
+class EvaluatedLoss(LossPass):
+    """Value of an objective with a net as it is evaluated, without dropout."""
+
+    def mode(self, local: Local) -> Pass:
+        return Pass(train=False, statistics="stored" if local.norm.tracks else "batch")
+
+
+@dataclass
+class _Progress:
+    """Weights, optimizer state and best result of one student."""
+
+    weights: Weights  # By scope and name
+    best: float
+    best_weights: Weights
+    memory: dict[tuple[int, str], Memory] = field(default_factory=dict)
+    failures: int = 0  # Comparisons in a row without progress
+
+    def take(self, value: float) -> None:
+        """Compare the weights with the best so far. Smaller values are better."""
+        if value < self.best:
+            self.best, self.best_weights, self.failures = value, self.weights, 0
+        else:
+            self.failures += 1
+
+
+def learn(federation: Federation, server: Server, merged: Merged, engine: Engine) -> tuple[Server, Learnt]:
+    """Let the server learn what the method teaches it, and return its new state and the costs.
+
+    Args:
+        federation: World, method and link.
+        server: State after the merge.
+        merged: Result of the fold, with the outputs of teachers.
+        engine: Engine of the run. It trains students as it trains clients.
+    """
+    began, macs, steps = time.perf_counter(), merged.macs, 0
+
+    def train(state: Server, teaching: Teaching) -> Server:
+        nonlocal macs, steps
+        if not teaching.how.steps:
+            return state
+        school = _School(federation, state, teaching, engine)
+        school.train()
+        macs += school.macs
+        steps += school.steps
+        return replace(state, weights={**state.weights, **settled(school.best)})
+
+    after = federation.method.learn(server, merged.outputs, federation.world, train)
+    return after, Learnt(time.perf_counter() - began, macs, steps)
+
+
+class _School:
+    """Trains the students of one round, a few steps at a time."""
+
+    def __init__(self, federation: Federation, server: Server, teaching: Teaching, engine: Engine) -> None:
+        self._federation, self._server, self._teaching, self._engine = federation, server, teaching, engine
+        self._students = replace(federation, method=teaching.method, link=PERFECT, received={})
+        world = federation.world
+        assert world.public is not None, "a method that teaches without public samples was refused before the run"
+        rows, held = teaching.how.split(world.num_public, world.seed)
+        self._public = engine.on_public(world, rows)
+        teacher = teaching.teacher.to(engine.device, world.dtype)
+        self._rows = teacher[rows.to(engine.device)]
+        self._held = world.public[held.to(world.public.device)].to(engine.device), teacher[held.to(engine.device)]
+        self.macs = self.steps = 0
+        self._progress: dict[Submodel, _Progress] = {}
+        for student, value in self._compared(teaching.students, server.weights).items():
+            own = {name: weight for name, weight in server.weights.items() if name.startswith(student.scope)}
+            self._progress[student] = _Progress(own, value, own)
+
+    @property
+    def best(self) -> dict[str, Tensor]:
+        """Return the best weights of all students, by scope and name."""
+        return {name: weight for progress in self._progress.values() for name, weight in progress.best_weights.items()}
+
+    def train(self) -> None:
+        """Train until every student has had all steps, or makes no progress any more."""
+        how = self._teaching.how
+        for check in range(math.ceil(how.steps / how.steps_per_check)):
+            active = [one for one, progress in self._progress.items() if progress.failures < how.patience]
+            if not active:
+                return
+            self._train(active, check)
+            weights = {name: weight for one in active for name, weight in self._progress[one].weights.items()}
+            for student, value in self._compared(active, weights).items():
+                self._progress[student].take(value)
+
+    def _train(self, active: Sequence[Submodel], check: int) -> None:
+        """Train students for the steps between two comparisons."""
+        jobs = [Job(_SERVER, student, self._server.round * _CHECKS + check) for student in active]
+        state = Server(
+            jobs[0].round,
+            {name: weight for one in active for name, weight in self._progress[one].weights.items()},
+            {key: memory for one in active for key, memory in self._progress[one].memory.items()},
+            extras={TEACHER: self._rows},
+        )
+        fold = Mean(self._federation.world.family.cutter, "uniform").begin(state)
+        outcome = self._public.train(self._students, state, jobs, fold)
+        merged = fold.finish(state).weights
+        for student in active:
+            progress, key = self._progress[student], (_SERVER.id, student.scope)
+            progress.weights = {name: merged[name] for name in progress.weights}
+            progress.memory = {key: outcome.memory[key]}
+        self.macs += outcome.total.macs
+        self.steps += len(active) * self._teaching.method.batches
+
+    def _compared(self, students: Sequence[Submodel], weights: Mapping[str, Tensor]) -> dict[Submodel, float]:
+        """Return a value for each student that falls as it gets better."""
+        if self._teaching.how.stop_by == "labels":
+            state = replace(self._server, weights={**self._server.weights, **weights})
+            found = scored(self._federation, state, tuple(students), self._engine)
+            return {student: -score for student, score in zip(students, found, strict=True)}
+        return {student: self._held_loss(student, weights) for student in students}
+
+    def _held_loss(self, student: Submodel, weights: Mapping[str, Tensor]) -> float:
+        """Return a student's mean loss on the public samples that are held back."""
+        world, (samples, rows) = self._federation.world, self._held
+        member, device = world.family.member(student), samples.device
+        learner = self._teaching.method.learner(Job(_SERVER, student, 0), world)
+        names = [name for name in member.names if student.scope + name in weights]
+        state = world.family.cutter.gather(weights, student, names)
+        one = EvaluatedLoss(objective=self._teaching.method.objective)
+        targets = world.task.blank_targets((len(samples), *world.family.output_shape[1:])).to(device)
+        present = torch.ones(world.family.num_outputs, dtype=torch.bool, device=device)
+        key, share = torch.tensor(noise.key(0), device=device), torch.ones((), dtype=world.dtype, device=device)
+        parts, sizes = [], []
+        with torch.no_grad(), computing(world.precision, device):
+            for chosen in batched(torch.arange(len(samples), device=device), OUTPUT_BATCH):
+                batch = Batch(samples[chosen].clone(), targets[chosen], present, key, share, rows[chosen])
+                parts.append(run_pass(learner, member, one, state, Received(state), batch))
+                sizes.append(len(chosen))
+        self.macs += member.macs * len(samples)
+        return float(one.merged(parts, sizes)["loss"])

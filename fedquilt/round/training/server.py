@@ -1,0 +1,86 @@
+"""Settings of a server that learns, and what it is taught in one round."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.checks import one_of, within
+from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.terms import Server, Submodel
+
+if TYPE_CHECKING:
+    from fedquilt.methods.students import Students
+
+StopBy = Literal["agreement", "labels"]
+TEACHER = "teacher"  # Extra that students receive: the teacher's rows.
+_SPLIT = 48  # Random stream that decides which public samples are held back.
+
+
+@dataclass(frozen=True)
+class ServerTraining:
+    """Settings with which the server trains its nets on public samples.
+
+    It stops early, and keeps the best weights it has seen, those before the first step included. A net
+    is compared with its teacher on public samples that it does not train on, because the server has no
+    labels.
+    """
+
+    optimiser: SGD | Adam = Adam(lr=1e-3)  # Optimizer of the server's nets; it starts anew in every round
+    batch_size: int = 128  # Public samples in a step
+    steps: int = 100  # Most steps of a net in a round; 0: the server does not learn, and needs no public samples
+    check_every: int = 20  # Steps between two comparisons with the teacher
+    patience: int = 2  # Comparisons without progress after which a net stops
+    held_back: float = 0.1  # Share of the public samples on which nets are compared with the teacher
+    # What progress is. agreement: a smaller loss on held-back public samples. labels: a better score on samples of
+    # clients with their labels, which a real server does not have.
+    stop_by: StopBy = "agreement"
+
+    def __post_init__(self) -> None:
+        within(
+            self,
+            batch_size="[2, inf)",
+            steps="[0, inf)",
+            check_every="[1, inf)",
+            patience="[1, inf)",
+            held_back="(0, 0.5]",
+        )
+        one_of(self, stop_by=StopBy)
+
+    @property
+    def steps_per_check(self) -> int:
+        """Return the steps between two comparisons."""
+        return min(self.check_every, self.steps)
+
+    def split(self, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
+        """Return the positions of public samples to train on, and of those that are held back.
+
+        The split is the same in every round of a run. Both parts have at least one sample.
+        """
+        order = noise.order(noise.key(_SPLIT, seed), num_samples)
+        count = max(1, round(num_samples * self.held_back))
+        return order[count:].sort().values, order[:count].sort().values
+
+
+@dataclass(frozen=True, eq=False)
+class Teaching:
+    """What the server learns in one round.
+
+    Args:
+        students: Nets of the server's state that learn. Each has a scope of its own.
+        teacher: (public sample, …) Rows that the objective sees as `View.taught`.
+        method: How students train, as clients that hold the public samples.
+        how: Number of steps, and when to stop.
+    """
+
+    students: tuple[Submodel, ...]
+    teacher: Tensor
+    method: Students
+    how: ServerTraining
+
+
+TrainServer = Callable[[Server, Teaching], Server]  # Returns a state whose students are trained.
