@@ -36,7 +36,8 @@ class Device:
     share: str  # of the model that it can hold
     domain: str  # where most of its samples come from; "": the data has no domains
     macs: int  # multiply-adds of one training batch
-    params: int  # Numbers that travel in a round, to it and back, over a perfect link; extras are not counted.
+    # Numbers that travel in a round, to it and back, over a perfect link. Of extras, those that the server has count.
+    params: int
     accuracy_own_size: float | None  # of what its budget gets, on its own test part; None: it has none
     accuracy_whole_model: float | None  # of the widest model on the same; None: also where results live on clients
     label: str = ""  # Name of its size in tables: the share, or the bounds of its budget
@@ -120,6 +121,8 @@ def _device(run: Run, client: Client, figures: _Figures) -> Device:
         params += _entries(world.family, submodel, slotted) * len(state.slots_down)
         params += _entries(world.family, upload, learner.sent(member))
         params += _entries(world.family, upload, slotted) * len(state.slots_up)
+        extras = [run.server.extras.get(name) for name in (*state.extras_down, *state.extras_up)]
+        params += sum(value.numel() for value in extras if value is not None)
     params *= method.copies
     share, label = share_label(method, client.budget, world), method.label(client.budget, world)
     accuracies = figures if world.task.main.name == "accuracy" else (None, None)

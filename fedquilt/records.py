@@ -630,6 +630,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "bytes_down": sum(record.bytes_down for record in run.records),
         "bytes_up": sum(record.bytes_up for record in run.records),
         **({"link_seconds": sum(over)} if over else {}),
+        **_of_server(run),
         "accuracy": last.accuracy,
         "metrics": last.metrics,
         "task": registered(TASKS, task),
@@ -643,6 +644,18 @@ def summarise(run: Run) -> dict[str, Any]:
         **({"labels": labels} if labels else {}),
         "note": run.note,
         "fedquilt": __version__,
+    }
+
+
+def _of_server(run: Run) -> dict[str, Any]:
+    """Return what the server's own training took, if it learns."""
+    learnt = [record for record in run.records if record.server_seconds is not None]
+    if not learnt:
+        return {}
+    return {
+        "server_seconds": sum(record.server_seconds or 0.0 for record in learnt),
+        "server_macs": sum(record.server_macs for record in learnt),
+        "server_steps": sum(record.server_steps for record in learnt),
     }
 
 

@@ -228,7 +228,9 @@ def _to(summary: Mapping[str, Any]) -> str:
 def _totals(summary: Mapping[str, Any]) -> str:
     down, up, seconds, rounds = (summary[key] for key in ("bytes_down", "bytes_up", "seconds", "rounds"))
     over = f", {summary['link_seconds']:,.1f} s over the link" if "link_seconds" in summary else ""
-    return f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s; {size(down)} to the clients, {size(up)} back{over}"
+    learnt = f"; the server trained for {summary['server_seconds']:.1f} s" if "server_seconds" in summary else ""
+    took = f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s"
+    return f"{took}; {size(down)} to the clients, {size(up)} back{over}{learnt}"
 
 
 def show_probe(console: Console, found: Probe) -> None:

@@ -53,7 +53,7 @@ class Sequential(Simulation):
             if learner.lesson:
                 start = self._taught(job, learner.lesson, start)
 
-            batches = self.batches(job, learner)
+            batches = self.batches(job, learner, start.extras)
             with self.computing():
                 passes = self.run_passes(job, learner, learner.before, start.state, start.received)
                 state, slots, losses = self.train_client(job, learner, start, batches)
@@ -88,8 +88,10 @@ class Sequential(Simulation):
         """Train a client on public samples before it trains on its own, and return what it then starts from."""
         public = self.on_public(self.world)
         public.begin(self.federation)
+        public.extra_shapes = self.extra_shapes
         with self.computing():
-            state, _, _ = public.train_client(job, lesson, replace(start, slots=None), public.batches(job, lesson))
+            batches = public.batches(job, lesson, start.extras)
+            state, _, _ = public.train_client(job, lesson, replace(start, slots=None), batches)
         return replace(start, state=state)
 
     def train_client(
@@ -104,11 +106,12 @@ class Sequential(Simulation):
         state, received = start.state, start.received
         slots = learner.start_slots(state, member) if start.slots is None else start.slots
         held, losses = self.held(job.client.id).to(self.device), []
+        table = self.teacher_rows(learner, start.extras).table if learner.teacher else None
         with blamed(job, "training"):
             for step, rows in enumerate(batches):
                 batch = self._batch(job, learner, rows, held, step)
-                if learner.teacher:
-                    batch = replace(batch, taught=start.extras[learner.teacher][rows.to(self.device)])
+                if table is not None:
+                    batch = replace(batch, taught=table[rows.to(self.device)])
                 if learner.taught:
                     batch = replace(batch, taught=teach(member, learner.local, state, batch))
                 for place, phase in enumerate(learner.phases_at(step)):
@@ -119,7 +122,7 @@ class Sequential(Simulation):
                     state, slots = move(learner, phase, state, slots, grads, masks, count)
                     state = {**state, **seen}
                 losses.append(loss)
-        return state, slots, torch.stack(losses)
+        return state, slots, torch.stack(losses) if losses else torch.zeros(0)
 
     def run_passes(
         self,

@@ -29,8 +29,10 @@ from fedquilt.round.training.batches import batched, itinerary
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import View
 from fedquilt.round.training.passes import ClientPass, GradientPass
+from fedquilt.round.training.public import PublicRows, drawn_positions, public_rows
+from fedquilt.round.training.server import MIN_PUBLIC
 from fedquilt.round.training.step import train_pass
-from fedquilt.terms import Job, Payload, Server, Submodel, Weights
+from fedquilt.terms import Extras, Job, Payload, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.engines.options import EngineOptions
@@ -88,8 +90,7 @@ class Simulation(Engine):
         self._attackable: set[PGD] = set()
         self._orders: dict[SampleSet, tuple[int, Tensor]] = {}  # Seed, and positions shuffled by it.
         self._is_public = False  # True: its samples are public ones, without targets and without owners.
-        # Engines over public samples, with these samples and the chosen rows of them.
-        self._public: list[tuple[Tensor, Tensor | None, Self]] = []
+        self._public: tuple[Tensor, Self] | None = None  # Public samples, and the engine that trains on them.
         self.extra_shapes: dict[str, torch.Size] = {}  # Shapes of the server's extras in the round that is trained.
 
     def with_data(self, data: FederatedData) -> Self:
@@ -328,22 +329,23 @@ class Simulation(Engine):
 
     # --- public samples ----------------------------------------------------------------------------------------------
 
-    def on_public(self, world: World, rows: Tensor | None = None) -> Self:
-        """Return an engine that trains on public samples. It is kept, with all that it has recorded.
-
-        Args:
-            world: World with public samples.
-            rows: Positions of the public samples that are meant. None: all.
-        """
+    def on_public(self, world: World) -> Self:
+        """Return an engine that trains on public samples. It is kept, with all that it has recorded."""
         assert world.public is not None, "methods that need public samples are refused where there are none"
-        for public, chosen, engine in self._public:
-            if public is world.public and _are_equal(chosen, rows):
-                return engine
-        samples = world.public if rows is None else world.public[rows.to(world.public.device)]
-        engine = self._over(_without_targets(self.data, samples, world))
-        engine._is_public = True
-        self._public = [*self._public[-1:], (world.public, rows, engine)]  # One for the server, one for clients.
-        return engine
+        if self._public is None or self._public[0] is not world.public:
+            engine = self._over(_without_targets(self.data, world.public, world))
+            engine._is_public = True
+            self._public = world.public, engine
+        return self._public[1]
+
+    def teacher_rows(self, learner: Learner, extras: Extras) -> PublicRows:
+        """Return a teacher's rows, none if a client neither received nor remembers them."""
+        like = torch.zeros(self.table_shape(learner), dtype=self.world.dtype, device=self.device)
+        return public_rows(learner.teacher, extras, self.world.seed, like)
+
+    def table_shape(self, learner: Learner) -> tuple[int, ...]:
+        """Return the shape of a teacher's rows for all public samples."""
+        return (len(self.data.targets), *self.extra_shapes[learner.teacher][1:])
 
     def _over(self, data: FederatedData) -> Self:
         """Return an engine with the same options over other samples."""
@@ -392,9 +394,18 @@ class Simulation(Engine):
         name = (self.world.seed, job.client.id, job.round)
         return noise.key(1, *name), noise.key(2, *name)
 
-    def batches(self, job: Job, learner: Learner) -> list[Tensor]:
-        """Return the positions in the pool of every batch that the client goes through."""
-        part = torch.arange(len(self.data.targets)) if self._is_public else self.data.parts[job.client.id]
+    def batches(self, job: Job, learner: Learner, extras: Extras | None = None) -> list[Tensor]:
+        """Return the positions of every batch that a client goes through, in the pool or among the public samples.
+
+        Args:
+            job: What the client trains.
+            learner: How it trains.
+            extras: Extras that it has, which say what public samples a teacher's rows are about.
+        """
+        is_own = not learner.teacher
+        part = self.data.parts[job.client.id] if is_own else self.teacher_rows(learner, extras or {}).positions
+        if not len(part):
+            return []
         batches = itinerary(len(part), learner.local, self.keys(job)[0])
         if learner.max_batches:
             batches = batches[: learner.max_batches]
@@ -402,14 +413,14 @@ class Simulation(Engine):
 
     def pass_batches(self, job: Job, learner: Learner, one: ClientPass) -> list[Tensor]:
         """Return the positions of every batch that a pass runs on: in the pool, or among the public samples."""
-        size = learner.local.batch_size
+        size = one.batch_size(learner.local)
         if one.public:
             if self.world.public is None:
                 raise ConfigError(
                     f"{type(self.method).__name__} was asked for, whose pass {one.name!r} runs on public samples; the "
                     "data has none. data.public = 0.1 in a file, pool.with_public(0.1) in Python, sets samples aside."
                 )
-            return batched(torch.arange(len(self.world.public)), size)
+            return batched(drawn_positions(self.world.seed, job.round, one.draw, self.world.num_public), size)
         part = self.data.parts[job.client.id]
         return batched(part[noise.order(self.pass_key(job, learner, one), len(part))], size)
 
@@ -514,11 +525,6 @@ def is_same(one: object, other: object) -> bool:
     return isinstance(one, (str, int, tuple)) and one == other
 
 
-def _are_equal(one: Tensor | None, other: Tensor | None) -> bool:
-    """Return True if both are None, or tensors with the same values."""
-    return one is other or (one is not None and other is not None and torch.equal(one, other))
-
-
 def _without_targets(data: FederatedData, samples: Tensor, world: World) -> FederatedData:
     """Return data of one client that has these samples, as the model sees them, with targets that mean nothing.
 
@@ -583,14 +589,14 @@ def check_public(asked_by: str, is_needed: bool, world: World, data: FederatedDa
         data: Samples of clients, which the public ones are compared with.
 
     Raises:
-        ConfigError: The method needs public samples, and there are fewer than two.
+        ConfigError: The method needs public samples, and there are too few.
         DataError: Public samples have another shape, type or scale than those of clients.
     """
     public, example = world.public, world.family.example_inputs[0]
-    if is_needed and world.num_public < 2:
+    if is_needed and world.num_public < MIN_PUBLIC:
         raise ConfigError(
-            f"{asked_by} was asked for, which needs public samples without labels; {data.name} has "
-            f"{world.num_public or 'none'}. data.public = 0.2 in a file, --set data.public=0.2, or "
+            f"{asked_by} was asked for, which needs at least {MIN_PUBLIC} public samples without labels; {data.name} "
+            f"has {world.num_public or 'none'}. data.public = 0.2 in a file, --set data.public=0.2, or "
             "pool.with_public(0.2) in Python makes a share of the training samples public. Pool.of(…, public=inputs) "
             "takes samples of your own, and .npz files have them as the array `public`."
         )
@@ -616,8 +622,8 @@ def _check_scale(public: Tensor, data: FederatedData) -> None:
     own, other = (float(values.double().abs().mean()) for values in (data.samples(rows), public[:MAX_COMPARED]))
     if not MIN_SCALE_RATIO * own <= other <= own / MIN_SCALE_RATIO:
         raise DataError(
-            f"the values of the public samples of {data.name} are {other:.3g} in the mean, without their signs, and those "
-            f"of the training samples {own:.3g}. Both must have the same scale, such as bytes, or numbers from 0 to 1."
+            f"the public samples of {data.name} have a mean absolute value of {other:.3g}, and its training samples "
+            f"one of {own:.3g}. Both must have the same scale, such as bytes, or numbers from 0 to 1."
         )
 
 

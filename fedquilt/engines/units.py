@@ -106,7 +106,7 @@ class Unit:
         # Of every client, the teacher's rows for all public samples.
         self.tables: Tensor | None = None
         if learner.teacher:
-            self.tables = torch.zeros(count, *engine.extra_shapes[learner.teacher], dtype=world.dtype, device=device)
+            self.tables = torch.zeros(count, *engine.table_shape(learner), dtype=world.dtype, device=device)
         self.noise = torch.zeros(_CHUNK, count, dtype=torch.int64, device=device)  # the keys of every step
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the chunk
         self.age = torch.zeros((), dtype=torch.float32, device=device)  # optimiser steps taken
@@ -206,7 +206,7 @@ class Unit:
         self.shares.copy_(stack.shares)
         if self.tables is not None:
             for table, extras in zip(self.tables, stack.extras, strict=True):
-                table.copy_(extras[stack.learner.teacher])
+                table.copy_(self.engine.teacher_rows(stack.learner, extras).table)
         self.age.fill_(stack.ages[0])
         self.lr.fill_(stack.learner.lr)
         stack.state, stack.slots, stack.received = self.state, self.slots, self.received

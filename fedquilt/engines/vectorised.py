@@ -170,6 +170,7 @@ class Vectorised(Simulation):
         self._regions: dict[Hashable, Tensor] = {}
         self._nested: WeakValueDictionary[Hashable, Inner] = WeakValueDictionary()
         self._truth = Sequential(self.data, self.device, self.precision)  # trains what cannot be stacked
+        self._truth._is_public = self._is_public
         self.examiner.forget()
         self._template: Weights | None = None
 
@@ -223,6 +224,7 @@ class Vectorised(Simulation):
                 break
             apart = [job for _, some in wave for job in some if job.submodel.arch in self.single]
             self._truth.begin(self.federation)
+            self._truth.extra_shapes = self.extra_shapes
             self._truth._train(server, apart, fold, outcome)
 
     def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:
@@ -300,7 +302,7 @@ class Vectorised(Simulation):
             for job in jobs
         ]
         state = stacked([start.state for start in starts])
-        batches = [self.batches(job, learner) for job in jobs]
+        batches = [self.batches(job, learner, start.extras) for job, start in zip(jobs, starts, strict=True)]
         return Stack(
             server=server,
             received_bytes=[start.bytes for start in starts],
@@ -367,8 +369,8 @@ class Vectorised(Simulation):
         public = self.on_public(self.world)
         public.begin(self.federation)
         public.extra_shapes = self.extra_shapes
-        batches = [public.batches(job, lesson) for job in stack.jobs]
-        losses = torch.zeros(len(batches[0]), len(stack.jobs), dtype=self.world.dtype, device=self.device)
+        batches = [public.batches(job, lesson, own) for job, own in zip(stack.jobs, stack.extras, strict=True)]
+        losses = torch.zeros(max(map(len, batches)), len(stack.jobs), dtype=self.world.dtype, device=self.device)
         own = replace(stack, learner=lesson, slots=None, batches=batches, ages=[0] * len(stack.jobs), losses=losses)
         unit = public._unit(own)
         if unit is None:
@@ -615,7 +617,7 @@ class Vectorised(Simulation):
         inputs, targets = self.augmented(learner, inputs, targets, keys)
         batch = Batch(inputs, targets, stack.held[who], keys, stack.shares[who])
         if learner.teacher:
-            tables = [stack.extras[client][learner.teacher] for client in clients]
+            tables = [self.teacher_rows(learner, stack.extras[client]).table for client in clients]
             taught = torch.stack([table[own] for table, own in zip(tables, rows, strict=True)])
             batch = replace(batch, taught=taught)
         if learner.taught:

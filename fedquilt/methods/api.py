@@ -19,6 +19,8 @@ The names are grouped by the order in which a round uses them:
 - what it keeps and sends beside the weights: `MethodState`, `Trained`, `Left`, and passes over samples
 - how what comes back is merged (`fold`): `Fold`, `Mean`, `Sum`, `Stateful`, `Update`, `Payload` and
   server optimizers
+- what the server learns on public samples (`learn`): `Teachers`, `teaching`, `ServerTraining`,
+  objectives from a teacher, and `Prototypes`, nets of several sizes in one state
 - randomness (`noise`), checks of settings (`within`, `one_of`), and the errors that a method raises
 """
 
@@ -43,6 +45,8 @@ from fedquilt.family.norms import (
 from fedquilt.family.scores import channel_scores
 from fedquilt.family.variants import joined, members_of
 from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
+from fedquilt.methods.prototypes import Prototypes
+from fedquilt.methods.students import teaching
 from fedquilt.precision import Precision
 from fedquilt.round.attack import PGD, AdversarialTraining
 from fedquilt.round.engine import Gradients
@@ -63,6 +67,7 @@ from fedquilt.round.merge import (
     as_weights,
     client_weight,
 )
+from fedquilt.round.teachers import EACH, OUTPUTS, Teachers
 from fedquilt.round.training.augmentation import Intensity
 from fedquilt.round.training.filters import All, Filter, Nothing, Parts
 from fedquilt.round.training.learner import Freeze, Learner, Phase, nets_of
@@ -71,10 +76,13 @@ from fedquilt.round.training.objectives import (
     RECEIVED,
     Adversarial,
     Distilled,
+    FromTeacher,
+    Imitation,
     MaskedCrossEntropy,
     Objective,
     Passes,
     Proximal,
+    SoftLabels,
     Summed,
     TaskLoss,
     View,
@@ -82,8 +90,10 @@ from fedquilt.round.training.objectives import (
 )
 from fedquilt.round.training.optimizers import SGD, Adam
 from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
+from fedquilt.round.training.public import POSITIONS, ROUND, drawn_positions, num_drawn
 from fedquilt.round.training.regions import Between, Everywhere, Part, Region
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
+from fedquilt.round.training.server import TEACHER, ServerTraining, Teaching, TrainServer
 from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.tasks import Task
 from fedquilt.terms import (
@@ -104,9 +114,14 @@ from fedquilt.terms import (
 )
 
 __all__ = [
+    "EACH",
+    "OUTPUTS",
     "PGD",
+    "POSITIONS",
     "RECEIVED",
+    "ROUND",
     "SGD",
+    "TEACHER",
     "WHOLE",
     "Adam",
     "Adversarial",
@@ -135,8 +150,10 @@ __all__ = [
     "Filter",
     "Fold",
     "Freeze",
+    "FromTeacher",
     "GradientPass",
     "Gradients",
+    "Imitation",
     "Index",
     "Intensity",
     "Job",
@@ -169,6 +186,7 @@ __all__ = [
     "Positions",
     "Precision",
     "Presets",
+    "Prototypes",
     "Proximal",
     "Region",
     "Rounding",
@@ -177,7 +195,9 @@ __all__ = [
     "ServerMomentum",
     "ServerOptimiser",
     "ServerStep",
+    "ServerTraining",
     "Slots",
+    "SoftLabels",
     "Stateful",
     "StatisticsPass",
     "Steps",
@@ -187,7 +207,10 @@ __all__ = [
     "Summed",
     "Task",
     "TaskLoss",
+    "Teachers",
+    "Teaching",
     "Tracked",
+    "TrainServer",
     "Trained",
     "TrainingError",
     "TrainingStep",
@@ -200,16 +223,19 @@ __all__ = [
     "as_weights",
     "channel_scores",
     "client_weight",
+    "drawn_positions",
     "highest",
     "joined",
     "members_of",
     "narrower",
     "nets_of",
     "noise",
+    "num_drawn",
     "one_of",
     "prefix",
     "refuse",
     "scattered",
+    "teaching",
     "whatever_the_budget",
     "windows",
     "within",

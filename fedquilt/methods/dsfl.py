@@ -12,16 +12,19 @@ from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.methods.students import teaching
 from fedquilt.round.federation import World
-from fedquilt.round.merge import ExtrasMean, Fold, Stateful
+from fedquilt.round.merge import ExtrasMean, Fold, Merged, Stateful
+from fedquilt.round.teachers import OUTPUTS
 from fedquilt.round.training.filters import All, Nothing
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import SoftLabels
 from fedquilt.round.training.passes import LogitsPass
+from fedquilt.round.training.public import ROUND, drawn_positions, num_drawn
 from fedquilt.round.training.server import TrainServer
 from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.tasks import Task
 from fedquilt.terms import Extras, Job, Server, Update
 
+PREDICTED_BATCHES = 4  # Batches of training that a client predicts at once.
 PREDICTIONS = "predictions"  # (public sample, class, …) Probabilities, of a client or of all together.
 
 
@@ -46,6 +49,12 @@ class Predictions(MethodState):
         return Left(sent_extras={PREDICTIONS: trained.passes["logits"]["logits"].softmax(1)})
 
 
+def drawn_state(draw: int, coded: bool) -> Predictions:
+    """Return what travels: with a draw, clients also receive the round that the predictions were drawn for."""
+    down = (PREDICTIONS, PREDICTIONS + ROUND) if draw else (PREDICTIONS,)
+    return Predictions(extras_down=down, coded_extras=(PREDICTIONS,) if coded else ())
+
+
 @dataclass
 class PredictionsMean(ExtrasMean):
     """Mean of the clients' predictions, sharpened if there is a temperature."""
@@ -64,9 +73,30 @@ class PredictionsMean(ExtrasMean):
 
     def finish(self, server: Server) -> Extras:
         found = super().finish(server)
-        if PREDICTIONS not in self._sums or self.temperature is None:  # Nobody has answered, or as it is.
+        if not self.has_answers or self.temperature is None:
             return found
         return {**found, PREDICTIONS: sharpened(found[PREDICTIONS], self.temperature)}
+
+    @property
+    def has_answers(self) -> bool:
+        """Return True if predictions of a client have arrived."""
+        return PREDICTIONS in self._sums
+
+
+@dataclass
+class PredictionsFold(Stateful):
+    """A fold of predictions. `Merged.outputs` has the global ones if a client has answered in the round."""
+
+    extras: PredictionsMean | None = None
+
+    def finish(self, server: Server) -> Merged:
+        merged = super().finish(server)
+        if self.extras is None or not self.extras.has_answers:
+            return merged
+        extras = dict(merged.extras)
+        if PREDICTIONS + ROUND in extras:
+            extras[PREDICTIONS + ROUND] = torch.full_like(extras[PREDICTIONS + ROUND], server.round)
+        return merged._replace(extras=extras, outputs={OUTPUTS: extras[PREDICTIONS]})
 
 
 @dataclass(frozen=True)
@@ -83,11 +113,12 @@ class DSFL(Prototypes):
     into nets of its own, one per prototype, which is what a device gets that has no net yet.
 
     The paper broadcasts the new predictions at the end of a round, when all clients distil them. Here a client gets
-    them when it takes part again, which is the same for its next training. The paper draws 1,000 public samples in
-    every round; here all of them are used.
+    them when it takes part again, which is the same for its next training. Both sides draw the public samples of a
+    round from the seed, so that only the round travels with the predictions.
     """
 
     temperature: float = 0.1  # T of the sharpened mean. A large one makes predictions uniform
+    samples: int = 1000  # Public samples that are drawn for each round; 0: all
     sharpen: bool = True  # Sharpen the mean; False is the paper's simple aggregation
     public_epochs: int = 1  # Epochs over the public samples in which a client distils; 0: it does not
     coded: bool = False  # A link with a codec codes predictions too
@@ -95,7 +126,7 @@ class DSFL(Prototypes):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        within(self, temperature="(0, inf)", public_epochs="[0, inf)")
+        within(self, temperature="(0, inf)", public_epochs="[0, inf)", samples="[0, inf)")
 
     @property
     def needs_public(self) -> bool:
@@ -111,37 +142,45 @@ class DSFL(Prototypes):
 
     def init(self, world: World) -> Server:
         """Return the state before the first round. Predictions of zeros teach nothing."""
-        shape = predictions_shape(world)
-        server = super().init(world)
-        return replace(server, extras={PREDICTIONS: torch.zeros(shape, dtype=world.dtype)})
+        extras = {PREDICTIONS: torch.zeros(self.shape(world), dtype=world.dtype)}
+        if self.draw(world):
+            extras[PREDICTIONS + ROUND] = torch.tensor(-1)
+        return replace(super().init(world), extras=extras)
+
+    def draw(self, world: World) -> int:
+        """Return how many public samples are drawn for each round; 0: all."""
+        return self.samples if self.samples < world.num_public else 0
+
+    def shape(self, world: World) -> tuple[int, ...]:
+        """Return the shape of predictions: (drawn public sample, class, …)."""
+        return (num_drawn(self.samples, world.num_public), *world.family.output_shape[1:])
 
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
-        state = Predictions(coded_extras=(PREDICTIONS,) if self.coded else ())
+        draw = self.draw(world)
         lesson = None
         if self.public_epochs and job.round:
             plain = replace(self.local, epochs=self.public_epochs, crop=0, flip=False, flip_axes=(), intensity=None)
             phase = Phase(SoftLabels())
-            lesson = Learner((phase,), plain, self.lr(job.round), teacher=PREDICTIONS, task=world.task)
+            lesson = Learner((phase,), plain, self.lr(job.round), task=world.task)
+            lesson = replace(lesson, teacher=PREDICTIONS, teacher_draw=draw)
         private = replace(base, send=Nothing(), keep=All(), class_rows=False)
-        return replace(private, state=state, after=(LogitsPass(),), lesson=lesson)
+        # Training keeps the activations of all layers and inference those of two, so that larger batches fit.
+        predict = LogitsPass(samples=draw, size=PREDICTED_BATCHES * self.local.batch_size)
+        return replace(private, state=drawn_state(draw, self.coded), after=(predict,), lesson=lesson)
 
     def fold(self, server: Server, world: World) -> Fold:
         mean = super().fold(server, world)
         temperature = self.temperature if self.sharpen else None
-        predictions = PredictionsMean(world.family.cutter, temperature=temperature, shape=predictions_shape(world))
-        return Stateful(mean, extras=predictions)
+        predictions = PredictionsMean(world.family.cutter, temperature=temperature, shape=self.shape(world))
+        return PredictionsFold(mean, extras=predictions)
 
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
-        predictions = server.extras[PREDICTIONS]
-        if not bool(predictions.any()):  # Nobody has answered so far.
+        if OUTPUTS not in outputs:  # Nobody has answered.
             return server
-        return train(server, teaching(self, self.nets(world), predictions, SoftLabels(), self.server_training, world))
-
-
-def predictions_shape(world: World) -> tuple[int, ...]:
-    """Return the shape of predictions: (public sample, class, …)."""
-    return (world.num_public, *world.family.output_shape[1:])
+        rows, how = outputs[OUTPUTS], self.server_training
+        positions = drawn_positions(world.seed, server.round - 1, self.draw(world), world.num_public)
+        return train(server, teaching(self, self.nets(world), rows, SoftLabels(), how, world, positions))
 
 
 def needs_classes(method: Prototypes, task: Task) -> None:

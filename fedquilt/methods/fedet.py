@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -21,7 +23,6 @@ from fedquilt.round.training.objectives import FromTeacher, View
 from fedquilt.round.training.server import TrainServer
 from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Extras, Mix, Server, Submodel
-from fedquilt.units import size
 
 _log = logging.getLogger(__name__)
 _SERVER = "server/"  # Scope of the server's net.
@@ -103,6 +104,7 @@ class FedET(Prototypes):
     diversity: float = 0.05  # λ, weight of the nets that dissent. 0: they are ignored
     temperature: float = 1.0  # Of the term of the nets that dissent
     paper = "Cho et al. 2022"
+    demo: ClassVar[Mapping[str, Any]] = {"prototypes": [0.5, 0.25], "server_training": {"steps": 40}}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -133,7 +135,7 @@ class FedET(Prototypes):
             return server
         logits = outputs[EACH]
         if server.round == 1:
-            _log.info("Fed-ET holds the outputs of %d nets at once: %s", len(logits), size(logits.nbytes))
+            _log.info("Fed-ET holds the outputs of %d nets at once: %d bytes", len(logits), logits.nbytes)
         objective = ConsensusLoss(self.diversity, self.temperature)
         rows = consensus(logits, self.temperature)
         net = self.server_net(world)

@@ -47,6 +47,7 @@ class Method:
     copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
     ignores_budgets: ClassVar[bool] = False  # True: plans may exceed budgets; runs say for how many
     skips_clients: ClassVar[bool] = False  # True: an empty plan leaves a client out of a round
+    demo: ClassVar[Mapping[str, Any]] = {}  # Settings of its own in the demo, whose devices have shares 1, 1/2 and 1/4
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Check the budgets of a subclass with its own `plan`, unless it opts out itself."""
@@ -83,6 +84,10 @@ class Method:
     def with_local(self, **changes: Any) -> Self:
         """The method with other local settings; those not named stay its own, which `local=Local(…)` would replace."""
         return replace(self, local=replace(self.local, **changes))
+
+    def shortened(self) -> Self:
+        """Return the method with so little training that `fedquilt check` is quick: one epoch with batches of 4."""
+        return self.with_local(epochs=1, batch_size=4)
 
     def adapt(self, family: Family) -> Family:
         """Return the family as the method trains it, such as with stages. It is called once before a run."""

@@ -29,8 +29,9 @@ from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Passes, View, Wrapping
 from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine
+from fedquilt.round.training.server import TrainServer
 from fedquilt.tasks import Task
-from fedquilt.terms import WHOLE, Arch, Budget, Client, Job, Mix, Server, Submodel
+from fedquilt.terms import WHOLE, Arch, Budget, Client, Extras, Job, Mix, Server, Submodel
 
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
 _SITE = 48  # Random stream of the stages that `random` draws
@@ -291,6 +292,17 @@ class ProgFed(Method):
 
     def check_task(self, task: Task) -> None:
         self.over.check_task(task)
+
+    def shortened(self) -> Self:
+        return replace(self, over=self.over.shortened())
+
+    @property
+    def needs_public(self) -> bool:
+        return self.over.needs_public
+
+    def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
+        """Let the server learn as the inner method does, with the stage that was trained in this round."""
+        return self.over.learn(server, outputs, self._tested(server, world), train)
 
     def candidates(self, server: Server, world: World) -> Mix:
         return self.over.candidates(server, self._tested(server, world))

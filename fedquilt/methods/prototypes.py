@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from typing import Any, ClassVar, Literal, Self
 
 from torch import Tensor
 
@@ -15,6 +16,7 @@ from fedquilt.family.cut import prefix
 from fedquilt.methods.initial import own_range
 from fedquilt.methods.method import Method
 from fedquilt.round.federation import World
+from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.server import ServerTraining
 from fedquilt.terms import Arch, Budget, Client, Job, Mix, Server, Submodel
 
@@ -32,6 +34,7 @@ class Prototypes(Method):
     # Shares of the whole model that clients train, each a net of its own
     prototypes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
     server_training: ServerTraining = ServerTraining()  # How the server trains on public samples
+    demo: ClassVar[Mapping[str, Any]] = {"prototypes": [1.0, 0.5, 0.25], "server_training": {"steps": 40}}
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -48,6 +51,11 @@ class Prototypes(Method):
             )
         refuse(self, wrong)
         object.__setattr__(self, "prototypes", shares)
+
+    def shortened(self) -> Self:
+        """Return the method with little training. The server has SGD, because Adam amplifies rounding errors."""
+        few = replace(self.server_training, optimiser=SGD(lr=0.05), batch_size=4, check_every=2)
+        return replace(super().shortened(), server_training=replace(few, steps=min(4, few.steps)))
 
     @property
     def needs_public(self) -> bool:

@@ -13,6 +13,7 @@ from fedquilt.round.federation import World
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Imitation, Objective
+from fedquilt.round.training.public import POSITIONS
 from fedquilt.round.training.server import TEACHER, ServerTraining, Teaching
 from fedquilt.round.training.state import MethodState
 from fedquilt.terms import Job, Submodel
@@ -35,7 +36,7 @@ class Students(Method):
             self.local,
             self.local.optimiser.lr,
             keep_slots=True,
-            state=MethodState(extras_down=(TEACHER,)),
+            state=MethodState(extras_down=(TEACHER, TEACHER + POSITIONS)),
             teacher=TEACHER,
             max_batches=self.batches,
             task=world.task,
@@ -49,25 +50,27 @@ def teaching(
     objective: Objective,
     how: ServerTraining,
     world: World,
+    positions: Tensor | None = None,
 ) -> Teaching:
     """Return what a server learns in one round.
 
     Args:
         method: Method of the run. Students have its norm policy.
         students: Nets of the server's state that learn, each with a scope of its own.
-        teacher: (public sample, …) Rows that the objective sees as `View.taught`.
+        teacher: (row, …) Rows that the objective sees as `View.taught`.
         objective: Loss of a batch of public samples.
         how: Optimizer, number of steps, and when to stop.
         world: World with public samples.
+        positions: (row,) Positions of the public samples that the rows are about. None: all.
     """
-    num_samples = len(how.split(world.num_public, world.seed)[0])
+    num_samples = len(how.split(len(teacher), world.seed)[0])
     size = min(how.batch_size, num_samples)
     local = Local(
         optimiser=how.optimiser,
         batch_size=size,
-        epochs=math.ceil(how.steps_per_check / max(1, num_samples // size)),
+        epochs=max(1, math.ceil(how.steps_per_check / max(1, num_samples // size))),
         last_batch="drop",
         norm=method.local.norm,
     )
     learners = Students(local=local, weighting="uniform", objective=objective, batches=how.steps_per_check)
-    return Teaching(tuple(students), teacher, learners, how)
+    return Teaching(tuple(students), teacher, learners, how, positions)

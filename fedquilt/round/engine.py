@@ -117,13 +117,8 @@ class Engine(ABC):
         """
 
     @abstractmethod
-    def on_public(self, world: World, rows: Tensor | None = None) -> Engine:
-        """Return an engine with which the server trains on public samples.
-
-        Args:
-            world: World with public samples.
-            rows: Positions of the public samples that are meant. None: all.
-        """
+    def on_public(self, world: World) -> Engine:
+        """Return an engine with which the server trains on the public samples of a world."""
 
     @abstractmethod
     def size(self, client: int) -> int:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING
 
@@ -12,15 +13,18 @@ import torch
 from torch import Tensor
 
 from fedquilt import noise
+from fedquilt.errors import DivergenceError
 from fedquilt.family.net import Pass
 from fedquilt.files import settled
 from fedquilt.precision import computing
+from fedquilt.round.client import are_finite
 from fedquilt.round.link import PERFECT
 from fedquilt.round.merge import Mean, Merged
 from fedquilt.round.serve import scored
-from fedquilt.round.teachers import OUTPUT_BATCH
+from fedquilt.round.teachers import output_batch
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.passes import LossPass
+from fedquilt.round.training.public import POSITIONS
 from fedquilt.round.training.server import TEACHER, Teaching
 from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, run_pass
@@ -80,6 +84,12 @@ def learn(federation: Federation, server: Server, merged: Merged, engine: Engine
         engine: Engine of the run. It trains students as it trains clients.
     """
     began, macs, steps = time.perf_counter(), merged.macs, 0
+    if not are_finite(merged.outputs.values()):
+        raise DivergenceError(
+            f"nets that the server received in round {server.round} have outputs on the public samples that are not "
+            "finite; they were refused, and the server's state is that of the round before. A smaller learning rate "
+            "of clients may help, or gradient clipping (clip=1.0)."
+        )
 
     def train(state: Server, teaching: Teaching) -> Server:
         nonlocal macs, steps
@@ -103,11 +113,16 @@ class _School:
         self._students = replace(federation, method=teaching.method, link=PERFECT, received={})
         world = federation.world
         assert world.public is not None, "a method that teaches without public samples was refused before the run"
-        rows, held = teaching.how.split(world.num_public, world.seed)
-        self._public = engine.on_public(world, rows)
+        positions = torch.arange(world.num_public) if teaching.positions is None else teaching.positions.cpu()
+        rows, held = teaching.how.split(len(positions), world.seed)
+        self._public = engine.on_public(world)
         teacher = teaching.teacher.to(engine.device, world.dtype)
-        self._rows = teacher[rows.to(engine.device)]
-        self._held = world.public[held.to(world.public.device)].to(engine.device), teacher[held.to(engine.device)]
+        self._extras = {
+            TEACHER: teacher[rows.to(engine.device)],
+            TEACHER + POSITIONS: positions[rows],
+        }
+        samples = world.public[positions[held].to(world.public.device)].to(engine.device)
+        self._held = samples, teacher[held.to(engine.device)]
         self.macs = self.steps = 0
         self._progress: dict[Submodel, _Progress] = {}
         for student, value in self._compared(teaching.students, server.weights).items():
@@ -138,17 +153,33 @@ class _School:
             jobs[0].round,
             {name: weight for one in active for name, weight in self._progress[one].weights.items()},
             {key: memory for one in active for key, memory in self._progress[one].memory.items()},
-            extras={TEACHER: self._rows},
+            extras=self._extras,
         )
         fold = Mean(self._federation.world.family.cutter, "uniform").begin(state)
-        outcome = self._public.train(self._students, state, jobs, fold)
+        how, students = self._teaching.how, self._students
+        batches = min(how.steps_per_check, how.steps - check * how.steps_per_check)
+        if batches < how.steps_per_check:  # Fewer steps are left.
+            students = replace(students, method=replace(self._teaching.method, batches=batches))
+        with self._blamed():
+            outcome = self._public.train(students, state, jobs, fold)
         merged = fold.finish(state).weights
         for student in active:
             progress, key = self._progress[student], (_SERVER.id, student.scope)
             progress.weights = {name: merged[name] for name in progress.weights}
             progress.memory = {key: outcome.memory[key]}
         self.macs += outcome.total.macs
-        self.steps += len(active) * self._teaching.method.batches
+        self.steps += len(active) * batches
+
+    @contextmanager
+    def _blamed(self) -> Iterator[None]:
+        """Raise an error of the students' training as one that names the server, and not a client."""
+        try:
+            yield
+        except DivergenceError as error:
+            raise DivergenceError(
+                f"the server's training on public samples diverged in round {self._server.round}. A smaller learning "
+                "rate (method.server_training.optimiser.lr) would help; the server's state is that of the round before."
+            ) from error
 
     def _compared(self, students: Sequence[Submodel], weights: Mapping[str, Tensor]) -> dict[Submodel, float]:
         """Return a value for each student that falls as it gets better."""
@@ -171,7 +202,7 @@ class _School:
         key, share = torch.tensor(noise.key(0), device=device), torch.ones((), dtype=world.dtype, device=device)
         parts, sizes = [], []
         with torch.no_grad(), computing(world.precision, device):
-            for chosen in batched(torch.arange(len(samples), device=device), OUTPUT_BATCH):
+            for chosen in batched(torch.arange(len(samples), device=device), output_batch(world)):
                 batch = Batch(samples[chosen].clone(), targets[chosen], present, key, share, rows[chosen])
                 parts.append(run_pass(learner, member, one, state, Received(state), batch))
                 sizes.append(len(chosen))

@@ -19,7 +19,17 @@ from fedquilt.terms import Server, Update, Weights
 
 OUTPUTS = "outputs"  # (public sample, class, …) Mean output of all teachers.
 EACH = "each"  # (teacher, public sample, class, …) Output of every teacher.
-OUTPUT_BATCH = 250  # Public samples that a teacher sees at once. Norms without statistics use those of such a batch.
+MAX_OUTPUT_BATCH = 1000  # Public samples that a net sees at once, at most.
+MAX_OUTPUT_BYTES = 1 << 30  # Activations of the whole model for these samples, at most.
+
+
+def output_batch(world: World) -> int:
+    """Return how many public samples a net of the server sees at once.
+
+    Norms without statistics use those of such a batch. The number is the same for all nets of a family.
+    """
+    saved = max(1, world.family.member(world.family.whole).activations(1))
+    return max(2, min(MAX_OUTPUT_BATCH, MAX_OUTPUT_BYTES // saved))
 
 
 def net_outputs(world: World, member: Member, state: Weights, mode: Pass, samples: Tensor) -> Tensor:
@@ -34,7 +44,7 @@ def net_outputs(world: World, member: Member, state: Weights, mode: Pass, sample
     """
     with torch.no_grad(), computing(world.precision, samples.device):
         # Copies, because a net may begin with an operation in place.
-        parts = [member.net(state, some.clone(), mode)[0] for some in batched(samples, OUTPUT_BATCH)]
+        parts = [member.net(state, some.clone(), mode)[0] for some in batched(samples, output_batch(world))]
         return torch.cat([part.movedim(member.class_dim, 1) for part in parts]).to(world.dtype)
 
 

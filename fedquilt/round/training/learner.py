@@ -22,6 +22,7 @@ from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Objective, TaskLoss
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.passes import ClientPass
+from fedquilt.round.training.public import num_drawn
 from fedquilt.round.training.regions import Everywhere, Region, masks_of
 from fedquilt.round.training.state import MethodState
 from fedquilt.tasks import Classification, Task
@@ -63,9 +64,10 @@ class Learner:
     before: tuple[ClientPass, ...] = ()  # Passes over samples before the first step, with the received weights
     after: tuple[ClientPass, ...] = ()  # Passes over samples after the last step, with the trained weights
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
-    # Name of an extra with a row for every public sample. Batches are then of public samples, and objectives see the
-    # rows of their batch as `View.taught`. Empty: batches are of the client's own samples.
+    # Name of an extra with a row for every public sample that it is about (`PublicRows`). Batches are then of these
+    # samples, and objectives see the rows of a batch as `View.taught`. Empty: batches are of the client's own samples.
     teacher: str = ""
+    teacher_draw: int = 0  # Public samples that are drawn for each round, which the rows are about; 0: all
     lesson: Learner | None = None  # Training on public samples, with a `teacher`, before that on the client's own
     max_batches: int = 0  # Most batches of a round; 0: all of its epochs
     task: Task = Classification()  # whose loss the objectives wrap: that of the world
@@ -221,7 +223,8 @@ class Learner:
         """Return the multiply-adds of the lesson, given the number of public samples."""
         if self.lesson is None:
             return 0
-        return self.lesson.macs(member, [len(rows) for rows in itinerary(public, self.lesson.local, 0)])
+        count = num_drawn(self.lesson.teacher_draw, public)
+        return self.lesson.macs(member, [len(rows) for rows in itinerary(count, self.lesson.local, 0)])
 
     def pass_macs(self, member: Member, own: int, public: int) -> int:
         """Return the multiply-adds of the passes that are not steps.
@@ -231,7 +234,7 @@ class Learner:
             own: Number of the client's samples.
             public: Number of public samples.
         """
-        return sum(one.macs(member) * (public if one.public else own) for one in self.passes)
+        return sum(one.macs(member) * (num_drawn(one.draw, public) if one.public else own) for one in self.passes)
 
     def _macs(self, member: Member, phases: tuple[Phase, ...]) -> int:
         teaching = member.macs if self.taught else 0

@@ -36,6 +36,15 @@ class ClientPass(ABC):
         """Return True if it runs on the public samples instead of the client's own."""
         return False
 
+    @property
+    def draw(self) -> int:
+        """Return the number of public samples that are drawn for each round; 0: all."""
+        return 0
+
+    def batch_size(self, local: Local) -> int:
+        """Return the number of samples that run at once. By default it is that of training."""
+        return local.batch_size
+
     def mode(self, local: Local) -> Pass:
         """Return how nets run. By default they run as in a training step."""
         return local.norm.training_pass(local.scaler)
@@ -110,6 +119,15 @@ class LogitsPass(ClientPass):
     """
 
     name: str = "logits"
+    samples: int = 0  # Public samples that are drawn for each round; 0: all
+    size: int = 0  # Samples that run at once; 0: as many as in training
+
+    @property
+    def draw(self) -> int:
+        return self.samples
+
+    def batch_size(self, local: Local) -> int:
+        return self.size or local.batch_size
 
     @property
     def public(self) -> bool:

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from fedquilt.methods.students import Students
 
 StopBy = Literal["agreement", "labels"]
+MIN_PUBLIC = 4  # Public samples that a server needs: two to train on, and two that it holds back.
 TEACHER = "teacher"  # Extra that students receive: the teacher's rows.
 _SPLIT = 48  # Random stream that decides which public samples are held back.
 
@@ -59,10 +60,11 @@ class ServerTraining:
     def split(self, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return the positions of public samples to train on, and of those that are held back.
 
-        The split is the same in every round of a run. Both parts have at least one sample.
+        The split is the same in every round of a run. Both parts have at least two samples, because norms need more
+        than one.
         """
         order = noise.order(noise.key(_SPLIT, seed), num_samples)
-        count = max(1, round(num_samples * self.held_back))
+        count = max(2, round(num_samples * self.held_back))
         return order[count:].sort().values, order[:count].sort().values
 
 
@@ -72,15 +74,17 @@ class Teaching:
 
     Args:
         students: Nets of the server's state that learn. Each has a scope of its own.
-        teacher: (public sample, …) Rows that the objective sees as `View.taught`.
+        teacher: (row, …) Rows that the objective sees as `View.taught`.
         method: How students train, as clients that hold the public samples.
         how: Number of steps, and when to stop.
+        positions: (row,) Positions of the public samples that the rows are about. None: all.
     """
 
     students: tuple[Submodel, ...]
     teacher: Tensor
     method: Students
     how: ServerTraining
+    positions: Tensor | None = None
 
 
 TrainServer = Callable[[Server, Teaching], Server]  # Returns a state whose students are trained.

@@ -1,0 +1,71 @@
+"""Which public samples a round is about, and a teacher's rows for them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from fedquilt import noise
+from fedquilt.terms import Extras
+
+_DRAW = 51  # Random stream of the public samples of a round.
+POSITIONS = "/positions"  # Ending of the extra with the positions of the public samples that rows are about.
+ROUND = "/round"  # Ending of the extra with the round whose draw the rows are about.
+
+
+def num_drawn(draw: int, num_public: int) -> int:
+    """Return how many public samples are drawn for a round: `draw`, or all if there are no more or it is 0."""
+    return draw if 0 < draw < num_public else num_public
+
+
+def drawn_positions(seed: int, round: int, draw: int, num_public: int) -> Tensor:
+    """Return the positions of the public samples of a round, in ascending order.
+
+    Args:
+        seed: Seed of the run.
+        round: Round, from 0.
+        draw: Number of samples. 0: all.
+        num_public: Number of public samples.
+    """
+    if num_drawn(draw, num_public) == num_public:
+        return torch.arange(num_public)
+    return noise.order(noise.key(_DRAW, seed, round), num_public)[:draw].sort().values
+
+
+@dataclass(frozen=True)
+class PublicRows:
+    """A teacher's rows, and the public samples that they are about.
+
+    Args:
+        positions: (row,) Positions of the public samples, on the CPU.
+        table: (public sample, …) Rows by position. Those of other samples are zero.
+    """
+
+    positions: Tensor
+    table: Tensor
+
+
+def public_rows(name: str, extras: Extras, seed: int, like: Tensor) -> PublicRows:
+    """Return the rows in an extra, by the position of the public sample.
+
+    An extra beside it says which samples they are about: `NAME/positions` has their positions, or `NAME/round` the
+    round that they were drawn for. Without either they are about all samples.
+
+    Args:
+        name: Name of the extra.
+        extras: Extras that were received or are remembered. If the rows are not among them, there are none.
+        seed: Seed of the run.
+        like: (public sample, …) Zeros in the shape of the table.
+    """
+    num_public, rows = len(like), extras.get(name)
+    if rows is None:
+        return PublicRows(torch.arange(0), like)
+    if name + POSITIONS in extras:
+        positions = extras[name + POSITIONS].cpu()
+    elif name + ROUND in extras:
+        positions = drawn_positions(seed, int(extras[name + ROUND]), len(rows), num_public)
+    else:
+        return PublicRows(torch.arange(num_public), rows)
+    return PublicRows(positions, like.index_copy(0, positions.to(like.device), rows.to(like.dtype)))
