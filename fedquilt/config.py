@@ -486,7 +486,7 @@ DEMO: Settings = {
     "fleet": {"sample": 0.5, "budgets": {"name": "uniform", "shares": [1.0, 0.5, 0.25]}},
     "rounds": 20,
 }
-DEMO_PUBLIC = 0.2  # Share of the demo's training samples that becomes public, without labels, if a method needs some
+DEMO_PUBLIC = 0.2  # Share of the demo's training samples that becomes public, without labels, if a method needs it
 # What makes it learn in twenty rounds, whatever the method.
 LEARNING: Settings = {"optimiser": {"lr": 0.1}, "batch_size": 16, "epochs": 2}
 # Bundled data that has settings of its own: its model, and what makes that learn, whatever the method. A perceptron has
@@ -502,25 +502,47 @@ DEMOS: dict[str, tuple[str, Settings]] = {
 }
 
 
-def demo(method: str = DEMO["method"]["name"], preset: bool = False, data: str = DEMO["data"]["name"]) -> Settings:
+def demo(
+    method: str = DEMO["method"]["name"],
+    preset: bool = False,
+    data: str = DEMO["data"]["name"],
+    together: Sequence[str] = (),
+) -> Settings:
     """Return the demo's settings for a method. A preset, or a function in a file, says itself how clients train.
+
+    A fifth of the training samples becomes public, without labels, if the method or one that it is compared with needs
+    public samples.
 
     Args:
         method: Name of the method.
         preset: True if a preset of the method was asked for.
         data: A key of `DEMOS`.
+        together: Names of methods that it is compared with on the same data.
     """
     model, learning = DEMOS[data]
-    local = {} if preset or is_made_by_function(method) else {"local": learning}
-    public = {"public": DEMO_PUBLIC} if needs_public(method) else {}
+    kind = _method_class(method)
+    local = {} if preset or is_made_by_function(method) else {"local": learning, **(kind.demo if kind else {})}
+    public = {"public": DEMO_PUBLIC} if any(needs_public(one) for one in (method, *together)) else {}
     named = {"method": {"name": method} | local, "model": {"name": model}, "data": {"name": data} | public}
     return copy.deepcopy({**DEMO, **named})
 
 
 def needs_public(method: str) -> bool:
     """Return True if a method by its name needs public samples with its default settings."""
-    kind = METHODS.get(method)
-    return kind is not None and kind().needs_public
+    kind = _method_class(method)
+    try:
+        return kind is not None and kind().needs_public
+    except Exception:  # A class of the user's own may need arguments. `Experiment.of` reports what is wrong.
+        return False
+
+
+def _method_class(name: str) -> type[Method] | None:
+    """Return a method's class by its name or as `file.py:Class`. None: it is a function, or unknown."""
+    try:
+        found = find(METHODS, name, "method")
+    except ConfigError:  # `Experiment.of` reports it
+        return None
+    return found if isinstance(found, type) and issubclass(found, Method) else None
 
 
 def defaults(method: str = DEMO["method"]["name"], names_model: bool = True) -> Settings:

@@ -120,7 +120,7 @@ class CompareRequest(Options):
             is_file = method.endswith(".toml")
             config, method_name = (method, None) if is_file else (self.config, method)
             try:
-                settings, flags = request.settings(config, method_name)
+                settings, flags = request.settings(config, method_name, self.methods)
                 seeds.add(Experiment.of(settings, flags, config or "").seed)
             except ConfigError as error:
                 problems.setdefault(str(error), []).append(name)

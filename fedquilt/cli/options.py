@@ -200,12 +200,15 @@ class Options(DataOptions):
         settings, asked = self.settings(config, method)
         return Experiment.of(settings, asked, config or "")
 
-    def settings(self, config: str | None, method: str | None) -> tuple[Settings, dict[str, str]]:
+    def settings(
+        self, config: str | None, method: str | None, together: Sequence[str] = ()
+    ) -> tuple[Settings, dict[str, str]]:
         """Return the settings of a file with the flags over them, and which flag set what.
 
         Args:
             config: Path of a file. None: the demo's settings or the defaults.
             method: Name of the method. None: the file's, or the demo's.
+            together: Names of methods that it is compared with on the same data.
         """
         from fedquilt.config import DEMO, defaults, demo, read_toml
 
@@ -213,11 +216,11 @@ class Options(DataOptions):
         if config:
             base = read_toml(config)
         elif data := self._demo_data():
-            base = demo(name, bool(self._preset()), data)
+            base = demo(name, bool(self._preset()), data, together)
         elif self._names_model_or_data():
             base = defaults(name, self._names_model())
         else:
-            base = demo(name, bool(self._preset()))
+            base = demo(name, bool(self._preset()), together=together)
         return self.layers(base, method)
 
     def source(self, config: str | None, method: str | None) -> str:
