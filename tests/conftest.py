@@ -6,6 +6,7 @@ import importlib.util
 import signal
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 from types import ModuleType
@@ -19,9 +20,11 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt.engines import ENGINES
 from fedquilt.methods import Method, ProgFed, Scaffold
+from fedquilt.methods.prototypes import Prototypes
 from fedquilt.models import PreResNet, TransformerLM
 from fedquilt.round import Record
 from fedquilt.round.client import Start, memory_of, receive
+from fedquilt.round.training.server import ServerTraining
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background; some tests press ctrl-C
@@ -107,7 +110,9 @@ def make_data() -> MakeData:
     return _make_data
 
 
-def _make_data(family: fq.Family, sizes: Sequence[int], labels: int = 0, tests: int = 24) -> fq.FederatedData:
+def _make_data(
+    family: fq.Family, sizes: Sequence[int], labels: int = 0, tests: int = 24, public: int = 10
+) -> fq.FederatedData:
     """Random samples in the family's input shape; with `labels`, client i holds classes i, i+1, … only."""
     generator = torch.Generator().manual_seed(7)
     example, classes = family.example_inputs[0], family.num_classes
@@ -126,7 +131,8 @@ def _make_data(family: fq.Family, sizes: Sequence[int], labels: int = 0, tests: 
         for client, part in enumerate(parts):
             targets[part] = (client + targets[part] % labels) % classes
     test_parts = list(torch.tensor_split(torch.arange(tests), len(sizes)))
-    return fq.FederatedData.of((inputs, targets), pool(tests), parts, test_parts)
+    data = fq.FederatedData.of((inputs, targets), pool(tests), parts, test_parts)
+    return replace(data, public=pool(public)[0]) if public else data
 
 
 Play = Callable[..., fq.Run]
@@ -168,12 +174,24 @@ def shortened(words: Sequence[str], flags: Sequence[str]) -> list[str]:
 
 
 def with_local(method: Method, **changes: Any) -> Method:
-    """Return the method with other local settings. SCAFFOLD gets SGD without momentum and clipping."""
+    """Return the method with other local settings, and few steps of a server that learns.
+
+    SCAFFOLD gets SGD without momentum and clipping.
+    """
     optimiser = changes.get("optimiser")
+    method = few_server_steps(method)
     inner = method.over if isinstance(method, ProgFed) else method
     if isinstance(inner, Scaffold) and optimiser is not None:
         changes["optimiser"] = fq.SGD(optimiser.lr, momentum=0.0, decay=optimiser.decay)
     return method.with_local(**changes)
+
+
+def few_server_steps(method: Method) -> Method:
+    """Return the method with four steps of a server that learns in each round."""
+    if not isinstance(method, Prototypes):
+        return method
+    few = ServerTraining(fq.SGD(lr=0.05), batch_size=4, steps=4, check_every=2)
+    return replace(method, server_training=few)
 
 
 def start_of(run: fq.Run, job: fq.Job) -> Start:

@@ -41,7 +41,8 @@ def dealt(dims: int = 2, **changes: Tensor) -> fq.FederatedData:
     y[2] = -100
     y[:, 0, 0] = -100
     y = changes.get("masks", y)
-    return fq.data.Pool.of((x[:9], y[:9]), (x[9:], y[9:])).dealt([range(4), range(4, 9)], [range(2), range(2, 5)])
+    pool = fq.data.Pool.of((x[:9], y[:9]), (x[9:], y[9:]), public=x[9:])
+    return pool.dealt([range(4), range(4, 9)], [range(2), range(2, 5)])
 
 
 def play(method: fq.Method, engine: object, dims: int = 2, task: object = "segmentation", **options: object) -> fq.Run:

@@ -22,6 +22,7 @@ import fedquilt as fq
 from fedquilt import noise
 from fedquilt.family.variants import VariantSource
 from fedquilt.methods import METHODS, Method
+from fedquilt.methods.dsfl import DSFL
 from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.fedbn import FedBN
 from fedquilt.methods.fednova import FedNova
@@ -39,6 +40,7 @@ from fedquilt.round.merge import ServerAdam, ServerMomentum
 from fedquilt.round.training.learner import Learner
 from fedquilt.tasks import Segmentation, Task
 from fedquilt.terms import Job
+from tests.conftest import few_server_steps
 
 # --- models -----------------------------------------------------------------------------------------------------
 
@@ -104,6 +106,11 @@ def digits(labels: int = 6) -> fq.FederatedData:
 def unequal_digits() -> fq.FederatedData:
     """Partition the digits by a Dirichlet distribution, so that clients take unequal numbers of steps."""
     return fq.data.digits().deal(10, fq.data.Dirichlet(0.5), seed=1)
+
+
+def public_digits() -> fq.FederatedData:
+    """Partition the digits by label, and make a tenth of them public, without their labels."""
+    return fq.data.digits(public=0.1).deal(10, fq.data.Labels(6), seed=1)
 
 
 def texts() -> fq.FederatedData:
@@ -185,8 +192,14 @@ class Keeping(FedAvg):
 # --- the tables -------------------------------------------------------------------------------------------------
 
 LINKS = {"": fq.Link(), "-lossy-mild": fq.Link.preset("lossy-mild"), "-four-bits": FOUR_BITS}
-NETS: dict[str, Callable[[], nn.Module] | VariantSource] = {"splitmix": seeded_net, "progfed": HashedStages()}
-DATA = {"fednova": unequal_digits}
+NETS: dict[str, Callable[[], nn.Module] | VariantSource] = {
+    "splitmix": seeded_net,
+    "feddf": seeded_net,
+    "dsfl": seeded_net,
+    "fedet": seeded_net,
+    "progfed": HashedStages(),
+}
+DATA = {"fednova": unequal_digits, "feddf": public_digits, "dsfl": public_digits, "fedet": public_digits}
 OPTIMISERS = {"scaffold": fq.SGD(lr=0.03, momentum=0.0)}  # it refuses momentum
 
 # The first three records are older than the others. Their learning rate is larger, and clients have fewer classes.
@@ -196,7 +209,7 @@ FIRST_RUNS = {
 }
 METHOD_RUNS = {
     name + ending: Case(
-        method(),
+        few_server_steps(DSFL(coded=True) if name == "dsfl" else method()),
         {"optimiser": OPTIMISERS[name]} if name in OPTIMISERS else {},
         net=NETS.get(name, residual_net),
         data=DATA.get(name, digits),

@@ -16,11 +16,11 @@ from fedquilt.errors import ConfigError
 from fedquilt.family.cut import scattered
 from fedquilt.methods import METHODS, FedBN, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.models import MODELS
-from tests.conftest import with_local
+from tests.conftest import few_server_steps, with_local
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 
-ALL = [kind() for kind in METHODS.values() if kind is not FedBN]
+ALL = [few_server_steps(kind()) for kind in METHODS.values() if kind is not FedBN]
 
 
 @pytest.fixture(scope="module")

@@ -13,9 +13,9 @@ from fedquilt.deploy import deployed, total_share
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cut import prefix
 from fedquilt.methods import METHODS, FedAvg, FedBN, HeteroFL, LocalOnly, SplitMix
-from tests.conftest import with_local
+from tests.conftest import few_server_steps, with_local
 
-ALL = [kind() for kind in METHODS.values()]
+ALL = [few_server_steps(kind()) for kind in METHODS.values()]
 
 
 @pytest.fixture(scope="module")

@@ -17,6 +17,7 @@ from fedquilt.export import Pt2
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.methods import METHODS, FedBN, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.models import MODELS
+from tests.conftest import few_server_steps
 
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime", "onnxscript"))
 ONNX = pytest.param("onnx", marks=pytest.mark.skipif(not HAS_ONNX, reason="needs fedquilt[export]"))
@@ -69,7 +70,9 @@ def answers(file, inputs):
             return fq.load_model(file, net).requires_grad_(False)(inputs)
 
 
-@pytest.mark.parametrize("method", [kind() for kind in METHODS.values()], ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize(
+    "method", [few_server_steps(kind()) for kind in METHODS.values()], ids=lambda method: type(method).__name__
+)
 def test_every_method_is_written_and_loaded(method, family, play, make_data, tmp_path):
     run = play(method, family, make_data(family, (9, 8)), rounds=1)
     client = 1 if method.personal else None

@@ -115,7 +115,7 @@ def test_plans_keep_memory_for_the_batch_and_the_optimizer(name, changes, residu
         plan = planned(method, SERVER, Client(0, budget), world)
         assert sum(residual.cost(net, step).memory for net in plan) <= budget.memory
         check_budgets(method, [Job(Client(0, budget), net, 0) for net in plan], world)
-    if name != "splitmix":  # its base nets are narrower than the whole
+    if name not in ("splitmix", "fedet"):  # Their clients train nets that are narrower than the whole.
         assert plan[0].arch == residual.whole
 
 
