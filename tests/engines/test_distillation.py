@@ -31,6 +31,8 @@ ENGINES = {
     "ray": lambda data: "ray",
 }
 EVERY_ENGINE = [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in ENGINES]
+QUICK = ("vectorised", "recorded-laid")  # The others run in `make test-all`.
+FEW_ENGINES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENGINES]
 
 
 def distilling(name: str, **settings) -> Prototypes:
@@ -61,7 +63,7 @@ def compare(make_data, play):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
-@pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
+@pytest.mark.parametrize("family", ["residual", pytest.param("language", marks=pytest.mark.slow)], indirect=True)
 def test_three_rounds_are_the_same_on_every_engine(name, engine, family, compare):
     """Clients of DS-FL learn from predictions from the second round on."""
     method = distilling(name)
@@ -75,7 +77,7 @@ def test_three_rounds_are_the_same_on_every_engine(name, engine, family, compare
 
 
 @pytest.mark.parametrize("link", ["perfect", "everything"])
-@pytest.mark.parametrize("engine", EVERY_ENGINE)
+@pytest.mark.parametrize("engine", FEW_ENGINES)
 def test_public_samples_drawn_for_each_round_are_the_same_on_every_engine(engine, link, residual, compare):
     compare(distilling("dsfl", samples=7), residual, engine, link=LINKS.get(link, fq.Link()), rounds=4)
 
@@ -104,14 +106,14 @@ def test_local_settings_give_the_same_numbers_on_every_engine(name, changes, res
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("engine", EVERY_ENGINE)
+@pytest.mark.parametrize("engine", FEW_ENGINES)
 @pytest.mark.parametrize("link", ["lossy-mild", "lossy", "everything"])
 def test_links_that_lose_give_the_same_numbers_on_every_engine(name, engine, link, residual, compare):
     """Predictions get lost as a whole, in both directions."""
     compare(distilling(name), residual, engine, link=LINKS.get(link) or fq.Link.preset(link))
 
 
-@pytest.mark.parametrize("engine", EVERY_ENGINE)
+@pytest.mark.parametrize("engine", FEW_ENGINES)
 def test_a_client_whose_predictions_were_lost_trains_on_its_own_samples_alone(engine, perceptron, compare):
     """Nine of ten columns get lost, so that most payloads do."""
     compare(distilling("dsfl"), perceptron, engine, link=fq.Link(loss=fq.Columns(0.9)), rounds=4)

@@ -10,9 +10,10 @@ from pathlib import Path
 import torch
 
 import fedquilt as fq
-from fedquilt.methods import FedBN, FedRolex, ProgFed
+from fedquilt.methods import DSFL, FedBN, FedDF, FedET, FedRolex, ProgFed
 from fedquilt.models import PreResNet
 from fedquilt.round.merge import ServerMomentum
+from fedquilt.round.training.server import ServerTraining
 
 
 @dataclass(frozen=True)
@@ -24,6 +25,8 @@ class Keeping(FedBN):
 
 
 LOCAL = fq.Local(batch_size=8)
+SHARES = (1.0, 0.5, 0.25)
+FEW_STEPS = ServerTraining(batch_size=4, steps=4, check_every=2)
 METHODS = {
     "fedavg": fq.methods.FedAvg(local=LOCAL, server=ServerMomentum()),
     "heterofl": fq.methods.HeteroFL(local=LOCAL),
@@ -40,6 +43,9 @@ METHODS = {
         rounds=25,
     ),
     "scaffold": fq.methods.Scaffold(local=replace(LOCAL, optimiser=fq.SGD(momentum=0.0))),
+    "feddf": FedDF(local=LOCAL, prototypes=SHARES, server_training=FEW_STEPS),
+    "dsfl": DSFL(local=LOCAL, prototypes=SHARES, server_training=FEW_STEPS, samples=12),
+    "fedet": FedET(local=LOCAL, prototypes=SHARES[1:], server_training=FEW_STEPS),
 }
 LINKS = {"lossy": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock())}
 
@@ -55,11 +61,12 @@ def federate(method: str, out: Path, rounds: int) -> None:
     draw = torch.Generator().manual_seed(1)
     x, y = torch.randn(144, 1, 6, 6, generator=draw), torch.randint(4, (144,), generator=draw)
     data = fq.FederatedData.of((x, y), (x[:40], y[:40]), list(torch.arange(144).split(12)))
+    data = replace(data, public=x[:20])
     fq.run(
         METHODS[method],
         _family(),
         data,
-        fq.Fleet.of((1.0, 0.5, 0.25), 12, 4),
+        fq.Fleet.of(SHARES, 12, 4),
         rounds=rounds,
         evaluation=fq.Evaluation(every=3),
         out=out,

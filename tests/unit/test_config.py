@@ -130,7 +130,9 @@ def test_the_demo_runs_any_method_its_own_way(name: str) -> None:
     method, usual = Experiment.of(demo(name)).method, METHODS[name]()
     faster = replace(usual.local.optimiser, lr=0.1)
     assert method.local == replace(usual.local, optimiser=faster, batch_size=16, epochs=2)
-    assert method == usual.with_local(optimiser=faster, batch_size=16, epochs=2)
+    own = {"name": name, **METHODS[name].demo}
+    settled = Experiment.of({"method": own, "data": {"name": "digits", "public": 0.2}}).method
+    assert method == settled.with_local(optimiser=faster, batch_size=16, epochs=2)
 
 
 def test_a_method_from_a_file_keeps_its_own_local_training(own: Path) -> None:

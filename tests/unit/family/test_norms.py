@@ -228,7 +228,7 @@ def test_a_client_with_all_samples_measures_what_the_server_would(residual, play
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_public_samples_take_the_place_of_the_clients(engine, residual, play, make_data):
-    data = make_data(residual, (6, 6))
+    data = make_data(residual, (6, 6), public=0)
     method = with_local(HeteroFL(), batch_size=4, norm="post-public")
     how = fq.Evaluation(every=0, batch_size=4)
     public = torch.randn(12, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 1

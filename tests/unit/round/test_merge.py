@@ -196,7 +196,7 @@ def test_one_client_that_holds_a_position_decides_it_alone():
 
 def test_nobodys_round_leaves_the_server_as_it_was():
     old = server()
-    weights, slots, _ = Mean(cuts.cutter()).begin(old).finish(old)
+    weights, slots, *_ = Mean(cuts.cutter()).begin(old).finish(old)
     assert all(weights[name] is old.weights[name] for name in old.weights)
     assert not slots
 
@@ -298,7 +298,7 @@ def three_rounds(optimiser) -> tuple[list[Tensor], list[Tensor], Server]:
         means.append(one.sent[0].weights["square"])
         fold = Mean(cuts.cutter(), optimiser=optimiser).begin(now)
         fold.add(one)
-        new, slots, _ = fold.finish(now)
+        new, slots, *_ = fold.finish(now)
         now = Server(round + 1, new, slots=slots)
     return [*weights, now.weights["square"]], means, now
 
@@ -339,7 +339,7 @@ def test_untouched_positions_keep_weights_and_slots_under_server_optimisers(opti
     _, _, now = three_rounds(optimiser)
     fold = Mean(cuts.cutter(), optimiser=optimiser).begin(now)
     fold.add(update(submodel, 9))
-    weights, slots, _ = fold.finish(now)
+    weights, slots, *_ = fold.finish(now)
     kept = ~cuts.mask("square", submodel.index)
     assert torch.equal(weights["square"][kept], now.weights["square"][kept])
     for slot in optimiser.slots:
