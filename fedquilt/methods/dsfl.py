@@ -12,7 +12,7 @@ from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.methods.students import teaching
 from fedquilt.round.federation import World
-from fedquilt.round.merge import ExtrasMean, Fold, Merged, Stateful
+from fedquilt.round.merge import ExtrasMean, Fold, Merged, Stateful, Weighting
 from fedquilt.round.teachers import OUTPUTS
 from fedquilt.round.training.filters import All, Nothing
 from fedquilt.round.training.learner import Learner, Phase
@@ -117,6 +117,7 @@ class DSFL(Prototypes):
     round from the seed, so that only the round travels with the predictions.
     """
 
+    weighting: Weighting = "uniform"  # What a client counts by in the mean of predictions; the paper's is uniform
     temperature: float = 0.1  # T of the sharpened mean. A large one makes predictions uniform
     samples: int = 1000  # Public samples that are drawn for each round; 0: all
     sharpen: bool = True  # Sharpen the mean; False is the paper's simple aggregation
@@ -172,7 +173,8 @@ class DSFL(Prototypes):
     def fold(self, server: Server, world: World) -> Fold:
         mean = super().fold(server, world)
         temperature = self.temperature if self.sharpen else None
-        predictions = PredictionsMean(world.family.cutter, temperature=temperature, shape=self.shape(world))
+        shape = self.shape(world)
+        predictions = PredictionsMean(world.family.cutter, self.weighting, temperature=temperature, shape=shape)
         return PredictionsFold(mean, extras=predictions)
 
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:

@@ -30,8 +30,7 @@ ENGINES = {
     },
     "ray": lambda data: "ray",
 }
-EVERY_ENGINE = [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in ENGINES]
-QUICK = ("vectorised", "recorded-laid")  # The others run in `make test-all`.
+QUICK = ("vectorised",)  # The others run in `make test-all`.
 FEW_ENGINES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENGINES]
 
 
@@ -62,7 +61,7 @@ def compare(make_data, play):
 
 
 @pytest.mark.parametrize("name", KINDS)
-@pytest.mark.parametrize("engine", EVERY_ENGINE)
+@pytest.mark.parametrize("engine", FEW_ENGINES)
 @pytest.mark.parametrize("family", ["residual", pytest.param("language", marks=pytest.mark.slow)], indirect=True)
 def test_three_rounds_are_the_same_on_every_engine(name, engine, family, compare):
     """Clients of DS-FL learn from predictions from the second round on."""
@@ -82,6 +81,7 @@ def test_public_samples_drawn_for_each_round_are_the_same_on_every_engine(engine
     compare(distilling("dsfl", samples=7), residual, engine, link=LINKS.get(link, fq.Link()), rounds=4)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "how",
@@ -95,6 +95,7 @@ def test_every_way_to_train_the_server_is_the_same_on_every_engine(name, how, re
     compare(distilling(name, server_training=how), residual)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "changes",
@@ -107,7 +108,9 @@ def test_local_settings_give_the_same_numbers_on_every_engine(name, changes, res
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("engine", FEW_ENGINES)
-@pytest.mark.parametrize("link", ["lossy-mild", "lossy", "everything"])
+@pytest.mark.parametrize(
+    "link", ["everything", *(pytest.param(link, marks=pytest.mark.slow) for link in ("lossy-mild", "lossy"))]
+)
 def test_links_that_lose_give_the_same_numbers_on_every_engine(name, engine, link, residual, compare):
     """Predictions get lost as a whole, in both directions."""
     compare(distilling(name), residual, engine, link=LINKS.get(link) or fq.Link.preset(link))
@@ -142,6 +145,7 @@ def test_coded_predictions_over_a_link_that_loses_are_the_same_on_every_engine(p
     compare(distilling("dsfl", coded=True), perceptron, link=link)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", [FedDF(), DSFL(), FedET()], ids=KINDS)
 def test_default_settings_run_on_both_engines(method, perceptron, make_data, play):
     """In float32, with Adam and five prototypes. Two of them have one hidden channel each."""
