@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import ENGINES
-from fedquilt.methods import Method, ProgFed, Scaffold
+from fedquilt.methods import METHODS, Method, ProgFed, Scaffold
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.models import PreResNet, TransformerLM
 from fedquilt.round import Record
@@ -184,6 +184,11 @@ def with_local(method: Method, **changes: Any) -> Method:
     if isinstance(inner, Scaffold) and optimiser is not None:
         changes["optimiser"] = fq.SGD(optimiser.lr, momentum=0.0, decay=optimiser.decay)
     return method.with_local(**changes)
+
+
+# Relatives of FedResCuE, which share its learner and its nested nets. Their variants run in `make test-all`.
+RELATIVES = ("fedseq", "fedrush", "fedslim", "fjord")
+QUICK_METHODS = [pytest.param(name, marks=pytest.mark.slow if name in RELATIVES else ()) for name in METHODS]
 
 
 def few_server_steps(method: Method) -> Method:

@@ -13,7 +13,7 @@ from fedquilt.methods import METHODS, FedRolex, HeteroFL, SplitMix
 from fedquilt.round.link import Trip
 from fedquilt.round.merge import Mean
 from fedquilt.round.training.regions import Between
-from tests.conftest import LOCAL, assert_same, with_local
+from tests.conftest import LOCAL, QUICK_METHODS, assert_same, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 RAGGED = (7, 4, 9, 5, 8, 4)
@@ -29,7 +29,7 @@ LINKS = {
 
 
 @pytest.mark.parametrize("link", LINKS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", QUICK_METHODS)
 def test_every_method_over_every_link_gives_the_same_numbers(name, link, residual, play, make_data):
     method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
     data, fleet = make_data(residual, RAGGED, labels=2), fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)

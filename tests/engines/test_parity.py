@@ -19,7 +19,7 @@ from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, TaskLoss, View, Wrapping, together
 from fedquilt.round.training.regions import Between
 from fedquilt.terms import Job, Server
-from tests.conftest import LOCAL, assert_same, assert_same_grades, with_local
+from tests.conftest import LOCAL, QUICK_METHODS, assert_same, assert_same_grades, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
@@ -33,7 +33,7 @@ def both(play, method, family, data, **options):
     return truth, [play(method, family, data, engine=name, **options) for name in OTHERS]
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", QUICK_METHODS)
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play, make_data):
     method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)

@@ -19,7 +19,7 @@ from fedquilt.models import PreResNet
 from fedquilt.round.federation import World
 from fedquilt.round.training.optimizers import Adam
 from fedquilt.terms import Client, Job
-from tests.conftest import assert_same, assert_same_grades, with_local
+from tests.conftest import QUICK_METHODS, assert_same, assert_same_grades, with_local
 from tests.engines.test_parity import RAGGED, SHARES
 
 LAYOUTS = ("alone", "laid", "stack")
@@ -38,7 +38,7 @@ def played(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", QUICK_METHODS)
 def test_every_method_gives_the_same_numbers_in_every_layout(name, layout, residual, make_data, play):
     method, data = with_local(METHODS[name](), batch_size=4, epochs=2), make_data(residual, RAGGED)
     assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout))
