@@ -28,9 +28,10 @@ class FedDF(Prototypes):
     over batches d of public samples, at temperature 1. σ is the softmax. Without a step of the server and with one
     prototype it is FedAvg.
 
-    The paper trains the students with Adam at 0.001, in batches of 128, for at most 10,000 steps. It stops after 1,000
-    steps without progress on labelled validation samples. A server has no labels, so that here progress is measured by
-    the agreement with the teacher; the preset `labels` uses labels of clients, as the paper does.
+    The paper trains the students with Adam at 0.001, in batches of 128, for at most 10,000 steps, over which a cosine
+    lowers the rate; here the rate is constant within a round. It stops after 1,000 steps without progress on labelled
+    validation samples. A server has no labels, so that here progress is measured by the agreement with the teacher. The
+    preset `labels` uses labels of clients, as the paper does.
     """
 
     weighting: Weighting = "data"  # What a client counts by in the mean of its group

@@ -892,6 +892,7 @@ def test_who_holds_what_is_drawn(own: Path, capsys: pytest.CaptureFixture[str]) 
     assert "add --plot" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_a_machine_is_probed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = told(capsys, "probe")
     assert found["memory"] > 0

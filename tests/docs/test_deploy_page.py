@@ -38,6 +38,7 @@ def test_python_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert run.server.round == 1
 
 
+@pytest.mark.slow
 def test_commands_run_as_written(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -139,6 +139,7 @@ def test_the_example_prints_what_the_page_says(capsys):
     assert min(numbers[0][3:]) > 65
 
 
+@pytest.mark.slow
 def test_the_commands_run_as_written(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
     lines = re.findall(r"^fedquilt .*", "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)), re.MULTILINE)

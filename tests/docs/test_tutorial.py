@@ -45,6 +45,7 @@ def numbers(text: str) -> list[float]:
     return [float(number.replace(",", "")) for number in NUMBER.findall(text)]
 
 
+@pytest.mark.slow
 def test_every_cell_runs_and_prints_what_is_stored(
     namespace: dict[str, Any], request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
