@@ -26,7 +26,8 @@ CLOSE = {"rel": 1e-6, "abs": 1e-9}  # last digits differ between machines, and t
 
 def story(run: fq.Run) -> dict[str, Any]:
     """Return the records without seconds, and mean and norm of every weight and of what clients keep."""
-    rounds = [{key: value for key, value in record.items() if key != "seconds"} for record in run.history]
+    times = ("seconds", "server_seconds")
+    rounds = [{key: value for key, value in record.items() if key not in times} for record in run.history]
     weights = {name: moments([value]) for name, value in run.server.weights.items()}
     found: dict[str, Any] = {"rounds": rounds, "weights": weights}
     if run.server.slots:
