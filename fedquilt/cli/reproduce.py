@@ -35,7 +35,8 @@ class ReproduceRequest:
 
     table: PaperTable  # a name of `fedquilt list papers`, such as fedrolex/table3, or a TOML file of your own
     scale: Scale = "full"  # full: the settings of the paper; short: fewer rounds; smoke: seconds, on generated images
-    rows: Rows = ()  # run only the rows whose names contain one of these texts; all rows if not given
+    # run only the rows whose names contain one of these texts; a whole name means that row alone
+    rows: Rows = ()
     seeds: Seeds = ()  # random seeds; those of the table if not given
     assign: Assignments = ()  # a setting of all rows by its path, such as method.local.batch_size=50; may be repeated
     data_folder: Place = None  # folder of data files; if not given that of FEDQUILT_DATA, else data

@@ -55,16 +55,23 @@ def plan_of(
 
 
 def chosen_rows(preset: Preset, texts: Sequence[str]) -> list[Row]:
-    """Return the rows whose name contains one of the texts, ignoring case. Without a text: all rows."""
+    """Return the rows whose name contains one of the texts, ignoring case. Without a text: all rows.
+
+    A text that is the whole name of a row means that row alone. Otherwise "FedAvg, LQ-8" could not
+    be run without "FedAvg, LQ-8 + SP-25".
+    """
     if not texts:
         return list(preset.rows)
     names = [row.name for row in preset.rows]
+    chosen: set[str] = set()
     for text in texts:
-        if not any(_contains(name, text) for name in names):
+        matches = _matches(names, text)
+        if not matches:
             raise ConfigError(
                 f"the row {text!r} of {preset.name} was asked for; no row has it in its name.{nearest(text, names)}"
             )
-    return [row for row in preset.rows if any(_contains(row.name, text) for text in texts)]
+        chosen.update(matches)
+    return [row for row in preset.rows if row.name in chosen]
 
 
 def check_rows_in(preset: Preset, folder: Path) -> None:
@@ -85,8 +92,11 @@ def check_rows_in(preset: Preset, folder: Path) -> None:
         )
 
 
-def _contains(name: str, text: str) -> bool:
-    return text.casefold() in name.casefold()
+def _matches(names: Sequence[str], text: str) -> list[str]:
+    """Return the name that equals a text, ignoring case, or else all names that contain it."""
+    wanted = text.casefold()
+    equal = [name for name in names if name.casefold() == wanted]
+    return equal or [name for name in names if wanted in name.casefold()]
 
 
 def store_study(study: Study, preset: Preset, scale: str, folder: Path, about: Mapping[str, Any]) -> list[Path]:

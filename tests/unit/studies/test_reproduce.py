@@ -54,6 +54,13 @@ def test_rows_are_chosen_by_a_part_of_their_name(preset):
         chosen_rows(preset, ["fedavg", "rolex"])
 
 
+def test_a_whole_name_means_that_row_alone(preset):
+    rows = [replace(row, name=name) for row, name in zip(preset.rows, ("LQ-8", "LQ-8 + SP-25"), strict=True)]
+    preset = replace(preset, rows=tuple(rows))
+    assert [row.name for row in chosen_rows(preset, ["lq-8"])] == ["LQ-8"]
+    assert [row.name for row in chosen_rows(preset, ["lq"])] == ["LQ-8", "LQ-8 + SP-25"]
+
+
 def test_names_that_have_commas_are_listed_with_semicolons(preset):
     preset = replace(preset, rows=tuple(replace(row, name=f"{row.name}, low") for row in preset.rows))
     with pytest.raises(ConfigError, match=r"Known: FedAvg, low; HeteroFL ×1, low\.$"):
