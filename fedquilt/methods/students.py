@@ -28,13 +28,14 @@ class Students(Method):
 
     objective: Objective = Imitation()  # Loss of a batch of public samples
     batches: int = 1  # Steps between two comparisons with the teacher
+    rate_factor: float = 1.0  # What the learning rate is multiplied by in these steps
     ignores_budgets = True
 
     def learner(self, job: Job, world: World) -> Learner:
         return Learner(
             (Phase(self.objective),),
             self.local,
-            self.local.optimiser.lr,
+            self.local.optimiser.lr * self.rate_factor,
             keep_slots=True,
             state=MethodState(extras_down=(TEACHER, TEACHER + POSITIONS)),
             teacher=TEACHER,

@@ -156,10 +156,10 @@ class _School:
             extras=self._extras,
         )
         fold = Mean(self._federation.world.family.cutter, "uniform").begin(state)
-        how, students = self._teaching.how, self._students
+        how = self._teaching.how
         batches = min(how.steps_per_check, how.steps - check * how.steps_per_check)
-        if batches < how.steps_per_check:  # Fewer steps are left.
-            students = replace(students, method=replace(self._teaching.method, batches=batches))
+        method = replace(self._teaching.method, batches=batches, rate_factor=how.rate_factor(check))
+        students = replace(self._students, method=method)
         with self._blamed():
             outcome = self._public.train(students, state, jobs, fold)
         merged = fold.finish(state).weights

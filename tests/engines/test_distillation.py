@@ -88,8 +88,9 @@ def test_public_samples_drawn_for_each_round_are_the_same_on_every_engine(engine
     [
         ServerTraining(fq.Adam(lr=0.01), batch_size=4, steps=6, check_every=2),
         ServerTraining(fq.SGD(lr=0.05), batch_size=128, steps=4, check_every=2, stop_by="labels"),
+        ServerTraining(fq.SGD(lr=0.05), batch_size=5, steps=7, check_every=2, patience=9, schedule="cosine"),
     ],
-    ids=["adam", "labels"],
+    ids=["adam", "labels", "cosine"],
 )
 def test_every_way_to_train_the_server_is_the_same_on_every_engine(name, how, residual, compare):
     compare(distilling(name, server_training=how), residual)

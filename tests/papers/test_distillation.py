@@ -34,11 +34,18 @@ ONE_STEP = ServerTraining(PLAIN, batch_size=16, steps=1, held_back=0.3)
 MACS = {1.0: 4 * 6 + 6 * 3, 0.5: 4 * 3 + 3 * 3}  # Of the perceptron with 6 and 3 hidden channels
 
 
-def start(method: fq.Method, family: fq.Family, data: fq.FederatedData, shares=(1.0, 0.5), **options) -> fq.Run:
-    """Return a run of all clients in float64 on the sequential engine that has not begun."""
+def start(
+    method: fq.Method,
+    family: fq.Family,
+    data: fq.FederatedData,
+    shares=(1.0, 0.5),
+    engine: str = "sequential",
+    **options,
+) -> fq.Run:
+    """Return a run of all clients in float64 that has not begun, by default on the sequential engine."""
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
     options = {"precision": "fp64", "evaluation": fq.Evaluation(every=0), **options}
-    return fq.prepare(method, family, data, fleet, "sequential", **options)
+    return fq.prepare(method, family, data, fleet, engine, **options)
 
 
 def received(run: fq.Run, shares=(1.0, 0.5, 0.5), sizes=(8, 4, 12)) -> list[Update]:
@@ -276,6 +283,45 @@ def test_a_student_that_makes_progress_takes_all_steps(perceptron, make_data, pl
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     run = play(method, perceptron, data, shares=(1.0, 0.5), rounds=1)
     assert run.records[0].server_steps == 2 * 12
+
+
+def test_a_cosine_lowers_the_servers_rate_at_every_comparison():
+    """The factor is (1 + cos(π·j / steps)) / 2 with j = 0, 3, 6, 9 of 12 steps: cos(π/4) is √½ and cos(π/2) is 0."""
+    how = ServerTraining(steps=12, check_every=3, schedule="cosine")
+    half = math.sqrt(0.5)
+    expected = [1.0, (1 + half) / 2, 0.5, (1 - half) / 2]
+    assert [how.rate_factor(check) for check in range(4)] == pytest.approx(expected, abs=1e-12)
+    assert [replace(how, schedule="constant").rate_factor(check) for check in range(4)] == [1.0] * 4
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_steps_of_the_server_have_the_rates_of_the_cosine(engine, perceptron, make_data):
+    """Four steps of SGD at 0.1 times 1, 1, ½, ½, compared after every second."""
+    how = ServerTraining(PLAIN, batch_size=16, steps=4, check_every=2, held_back=0.3, schedule="cosine")
+    method = FedDF(local=LOCAL, prototypes=(1.0,), server_training=how)
+    run = start(method, perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC), (1.0,), engine=engine)
+    merged = folded(run, received(run, (1.0,) * 3))
+    server, teacher = merged_server(run, merged), merged.outputs[OUTPUTS]
+    after, learnt = learn(run.federation, server, merged, run.engine)
+    assert learnt.steps == 4
+    rows, held = how.split(NUM_PUBLIC, run.world.seed)
+    (net,) = method.nets(run.world)
+    weights, losses = dict(server.weights), []
+    for lr in (0.1, 0.1, 0.05, 0.05):
+        weights = expected_in(net, stepped(run, net, weights, rows, teacher, lr))
+        own = perceptron.assemble(net, in_scope(weights, net.scope))
+        losses.append(kl(teacher[held], own(run.world.public[held])).item())
+    assert losses[3] < losses[1]  # So that the last state is kept
+    expected = in_scope(weights, net.scope)
+    torch.testing.assert_close(in_scope(after.weights, net.scope), expected, rtol=0, atol=1e-12)
+
+
+def test_the_preset_paper_of_feddf_has_the_settings_of_the_released_commands():
+    """total_n_server_pseudo_batches 10000, eval_batches_freq 100, early_stopping_server_batches 1000, a cosine."""
+    how = FedDF.preset("paper").server_training
+    assert (how.steps, how.check_every, how.patience * how.check_every) == (10_000, 100, 1_000)
+    assert (how.optimiser, how.batch_size) == (fq.Adam(lr=1e-3), 128)
+    assert (how.stop_by, how.schedule) == ("labels", "cosine")
 
 
 @pytest.mark.parametrize(("steps", "every"), [(5, 2), (7, 3), (3, 20)])

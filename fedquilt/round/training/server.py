@@ -11,12 +11,14 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.checks import one_of, within
 from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.round.training.schedules import Cosine
 from fedquilt.terms import Server, Submodel
 
 if TYPE_CHECKING:
     from fedquilt.methods.students import Students
 
 StopBy = Literal["agreement", "labels"]
+RoundSchedule = Literal["constant", "cosine"]
 MIN_PUBLIC = 4  # Public samples that a server needs: two to train on, and two that it holds back.
 TEACHER = "teacher"  # Extra that students receive: the teacher's rows.
 _SPLIT = 48  # Random stream that decides which public samples are held back.
@@ -40,6 +42,9 @@ class ServerTraining:
     # What progress is. agreement: a smaller loss on held-back public samples. labels: a better score on samples of
     # clients with their labels, which a real server does not have.
     stop_by: StopBy = "agreement"
+    # Learning rate within a round. constant: the optimizer's. cosine: it falls to 0 over `steps` on half a cosine, and
+    # is lowered at every comparison.
+    schedule: RoundSchedule = "constant"
 
     def __post_init__(self) -> None:
         within(
@@ -50,12 +55,24 @@ class ServerTraining:
             patience="[1, inf)",
             held_back="(0, 0.5]",
         )
-        one_of(self, stop_by=StopBy)
+        one_of(self, stop_by=StopBy, schedule=RoundSchedule)
 
     @property
     def steps_per_check(self) -> int:
         """Return the steps between two comparisons."""
         return min(self.check_every, self.steps)
+
+    def rate_factor(self, check: int) -> float:
+        """Return what the learning rate is multiplied by in the steps before a comparison.
+
+        With a cosine it is (1 + cos(π·j / steps)) / 2, where j is the number of steps taken before the first of them.
+
+        Args:
+            check: Number of comparisons since the first step of the round, from 0.
+        """
+        if self.schedule == "constant":
+            return 1.0
+        return Cosine(self.steps)(check * self.steps_per_check)
 
     def split(self, num_samples: int, seed: int) -> tuple[Tensor, Tensor]:
         """Return the positions of public samples to train on, and of those that are held back.

@@ -174,6 +174,7 @@ def test_settings_of_fedet_outside_of_their_range_are_refused(changes, message):
         ({"held_back": 0.0}, r"held_back = 0\.0 was asked for; it must lie in \(0, 0\.5\]"),
         ({"held_back": 0.6}, r"held_back = 0\.6 was asked for; it must lie in \(0, 0\.5\]"),
         ({"stop_by": "votes"}, r"stop_by = 'votes' was asked for"),
+        ({"schedule": "linear"}, r"schedule = 'linear' was asked for"),
     ],
 )
 def test_settings_of_the_servers_training_outside_of_their_range_are_refused(changes, message):
