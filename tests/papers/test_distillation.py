@@ -621,6 +621,39 @@ def test_nets_of_dsfl_stay_on_clients(family, make_data, play):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
+def test_a_client_of_dsfl_continues_from_its_own_net_bit_for_bit(engine, perceptron, make_data):
+    """From the second round on the rate is too small to move a weight, so that a net that started from anything but
+    its own state would differ from it.
+    """
+    method = dsfl(local=replace(LOCAL, schedule=fq.Steps((1,), 1e-300)))
+    data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
+    run = start(method, perceptron, data, engine=engine, link=(link := Recording())).train(1)
+    server_nets = {key: in_scope(run.server.weights, key[1]) for key in run.server.memory}
+    kept = {key: {n: v.clone() for n, v in memory.weights.items()} for key, memory in run.server.memory.items()}
+    assert sorted(client for client, _ in kept) == [0, 1, 2, 3]
+    for key, weights in kept.items():  # A state of its own: neither the server's nor another client's
+        assert not any(torch.equal(value, server_nets[key][name]) for name, value in weights.items())
+        for other, theirs in kept.items():
+            assert other == key or other[1] != key[1] or not torch.equal(weights["last.bias"], theirs["last.bias"])
+
+    run = run.train(3)
+    assert run.server.round == 3
+    for key, memory in run.server.memory.items():
+        for name, value in memory.weights.items():
+            assert torch.equal(value, kept[key][name])
+    for _, payload in link.payloads:
+        assert not payload.weights
+        assert not payload.slots
+
+
+def test_a_net_of_dsfl_can_be_deployed_from_its_client(perceptron, make_data):
+    run = start(dsfl(), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC)).train(2)
+    for (client, _), memory in run.server.memory.items():
+        module = run.deploy(fq.Budget(share=1.0), client=client)
+        torch.testing.assert_close(module.state_dict(), dict(memory.weights), rtol=0, atol=0, check_dtype=False)
+
+
+@pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_predictions_cost_rows_times_classes_times_four_bytes_each_way(engine, perceptron, make_data, play):
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     options = {"shares": (1.0, 0.5), "rounds": 3, "precision": "fp32", "engine": engine}
