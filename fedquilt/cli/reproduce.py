@@ -5,6 +5,7 @@ from __future__ import annotations
 import shlex
 import sys
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 from fedquilt.cli.options import (
@@ -56,7 +57,7 @@ class ReproduceRequest:
             from fedquilt.config import parse_assignment
             from fedquilt.studies.papers import data_folder, read_preset
             from fedquilt.studies.published import comparison_table
-            from fedquilt.studies.reproduce import check_rows_in, chosen_rows, plan_of, store_study
+            from fedquilt.studies.reproduce import Storing, check_rows_in, chosen_rows, plan_of
 
             self._check_request()
             preset = read_preset(self.table)
@@ -78,9 +79,20 @@ class ReproduceRequest:
             runs = "1 run" if plan.num_runs == 1 else f"{plan.num_runs} runs"
             say(console, f"{preset.title}\n{runs} at scale {self.scale} into {folder}; {seeds}")
             command = f"fedquilt {shlex.join(sys.argv[1:])}"
-            study = run_study(plan, folder, self.jobs or 1, console, command, self.yes)
+            stored: list[Path] = []
+            wrap = None
             if self.store:
-                stored = store_study(study, preset, self.scale, self.store, {"command": command})
+                wrap = partial(
+                    Storing,
+                    preset=preset,
+                    scale=self.scale,
+                    study=folder,
+                    target=self.store,
+                    about={"command": command},
+                    folders=stored,
+                )
+            study = run_study(plan, folder, self.jobs or 1, console, command, self.yes, wrap=wrap)
+            if self.store:
                 say(console, f"{len(stored)} results are stored in {self.store}")
             part = replace(preset, rows=tuple(chosen_rows(preset, self.rows)))
             table = comparison_table(part, study.results, self.scale)

@@ -13,7 +13,7 @@ from fedquilt.cli.show import print_json, round_bars, say, say_round, show_text_
 from fedquilt.errors import ConfigError
 from fedquilt.files import write_text
 from fedquilt.names import nearest
-from fedquilt.studies.execute import Display, Grounds, finished, torch_settings_restored
+from fedquilt.studies.execute import Display, Grounds, Watch, finished, torch_settings_restored
 from fedquilt.studies.plan import COMPARISON_FILE, Plan, PlannedRun
 from fedquilt.studies.result import Result
 from fedquilt.studies.statistics import check_alike
@@ -99,6 +99,7 @@ def run_study(
     command: str,
     confirmed: bool = False,
     grounds: Grounds | None = None,
+    wrap: Callable[[Watch], Watch] | None = None,
 ) -> Study:
     """Run a study with its progress on the console.
 
@@ -110,10 +111,11 @@ def run_study(
         command: Command that resumes the study, for the message if it is interrupted.
         confirmed: True: more than `MAX_RUNS` runs are accepted.
         grounds: Data and model that were prepared before. None: there are none.
+        wrap: Returns the watch of the study, given the one that shows the progress. None: that one.
     """
     with StudyProgress(console, plan) as watch:
         try:
-            return run_plan(plan, folder, jobs, watch, confirmed, grounds)
+            return run_plan(plan, folder, jobs, wrap(watch) if wrap else watch, confirmed, grounds)
         except KeyboardInterrupt as error:
             progress = f"The study was stopped with {watch.done} of {plan.num_runs} runs finished."
             if folder is None:

@@ -2,18 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from fedquilt.config import assign_all
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
+from fedquilt.round import Record
+from fedquilt.studies.execute import Display, Watch
 from fedquilt.studies.papers import FULL, Preset, Row
-from fedquilt.studies.plan import STUDY_FILE, Entry, Plan
+from fedquilt.studies.plan import STUDY_FILE, Entry, Plan, PlannedRun
+from fedquilt.studies.result import Result
 from fedquilt.studies.stored import store, stored_name
-from fedquilt.studies.study import Study
 
 Assignment = tuple[Sequence[str], Any]  # The keys of a setting, and its value.
 
@@ -99,28 +101,43 @@ def _matches(names: Sequence[str], text: str) -> list[str]:
     return equal or [name for name in names if wanted in name.casefold()]
 
 
-def store_study(study: Study, preset: Preset, scale: str, folder: Path, about: Mapping[str, Any]) -> list[Path]:
-    """Store every run of a study, and return the folders.
+@dataclass(frozen=True)
+class Storing:
+    """A `Watch` that stores every final run as soon as it has ended.
 
-    Args:
-        study: A study with a folder.
-        preset: The table that it reproduces.
+    A study of many hours may be stopped, or lose its machine, and what has ended is kept.
+
+    Attributes:
+        watch: Watch that is told the same.
+        preset: Table that the study reproduces.
         scale: Name of the scale.
-        folder: Folder of stored results, such as `results`.
+        study: Folder of the study.
+        target: Folder of stored results, such as `results`.
         about: Entries of "about" in every `summary.json`, such as the command.
+        folders: Folders that were written, or that had the run already.
     """
-    assert study.path is not None, "only a study with a folder can be stored"
-    paper, table = _paper_and_table(preset.name)
-    folders = []
-    runs = {(run.entry, run.seed): run for run in study.plan.final_runs(study.chosen)}
-    for result in study.results:
-        planned = runs[result.entry, result.seed]
-        name = stored_name(table, result.entry, "" if scale == FULL else scale)
-        target = folder / paper / f"{name}-seed{result.seed}"
-        origin = {"table": preset.name, "row": result.entry, "scale": scale, "tuned": dict(planned.point)}
-        store(result, study.path / planned.folder, target, {**about, **origin})
-        folders.append(target)
-    return folders
+
+    watch: Watch
+    preset: Preset
+    scale: str
+    study: Path
+    target: Path
+    about: Mapping[str, Any]
+    folders: list[Path] = field(default_factory=list)
+
+    def begin(self, planned: PlannedRun, display: Display) -> Callable[[Record], None]:
+        return self.watch.begin(planned, display)
+
+    def end(self, planned: PlannedRun, result: Result) -> None:
+        self.watch.end(planned, result)
+        if planned.stage != "final":
+            return
+        paper, table = _paper_and_table(self.preset.name)
+        name = stored_name(table, result.entry, "" if self.scale == FULL else self.scale)
+        folder = self.target / paper / f"{name}-seed{result.seed}"
+        origin = {"table": self.preset.name, "row": result.entry, "scale": self.scale, "tuned": dict(planned.point)}
+        store(result, self.study / planned.folder, folder, {**self.about, **origin})
+        self.folders.append(folder)
 
 
 def _paper_and_table(name: str) -> tuple[str, str]:

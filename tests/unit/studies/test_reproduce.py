@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 
 from fedquilt.errors import ConfigError
+from fedquilt.studies.execute import Unwatched
 from fedquilt.studies.papers import read_preset
-from fedquilt.studies.reproduce import check_rows_in, chosen_rows, plan_of, store_study
+from fedquilt.studies.reproduce import Storing, check_rows_in, chosen_rows, plan_of
 from fedquilt.studies.stored import read_config, read_stored
 from fedquilt.studies.study import run_plan
 
@@ -86,9 +87,15 @@ def test_names_are_laid_before_other_settings(preset):
     assert "engine" not in plan_of(preset, data_folder=Path()).entries[0].settings
 
 
+def storing(preset, scale="full"):
+    return Storing(Unwatched(), preset, scale, Path("study"), Path("results"), {"command": "c"})
+
+
 def test_every_run_is_stored_once(preset):
-    study = run_plan(plan_of(preset, data_folder=Path()), "study")
-    folders = store_study(study, preset, "full", Path("results"), {"command": "c"})
+    plan = plan_of(preset, data_folder=Path())
+    watch = storing(preset)
+    study = run_plan(plan, "study", watch=watch)
+    folders = watch.folders
     assert [folder.as_posix() for folder in folders] == [
         "results/tables/mine-fedavg-seed4",
         "results/tables/mine-heterofl-1-seed4",
@@ -100,7 +107,23 @@ def test_every_run_is_stored_once(preset):
         assert found.metric() == result.metric()
         assert found.summary["about"]["row"] == result.entry
         assert read_config(folder)["seed"] == result.seed
-    assert store_study(study, preset, "full", Path("results"), {}) == folders
+    again = storing(preset)
+    run_plan(plan, "study", watch=again)
+    assert again.folders == folders
+
+
+def test_a_study_that_is_stopped_has_stored_what_had_ended(preset):
+    class Stopped(Unwatched):
+        def begin(self, planned, display):
+            if planned.entry != "FedAvg":
+                raise KeyboardInterrupt
+            return super().begin(planned, display)
+
+    watch = replace(storing(preset), watch=Stopped())
+    with pytest.raises(KeyboardInterrupt):
+        run_plan(plan_of(preset, data_folder=Path(), seeds=(4,)), "study", watch=watch)
+    assert [folder.name for folder in watch.folders] == ["mine-fedavg-seed4"]
+    assert read_stored(watch.folders[0]).summary["about"]["command"] == "c"
 
 
 @pytest.mark.parametrize(
@@ -108,6 +131,7 @@ def test_every_run_is_stored_once(preset):
     [("fedrolex/table3", "fedrolex/table3"), ("mine.toml", "own/mine"), ("../../mine.toml", "own/mine")],
 )
 def test_results_of_any_file_stay_in_the_folder(preset, name, folder):
-    study = run_plan(plan_of(preset, data_folder=Path(), seeds=(0,), rows=["FedAvg"]), "study")
-    (found,) = store_study(study, replace(preset, name=name), "smoke", Path("results"), {})
+    watch = storing(replace(preset, name=name), "smoke")
+    run_plan(plan_of(preset, data_folder=Path(), seeds=(0,), rows=["FedAvg"]), "study", watch=watch)
+    (found,) = watch.folders
     assert found.as_posix() == f"results/{folder}-fedavg-smoke-seed0"
