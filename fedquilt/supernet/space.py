@@ -1,0 +1,335 @@
+"""Search spaces: the configurations of a supernet, their nets and what these cost.
+
+A space lists the choices of each stage (`StageOptions`) and describes the net of a configuration as
+blocks (`Space.blocks`). All else follows from these two: sampling, mutation, features for a
+predictor, multiply-adds, parameters and the net itself.
+
+To write your own space, subclass `Space`, give it a `name` and implement `stages` and `blocks`:
+
+1. `blocks(config)` maps a name to a description of each block, in the order of the forward pass.
+   Names are module paths such as "stage1.0". The same block has the same name in every net.
+2. Depth keeps the first blocks of a stage. Expansion and width may only change numbers of channels,
+   so that a smaller net has the first channels of the largest one.
+3. A kernel choice may only change the kernel of a block with an `elastic_kernel`.
+4. The last block is called "head" and its `out_channels` is `num_classes`.
+
+`check_space` builds random members and reports where these rules are broken.
+"""
+
+from __future__ import annotations
+
+import math
+from abc import ABC, abstractmethod
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import lru_cache
+from typing import Any, ClassVar, NamedTuple
+
+import torch
+from torch import nn
+
+from fedquilt.errors import ConfigError
+from fedquilt.supernet.blocks import BlockSpec, MemberCost
+
+HEAD = "head"  # name of the block that classifies
+
+
+@dataclass(frozen=True)
+class Config:
+    """One net of a space: the option that each choice takes.
+
+    Blocks are numbered through all stages of the largest net. Choices of blocks that are not kept
+    have no effect; `Space.canonical` sets them to their smallest option.
+    """
+
+    depths: tuple[int, ...]  # Blocks kept, by stage.
+    expansions: tuple[float, ...] = ()  # Hidden channels over the block's own, by block.
+    kernels: tuple[int, ...] = ()  # Kernel sizes, by block. Empty if the space has no kernel choice.
+    widths: tuple[float, ...] = ()  # Kept share of channels, by stage. Empty without a width choice.
+
+    def to_json(self) -> dict[str, list[float]]:
+        """Return the configuration as lists that JSON can hold."""
+        return {kind: list(getattr(self, kind)) for kind in KINDS}
+
+    @classmethod
+    def from_json(cls, value: Any) -> Config:
+        """Read what `to_json` returned.
+
+        Raises:
+            ConfigError: `value` is no table of lists of numbers with these names.
+        """
+        if not isinstance(value, Mapping) or "depths" not in value or not set(value) <= set(KINDS):
+            raise ConfigError(f"A configuration is a table of {', '.join(KINDS)}; found {value!r}.")
+        for kind, numbers in value.items():
+            if not isinstance(numbers, Sequence) or isinstance(numbers, str) or not all(map(_is_number, numbers)):
+                raise ConfigError(f"{kind} of a configuration is a list of numbers; found {numbers!r}.")
+        return cls(**{kind: tuple(numbers) for kind, numbers in value.items()})
+
+
+KINDS = ("depths", "expansions", "kernels", "widths")  # fields of `Config`, in the order of `choices`
+
+
+def _is_number(value: Any) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+@dataclass(frozen=True)
+class StageOptions:
+    """The options of one stage, each in ascending order."""
+
+    depths: tuple[int, ...]  # Numbers of blocks that may be kept.
+    expansions: tuple[float, ...] = (1,)  # Expansions that each block may have.
+    kernels: tuple[int, ...] = ()  # Kernels that each block may have. Empty if there is no choice.
+    widths: tuple[float, ...] = ()  # Shares of the stage's channels. Empty if there is no choice.
+
+
+@dataclass(frozen=True)
+class SpaceChoice:
+    """One choice of a space: an entry of one field of `Config`."""
+
+    kind: str  # Field of `Config`: depths, expansions, kernels or widths.
+    index: int  # Position in that field.
+    options: tuple[float, ...]  # Values that it may take, ascending.
+    stage: int  # Stage to which the choice belongs.
+    block: int | None = None  # Position of the block in its stage. None for a choice of the whole stage.
+
+    @property
+    def name(self) -> str:
+        """Return a name that is unique in the space, such as "kernels.3"."""
+        return f"{self.kind}.{self.index}"
+
+
+class BlockChoice(NamedTuple):
+    """The options that one block takes."""
+
+    expansion: float  # Hidden channels over the block's own.
+    kernel: int  # Kernel size. 0 if the space has no kernel choice.
+
+
+@dataclass(frozen=True)
+class Space(ABC):
+    """A set of configurations, and the net that each stands for."""
+
+    image_size: int = 32  # Height and width of the images.
+    in_channels: int = 3  # Channels of the images.
+    num_classes: int = 10  # Classes that members tell apart.
+
+    name: ClassVar[str]  # name in `SPACES`
+
+    @property
+    @abstractmethod
+    def stages(self) -> tuple[StageOptions, ...]:
+        """Return the options of each stage."""
+
+    @abstractmethod
+    def blocks(self, config: Config) -> dict[str, BlockSpec]:
+        """Describe the net of a configuration, block by block in the order of the forward pass.
+
+        Args:
+            config: A configuration of the space.
+
+        Returns:
+            Descriptions by name. A name is the module path of the block in the member.
+        """
+
+    def kept_blocks(self, config: Config) -> list[list[BlockChoice]]:
+        """Return the choices of the blocks that are kept, by stage and position."""
+        kept: list[list[BlockChoice]] = []
+        first = 0
+        for stage, depth in zip(self.stages, config.depths, strict=True):
+            places = range(first, first + depth)
+            kernels = [config.kernels[i] if config.kernels else 0 for i in places]
+            kept.append([BlockChoice(config.expansions[i], kernel) for i, kernel in zip(places, kernels, strict=True)])
+            first += stage.depths[-1]
+        return kept
+
+    # --- choices ---
+
+    @property
+    def choices(self) -> tuple[SpaceChoice, ...]:
+        """Return all choices, in the order of `flat`."""
+        return _choices(self.stages)
+
+    def flat(self, config: Config) -> tuple[float, ...]:
+        """Return the chosen options in the order of `choices`."""
+        return (*config.depths, *config.expansions, *config.kernels, *config.widths)
+
+    def unflat(self, values: Sequence[float]) -> Config:
+        """Return the canonical configuration with these options, given in the order of `choices`.
+
+        Raises:
+            ConfigError: There are too many or too few values, or one is no option of its choice.
+        """
+        if len(values) != len(self.choices):
+            raise ConfigError(
+                f"{len(values)} values were given for a configuration of {self.name}, "
+                f"which has {len(self.choices)} choices."
+            )
+        fields: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for choice, value in zip(self.choices, values, strict=True):
+            fields[choice.kind].append(value)
+        return self.canonical(Config(**{kind: tuple(found) for kind, found in fields.items()}))  # type: ignore[arg-type]
+
+    @property
+    def largest(self) -> Config:
+        """Return the configuration with the largest option everywhere."""
+        return self.unflat([choice.options[-1] for choice in self.choices])
+
+    @property
+    def smallest(self) -> Config:
+        """Return the configuration with the smallest option everywhere."""
+        return self.unflat([choice.options[0] for choice in self.choices])
+
+    @property
+    def num_configs(self) -> int:
+        """Return the number of different nets."""
+        total = 1
+        for stage in self.stages:
+            per_block = len(stage.expansions) * max(1, len(stage.kernels))
+            total *= max(1, len(stage.widths)) * sum(per_block**depth for depth in stage.depths)
+        return total
+
+    def is_kept(self, choice: SpaceChoice, config: Config) -> bool:
+        """Return True if the choice has an effect: its block is kept, or it is one of a stage."""
+        return choice.block is None or choice.block < config.depths[choice.stage]
+
+    def canonical(self, config: Config) -> Config:
+        """Set the choices of blocks that are not kept to their smallest option.
+
+        Two configurations have the same net exactly if their canonical forms are equal.
+
+        Raises:
+            ConfigError: The configuration is outside of the space.
+        """
+        self.check(config)
+        fields: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        for choice, value in zip(self.choices, self.flat(config), strict=True):
+            kept = self.is_kept(choice, config)
+            fields[choice.kind].append(_option(choice, value) if kept else choice.options[0])
+        return Config(**{kind: tuple(values) for kind, values in fields.items()})  # type: ignore[arg-type]
+
+    def check(self, config: Config) -> None:
+        """Check that a configuration is one of the space.
+
+        Raises:
+            ConfigError: It is not. The message lists every choice that is wrong, with its options.
+        """
+        problems = []
+        for kind in KINDS:
+            values = getattr(config, kind)
+            choices = [choice for choice in self.choices if choice.kind == kind]
+            if len(values) != len(choices):
+                problems.append(f"{kind} has {len(values)} values and {len(choices)} are needed")
+                continue
+            for choice, value in zip(choices, values, strict=True):
+                if value not in choice.options:
+                    options = ", ".join(map(str, choice.options))
+                    problems.append(f"{choice.name} is {value}, which is none of {options}")
+        if problems:
+            raise ConfigError(f"A configuration is outside of the space {self.name}: {'; '.join(problems)}.")
+
+    # --- drawing ---
+
+    def sample(self, generator: torch.Generator) -> Config:
+        """Draw every choice uniformly from its options."""
+        draws = torch.rand(len(self.choices), generator=generator, dtype=torch.float64).tolist()
+        return self.unflat([_drawn(choice, draw) for choice, draw in zip(self.choices, draws, strict=True)])
+
+    def mutate(self, config: Config, generator: torch.Generator, probability: float) -> Config:
+        """Draw some choices anew.
+
+        Args:
+            config: Configuration to start from.
+            generator: Source of random numbers.
+            probability: Probability with which each choice is drawn anew. 0 returns `config`.
+        """
+        count = len(self.choices)
+        changes = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+        draws = torch.rand(count, generator=generator, dtype=torch.float64).tolist()
+        values = []
+        for i, (choice, value) in enumerate(zip(self.choices, self.flat(config), strict=True)):
+            # A block that was not kept has no options to inherit.
+            redraw = changes[i] < probability or not self.is_kept(choice, config)
+            values.append(_drawn(choice, draws[i]) if redraw else value)
+        return self.unflat(values)
+
+    def cross(self, a: Config, b: Config, generator: torch.Generator) -> Config:
+        """Take every choice from one of two configurations, each with probability 1/2.
+
+        Choices of a block that only one of them keeps come from that one.
+        """
+        picks = torch.rand(len(self.choices), generator=generator, dtype=torch.float64).tolist()
+        values = []
+        for i, (choice, of_a, of_b) in enumerate(zip(self.choices, self.flat(a), self.flat(b), strict=True)):
+            kept_by_a, kept_by_b = self.is_kept(choice, a), self.is_kept(choice, b)
+            from_a = kept_by_a > kept_by_b or (kept_by_a == kept_by_b and picks[i] < 0.5)
+            values.append(of_a if from_a else of_b)
+        return self.unflat(values)
+
+    def encode(self, config: Config) -> list[float]:
+        """Return features for a predictor: each option over the largest one, 0 for a missing block."""
+        features = []
+        for choice, value in zip(self.choices, self.flat(config), strict=True):
+            features.append(value / choice.options[-1] if self.is_kept(choice, config) else 0.0)
+        return features
+
+    # --- nets ---
+
+    def cost(self, config: Config) -> MemberCost:
+        """Count multiply-adds and parameters of a configuration exactly, without building its net."""
+        costs = [block.cost for block in self.blocks(config).values()]
+        return MemberCost(sum(cost.macs for cost in costs), sum(cost.params for cost in costs))
+
+    def member(self, config: Config) -> nn.Module:
+        """Build the net of a configuration as a plain module with fresh weights.
+
+        The module consists of ordinary layers, so that `fedquilt.trace` takes it like any other.
+
+        Raises:
+            ConfigError: The configuration is outside of the space.
+        """
+        config = self.canonical(config)
+        return nested({name: block.build() for name, block in self.blocks(config).items()})
+
+    def with_classes(self, num_classes: int) -> Space:
+        """Return the same space for another number of classes."""
+        return replace(self, num_classes=num_classes)
+
+
+def nested(blocks: Mapping[str, nn.Module]) -> nn.Sequential:
+    """Arrange modules by their dotted names in nested `nn.Sequential`s."""
+    groups: OrderedDict[str, Any] = OrderedDict()
+    for path, module in blocks.items():
+        first, _, rest = path.partition(".")
+        if rest:
+            groups.setdefault(first, {})[rest] = module
+        else:
+            groups[first] = module
+    arranged = OrderedDict[str, nn.Module]()
+    for name, entry in groups.items():
+        arranged[name] = nested(entry) if isinstance(entry, dict) else entry
+    return nn.Sequential(arranged)
+
+
+@lru_cache(64)
+def _choices(stages: tuple[StageOptions, ...]) -> tuple[SpaceChoice, ...]:
+    choices = [SpaceChoice("depths", i, stage.depths, i) for i, stage in enumerate(stages)]
+    for kind in ("expansions", "kernels"):
+        index = 0
+        for i, stage in enumerate(stages):
+            for block in range(stage.depths[-1] if getattr(stage, kind) else 0):
+                choices.append(SpaceChoice(kind, index, getattr(stage, kind), i, block))
+                index += 1
+    with_widths = [i for i, stage in enumerate(stages) if stage.widths]
+    choices += [SpaceChoice("widths", k, stages[i].widths, i) for k, i in enumerate(with_widths)]
+    return tuple(choices)
+
+
+def _drawn(choice: SpaceChoice, draw: float) -> float:
+    return choice.options[math.floor(draw * len(choice.options))]
+
+
+def _option(choice: SpaceChoice, value: float) -> float:
+    """Return the option itself, so that 4 and 4.0 make equal JSON."""
+    return choice.options[choice.options.index(value)]
