@@ -1,0 +1,287 @@
+"""A supernet: one set of weights that all members of a space share.
+
+The shared weights are those of the largest net. A member has the first blocks of each stage and the
+first channels of each layer. A smaller depthwise kernel is the centre of the next larger one, times
+a learned matrix that starts as the identity (Cai et al., ICLR 2020, section 3.3).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from functools import lru_cache
+from typing import Literal, cast
+
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+
+from fedquilt.generators import random_state
+from fedquilt.supernet.blocks import BlockSpec
+from fedquilt.supernet.space import HEAD, Config, Space, nested
+
+ChannelKind = Literal["expansion", "width"]
+MAX_CACHED_SKELETONS = 4_096  # distinct blocks that are kept built without data
+
+
+class Supernet(nn.Module):
+    """The shared weights of a space, which run as any of its members.
+
+    `net` is the largest member, a plain module with the names that `fedquilt supernet show --names`
+    prints. `transforms` are the learned matrices between kernel sizes.
+
+    Args:
+        space: The space. `space.num_classes` is the number of classes of the pre-training task.
+        seed: Random seed of the initial weights.
+    """
+
+    def __init__(self, space: Space, seed: int = 0) -> None:
+        super().__init__()
+        self.space = space
+        with random_state(seed):
+            self.net = space.member(space.largest)
+        self.transforms = nn.ParameterDict()
+        for name, kernels in self._kernel_ladders().items():
+            for kernel in kernels[1:]:
+                self.transforms[_transform_key(name, kernel)] = nn.Parameter(torch.eye(kernel**2))
+        self._kernels = self._kernel_ladders()
+
+    def forward(self, x: Tensor, config: Config | None = None) -> Tensor:
+        """Run a batch through the member of a configuration.
+
+        In training mode, norms use the statistics of the batch, and only the largest net updates its
+        running statistics. In evaluation mode a smaller member uses the first of the largest net's
+        statistics, which are not its own: evaluate `member(config)` after `recalibrate` instead.
+
+        Args:
+            x: (sample, channel, height, width) Images.
+            config: The member to run. None: the largest.
+
+        Returns:
+            (sample, class) Logits.
+        """
+        config = self.space.largest if config is None else self.space.canonical(config)
+        if config == self.space.largest:
+            logits: Tensor = self.net(x)
+            return logits
+        shared = self._shared()
+        for name, block in self.space.blocks(config).items():
+            skeleton = _skeleton(block, self.training)
+            x = functional_call(skeleton, self._block_tensors(shared, name, block, self.training), (x,))
+        return x
+
+    def weights(self, config: Config) -> dict[str, Tensor]:
+        """Return the weights and norm statistics of a member, as functions of the shared weights.
+
+        They are differentiable views where a slice is enough, and share memory with the supernet.
+        """
+        shared = self._shared()
+        weights = {}
+        for name, block in self.space.blocks(self.space.canonical(config)).items():
+            tensors = self._block_tensors(shared, name, block, training=False)
+            weights.update({f"{name}.{key}": tensor for key, tensor in tensors.items()})
+        return weights
+
+    def member(self, config: Config, num_classes: int | None = None, seed: int = 0) -> nn.Module:
+        """Return a member as a plain module with weights of its own.
+
+        Norm statistics are cut like weights and are not the member's own: call `recalibrate`.
+
+        Args:
+            config: Configuration of the member.
+            num_classes: Classes that the member tells apart. None, or the number of the pre-training
+                task: the trained classifier is kept. Any other number: it is drawn anew.
+            seed: Random seed of a classifier that is drawn anew.
+        """
+        config = self.space.canonical(config)
+        space = self.space
+        weights = {name: tensor.detach().clone() for name, tensor in self.weights(config).items()}
+        if num_classes is not None and num_classes != space.num_classes:
+            space = space.with_classes(num_classes)
+            weights.update(_fresh_classifier(space, config, weights, seed))
+        with torch.device("meta"):
+            member = nested({name: block.build() for name, block in space.blocks(config).items()})
+        member.load_state_dict(weights, assign=True)
+        return member.train(self.training)
+
+    @torch.no_grad()
+    def sort_channels(self, kinds: Collection[ChannelKind] = ("expansion", "width")) -> None:
+        """Reorder channels by importance, so that a narrow member keeps the most important ones.
+
+        Importance is the L1 norm of the weights that read or write a channel. The largest member
+        computes the same function as before, up to rounding. Smaller members change.
+
+        Args:
+            kinds: Channels to reorder: "expansion" are those inside of blocks, "width" are those
+                between blocks.
+        """
+        tensors = dict(self.net.state_dict(keep_vars=True))
+        for group in _channel_groups(self.space.blocks(self.space.largest)):
+            if group.kind not in kinds or not group.axes:
+                continue
+            weights = [(tensors[name], dim) for name, dim in group.axes]
+            importance = sum(_l1_norm(tensor, dim) for tensor, dim in weights if tensor.dim() > 1)
+            order = torch.argsort(cast(Tensor, importance), descending=True, stable=True)
+            for tensor, dim in weights:
+                tensor.copy_(tensor.index_select(dim, order))
+
+    def _kernel_ladders(self) -> dict[str, list[int]]:
+        """Return the kernels that each weight may have, largest first, where there is a choice."""
+        largest = self.space.largest
+        choices = [choice for choice in self.space.choices if choice.kind == "kernels"]
+        ladders: dict[str, set[int]] = {}
+        for step in range(max((len(choice.options) for choice in choices), default=0)):
+            options = [choice.options[min(step, len(choice.options) - 1)] for choice in choices]
+            config = Config(largest.depths, largest.expansions, tuple(map(int, options)), largest.widths)
+            for name, block in self.space.blocks(config).items():
+                for layer in block.layers:
+                    if f"{layer.name}.weight" == block.elastic_kernel:
+                        ladders.setdefault(f"{name}.{block.elastic_kernel}", set()).add(layer.kernel)
+        return {name: sorted(found, reverse=True) for name, found in ladders.items() if len(found) > 1}
+
+    def _shared(self) -> dict[str, Tensor]:
+        return self.net.state_dict(keep_vars=True)
+
+    def _block_tensors(
+        self, shared: Mapping[str, Tensor], name: str, block: BlockSpec, training: bool
+    ) -> dict[str, Tensor]:
+        """Return the tensors of one block of a member, by their names in the block."""
+        tensors = {}
+        for key, shape in _shapes(block, training).items():
+            tensor = shared[f"{name}.{key}"]
+            if key == block.elastic_kernel:
+                tensor = self._cropped(f"{name}.{key}", tensor[: shape[0]], shape[-1])
+            else:
+                for dim, length in enumerate(shape[:2]):
+                    tensor = tensor.narrow(dim, 0, length)
+            tensors[key] = tensor
+        return tensors
+
+    def _cropped(self, name: str, kernels: Tensor, size: int) -> Tensor:
+        """Crop kernels step by step, each time with the learned matrix of that step.
+
+        Args:
+            name: Name of the weight.
+            kernels: (channel, 1, height, width) Kernels of the largest size.
+            size: Height and width to crop to.
+        """
+        for smaller in self._kernels.get(name, [])[1:]:
+            if kernels.shape[-1] <= size:
+                break
+            kernels = centre(kernels, smaller)
+            flat = kernels.flatten(2) @ self.transforms[_transform_key(name, smaller)].T
+            kernels = flat.unflatten(2, (smaller, smaller))
+        return kernels
+
+
+def centre(kernels: Tensor, size: int) -> Tensor:
+    """Return the centre of square kernels.
+
+    Args:
+        kernels: (out channel, in channel, height, width) Kernels.
+        size: Height and width of the centre. It has the parity of the kernels' size.
+    """
+    margin = (kernels.shape[-1] - size) // 2
+    return kernels[:, :, margin : margin + size, margin : margin + size]
+
+
+@torch.no_grad()
+def recalibrate(member: nn.Module, samples: Tensor | Iterable[Tensor], batch_size: int = 256) -> nn.Module:
+    """Measure the norm statistics of a member on samples, and return the member.
+
+    Statistics are the plain mean over the batches. Weights do not change.
+
+    Args:
+        member: A net with batch norms, for example from `Supernet.member`.
+        samples: (sample, channel, height, width) Images, or batches of them.
+        batch_size: Samples per batch if `samples` is one tensor. A last batch of one sample is left out.
+    """
+    norms = [module for module in member.modules() if isinstance(module, nn.BatchNorm2d)]
+    momenta = [norm.momentum for norm in norms]
+    was_training = member.training
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None
+    member.train()
+    try:
+        for batch in samples.split(batch_size) if isinstance(samples, Tensor) else samples:
+            if len(batch) > 1:
+                member(batch)
+    finally:
+        member.train(was_training)
+        for norm, momentum in zip(norms, momenta, strict=True):
+            norm.momentum = momentum
+    return member
+
+
+# --- blocks without data ---
+
+
+@lru_cache(MAX_CACHED_SKELETONS)
+def _skeleton(block: BlockSpec, training: bool) -> nn.Module:
+    """Build a block without data, to be run with other tensors in the place of its own.
+
+    In training its norms have no running statistics, so that a sampled member changes no buffer.
+    """
+    with torch.device("meta"):
+        module = block.build()
+    if training:
+        for norm in module.modules():
+            if isinstance(norm, nn.BatchNorm2d):
+                norm.track_running_stats = False
+                norm.running_mean = norm.running_var = norm.num_batches_tracked = None
+    return module.train(training)
+
+
+@lru_cache(MAX_CACHED_SKELETONS)
+def _shapes(block: BlockSpec, training: bool) -> dict[str, torch.Size]:
+    return {name: tensor.shape for name, tensor in _skeleton(block, training).state_dict().items()}
+
+
+def _transform_key(name: str, kernel: int) -> str:
+    """Return the name of a matrix. Dots are not allowed in the names of parameters."""
+    return f"{name.removesuffix('.weight').replace('.', '/')}/{kernel}"
+
+
+def _fresh_classifier(
+    space: Space, config: Config, weights: Mapping[str, Tensor], seed: int
+) -> dict[str, Tensor]:
+    """Draw the output layer for the classes of `space`."""
+    classifier = next(layer for layer in space.blocks(config)[HEAD].layers if layer.writes == "class")
+    name = f"{HEAD}.{classifier.name}"
+    like = weights[f"{name}.weight"]
+    with random_state(seed):
+        linear = nn.Linear(classifier.in_channels, classifier.out_channels)
+    linear = linear.to(like.device, like.dtype)
+    return {f"{name}.{key}": tensor for key, tensor in linear.state_dict().items()}
+
+
+# --- groups of channels ---
+
+
+class _ChannelGroup:
+    """Axes of tensors that carry the same channels, and must be reordered together."""
+
+    def __init__(self, kind: ChannelKind | None) -> None:
+        self.kind = kind  # None: channels of the images or classes, which keep their order
+        self.axes: list[tuple[str, int]] = []  # (tensor, dimension)
+
+
+def _channel_groups(blocks: Mapping[str, BlockSpec]) -> list[_ChannelGroup]:
+    """Find the channels of a net that are one, because a residual sum or a layer joins them."""
+    stream = _ChannelGroup(None)
+    groups = [stream]
+    for name, block in blocks.items():
+        local = {"in": stream, "class": _ChannelGroup(None)}
+        local["out"] = stream if block.keeps_channels else _ChannelGroup("width")
+        for layer in block.layers:
+            for axis in layer.axes():
+                group = local.setdefault(axis.group, _ChannelGroup("expansion"))
+                group.axes.append((f"{name}.{axis.tensor}", axis.dim))
+        groups += [group for group in local.values() if group is not stream]
+        stream = local["out"]
+    return groups
+
+
+def _l1_norm(tensor: Tensor, dim: int) -> Tensor:
+    """Return the L1 norm of each slice along a dimension."""
+    return tensor.detach().abs().movedim(dim, 0).flatten(1).sum(1)
