@@ -7,13 +7,21 @@ docs/architecture.md.
 from __future__ import annotations
 
 from fedquilt.supernet.blocks import BlockSpec, MemberCost
+from fedquilt.supernet.elastic import Supernet, recalibrate
 from fedquilt.supernet.mobilenet import MobileNetV2Space, MobileNetV3Space, TinySpace
 from fedquilt.supernet.resnet import ResNet50Space
 from fedquilt.supernet.space import Config, Space, SpaceChoice, StageOptions
-
-SPACES: dict[str, type[Space]] = {
-    space.name: space for space in (ResNet50Space, MobileNetV3Space, MobileNetV2Space, TinySpace)
-}
+from fedquilt.supernet.spaces import SPACES
+from fedquilt.supernet.store import import_weights, load_supernet, save_supernet, space_by_name
+from fedquilt.supernet.training import (
+    SupernetData,
+    SupernetProgress,
+    SupernetTraining,
+    accuracy,
+    member_accuracy,
+    rotations,
+    train_supernet,
+)
 
 __all__ = [
     "SPACES",
@@ -26,5 +34,18 @@ __all__ = [
     "Space",
     "SpaceChoice",
     "StageOptions",
+    "Supernet",
+    "SupernetData",
+    "SupernetProgress",
+    "SupernetTraining",
     "TinySpace",
+    "accuracy",
+    "import_weights",
+    "load_supernet",
+    "member_accuracy",
+    "recalibrate",
+    "rotations",
+    "save_supernet",
+    "space_by_name",
+    "train_supernet",
 ]

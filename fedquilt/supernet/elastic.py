@@ -63,6 +63,15 @@ class Supernet(nn.Module):
         if config == self.space.largest:
             logits: Tensor = self.net(x)
             return logits
+        return self.run(x, config)
+
+    def run(self, x: Tensor, config: Config) -> Tensor:
+        """Run a member as `forward` does, but change no running statistics, even if it is the largest.
+
+        Args:
+            x: (sample, channel, height, width) Images.
+            config: The member, in canonical form.
+        """
         shared = self._shared()
         for name, block in self.space.blocks(config).items():
             skeleton = _skeleton(block, self.training)

@@ -1,0 +1,278 @@
+"""Supernets on disk: safetensors files that are whole or refused.
+
+A file has the tensors, and as JSON in its header: format, version, the space with its fields, and a
+checksum over all of it. Training checkpoints have the same format and another kind.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from fedquilt.errors import ConfigError, RecordError
+from fedquilt.files import Blob, parse, read_header, why, write
+from fedquilt.supernet.elastic import Supernet
+from fedquilt.supernet.space import HEAD, Space
+from fedquilt.supernet.spaces import SPACES
+
+FORMAT = "fedquilt-supernet"
+VERSION = 1
+
+
+def save_supernet(supernet: Supernet, path: str | Path, **about: Any) -> None:
+    """Write a supernet to a file, whole or not at all.
+
+    Args:
+        supernet: The supernet.
+        path: The file. One that is there is replaced.
+        about: Further values that JSON can hold, for example how the supernet was trained.
+
+    Raises:
+        RecordError: The file could not be written.
+    """
+    write_tensors(Path(path), "supernet", supernet.space, supernet.state_dict(), about)
+
+
+def load_supernet(path: str | Path, space: Space | None = None, device: str = "cpu") -> Supernet:
+    """Read a supernet from a file.
+
+    Args:
+        path: A file that `save_supernet` or `fedquilt supernet train` wrote.
+        space: The space that is expected, needed for a space of your own. Its number of classes may
+            differ, because the file has that of the pre-training task. None: a built-in space.
+        device: Device of the weights.
+
+    Raises:
+        RecordError: The file is truncated, damaged, of another kind, version or space.
+    """
+    path = Path(path)
+    note, tensors = read_tensors(path, "supernet")
+    found = space_of(note["space"], path, space)
+    supernet = Supernet(found)
+    _load(supernet, tensors, path)
+    return supernet.to(device).eval()
+
+
+def read_about(path: str | Path) -> dict[str, Any]:
+    """Return what a supernet file says of itself: its space, and how it was trained."""
+    note, _ = read_tensors(Path(path), "supernet")
+    return note
+
+
+def import_weights(space: Space, path: str | Path) -> Supernet:
+    """Make a supernet from weights of the largest net, for example from public ImageNet weights.
+
+    The names are those of `space.member(space.largest)`, which `fedquilt supernet show SPACE --names`
+    prints. All are needed, except `num_batches_tracked`. The number of classes is read off the
+    classifier. Kernel transforms start as the identity.
+
+    Args:
+        space: The space whose largest net the weights are.
+        path: A .safetensors file, or a state dict that `torch.save` wrote as .pt or .pth. Pickled
+            objects other than tensors are refused.
+
+    Raises:
+        RecordError: The file cannot be read, or names or shapes are not those of the largest net.
+    """
+    path = Path(path)
+    weights = _read_weights(path)
+    classifier = f"{HEAD}.classifier.weight"
+    if classifier in weights and weights[classifier].dim() == 2:
+        space = space.with_classes(len(weights[classifier]))
+    supernet = Supernet(space)
+    state = supernet.net.state_dict()
+    optional = {name for name in state if name.endswith("num_batches_tracked")}
+    problems = _mismatches(state, weights, optional)
+    if problems:
+        raise RecordError(
+            f"{path} does not have the weights of the largest net of {space.name}: "
+            f"{'; '.join(problems)}. `fedquilt supernet show {space.name} --names` lists the names."
+        )
+    supernet.net.load_state_dict(state | weights)
+    return supernet.eval()
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
+    try:
+        if path.suffix == ".safetensors":
+            from safetensors.torch import load_file
+
+            return load_file(path)
+        if path.suffix in (".pt", ".pth"):
+            weights = torch.load(path, map_location="cpu", weights_only=True)
+            if not isinstance(weights, Mapping) or not all(isinstance(v, Tensor) for v in weights.values()):
+                raise RecordError(f"{path} has no state dict: tensors by name are needed.")
+            return dict(weights)
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {why(error)}.") from error
+    except RecordError:
+        raise
+    except Exception as error:  # safetensors, zip and unpickling errors have no common class
+        raise RecordError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
+    raise RecordError(f"{path} was given as weights; a .safetensors, .pt or .pth file would work.")
+
+
+# --- the format ---
+
+
+def write_tensors(
+    path: Path, kind: str, space: Space, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
+) -> None:
+    """Write tensors with a header that says what they are.
+
+    Args:
+        path: The file.
+        kind: "supernet", or "training" for a checkpoint.
+        space: Space of the supernet.
+        tensors: Tensors by name.
+        about: Further values that JSON can hold.
+    """
+    note = {"format": FORMAT, "version": VERSION, "kind": kind, "space": space_note(space), **about}
+    blob = Blob.of(tensors, note)
+    entries, note, _ = read_header(blob.head)
+    digest = _digest(entries, note)
+    chunks = blob.chunks()
+    next(chunks)  # the header, which the digest has as values
+    for chunk in chunks:
+        digest.update(chunk)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write(path, Blob.of(tensors, {**note, "sha256": digest.hexdigest()}).chunks())
+    except OSError as error:
+        raise RecordError(f"{path} could not be written: {why(error)}.") from error
+
+
+def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tensor]]:
+    """Read what `write_tensors` wrote: its note, and its tensors by name.
+
+    Raises:
+        RecordError: The file is truncated, damaged, of another version, or of another kind.
+    """
+    try:
+        data = bytearray(path.read_bytes())
+    except OSError as error:
+        raise RecordError(f"{path} cannot be read: {why(error)}.") from error
+    try:
+        entries, note, begin = read_header(data)
+        found, version, checksum = note["format"], note["version"], note.pop("sha256")
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise RecordError(
+            f"{path} is no supernet file, or is damaged at its beginning. "
+            "`fedquilt supernet train` and `import` write such files."
+        ) from error
+    if found != FORMAT or version != VERSION:
+        raise RecordError(
+            f"{path} is a file of format {found!r}, version {version!r}; this fedquilt reads "
+            f"{FORMAT!r}, version {VERSION}. Train or import the supernet again."
+        )
+    digest = _digest(entries, note)
+    digest.update(memoryview(data)[begin:])
+    if digest.hexdigest() != checksum:
+        raise RecordError(
+            f"{path} is truncated or damaged: its checksum differs from the one that was written. "
+            "Copy it again, or train again."
+        )
+    if note["kind"] != kind:
+        remedy = "continue it with --resume" if note["kind"] == "training" else "give its checkpoint"
+        raise RecordError(f"{path} is a file of kind {note['kind']!r} instead of {kind!r}; {remedy}.")
+    return note, parse(data, torch.device("cpu"))[0]
+
+
+def _digest(entries: Mapping[str, Any], note: Mapping[str, Any]) -> Any:
+    return hashlib.sha256(json.dumps([entries, note], sort_keys=True).encode())
+
+
+def space_note(space: Space) -> dict[str, Any]:
+    """Return a space as values that JSON can hold."""
+    return {"name": space.name, "fields": json.loads(json.dumps(asdict(space)))}
+
+
+def space_of(note: Mapping[str, Any], path: Path, expected: Space | None) -> Space:
+    """Return the space of a file.
+
+    Raises:
+        RecordError: It is not the expected one, or is not built in and none was given.
+    """
+    name = note["name"]
+    fields = {key: _as_tuple(value) for key, value in note["fields"].items()}
+    if expected is None:
+        if name not in SPACES:
+            raise RecordError(
+                f"{path} is of the space {name!r}, which is not built in; give the space as an argument. "
+                f"Built in: {', '.join(SPACES)}."
+            )
+        try:
+            return SPACES[name](**fields)
+        except TypeError as error:
+            raise RecordError(f"{path} does not fit the space {name!r} of this version: {error}.") from error
+    space = expected.with_classes(int(fields.get("num_classes", expected.num_classes)))
+    mine = space_note(space)
+    if mine != dict(note):
+        differing = [key for key in mine["fields"] if mine["fields"][key] != note["fields"].get(key)]
+        found = ", ".join(f"{key} = {note['fields'].get(key)}" for key in differing)
+        wanted = ", ".join(f"{key} = {mine['fields'][key]}" for key in differing)
+        raise RecordError(
+            f"{path} is of the space {name!r}{f' with {found}' if found else ''}; "
+            f"{space.name!r}{f' with {wanted}' if wanted else ''} was asked for. "
+            "Give the file's own space, or train a supernet of yours."
+        )
+    return space
+
+
+def _as_tuple(value: Any) -> Any:
+    return tuple(map(_as_tuple, value)) if isinstance(value, list) else value
+
+
+def _load(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path) -> None:
+    problems = _mismatches(supernet.state_dict(), tensors)
+    if problems:
+        raise RecordError(f"{path} does not fit its space {supernet.space.name!r}: {'; '.join(problems)}.")
+    supernet.load_state_dict(dict(tensors))
+
+
+def _mismatches(
+    needed: Mapping[str, Tensor], found: Mapping[str, Tensor], optional: frozenset[str] | set[str] = frozenset()
+) -> list[str]:
+    """List missing names, unexpected names and differing shapes, the first few of each."""
+    missing = [name for name in needed if name not in found and name not in optional]
+    unexpected = [name for name in found if name not in needed]
+    shapes = [
+        f"{name} has shape {tuple(found[name].shape)} instead of {tuple(tensor.shape)}"
+        for name, tensor in needed.items()
+        if name in found and found[name].shape != tensor.shape
+    ]
+    problems = []
+    if missing:
+        problems.append(f"{len(missing)} names are missing ({_first(missing)})")
+    if unexpected:
+        problems.append(f"{len(unexpected)} names are unexpected ({_first(unexpected)})")
+    return problems + shapes[:3]
+
+
+def _first(names: list[str]) -> str:
+    return ", ".join(names[:3]) + (", …" if len(names) > 3 else "")
+
+
+def space_by_name(name: str) -> Space:
+    """Return a space with its default fields.
+
+    Args:
+        name: A name of `SPACES`, or `file.py:Class` for a space of your own.
+
+    Raises:
+        ConfigError: There is no such space, or the class is no space.
+    """
+    from fedquilt.names import find
+
+    kind = find(SPACES, name, "search space")
+    space = kind() if callable(kind) else kind
+    if not isinstance(space, Space):
+        raise ConfigError(f"The space {name} was asked for; {kind!r} makes no fedquilt.supernet.Space.")
+    return space

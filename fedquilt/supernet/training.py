@@ -1,0 +1,545 @@
+"""Pre-training of a supernet (RaFL, equation 1) by progressive shrinking.
+
+Equation 1 minimises the loss over all members. The largest net is trained first. Then phases open
+one kind of choice after the other (kernel, depth, expansion, width; Cai et al., ICLR 2020), and every
+step adds up the gradients of a few sampled members. Each learns from the labels and from the largest
+net as it was before shrinking.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import math
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from copy import deepcopy
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from fedquilt import noise
+from fedquilt.data import Pool
+from fedquilt.devices import device_of
+from fedquilt.errors import ConfigError, DataError, DivergenceError, RecordError
+from fedquilt.precision import Precision, computing
+from fedquilt.supernet.elastic import Supernet, recalibrate
+from fedquilt.supernet.space import Config, Space, SpaceChoice
+from fedquilt.supernet.store import read_tensors, save_supernet, space_of, write_tensors
+
+Labels = Literal["rotations", "own"]
+NUM_ROTATIONS = 4
+CHECKPOINT = ".training"  # ending of the checkpoint beside the file that a training will write
+
+# Streams of random numbers: the same seed draws each of them independently.
+_ORDER, _CONFIG, _AUGMENT = 1, 2, 3
+
+
+def rotations(images: Tensor) -> tuple[Tensor, Tensor]:
+    """Return images rotated by 0, 90, 180 and 270 degrees, with the rotation as label 0, 1, 2 or 3.
+
+    Args:
+        images: (sample, channel, height, width) Square images.
+
+    Returns:
+        (4 · sample, channel, height, width) images, all of one rotation after the other, and
+        (4 · sample,) labels.
+    """
+    turned = torch.cat([torch.rot90(images, turn, (2, 3)) for turn in range(NUM_ROTATIONS)])
+    labels = torch.arange(NUM_ROTATIONS, device=images.device).repeat_interleave(len(images))
+    return turned, labels
+
+
+@dataclass(frozen=True, eq=False)
+class SupernetData:
+    """Images for pre-training, with labels or without."""
+
+    images: Tensor  # (sample, channel, height, width) Real numbers, as the nets see them.
+    labels: Tensor | None = None  # (sample,) Classes from 0 on. None: rotations are the labels.
+    num_classes: int = NUM_ROTATIONS  # Number of classes.
+
+    def __post_init__(self) -> None:
+        images = self.images
+        if images.dim() != 4 or images.shape[2] != images.shape[3] or len(images) < 2:
+            raise DataError(
+                f"A supernet is trained on at least two square images (sample, channel, size, size); "
+                f"found samples of shape {tuple(images.shape)}."
+            )
+        if not images.is_floating_point():
+            raise DataError(f"A supernet is trained on real numbers; found images of {images.dtype}.")
+        if self.labels is not None and self.labels.shape != images.shape[:1]:
+            raise DataError(f"{len(images)} images have labels of shape {tuple(self.labels.shape)}.")
+
+    @classmethod
+    def of_pool(cls, pool: Pool, labels: Labels = "rotations") -> SupernetData:
+        """Take images from a pool, scaled as for a run.
+
+        Args:
+            pool: A pool of images.
+            labels: "rotations" takes the public images, or the training images if there are none.
+                "own" takes the training images with their classes.
+
+        Raises:
+            DataError: The pool has no images, or no classes where these were asked for.
+        """
+        if labels == "own" and not pool.num_classes:
+            raise DataError(f"{pool.name} has no classes to train on; labels = rotations would work.")
+        is_public = labels == "rotations" and pool.public is not None
+        stored = pool.public if is_public and pool.public is not None else pool.inputs
+        images = stored.float() if pool.scale is None else pool.scale(stored)
+        if labels == "rotations":
+            return cls(images)
+        return cls(images, pool.targets, pool.num_classes)
+
+    @property
+    def fingerprint(self) -> str:
+        """Return a checksum of images and labels."""
+        digest = hashlib.sha256(self.images.cpu().contiguous().numpy().tobytes())
+        if self.labels is not None:
+            digest.update(self.labels.cpu().contiguous().numpy().tobytes())
+        return digest.hexdigest()
+
+    def to(self, device: torch.device) -> SupernetData:
+        """Return the data on a device."""
+        labels = None if self.labels is None else self.labels.to(device)
+        return SupernetData(self.images.to(device), labels, self.num_classes)
+
+    def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
+        """Return images and labels of some rows. Each row gives four samples if labels are rotations."""
+        rows = rows.to(self.images.device)
+        if self.labels is None:
+            return rotations(self.images[rows])
+        return self.images[rows], self.labels[rows]
+
+    def fit(self, space: Space) -> Space:
+        """Return the space for the classes of the data.
+
+        Raises:
+            DataError: The images have another shape than those of the space.
+        """
+        wanted = (space.in_channels, space.image_size, space.image_size)
+        if tuple(self.images.shape[1:]) != wanted:
+            raise DataError(
+                f"The space {space.name} takes images of shape {wanted}; found {tuple(self.images.shape[1:])}. "
+                "Set image_size and in_channels of the space to those of the data."
+            )
+        return space.with_classes(self.num_classes)
+
+
+@dataclass(frozen=True)
+class SupernetTraining:
+    """Settings of the pre-training of a supernet."""
+
+    epochs: int = 20  # Epochs in which the largest net is trained alone.
+    phase_epochs: int = 10  # Epochs of each shrinking phase. 0 trains the largest net alone.
+    batch_size: int = 256  # Samples per step. Each image gives four of them if labels are rotations.
+    lr: float = 0.05  # Learning rate of the largest net at the start. It falls to 0 on half a cosine.
+    phase_lr: float = 0.02  # Learning rate at the start of each shrinking phase.
+    momentum: float = 0.9  # Momentum of SGD (Nesterov).
+    weight_decay: float = 3e-5  # Weight decay. Norms, biases and kernel transforms have none.
+    distillation: float = 1.0  # Weight of KL from the largest net. 0 trains on labels alone.
+    crop: int = 0  # Pixels by which images are shifted at random. 0 shifts nothing.
+    flip: bool = False  # True mirrors half of the images at random.
+    calibration: int = 2048  # Samples on which norm statistics are measured after each phase.
+    precision: Precision = "fp32"  # Precision of products: fp32, tf32 or bf16.
+    seed: int = 0  # Random seed of weights, order, sampled members and augmentation.
+
+    def __post_init__(self) -> None:
+        positive = {"epochs": self.epochs, "batch_size": self.batch_size, "calibration": self.calibration}
+        wrong = {name: value for name, value in positive.items() if value < 1}
+        rates = {"lr": self.lr, "phase_lr": self.phase_lr}
+        wrong |= {name: value for name, value in rates.items() if not (value > 0 and math.isfinite(value))}
+        others = {"phase_epochs": self.phase_epochs, "weight_decay": self.weight_decay, "crop": self.crop}
+        wrong |= {name: value for name, value in others.items() if not value >= 0}
+        if wrong:
+            raise ConfigError(
+                f"{', '.join(f'{name} = {value}' for name, value in wrong.items())} was asked for; "
+                "epochs, batch_size, calibration and rates must be above 0, the others at least 0."
+            )
+
+
+PHASE_KINDS = ("kernels", "depths", "expansions", "widths")  # in the order in which they open
+NETS_PER_STEP = {"largest": 1, "kernels": 1, "depths": 2, "expansions": 4, "widths": 4}
+
+
+@dataclass(frozen=True)
+class Phase:
+    """One phase of progressive shrinking: the choices that are open, and the nets of a step.
+
+    Choices of kinds that open later are frozen at their largest option. Kernel transforms are frozen
+    before the kernel phase. Norm statistics of the largest net are frozen in every shrinking phase
+    and measured anew after it.
+    """
+
+    kind: str  # Kind of choice that the phase opens, or "largest" before any is open.
+    num_options: int  # How many options of this kind are open, counted from the largest one.
+
+    @property
+    def name(self) -> str:
+        """Return a name for people, such as "depths (2 options)"."""
+        return self.kind if self.kind == "largest" else f"{self.kind} ({self.num_options} options)"
+
+    @property
+    def nets(self) -> int:
+        """Return the number of members that a step trains."""
+        return NETS_PER_STEP[self.kind]
+
+    @property
+    def trains_transforms(self) -> bool:
+        """Return True if kernel transforms are trained."""
+        return self.kind != "largest"
+
+    def options(self, choice: SpaceChoice) -> tuple[float, ...]:
+        """Return the open options of a choice, ascending."""
+        if self.kind == "largest":
+            return choice.options[-1:]
+        opens = PHASE_KINDS.index(choice.kind)
+        now = PHASE_KINDS.index(self.kind)
+        if opens < now:
+            return choice.options
+        return choice.options[-self.num_options :] if opens == now else choice.options[-1:]
+
+    def sample(self, space: Space, generator: torch.Generator) -> Config:
+        """Draw a member from the options that are open."""
+        draws = torch.rand(len(space.choices), generator=generator, dtype=torch.float64).tolist()
+        values = []
+        for choice, draw in zip(space.choices, draws, strict=True):
+            options = self.options(choice)
+            values.append(options[math.floor(draw * len(options))])
+        return space.unflat(values)
+
+
+def phases(space: Space) -> list[Phase]:
+    """List the phases of a space: the largest net, then one kind of choice after the other.
+
+    Kernels open at once. The other kinds open their two largest options first, then all.
+    """
+    found = [Phase("largest", 1)]
+    for kind in PHASE_KINDS:
+        most = max((len(choice.options) for choice in space.choices if choice.kind == kind), default=1)
+        steps = {most} if kind == "kernels" else {min(2, most), most}
+        found += [Phase(kind, count) for count in sorted(steps) if count > 1]
+    return found
+
+
+@dataclass(frozen=True)
+class SupernetProgress:
+    """The state of a training after one epoch."""
+
+    phase: str  # Name of the phase.
+    epoch: int  # Epochs of this phase that are done.
+    done: int  # Epochs of all phases that are done.
+    total: int  # Epochs of all phases.
+    loss: float  # Mean loss of the epoch.
+    accuracy: float  # Mean share of correct labels in the epoch's training batches.
+
+
+Watch = Callable[[SupernetProgress], None]
+
+
+def train_supernet(
+    space: Space,
+    data: SupernetData,
+    settings: SupernetTraining = SupernetTraining(),
+    *,
+    out: str | Path | None = None,
+    resume: bool = False,
+    device: str = "cpu",
+    watch: Watch | None = None,
+) -> Supernet:
+    """Train a supernet by progressive shrinking (equation 1).
+
+    The result depends on space, data, settings and the kind of device alone. A training that was
+    killed and resumed ends with the same weights as one in one go; on a GPU this needs
+    `torch.use_deterministic_algorithms(True)`.
+
+    Args:
+        space: The space. Its number of classes is replaced by that of the data.
+        data: Images, with labels or to be rotated.
+        settings: Epochs, rates and the random seed.
+        out: File for the trained supernet. A checkpoint is kept beside it after every epoch. None
+            writes nothing.
+        resume: True continues from the checkpoint beside `out`, if there is one.
+        device: Device to train on, such as "cpu" or "cuda".
+        watch: Called after every epoch.
+
+    Returns:
+        The supernet in evaluation mode, on `device`.
+
+    Raises:
+        DataError: The images do not fit the space.
+        RecordError: A checkpoint is damaged, or of another training.
+        DivergenceError: The loss is no longer finite.
+    """
+    trainer = _Trainer(data.fit(space), data, settings, device_of(device))
+    checkpoint = None if out is None else Path(f"{out}{CHECKPOINT}")
+    if resume and checkpoint is None:
+        raise ConfigError("resume was asked for without a file; give the file as `out`.")
+    if resume and checkpoint is not None and checkpoint.exists():
+        trainer.restore(checkpoint)
+    for progress in trainer.epochs():
+        if checkpoint is not None:
+            trainer.save(checkpoint)
+        if watch is not None:
+            watch(progress)
+    supernet = trainer.supernet.eval()
+    if out is not None and checkpoint is not None:
+        save_supernet(supernet, out, training=trainer.identity)
+        with suppress(OSError):
+            checkpoint.unlink(missing_ok=True)
+    return supernet
+
+
+class _Trainer:
+    """A training between two epochs: everything that a checkpoint has."""
+
+    def __init__(
+        self, space: Space, data: SupernetData, settings: SupernetTraining, device: torch.device
+    ) -> None:
+        self.space = space
+        self.settings = settings
+        self.device = device
+        self.identity = {
+            "settings": asdict(settings),
+            "labels": "rotations" if data.labels is None else "own",
+            "images": len(data.images),
+            "fingerprint": data.fingerprint,
+        }
+        self.data = data.to(device)
+        self.supernet = Supernet(space, settings.seed).to(device)
+        self.phases = [phase for phase in phases(space) if self._num_epochs(phase)]
+        self.phase = 0  # phase that is trained next, or its number of phases if all are done
+        self.epoch = 0  # epochs of it that are done
+        self.teacher: nn.Module | None = None  # the largest net before shrinking
+        self.optimizer = self._optimizer(self.phases[0])
+
+    def _num_epochs(self, phase: Phase) -> int:
+        return self.settings.epochs if phase.kind == "largest" else self.settings.phase_epochs
+
+    def epochs(self) -> Iterator[SupernetProgress]:
+        """Train epoch by epoch, starting where the training stands."""
+        counts = [self._num_epochs(phase) for phase in self.phases]
+        while self.phase < len(self.phases):
+            phase = self.phases[self.phase]
+            if self.epoch == 0:
+                self._begin(phase)
+            loss, accuracy = self._train_epoch(phase)
+            self.epoch += 1
+            done = sum(counts[: self.phase]) + self.epoch
+            progress = SupernetProgress(phase.name, self.epoch, done, sum(counts), loss, accuracy)
+            if self.epoch == self._num_epochs(phase):
+                self._end(phase)
+                self.phase += 1
+                self.epoch = 0
+            yield progress
+
+    def _begin(self, phase: Phase) -> None:
+        first_of_kind = self.phases[self.phase - 1].kind != phase.kind
+        if phase.kind == "expansions" and first_of_kind:
+            self.supernet.sort_channels(("expansion",))
+        if phase.kind == "widths" and first_of_kind:
+            self.supernet.sort_channels(("width",))
+        self.optimizer = self._optimizer(phase)
+
+    def _end(self, phase: Phase) -> None:
+        """Measure the largest net's statistics and, before shrinking, keep it as the teacher."""
+        rows = torch.arange(min(len(self.data.images), self.settings.calibration // self._per_image))
+        batches = rows.split(self._rows_per_step)
+        with computing(self.settings.precision, self.device):
+            recalibrate(self.supernet.net, (self.data.batch(part)[0] for part in batches))
+        if phase.kind == "largest":
+            self.teacher = _frozen(self.supernet.net)
+
+    @property
+    def _per_image(self) -> int:
+        return NUM_ROTATIONS if self.data.labels is None else 1
+
+    @property
+    def _rows_per_step(self) -> int:
+        """Return the images of a step: at least two, because norms need them."""
+        return max(2, self.settings.batch_size // self._per_image)
+
+    def _optimizer(self, phase: Phase) -> torch.optim.SGD:
+        """Return SGD over what the phase trains. Vectors and transforms have no weight decay."""
+        supernet = self.supernet
+        matrices = [p for p in supernet.net.parameters() if p.dim() > 1]
+        others = [p for p in supernet.net.parameters() if p.dim() <= 1]
+        if phase.trains_transforms:
+            others += list(supernet.transforms.values())
+        decay = self.settings.weight_decay
+        groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        momentum = self.settings.momentum
+        return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=momentum > 0)
+
+    def _generator(self, stream: int, *numbers: int) -> torch.Generator:
+        seed = noise.key(self.settings.seed, stream, self.phase, self.epoch, *numbers)
+        return torch.Generator().manual_seed(seed)
+
+    def _train_epoch(self, phase: Phase) -> tuple[float, float]:
+        """Train one epoch and return its mean loss and accuracy."""
+        settings = self.settings
+        order = torch.randperm(len(self.data.images), generator=self._generator(_ORDER))
+        batches = [rows for rows in order.split(self._rows_per_step) if len(rows) > 1]
+        start = settings.lr if phase.kind == "largest" else settings.phase_lr
+        total = len(batches) * self._num_epochs(phase)
+        sums = torch.zeros(2, device=self.device)
+        self.supernet.train()
+        with computing(settings.precision, self.device):
+            for step, rows in enumerate(batches):
+                passed = (self.epoch * len(batches) + step) / total
+                for group in self.optimizer.param_groups:
+                    group["lr"] = start * 0.5 * (1 + math.cos(math.pi * passed))
+                images, labels = self.data.batch(rows)
+                images = self._augmented(images, step)
+                sums += self._step(phase, images, labels, step)
+        loss, accuracy = (sums / len(batches)).tolist()
+        if not math.isfinite(loss):
+            raise DivergenceError(
+                f"The loss of the supernet is {loss} in phase {phase.name}, epoch {self.epoch + 1}. "
+                "A lower learning rate may help. The last checkpoint is intact."
+            )
+        return loss, accuracy
+
+    def _step(self, phase: Phase, images: Tensor, labels: Tensor, step: int) -> Tensor:
+        """Update the shared weights once. Return the mean loss and accuracy of the step's nets."""
+        generator = self._generator(_CONFIG, step)
+        targets = None
+        if phase.kind != "largest" and self.teacher is not None and self.settings.distillation:
+            with torch.no_grad():
+                targets = F.log_softmax(self.teacher(images).float(), dim=1)
+        self.optimizer.zero_grad(set_to_none=True)
+        sums = torch.zeros(2, device=self.device)
+        for _ in range(phase.nets):
+            config = phase.sample(self.space, generator)
+            logits = self._forward(phase, images, config).float()
+            loss = F.cross_entropy(logits, labels)
+            if targets is not None:
+                student = F.log_softmax(logits, dim=1)
+                divergence = F.kl_div(student, targets, reduction="batchmean", log_target=True)
+                loss = loss + self.settings.distillation * divergence
+            loss = loss / phase.nets
+            loss.backward()  # type: ignore[no-untyped-call]
+            correct = (logits.argmax(1) == labels).float().mean()
+            sums += torch.stack([loss.detach(), correct / phase.nets])
+        self.optimizer.step()
+        return sums
+
+    def _forward(self, phase: Phase, images: Tensor, config: Config) -> Tensor:
+        """Run a member. In a shrinking phase not even the largest one updates running statistics."""
+        if phase.kind == "largest":
+            logits: Tensor = self.supernet(images)
+            return logits
+        return self.supernet.run(images, config)
+
+    def _augmented(self, images: Tensor, step: int) -> Tensor:
+        """Shift and mirror images at random, as the settings ask for."""
+        generator = self._generator(_AUGMENT, step)
+        crop, size = self.settings.crop, images.shape[-1]
+        if self.settings.flip:
+            mirrored = torch.rand(len(images), 1, 1, 1, generator=generator) < 0.5
+            images = torch.where(mirrored.to(images.device), images.flip(3), images)
+        if crop:
+            offsets = torch.randint(0, 2 * crop + 1, (2, len(images), 1), generator=generator)
+            rows, columns = (offsets + torch.arange(size)).to(images.device)  # (sample, size) each
+            padded = F.pad(images, (crop,) * 4)
+            samples = torch.arange(len(images), device=images.device)[:, None, None]
+            # Indices are (sample, size, size), and channels stay behind them: (sample, size, size, channel).
+            images = padded.movedim(1, 3)[samples, rows[:, :, None], columns[:, None, :]].movedim(3, 1)
+            images = images.contiguous()
+        return images
+
+    # --- checkpoints ---
+
+    def save(self, path: Path) -> None:
+        """Write everything that the rest of the training depends on."""
+        tensors = {f"supernet/{name}": value for name, value in self.supernet.state_dict().items()}
+        if self.teacher is not None:
+            tensors |= {f"teacher/{name}": value for name, value in self.teacher.state_dict().items()}
+        for name, parameter in self.supernet.named_parameters():
+            momentum = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
+            if momentum is not None:
+                tensors[f"momentum/{name}"] = momentum
+        about = {"training": self.identity, "phase": self.phase, "epoch": self.epoch}
+        write_tensors(path, "training", self.space, tensors, about)
+
+    def restore(self, path: Path) -> None:
+        """Continue from a checkpoint.
+
+        Raises:
+            RecordError: It is damaged, or of another training.
+        """
+        note, tensors = read_tensors(path, "training")
+        space_of(note["space"], path, self.space)
+        self._check_identity(note["training"], path)
+        self.phase, self.epoch = note["phase"], note["epoch"]
+        self.supernet.load_state_dict(_part(tensors, "supernet/"))
+        teacher = _part(tensors, "teacher/")
+        if teacher:
+            self.teacher = _frozen(self.supernet.net)
+            self.teacher.load_state_dict(teacher)
+        if self.phase < len(self.phases):
+            self.optimizer = self._optimizer(self.phases[self.phase])
+        parameters = dict(self.supernet.named_parameters())
+        for name, momentum in _part(tensors, "momentum/").items():
+            self.optimizer.state[parameters[name]]["momentum_buffer"] = momentum.to(self.device)
+
+    def _check_identity(self, found: Mapping[str, Any], path: Path) -> None:
+        mine = json.loads(json.dumps(self.identity))
+        differing = [f"{key} = {found.get(key)}" for key in mine if key != "settings" and found.get(key) != mine[key]]
+        differing += [
+            f"{key} = {found['settings'].get(key)}"
+            for key, value in mine["settings"].items()
+            if found["settings"].get(key) != value
+        ]
+        if differing:
+            raise RecordError(
+                f"{path} is the checkpoint of another training: it has {', '.join(differing)}. "
+                "Resume with the same settings and data, or delete it to start anew."
+            )
+
+
+def _frozen(net: nn.Module) -> nn.Module:
+    return deepcopy(net).eval().requires_grad_(False)
+
+
+def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
+    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+
+
+# --- evaluation ---
+
+
+@torch.no_grad()
+def accuracy(net: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 512) -> float:
+    """Return the share of images that a net classifies correctly.
+
+    Args:
+        net: A net in evaluation mode.
+        images: (sample, channel, height, width) Images, on the device of the net.
+        labels: (sample,) Classes.
+        batch_size: Images per batch.
+    """
+    correct = 0
+    for part, wanted in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+        correct += int((net(part).argmax(1) == wanted).sum())
+    return correct / len(images)
+
+
+def member_accuracy(
+    supernet: Supernet, config: Config, calibration: Tensor, images: Tensor, labels: Tensor
+) -> float:
+    """Take a member from a supernet, measure its norm statistics and return its accuracy.
+
+    Args:
+        supernet: A trained supernet.
+        config: Configuration of the member.
+        calibration: (sample, channel, height, width) Training images for the norm statistics.
+        images: (sample, channel, height, width) Test images.
+        labels: (sample,) Classes of the test images, those of the pre-training task.
+    """
+    member = recalibrate(supernet.member(config), calibration).eval()
+    return accuracy(member, images, labels)
