@@ -1,4 +1,5 @@
-"""The command line: `fedquilt run`, `compare`, `reproduce`, `export`, `clients`, `list`, `data`, `probe` and `check`.
+"""The command line: `fedquilt run`, `compare`, `reproduce`, `export`, `clients`, `list`, `data`, `probe`, `check` and
+the group `supernet`.
 
 Exit status: 0 done, 1 the run or a check failed, 2 the request was wrong, 130 interrupted. Nothing
 here imports torch before a request has been understood.
@@ -51,6 +52,7 @@ from fedquilt.cli.options import (
 from fedquilt.cli.output import output
 from fedquilt.cli.playing import begun, resumed
 from fedquilt.cli.reproduce import ReproduceRequest
+from fedquilt.cli.supernet import SUPERNET_COMMANDS, SupernetRequest
 from fedquilt.errors import ConfigError, ExportError, FedquiltError, RecordError, SubmodelError, TrainingError
 from fedquilt.version import __version__
 
@@ -338,7 +340,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "data": DataRequest,
     "probe": ProbeRequest,
     "check": CheckRequest,
+    "supernet": SupernetRequest,
 }
+GROUPS: dict[str, dict[str, Callable[..., Any]]] = {"supernet": SUPERNET_COMMANDS}  # commands of two words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -347,17 +351,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     if args == ["--version"]:
         print(f"fedquilt {__version__}")
         return 0
-    if args and args[0] in COMMANDS:
+    commands, prog = COMMANDS, "fedquilt"
+    description = "Federated learning on unequal devices: each trains the piece of one model that fits it."
+    if args and args[0] in GROUPS:
+        group = args.pop(0)
+        commands, prog, description = GROUPS[group], f"fedquilt {group}", _first_line(COMMANDS[group])
+    if args and args[0] in commands:
         try:
-            refuse_repeated(COMMANDS[args[0]], args[1:])
+            refuse_repeated(commands[args[0]], args[1:])
             refuse_spaces_in_grid(args[1:])
         except ConfigError as error:
             print(f"{type(error).__name__}: {error}", file=sys.stderr)
             return 2
     request: Callable[[], int | None] = tyro.extras.subcommand_cli_from_dict(
-        COMMANDS,
-        prog="fedquilt",
-        description="Federated learning on unequal devices: each trains the piece of one model that fits it.",
+        commands,
+        prog=prog,
+        description=description,
         args=args,
         config=(tyro.conf.FlagCreatePairsOff,),
     )
@@ -378,6 +387,10 @@ def main(argv: Sequence[str] | None = None) -> int:
             raise
         print(f"{error.filename} cannot be used: {error.strerror}.", file=sys.stderr)
         return 2
+
+
+def _first_line(command: Callable[..., Any]) -> str:
+    return (command.__doc__ or "").splitlines()[0]
 
 
 @contextmanager
