@@ -233,13 +233,14 @@ def summary_of(space: Space) -> dict[str, Any]:
 
 def _show_summary(console: Console, summary: dict[str, Any]) -> None:
     from fedquilt.cli.show import say
+    from fedquilt.units import amount
 
-    def millions(bounds: list[int]) -> str:
-        return " to ".join(f"{bound / 1e6:.2f} M" for bound in bounds)
+    def between(bounds: list[int]) -> str:
+        return " to ".join(map(amount, bounds))
 
     images = " × ".join(map(str, summary["images"]))
     say(console, f"space {summary['space']}: images {images}, {summary['classes']} classes, {summary['nets']:,} nets")
-    say(console, f"multiply-adds {millions(summary['macs'])}, parameters {millions(summary['params'])}")
+    say(console, f"multiply-adds {between(summary['macs'])}, parameters {between(summary['params'])}")
 
 
 def _choice_rows(space: Space) -> dict[str, dict[str, Any]]:

@@ -7,6 +7,7 @@ docs/architecture.md.
 from __future__ import annotations
 
 from fedquilt.supernet.blocks import BlockSpec, MemberCost
+from fedquilt.supernet.checks import check_space
 from fedquilt.supernet.elastic import Supernet, recalibrate
 from fedquilt.supernet.mobilenet import MobileNetV2Space, MobileNetV3Space, TinySpace
 from fedquilt.supernet.resnet import ResNet50Space
@@ -40,6 +41,7 @@ __all__ = [
     "SupernetTraining",
     "TinySpace",
     "accuracy",
+    "check_space",
     "import_weights",
     "load_supernet",
     "member_accuracy",

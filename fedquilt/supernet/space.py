@@ -30,7 +30,9 @@ import torch
 from torch import nn
 
 from fedquilt.errors import ConfigError
+from fedquilt.family.cost import TrainingStep
 from fedquilt.supernet.blocks import BlockSpec, MemberCost
+from fedquilt.supernet.memory import saved_bytes
 
 HEAD = "head"  # name of the block that classifies
 
@@ -280,6 +282,16 @@ class Space(ABC):
         """Count multiply-adds and parameters of a configuration exactly, without building its net."""
         costs = [block.cost for block in self.blocks(config).values()]
         return MemberCost(sum(cost.macs for cost in costs), sum(cost.params for cost in costs))
+
+    def training_memory(self, config: Config, step: TrainingStep) -> int:
+        """Return the bytes of a training step, without building the net.
+
+        Args:
+            config: A configuration of the space.
+            step: Batch size, optimizer slots and precision. Nested nets are not counted.
+        """
+        activations = saved_bytes(self.blocks(config).values(), step.batch_size)
+        return step.memory(4 * self.cost(config).params, [activations] * step.passes)
 
     def member(self, config: Config) -> nn.Module:
         """Build the net of a configuration as a plain module with fresh weights.

@@ -1,0 +1,62 @@
+"""The contract of a search space, tried on random configurations."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from fedquilt.errors import ConfigError
+from fedquilt.supernet.space import HEAD, Config, Space
+
+
+def check_space(space: Space, num_samples: int = 20, seed: int = 0) -> None:
+    """Check that members of a space can share the weights of its largest net.
+
+    Args:
+        space: The space, for example one of your own.
+        num_samples: Random configurations to try besides the largest and the smallest.
+        seed: Random seed of the configurations.
+
+    Raises:
+        ConfigError: A rule of `fedquilt.supernet.space` is broken. The message lists up to five cases.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    configs = [space.largest, space.smallest, *(space.sample(generator) for _ in range(num_samples))]
+    largest = _weights(space, space.largest)
+    problems = []
+    for config in configs:
+        problems += _problems(space, config, largest)
+    if problems:
+        raise ConfigError(f"{space.name} is no space whose members share weights: {'; '.join(problems[:5])}.")
+
+
+def _weights(space: Space, config: Config) -> dict[str, Tensor]:
+    with torch.device("meta"):
+        return space.member(config).state_dict()
+
+
+def _problems(space: Space, config: Config, largest: dict[str, Tensor]) -> list[str]:
+    """List what is wrong with one member."""
+    blocks = space.blocks(config)
+    problems = []
+    if list(blocks)[-1] != HEAD or blocks[HEAD].out_channels != space.num_classes:
+        problems.append(f"the last block is not called {HEAD!r} with {space.num_classes} outputs")
+    kernels = {f"{name}.{block.elastic_kernel}" for name, block in blocks.items() if block.elastic_kernel}
+    member = _weights(space, config)
+    for name, tensor in member.items():
+        whole = largest.get(name)
+        if whole is None:
+            problems.append(f"{name} is in {config} but not in the largest net")
+        elif tensor.dim() != whole.dim() or any(a > b for a, b in zip(tensor.shape, whole.shape, strict=True)):
+            problems.append(f"{name} is {tuple(tensor.shape)} in {config} and {tuple(whole.shape)} in the largest net")
+        elif name not in kernels and tensor.shape[2:] != whole.shape[2:]:
+            problems.append(f"{name} changes its kernel in {config} but is no elastic_kernel of its block")
+    counted = sum(parameter.numel() for parameter in _parameters(space, config))
+    if counted != space.cost(config).params:
+        problems.append(f"{config} has {counted} parameters and its layers list {space.cost(config).params}")
+    return problems
+
+
+def _parameters(space: Space, config: Config) -> list[Tensor]:
+    with torch.device("meta"):
+        return list(space.member(config).parameters())
