@@ -28,9 +28,7 @@ SpaceName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE", 
 SpaceOrFile = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE|FILE", **_quiet)]
 WeightsFile = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="WEIGHTS", **_quiet)]
 DataName = Annotated[str, tyro.conf.arg(metavar="NAME|FILE", **_quiet)]
-LabelSource = Annotated[
-    Literal["rotations", "own"], tyro.conf.arg(metavar="rotations|own", **_quiet)
-]
+LabelSource = Annotated[Literal["rotations", "own"], tyro.conf.arg(metavar="rotations|own", **_quiet)]
 
 
 @dataclass(frozen=True)

@@ -251,9 +251,7 @@ def _transform_key(name: str, kernel: int) -> str:
     return f"{name.removesuffix('.weight').replace('.', '/')}/{kernel}"
 
 
-def _fresh_classifier(
-    space: Space, config: Config, weights: Mapping[str, Tensor], seed: int
-) -> dict[str, Tensor]:
+def _fresh_classifier(space: Space, config: Config, weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
     """Draw the output layer for the classes of `space`."""
     classifier = next(layer for layer in space.blocks(config)[HEAD].layers if layer.writes == "class")
     name = f"{HEAD}.{classifier.name}"

@@ -122,9 +122,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
 # --- the format ---
 
 
-def write_tensors(
-    path: Path, kind: str, space: Space, tensors: Mapping[str, Tensor], about: Mapping[str, Any]
-) -> None:
+def write_tensors(path: Path, kind: str, space: Space, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
     """Write tensors with a header that says what they are.
 
     Args:

@@ -297,9 +297,7 @@ def train_supernet(
 class _Trainer:
     """A training between two epochs: everything that a checkpoint has."""
 
-    def __init__(
-        self, space: Space, data: SupernetData, settings: SupernetTraining, device: torch.device
-    ) -> None:
+    def __init__(self, space: Space, data: SupernetData, settings: SupernetTraining, device: torch.device) -> None:
         self.space = space
         self.settings = settings
         self.device = device
@@ -529,9 +527,7 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 5
     return correct / len(images)
 
 
-def member_accuracy(
-    supernet: Supernet, config: Config, calibration: Tensor, images: Tensor, labels: Tensor
-) -> float:
+def member_accuracy(supernet: Supernet, config: Config, calibration: Tensor, images: Tensor, labels: Tensor) -> float:
     """Take a member from a supernet, measure its norm statistics and return its accuracy.
 
     Args:

@@ -133,7 +133,7 @@ def test_gradients_reach_only_what_a_member_holds():
 
 
 @pytest.mark.parametrize(
-    "name, kinds",
+    ("name", "kinds"),
     [
         *((name, ("expansion", "width")) for name in SMALL),
         ("tiny", ("expansion",)),
@@ -180,7 +180,8 @@ def test_another_number_of_classes_draws_the_classifier_anew():
     other = supernet.member(config, num_classes=10, seed=1)
     for name, value in new.state_dict().items():
         if "classifier" in name:
-            assert len(value) == 10 and torch.equal(value, same.state_dict()[name])
+            assert len(value) == 10
+            assert torch.equal(value, same.state_dict()[name])
             assert not torch.equal(value, other.state_dict()[name])
         else:
             assert torch.equal(value, kept.state_dict()[name])

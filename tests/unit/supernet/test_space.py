@@ -80,7 +80,7 @@ def test_counts_by_hand():
     assert space.cost(space.smallest).macs == macs
 
 
-@pytest.mark.parametrize("name, targets", [("resnet50", (28, 40, 48, 56, 79.7)), ("mobilenetv3", (8, 13, 16))])
+@pytest.mark.parametrize(("name", "targets"), [("resnet50", (28, 40, 48, 56, 79.7)), ("mobilenetv3", (8, 13, 16))])
 def test_spaces_have_members_of_the_sizes_in_the_paper(name, targets):
     """RaFL's limits and knowledge nets, in millions of multiply-adds, with ImageNet's strides on 32×32 images."""
     space = SPACES[name]()
@@ -137,7 +137,7 @@ def test_a_mutated_depth_draws_the_new_block():
 
 
 @pytest.mark.parametrize(
-    "config, said",
+    ("config", "said"),
     [
         (Config((3, 1), (2,) * 4, (3,) * 4), "depths.0 is 3, which is none of 1, 2"),
         (Config((1, 1), (2,) * 3, (3,) * 4), "expansions has 3 values and 4 are needed"),

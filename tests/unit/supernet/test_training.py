@@ -66,13 +66,15 @@ def test_public_images_are_rotated_and_training_images_have_classes():
     public = SupernetData.of_pool(pool)
     assert pool.public is not None
     assert torch.equal(public.images, pool.public)
-    assert public.labels is None and public.num_classes == 4
+    assert public.labels is None
+    assert public.num_classes == 4
     own = SupernetData.of_pool(pool, "own")
-    assert torch.equal(own.images, pool.inputs) and own.num_classes == 10
+    assert torch.equal(own.images, pool.inputs)
+    assert own.num_classes == 10
 
 
 @pytest.mark.parametrize(
-    "images, said",
+    ("images", "said"),
     [
         (torch.zeros(4, 1, 8, 6), r"square images .* found samples of shape \(4, 1, 8, 6\)"),
         (torch.zeros(4, 64), r"found samples of shape \(4, 64\)"),
@@ -138,7 +140,8 @@ def test_shrinking_never_changes_what_a_phase_froze():
         else:
             assert not [name for name in changed if name.removeprefix("net.") in buffers]
             assert [name for name in changed if name.startswith("transforms")]
-            assert run.teacher is not None and teacher is not None
+            assert run.teacher is not None
+            assert teacher is not None
             assert same(state(run.teacher), teacher)
         run._end(phase)
 
@@ -179,7 +182,8 @@ def test_augmentation_shifts_and_mirrors():
     run = trainer(replace(QUICK, crop=1, flip=True))
     images = run.data.images
     moved = run._augmented(images, 0)
-    assert moved.shape == images.shape and not torch.equal(moved, images)
+    assert moved.shape == images.shape
+    assert not torch.equal(moved, images)
     assert torch.equal(moved, run._augmented(images, 0))
     padded = F.pad(images, (1,) * 4)
     for source, found in zip(padded, moved, strict=True):
@@ -191,7 +195,7 @@ def test_augmentation_shifts_and_mirrors():
 
 
 def test_training_resumed_equals_training_in_one_go(tmp_path):
-    class Killed(Exception):
+    class KilledError(Exception):
         pass
 
     settings = replace(QUICK, epochs=2, crop=1, seed=3)
@@ -203,9 +207,9 @@ def test_training_resumed_equals_training_in_one_go(tmp_path):
         def kill(progress, stop=stop):
             assert progress.total == total
             if progress.done == stop:
-                raise Killed
+                raise KilledError
 
-        with pytest.raises(Killed):
+        with pytest.raises(KilledError):
             train_supernet(TinySpace(), data(), settings, out=out, watch=kill)
         assert not out.exists()
         done = []
@@ -297,7 +301,7 @@ def test_a_file_of_another_version_is_refused(stored):
 def test_a_file_of_another_space_is_refused(stored):
     with pytest.raises(RecordError, match=r"of the space 'tiny'.*; 'resnet50'.* was asked for"):
         load_supernet(stored, ResNet50Space())
-    with pytest.raises(RecordError, match="width_multiplier = 1.0; 'tiny' with width_multiplier = 2.0"):
+    with pytest.raises(RecordError, match=r"width_multiplier = 1.0; 'tiny' with width_multiplier = 2.0"):
         load_supernet(stored, TinySpace(width_multiplier=2.0))
 
 
