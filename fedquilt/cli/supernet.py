@@ -135,6 +135,7 @@ class ShowRequest:
     """
 
     what: SpaceOrFile  # search space: resnet50, mobilenetv3, mobilenetv2, tiny, or a supernet file
+    space: Text = None  # search space of a file, as file.py:Class, if it is not built in
     names: Flag = False  # list names and shapes of the largest net's weights
     json: Flag = False  # print an object as JSON on standard output, and nothing else there
 
@@ -163,7 +164,10 @@ class ShowRequest:
         from fedquilt.supernet import SPACES, load_supernet, space_by_name
 
         if self.what not in SPACES and Path(self.what).is_file():
-            return load_supernet(self.what).space
+            expected = type(space_by_name(self.space)) if self.space else None
+            return load_supernet(self.what, expected).space
+        if self.space:
+            raise ConfigError(f"--space {self.space} goes with a supernet file; found {self.what}.")
         return space_by_name(self.what)
 
 

@@ -10,6 +10,7 @@ import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import asdict
+from dataclasses import fields as dataclass_fields
 from pathlib import Path
 from typing import Any
 
@@ -40,13 +41,14 @@ def save_supernet(supernet: Supernet, path: str | Path, **about: Any) -> None:
     write_tensors(Path(path), "supernet", supernet.space, supernet.state_dict(), about)
 
 
-def load_supernet(path: str | Path, space: Space | None = None, device: str = "cpu") -> Supernet:
+def load_supernet(path: str | Path, space: Space | type[Space] | None = None, device: str = "cpu") -> Supernet:
     """Read a supernet from a file.
 
     Args:
         path: A file that `save_supernet` or `fedquilt supernet train` wrote.
-        space: The space that is expected, needed for a space of your own. Its number of classes may
-            differ, because the file has that of the pre-training task. None: a built-in space.
+        space: The space that is expected, needed for a space of your own. A class takes its fields
+            from the file. A space may differ in its number of classes alone, because the file has
+            that of the pre-training task. None: a built-in space.
         device: Device of the weights.
 
     Raises:
@@ -192,36 +194,58 @@ def space_note(space: Space) -> dict[str, Any]:
     return {"name": space.name, "fields": json.loads(json.dumps(asdict(space)))}
 
 
-def space_of(note: Mapping[str, Any], path: Path, expected: Space | None) -> Space:
+def space_of(note: Mapping[str, Any], path: Path, expected: Space | type[Space] | None) -> Space:
     """Return the space of a file.
+
+    Args:
+        note: The space as the file has it.
+        path: The file.
+        expected: The space or its class that is expected. None: any built-in one.
 
     Raises:
         RecordError: It is not the expected one, or is not built in and none was given.
     """
-    name = note["name"]
-    fields = {key: _as_tuple(value) for key, value in note["fields"].items()}
+    name, fields = note["name"], note["fields"]
     if expected is None:
         if name not in SPACES:
             raise RecordError(
-                f"{path} is of the space {name!r}, which is not built in; give the space as an argument. "
-                f"Built in: {', '.join(SPACES)}."
+                f"{path} is of the space {name!r}, which is not built in. Give its class as an "
+                f"argument, or --space file.py:Class. Built in: {', '.join(SPACES)}."
             )
-        try:
-            return SPACES[name](**fields)
-        except TypeError as error:
-            raise RecordError(f"{path} does not fit the space {name!r} of this version: {error}.") from error
-    space = expected.with_classes(int(fields.get("num_classes", expected.num_classes)))
-    mine = space_note(space)
-    if mine != dict(note):
-        differing = [key for key in mine["fields"] if mine["fields"][key] != note["fields"].get(key)]
-        found = ", ".join(f"{key} = {note['fields'].get(key)}" for key in differing)
-        wanted = ", ".join(f"{key} = {mine['fields'][key]}" for key in differing)
-        raise RecordError(
-            f"{path} is of the space {name!r}{f' with {found}' if found else ''}; "
-            f"{space.name!r}{f' with {wanted}' if wanted else ''} was asked for. "
-            "Give the file's own space, or train a supernet of yours."
-        )
+        expected = SPACES[name]
+    if isinstance(expected, Space):
+        space = expected.with_classes(fields.get("num_classes", expected.num_classes))
+    else:
+        space = _filled(expected, fields, path)
+    _check_same(space_note(space), note, path)
     return space
+
+
+def _filled(kind: type[Space], fields: Mapping[str, Any], path: Path) -> Space:
+    """Return a space with the fields of a file that it has. Others are reported later."""
+    names = {field.name for field in dataclass_fields(kind)}
+    known = {key: _as_tuple(value) for key, value in fields.items() if key in names}
+    try:
+        return kind(**known)
+    except (TypeError, ValueError) as error:
+        raise RecordError(f"{path} does not fit the space {kind.name!r}: {error}.") from error
+
+
+def _check_same(asked: Mapping[str, Any], found: Mapping[str, Any], path: Path) -> None:
+    """Check that a file is of the space that was asked for."""
+    if asked == found:
+        return
+    keys = {**asked["fields"], **found["fields"]}
+    differing = [key for key in keys if asked["fields"].get(key) != found["fields"].get(key)]
+
+    def described(space: Mapping[str, Any]) -> str:
+        fields = [f"{key} = {space['fields'][key]}" for key in differing if key in space["fields"]]
+        return f"{space['name']!r}" + (f" with {', '.join(fields)}" if fields else "")
+
+    raise RecordError(
+        f"{path} is of the space {described(found)}; {described(asked)} was asked for. "
+        "Give the file's own space, or train a supernet of yours."
+    )
 
 
 def _as_tuple(value: Any) -> Any:
