@@ -28,7 +28,10 @@ SpaceName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE", 
 SpaceOrFile = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE|FILE", **_quiet)]
 WeightsFile = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="WEIGHTS", **_quiet)]
 DataName = Annotated[str, tyro.conf.arg(metavar="NAME|FILE", **_quiet)]
-LabelSource = Annotated[Literal["rotations", "own"], tyro.conf.arg(metavar="rotations|own", **_quiet)]
+LabelSource = Annotated[
+    Literal["rotations", "own"],
+    tyro.conf.arg(metavar="rotations|own", **_quiet),
+]
 
 
 @dataclass(frozen=True)
@@ -42,7 +45,7 @@ class TrainRequest:
     space: SpaceName  # search space: resnet50, mobilenetv3, mobilenetv2, tiny, or file.py:Class
     data: DataName  # images: a name of `fedquilt list data`, a file or a folder
     out: Target  # file for the trained supernet
-    labels: LabelSource = "rotations"  # what nets learn to predict: rotations, or the data's own classes
+    labels: LabelSource = "rotations"  # what nets learn: rotations, or the data's own classes
     epochs: Whole = None  # epochs of the largest net, 20 if not given
     phase_epochs: Whole = None  # epochs of each shrinking phase, 10 if not given; 0 shrinks nothing
     batch_size: Whole = None  # samples per step, 256 if not given; a rotated image is four of them
@@ -95,22 +98,36 @@ class TrainRequest:
 
         unfinished = Path(f"{self.out}{CHECKPOINT}").exists()
         if self.out.exists() and not self.force and not (self.resume and unfinished):
-            raise ConfigError(f"{self.out} is there already; give another --out, or --force to replace it.")
+            raise ConfigError(
+                f"{self.out} is there already; give another --out, or --force to replace it.",
+            )
         if unfinished and not self.resume and not self.force:
             raise ConfigError(
-                f"{self.out}{CHECKPOINT} is an unfinished training; --resume continues it, --force starts anew."
+                f"{self.out}{CHECKPOINT} is an unfinished training. --resume continues it, --force "
+                "deletes it and starts anew.",
             )
 
     def _settings(self) -> SupernetTraining:
         from fedquilt.precision import unfit
         from fedquilt.supernet import SupernetTraining
 
-        names = ("epochs", "phase_epochs", "batch_size", "lr", "phase_lr", "crop", "precision", "seed")
+        names = (
+            "epochs",
+            "phase_epochs",
+            "batch_size",
+            "lr",
+            "phase_lr",
+            "crop",
+            "precision",
+            "seed",
+        )
         given: dict[str, Any] = {name: getattr(self, name) for name in names}
         given = {name: value for name, value in given.items() if value is not None}
         precision = given.get("precision", "fp32")
         if precision not in ("fp32", "tf32", "bf16"):
-            raise ConfigError(f"--precision {precision} was asked for; fp32, tf32 or bf16 would work.")
+            raise ConfigError(
+                f"--precision {precision} was asked for; fp32, tf32 or bf16 would work.",
+            )
         if problem := unfit(precision, self.device or "cpu"):
             raise ConfigError(f"--precision {problem}")
         return SupernetTraining(flip=self.flip, **given)
@@ -149,7 +166,7 @@ class ShowRequest:
                 if self.json:
                     print_json(shapes, stdout)
                     return
-                rows = {name: {"shape": " × ".join(map(str, shape)) or "one number"} for name, shape in shapes.items()}
+                rows = {name: {"shape": _sides(shape)} for name, shape in shapes.items()}
                 show_table(console, "weight", rows)
                 return
             summary = summary_of(space)
@@ -192,7 +209,9 @@ class ImportRequest:
             from fedquilt.supernet import import_weights, save_supernet, space_by_name
 
             if self.out.exists() and not self.force:
-                raise ConfigError(f"{self.out} is there already; give another --out, or --force to replace it.")
+                raise ConfigError(
+                    f"{self.out} is there already; give another --out, or --force to replace it.",
+                )
             supernet = import_weights(space_by_name(self.space), self.weights)
             supernet.sort_channels()
             save_supernet(supernet, self.out, imported=self.weights.name)
@@ -240,9 +259,19 @@ def _show_summary(console: Console, summary: dict[str, Any]) -> None:
     def between(bounds: list[int]) -> str:
         return " to ".join(map(amount, bounds))
 
-    images = " × ".join(map(str, summary["images"]))
-    say(console, f"space {summary['space']}: images {images}, {summary['classes']} classes, {summary['nets']:,} nets")
-    say(console, f"multiply-adds {between(summary['macs'])}, parameters {between(summary['params'])}")
+    say(
+        console,
+        f"space {summary['space']}: images {_sides(summary['images'])}, "
+        f"{summary['classes']} classes, {summary['nets']:,} nets",
+    )
+    say(
+        console,
+        f"multiply-adds {between(summary['macs'])}, parameters {between(summary['params'])}",
+    )
+
+
+def _sides(shape: list[int]) -> str:
+    return " × ".join(map(str, shape)) or "one number"
 
 
 def _choice_rows(space: Space) -> dict[str, dict[str, Any]]:
@@ -279,12 +308,21 @@ def _progress(console: Console) -> Iterator[Watch]:
     if not console.is_terminal:
 
         def by_line(progress: SupernetProgress) -> None:
-            say(console, f"epoch {progress.done}/{progress.total} {progress.phase}: {figures(progress)}")
+            say(
+                console,
+                f"epoch {progress.done}/{progress.total} {progress.phase}: {figures(progress)}",
+            )
 
         yield by_line
         return
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     columns = (
         TextColumn("{task.description}"),

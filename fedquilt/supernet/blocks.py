@@ -173,7 +173,15 @@ class BottleneckSpec(BlockSpec):
     def layers(self) -> tuple[LayerSpec, ...]:
         size, out_size = self.size, self.out_size
         hidden, out = self.hidden, self.out_channels
-        reduce = LayerSpec("body.reduce.conv", self.in_channels, hidden, size, "in", "reduced", norm="body.reduce.norm")
+        reduce = LayerSpec(
+            "body.reduce.conv",
+            self.in_channels,
+            hidden,
+            size,
+            "in",
+            "reduced",
+            norm="body.reduce.norm",
+        )
         filtered = LayerSpec(
             "body.filter.conv",
             hidden,
@@ -184,10 +192,26 @@ class BottleneckSpec(BlockSpec):
             kernel=3,
             norm="body.filter.norm",
         )
-        expand = LayerSpec("body.expand.conv", hidden, out, out_size, "filtered", "out", norm="body.expand.norm")
+        expand = LayerSpec(
+            "body.expand.conv",
+            hidden,
+            out,
+            out_size,
+            "filtered",
+            "out",
+            norm="body.expand.norm",
+        )
         if not self.project:
             return reduce, filtered, expand
-        shortcut = LayerSpec("shortcut.conv", self.in_channels, out, out_size, "in", "out", norm="shortcut.norm")
+        shortcut = LayerSpec(
+            "shortcut.conv",
+            self.in_channels,
+            out,
+            out_size,
+            "in",
+            "out",
+            norm="shortcut.norm",
+        )
         return reduce, filtered, expand, shortcut
 
     @property
@@ -219,7 +243,7 @@ class InvertedSpec(BlockSpec):
     stride: int = 1  # Stride of the depthwise convolution.
     act: str = "relu"  # Activation, a name of `ACTIVATIONS`.
     squeeze: bool = False  # True if a squeeze-and-excite gate scales the hidden channels.
-    expand: bool = True  # False leaves out the first 1×1 convolution; `hidden` is then `in_channels`.
+    expand: bool = True  # False leaves out the first 1×1 convolution: `hidden` is `in_channels`.
     skip: bool = False  # True if the input is added to the output.
 
     @property
@@ -237,7 +261,7 @@ class InvertedSpec(BlockSpec):
                     "in",
                     group,
                     norm="body.expand.norm",
-                )
+                ),
             )
         layers.append(
             LayerSpec(
@@ -250,7 +274,7 @@ class InvertedSpec(BlockSpec):
                 kernel=self.kernel,
                 depthwise=True,
                 norm="body.filter.norm",
-            )
+            ),
         )
         if self.squeeze:
             squeezed = multiple_of_8(hidden // 4)
@@ -266,7 +290,7 @@ class InvertedSpec(BlockSpec):
                 group,
                 "out",
                 norm="body.project.norm",
-            )
+            ),
         )
         return tuple(layers)
 
@@ -286,7 +310,14 @@ class InvertedSpec(BlockSpec):
         body = OrderedDict[str, nn.Module]()
         if self.expand:
             body["expand"] = _unit(self.in_channels, self.hidden, 1, act=self.act)
-        body["filter"] = _unit(self.hidden, self.hidden, self.kernel, self.stride, act=self.act, groups=self.hidden)
+        body["filter"] = _unit(
+            self.hidden,
+            self.hidden,
+            self.kernel,
+            self.stride,
+            act=self.act,
+            groups=self.hidden,
+        )
         if self.squeeze:
             body["squeeze"] = SqueezeExcite(self.hidden)
         body["project"] = _unit(self.hidden, self.out_channels, 1, act="none")
@@ -312,7 +343,15 @@ class HeadSpec(BlockSpec):
             return (LayerSpec("classifier", *channels, 1, "in", "class", bias=True),)
         return (
             LayerSpec("hidden", self.in_channels, self.hidden, 1, "in", "hidden", bias=True),
-            LayerSpec("classifier", self.hidden, self.out_channels, 1, "hidden", "class", bias=True),
+            LayerSpec(
+                "classifier",
+                self.hidden,
+                self.out_channels,
+                1,
+                "hidden",
+                "class",
+                bias=True,
+            ),
         )
 
     @property
@@ -329,7 +368,13 @@ class HeadSpec(BlockSpec):
 
 
 def _unit(
-    in_channels: int, out_channels: int, kernel: int, stride: int = 1, *, act: str = "relu", groups: int = 1
+    in_channels: int,
+    out_channels: int,
+    kernel: int,
+    stride: int = 1,
+    *,
+    act: str = "relu",
+    groups: int = 1,
 ) -> ConvUnit:
     make = partial(ConvUnit, norm=nn.BatchNorm2d, act=ACTIVATIONS[act], groups=groups)
     return make(in_channels, out_channels, kernel, stride)

@@ -18,16 +18,22 @@ def check_space(space: Space, num_samples: int = 20, seed: int = 0) -> None:
         seed: Random seed of the configurations.
 
     Raises:
-        ConfigError: A rule of `fedquilt.supernet.space` is broken. The message lists up to five cases.
+        ConfigError: A rule of `fedquilt.supernet.space` is broken. Up to five cases are listed.
     """
     generator = torch.Generator().manual_seed(seed)
-    configs = [space.largest, space.smallest, *(space.sample(generator) for _ in range(num_samples))]
+    configs = [
+        space.largest,
+        space.smallest,
+        *(space.sample(generator) for _ in range(num_samples)),
+    ]
     largest = _weights(space, space.largest)
     problems = []
     for config in configs:
         problems += _problems(space, config, largest)
     if problems:
-        raise ConfigError(f"{space.name} is no space whose members share weights: {'; '.join(problems[:5])}.")
+        raise ConfigError(
+            f"{space.name} is no space whose members share weights: {'; '.join(problems[:5])}.",
+        )
 
 
 def _weights(space: Space, config: Config) -> dict[str, Tensor]:
@@ -41,20 +47,31 @@ def _problems(space: Space, config: Config, largest: dict[str, Tensor]) -> list[
     problems = []
     if list(blocks)[-1] != HEAD or blocks[HEAD].out_channels != space.num_classes:
         problems.append(f"the last block is not called {HEAD!r} with {space.num_classes} outputs")
-    kernels = {f"{name}.{block.elastic_kernel}" for name, block in blocks.items() if block.elastic_kernel}
+    kernels = {f"{name}.{block.elastic_kernel}" for name, block in blocks.items()}
     member = _weights(space, config)
     for name, tensor in member.items():
         whole = largest.get(name)
         if whole is None:
             problems.append(f"{name} is in {config} but not in the largest net")
-        elif tensor.dim() != whole.dim() or any(a > b for a, b in zip(tensor.shape, whole.shape, strict=True)):
-            problems.append(f"{name} is {tuple(tensor.shape)} in {config} and {tuple(whole.shape)} in the largest net")
+        elif not _is_within(tensor.shape, whole.shape):
+            problems.append(
+                f"{name} is {tuple(tensor.shape)} in {config}, {tuple(whole.shape)} in the largest",
+            )
         elif name not in kernels and tensor.shape[2:] != whole.shape[2:]:
-            problems.append(f"{name} changes its kernel in {config} but is no elastic_kernel of its block")
+            problems.append(
+                f"{name} changes its kernel in {config} but is no elastic_kernel of its block",
+            )
     counted = sum(parameter.numel() for parameter in _parameters(space, config))
     if counted != space.cost(config).params:
-        problems.append(f"{config} has {counted} parameters and its layers list {space.cost(config).params}")
+        problems.append(
+            f"{config} has {counted} parameters and its layers list {space.cost(config).params}",
+        )
     return problems
+
+
+def _is_within(shape: torch.Size, whole: torch.Size) -> bool:
+    """Return True if a tensor of one shape can be the first part of another."""
+    return len(shape) == len(whole) and all(a <= b for a, b in zip(shape, whole, strict=True))
 
 
 def _parameters(space: Space, config: Config) -> list[Tensor]:

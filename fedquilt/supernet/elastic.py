@@ -40,17 +40,18 @@ class Supernet(nn.Module):
         with random_state(seed):
             self.net = space.member(space.largest)
         self.transforms = nn.ParameterDict()
-        for name, kernels in self._kernel_ladders().items():
+        self._kernels = self._kernel_ladders()  # kernel sizes by weight, largest first
+        for name, kernels in self._kernels.items():
             for kernel in kernels[1:]:
                 self.transforms[_transform_key(name, kernel)] = nn.Parameter(torch.eye(kernel**2))
-        self._kernels = self._kernel_ladders()
 
     def forward(self, x: Tensor, config: Config | None = None) -> Tensor:
         """Run a batch through the member of a configuration.
 
-        In training mode, norms use the statistics of the batch, and only the largest net updates its
-        running statistics. In evaluation mode a smaller member uses the first of the largest net's
-        statistics, which are not its own: evaluate `member(config)` after `recalibrate` instead.
+        In training mode, norms use the statistics of the batch, and only the largest net updates
+        its running statistics. In evaluation mode a smaller member uses the first of the largest
+        net's statistics, which are not its own: evaluate `member(config)` after `recalibrate`
+        instead.
 
         Args:
             x: (sample, channel, height, width) Images.
@@ -66,7 +67,7 @@ class Supernet(nn.Module):
         return self.run(x, config)
 
     def run(self, x: Tensor, config: Config) -> Tensor:
-        """Run a member as `forward` does, but change no running statistics, even if it is the largest.
+        """Run a member as `forward` does, but never change running statistics.
 
         Args:
             x: (sample, channel, height, width) Images.
@@ -75,7 +76,11 @@ class Supernet(nn.Module):
         shared = self._shared()
         for name, block in self.space.blocks(config).items():
             skeleton = _skeleton(block, self.training)
-            x = functional_call(skeleton, self._block_tensors(shared, name, block, self.training), (x,))
+            x = functional_call(
+                skeleton,
+                self._block_tensors(shared, name, block, self.training),
+                (x,),
+            )
         return x
 
     def weights(self, config: Config) -> dict[str, Tensor]:
@@ -97,8 +102,8 @@ class Supernet(nn.Module):
 
         Args:
             config: Configuration of the member.
-            num_classes: Classes that the member tells apart. None, or the number of the pre-training
-                task: the trained classifier is kept. Any other number: it is drawn anew.
+            num_classes: Classes that the member tells apart. None, or the number of the
+                pre-training task: the trained classifier is kept. Any other: it is drawn anew.
             seed: Random seed of a classifier that is drawn anew.
         """
         config = self.space.canonical(config)
@@ -113,7 +118,7 @@ class Supernet(nn.Module):
         return member.train(self.training)
 
     @torch.no_grad()
-    def sort_channels(self, kinds: Collection[ChannelKind] = ("expansion", "width")) -> None:
+    def sort_channels(self, kinds: Collection[str] = ("expansion", "width")) -> None:
         """Reorder channels by importance, so that a narrow member keeps the most important ones.
 
         Importance is the L1 norm of the weights that read or write a channel. The largest member
@@ -140,18 +145,30 @@ class Supernet(nn.Module):
         ladders: dict[str, set[int]] = {}
         for step in range(max((len(choice.options) for choice in choices), default=0)):
             options = [choice.options[min(step, len(choice.options) - 1)] for choice in choices]
-            config = Config(largest.depths, largest.expansions, tuple(map(int, options)), largest.widths)
+            config = Config(
+                largest.depths,
+                largest.expansions,
+                tuple(map(int, options)),
+                largest.widths,
+            )
             for name, block in self.space.blocks(config).items():
                 for layer in block.layers:
                     if f"{layer.name}.weight" == block.elastic_kernel:
-                        ladders.setdefault(f"{name}.{block.elastic_kernel}", set()).add(layer.kernel)
-        return {name: sorted(found, reverse=True) for name, found in ladders.items() if len(found) > 1}
+                        ladders.setdefault(f"{name}.{block.elastic_kernel}", set()).add(
+                            layer.kernel,
+                        )
+        ladders = {name: kernels for name, kernels in ladders.items() if len(kernels) > 1}
+        return {name: sorted(kernels, reverse=True) for name, kernels in ladders.items()}
 
     def _shared(self) -> dict[str, Tensor]:
         return self.net.state_dict(keep_vars=True)
 
     def _block_tensors(
-        self, shared: Mapping[str, Tensor], name: str, block: BlockSpec, training: bool
+        self,
+        shared: Mapping[str, Tensor],
+        name: str,
+        block: BlockSpec,
+        training: bool,
     ) -> dict[str, Tensor]:
         """Return the tensors of one block of a member, by their names in the block."""
         tensors = {}
@@ -194,7 +211,11 @@ def centre(kernels: Tensor, size: int) -> Tensor:
 
 
 @torch.no_grad()
-def recalibrate(member: nn.Module, samples: Tensor | Iterable[Tensor], batch_size: int = 256) -> nn.Module:
+def recalibrate(
+    member: nn.Module,
+    samples: Tensor | Iterable[Tensor],
+    batch_size: int = 256,
+) -> nn.Module:
     """Measure the norm statistics of a member on samples, and return the member.
 
     Statistics are the plain mean over the batches. Weights do not change.
@@ -202,7 +223,7 @@ def recalibrate(member: nn.Module, samples: Tensor | Iterable[Tensor], batch_siz
     Args:
         member: A net with batch norms, for example from `Supernet.member`.
         samples: (sample, channel, height, width) Images, or batches of them.
-        batch_size: Samples per batch if `samples` is one tensor. A last batch of one sample is left out.
+        batch_size: Samples per batch if `samples` is one tensor. A batch of one sample is left out.
     """
     norms = [module for module in member.modules() if isinstance(module, nn.BatchNorm2d)]
     momenta = [norm.momentum for norm in norms]
@@ -212,7 +233,7 @@ def recalibrate(member: nn.Module, samples: Tensor | Iterable[Tensor], batch_siz
         norm.momentum = None
     member.train()
     try:
-        for batch in samples.split(batch_size) if isinstance(samples, Tensor) else samples:
+        for batch in torch.split(samples, batch_size) if isinstance(samples, Tensor) else samples:
             if len(batch) > 1:
                 member(batch)
     finally:
@@ -251,9 +272,15 @@ def _transform_key(name: str, kernel: int) -> str:
     return f"{name.removesuffix('.weight').replace('.', '/')}/{kernel}"
 
 
-def _fresh_classifier(space: Space, config: Config, weights: Mapping[str, Tensor], seed: int) -> dict[str, Tensor]:
+def _fresh_classifier(
+    space: Space,
+    config: Config,
+    weights: Mapping[str, Tensor],
+    seed: int,
+) -> dict[str, Tensor]:
     """Draw the output layer for the classes of `space`."""
-    classifier = next(layer for layer in space.blocks(config)[HEAD].layers if layer.writes == "class")
+    head = space.blocks(config)[HEAD]
+    classifier = next(layer for layer in head.layers if layer.writes == "class")
     name = f"{HEAD}.{classifier.name}"
     like = weights[f"{name}.weight"]
     with random_state(seed):

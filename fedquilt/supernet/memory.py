@@ -73,4 +73,4 @@ def _saved(block: BlockSpec, count: int) -> SavedBytes:
 
 
 def _address(tensor: Tensor) -> int:
-    return tensor.untyped_storage()._cdata
+    return int(tensor.untyped_storage()._cdata)

@@ -27,7 +27,7 @@ class InvertedStage(NamedTuple):
 class InvertedSpace(Space):
     """Stages of inverted residual blocks with elastic depth, expansion and kernel."""
 
-    width_multiplier: float = 1.0  # Factor of all fixed numbers of channels, rounded to multiples of 8.
+    width_multiplier: float = 1.0  # Factor of all fixed numbers of channels. 1 is the paper's net.
 
     rows: ClassVar[tuple[InvertedStage, ...]]  # stages with choices
     options: ClassVar[tuple[StageOptions, ...]]  # their options
@@ -35,7 +35,7 @@ class InvertedSpace(Space):
     stem_stride: ClassVar[int] = 2
     act: ClassVar[str]  # activation of the first and the last convolution
     first: ClassVar[InvertedStage | None] = None  # fixed block behind the stem, without expansion
-    final: ClassVar[InvertedStage | None] = None  # fixed block behind the last stage, with expansion 6
+    final: ClassVar[InvertedStage | None] = None  # fixed last block, with expansion 6
     last: ClassVar[int]  # channels of the last convolution
     hidden: ClassVar[int] = 0  # outputs of the hidden linear layer; 0 if there is none
 
@@ -45,12 +45,22 @@ class InvertedSpace(Space):
 
     def blocks(self, config: Config) -> dict[str, BlockSpec]:
         stem = ConvSpec(
-            self.in_channels, self._channels(self.stem), self.image_size, stride=self.stem_stride, act=self.act
+            self.in_channels,
+            self._channels(self.stem),
+            self.image_size,
+            stride=self.stem_stride,
+            act=self.act,
         )
         blocks: dict[str, BlockSpec] = {"stem": stem}
         before: BlockSpec = stem
 
-        def add(name: str, row: InvertedStage, position: int, expansion: float, kernel: int) -> None:
+        def add(
+            name: str,
+            row: InvertedStage,
+            position: int,
+            expansion: float,
+            kernel: int,
+        ) -> None:
             nonlocal before
             channels = before.out_channels
             out_channels = self._channels(row.channels)
@@ -72,7 +82,10 @@ class InvertedSpace(Space):
 
         if self.first:
             add("first", self.first, 0, 1, 3)
-        for stage, (row, kept) in enumerate(zip(self.rows, self.kept_blocks(config), strict=True), start=1):
+        for stage, (row, kept) in enumerate(
+            zip(self.rows, self.kept_blocks(config), strict=True),
+            start=1,
+        ):
             for position, choice in enumerate(kept):
                 add(f"stage{stage}.{position}", row, position, choice.expansion, choice.kernel)
         if self.final:
@@ -101,7 +114,7 @@ _DEPTHS = (2, 3, 4)
 class MobileNetV3Space(InvertedSpace):
     """MobileNetV3: five stages of 2–4 blocks, expansion 3, 4 or 6, kernel 3, 5 or 7."""
 
-    width_multiplier: float = 1.2  # Factor of all fixed numbers of channels, rounded to multiples of 8.
+    width_multiplier: float = 1.2  # Factor of all fixed numbers of channels. 1 is the paper's net.
 
     name = "mobilenetv3"
     rows = (

@@ -1,7 +1,7 @@
 """The ResNet-50 space of Once-for-All (Cai et al., ICLR 2020): depth, expansion and width.
 
-The stem is that of ImageNet (7×7, stride 2, then a max-pool), because RaFL's multiply-adds are those
-of such nets on 32×32 images.
+The stem is that of ImageNet (7×7, stride 2, then a max-pool), because RaFL's multiply-adds are
+those of such nets on 32×32 images.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from fedquilt.supernet.space import HEAD, Config, Space, StageOptions
 
 @dataclass(frozen=True)
 class ResNet50Space(Space):
-    """Bottleneck blocks in four stages, each with up to two blocks fewer, narrower or less expanded.
+    """Bottleneck blocks in four stages with elastic depth, expansion and width.
 
-    `(3, 4, 6, 3)` blocks with expansion 0.25 and width 1 are ResNet-50. The stem has the width of the
-    first stage.
+    `(3, 4, 6, 3)` blocks with expansion 0.25 and width 1 are ResNet-50. The stem has the width of
+    the first stage.
     """
 
     stem: int = 64  # Channels of the first convolution at width 1.
@@ -31,13 +31,19 @@ class ResNet50Space(Space):
 
     @property
     def stages(self) -> tuple[StageOptions, ...]:
-        return tuple(
-            StageOptions(tuple(range(depth - 2, depth + 1)), self.expansions, (), self.widths) for depth in self.depths
-        )
+        depths = [tuple(range(most - 2, most + 1)) for most in self.depths]
+        return tuple(StageOptions(options, self.expansions, (), self.widths) for options in depths)
 
     def blocks(self, config: Config) -> dict[str, BlockSpec]:
         stem_channels = multiple_of_8(round(self.stem * config.widths[0]))
-        stem = ConvSpec(self.in_channels, stem_channels, self.image_size, kernel=7, stride=2, pool=True)
+        stem = ConvSpec(
+            self.in_channels,
+            stem_channels,
+            self.image_size,
+            kernel=7,
+            stride=2,
+            pool=True,
+        )
         blocks: dict[str, BlockSpec] = {"stem": stem}
         before: BlockSpec = stem
         for stage, kept in enumerate(self.kept_blocks(config)):

@@ -47,8 +47,8 @@ class Config:
 
     depths: tuple[int, ...]  # Blocks kept, by stage.
     expansions: tuple[float, ...] = ()  # Hidden channels over the block's own, by block.
-    kernels: tuple[int, ...] = ()  # Kernel sizes, by block. Empty if the space has no kernel choice.
-    widths: tuple[float, ...] = ()  # Kept share of channels, by stage. Empty without a width choice.
+    kernels: tuple[int, ...] = ()  # Kernel sizes, by block. Empty if there is no choice.
+    widths: tuple[float, ...] = ()  # Kept share of channels, by stage. Empty: no choice.
 
     def to_json(self) -> dict[str, list[float]]:
         """Return the configuration as lists that JSON can hold."""
@@ -64,12 +64,19 @@ class Config:
         if not isinstance(value, Mapping) or "depths" not in value or not set(value) <= set(KINDS):
             raise ConfigError(f"A configuration is a table of {', '.join(KINDS)}; found {value!r}.")
         for kind, numbers in value.items():
-            if not isinstance(numbers, Sequence) or isinstance(numbers, str) or not all(map(_is_number, numbers)):
-                raise ConfigError(f"{kind} of a configuration is a list of numbers; found {numbers!r}.")
+            if not isinstance(numbers, list | tuple) or not all(map(_is_number, numbers)):
+                raise ConfigError(
+                    f"{kind} of a configuration is a list of numbers; found {numbers!r}.",
+                )
         return cls(**{kind: tuple(numbers) for kind, numbers in value.items()})
 
 
-KINDS = ("depths", "expansions", "kernels", "widths")  # fields of `Config`, in the order of `choices`
+KINDS = (
+    "depths",
+    "expansions",
+    "kernels",
+    "widths",
+)  # fields of `Config`, in the order of `choices`
 
 
 def _is_number(value: Any) -> bool:
@@ -94,7 +101,7 @@ class SpaceChoice:
     index: int  # Position in that field.
     options: tuple[float, ...]  # Values that it may take, ascending.
     stage: int  # Stage to which the choice belongs.
-    block: int | None = None  # Position of the block in its stage. None for a choice of the whole stage.
+    block: int | None = None  # Position of the block in its stage. None: it is of the stage.
 
     @property
     def name(self) -> str:
@@ -140,9 +147,10 @@ class Space(ABC):
         kept: list[list[BlockChoice]] = []
         first = 0
         for stage, depth in zip(self.stages, config.depths, strict=True):
-            places = range(first, first + depth)
-            kernels = [config.kernels[i] if config.kernels else 0 for i in places]
-            kept.append([BlockChoice(config.expansions[i], kernel) for i, kernel in zip(places, kernels, strict=True)])
+            stop = first + depth
+            expansions = config.expansions[first:stop]
+            kernels = config.kernels[first:stop] if config.kernels else (0,) * depth
+            kept.append([BlockChoice(*pair) for pair in zip(expansions, kernels, strict=True)])
             first += stage.depths[-1]
         return kept
 
@@ -166,12 +174,9 @@ class Space(ABC):
         if len(values) != len(self.choices):
             raise ConfigError(
                 f"{len(values)} values were given for a configuration of {self.name}, "
-                f"which has {len(self.choices)} choices."
+                f"which has {len(self.choices)} choices.",
             )
-        fields: dict[str, list[float]] = {kind: [] for kind in KINDS}
-        for choice, value in zip(self.choices, values, strict=True):
-            fields[choice.kind].append(value)
-        return self.canonical(Config(**{kind: tuple(found) for kind, found in fields.items()}))  # type: ignore[arg-type]
+        return self.canonical(self._config(values))
 
     @property
     def largest(self) -> Config:
@@ -205,11 +210,18 @@ class Space(ABC):
             ConfigError: The configuration is outside of the space.
         """
         self.check(config)
-        fields: dict[str, list[float]] = {kind: [] for kind in KINDS}
+        values = []
         for choice, value in zip(self.choices, self.flat(config), strict=True):
             kept = self.is_kept(choice, config)
-            fields[choice.kind].append(_option(choice, value) if kept else choice.options[0])
-        return Config(**{kind: tuple(values) for kind, values in fields.items()})  # type: ignore[arg-type]
+            values.append(_option(choice, value) if kept else choice.options[0])
+        return self._config(values)
+
+    def _config(self, values: Sequence[float]) -> Config:
+        """Return the configuration with these options, in the order of `choices`."""
+        options: dict[str, list[Any]] = {kind: [] for kind in KINDS}
+        for choice, value in zip(self.choices, values, strict=True):
+            options[choice.kind].append(value)
+        return Config(**{kind: tuple(found) for kind, found in options.items()})
 
     def check(self, config: Config) -> None:
         """Check that a configuration is one of the space.
@@ -229,14 +241,18 @@ class Space(ABC):
                     options = ", ".join(map(str, choice.options))
                     problems.append(f"{choice.name} is {value}, which is none of {options}")
         if problems:
-            raise ConfigError(f"A configuration is outside of the space {self.name}: {'; '.join(problems)}.")
+            raise ConfigError(
+                f"A configuration is outside of the space {self.name}: {'; '.join(problems)}.",
+            )
 
     # --- drawing ---
 
     def sample(self, generator: torch.Generator) -> Config:
         """Draw every choice uniformly from its options."""
         draws = torch.rand(len(self.choices), generator=generator, dtype=torch.float64).tolist()
-        return self.unflat([_drawn(choice, draw) for choice, draw in zip(self.choices, draws, strict=True)])
+        return self.unflat(
+            [_drawn(choice, draw) for choice, draw in zip(self.choices, draws, strict=True)],
+        )
 
     def mutate(self, config: Config, generator: torch.Generator, probability: float) -> Config:
         """Draw some choices anew.
@@ -263,14 +279,16 @@ class Space(ABC):
         """
         picks = torch.rand(len(self.choices), generator=generator, dtype=torch.float64).tolist()
         values = []
-        for i, (choice, of_a, of_b) in enumerate(zip(self.choices, self.flat(a), self.flat(b), strict=True)):
+        for i, (choice, of_a, of_b) in enumerate(
+            zip(self.choices, self.flat(a), self.flat(b), strict=True),
+        ):
             kept_by_a, kept_by_b = self.is_kept(choice, a), self.is_kept(choice, b)
             from_a = kept_by_a > kept_by_b or (kept_by_a == kept_by_b and picks[i] < 0.5)
             values.append(of_a if from_a else of_b)
         return self.unflat(values)
 
     def encode(self, config: Config) -> list[float]:
-        """Return features for a predictor: each option over the largest one, 0 for a missing block."""
+        """Return features for a predictor: options over the largest one, 0 for a missing block."""
         features = []
         for choice, value in zip(self.choices, self.flat(config), strict=True):
             features.append(value / choice.options[-1] if self.is_kept(choice, config) else 0.0)
@@ -279,7 +297,7 @@ class Space(ABC):
     # --- nets ---
 
     def cost(self, config: Config) -> MemberCost:
-        """Count multiply-adds and parameters of a configuration exactly, without building its net."""
+        """Count multiply-adds and parameters of a configuration, without building its net."""
         costs = [block.cost for block in self.blocks(config).values()]
         return MemberCost(sum(cost.macs for cost in costs), sum(cost.params for cost in costs))
 

@@ -41,7 +41,11 @@ def save_supernet(supernet: Supernet, path: str | Path, **about: Any) -> None:
     write_tensors(Path(path), "supernet", supernet.space, supernet.state_dict(), about)
 
 
-def load_supernet(path: str | Path, space: Space | type[Space] | None = None, device: str = "cpu") -> Supernet:
+def load_supernet(
+    path: str | Path,
+    space: Space | type[Space] | None = None,
+    device: str = "cpu",
+) -> Supernet:
     """Read a supernet from a file.
 
     Args:
@@ -71,9 +75,9 @@ def read_about(path: str | Path) -> dict[str, Any]:
 def import_weights(space: Space, path: str | Path) -> Supernet:
     """Make a supernet from weights of the largest net, for example from public ImageNet weights.
 
-    The names are those of `space.member(space.largest)`, which `fedquilt supernet show SPACE --names`
-    prints. All are needed, except `num_batches_tracked`. The number of classes is read off the
-    classifier. Kernel transforms start as the identity.
+    The names are those of `space.member(space.largest)`. `fedquilt supernet show SPACE --names`
+    prints them. All are needed, except `num_batches_tracked`. The number of classes is read off
+    the classifier. Kernel transforms start as the identity.
 
     Args:
         space: The space whose largest net the weights are.
@@ -95,7 +99,8 @@ def import_weights(space: Space, path: str | Path) -> Supernet:
     if problems:
         raise RecordError(
             f"{path} does not have the weights of the largest net of {space.name}: "
-            f"{'; '.join(problems)}. `fedquilt supernet show {space.name} --names` lists the names."
+            f"{'; '.join(problems)}. "
+            f"`fedquilt supernet show {space.name} --names` lists the names.",
         )
     supernet.net.load_state_dict(state | weights)
     return supernet.eval()
@@ -109,7 +114,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
             return load_file(path)
         if path.suffix in (".pt", ".pth"):
             weights = torch.load(path, map_location="cpu", weights_only=True)
-            if not isinstance(weights, Mapping) or not all(isinstance(v, Tensor) for v in weights.values()):
+            if not _is_state_dict(weights):
                 raise RecordError(f"{path} has no state dict: tensors by name are needed.")
             return dict(weights)
     except OSError as error:
@@ -117,14 +122,26 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     except RecordError:
         raise
     except Exception as error:  # safetensors, zip and unpickling errors have no common class
-        raise RecordError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
+        raise RecordError(
+            f"{path} cannot be read as weights: {type(error).__name__}: {error}",
+        ) from error
     raise RecordError(f"{path} was given as weights; a .safetensors, .pt or .pth file would work.")
+
+
+def _is_state_dict(value: Any) -> bool:
+    return isinstance(value, Mapping) and all(isinstance(entry, Tensor) for entry in value.values())
 
 
 # --- the format ---
 
 
-def write_tensors(path: Path, kind: str, space: Space, tensors: Mapping[str, Tensor], about: Mapping[str, Any]) -> None:
+def write_tensors(
+    path: Path,
+    kind: str,
+    space: Space,
+    tensors: Mapping[str, Tensor],
+    about: Mapping[str, Any],
+) -> None:
     """Write tensors with a header that says what they are.
 
     Args:
@@ -165,23 +182,26 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tenso
     except (ValueError, KeyError, TypeError, AttributeError) as error:
         raise RecordError(
             f"{path} is no supernet file, or is damaged at its beginning. "
-            "`fedquilt supernet train` and `import` write such files."
+            "`fedquilt supernet train` and `import` write such files.",
         ) from error
     if found != FORMAT or version != VERSION:
         raise RecordError(
             f"{path} is a file of format {found!r}, version {version!r}; this fedquilt reads "
-            f"{FORMAT!r}, version {VERSION}. Train or import the supernet again."
+            f"{FORMAT!r}, version {VERSION}. Train or import the supernet again.",
         )
     digest = _digest(entries, note)
     digest.update(memoryview(data)[begin:])
     if digest.hexdigest() != checksum:
         raise RecordError(
             f"{path} is truncated or damaged: its checksum differs from the one that was written. "
-            "Copy it again, or train again."
+            "Copy it again, or train again.",
         )
     if note["kind"] != kind:
-        remedy = "continue it with --resume" if note["kind"] == "training" else "give its checkpoint"
-        raise RecordError(f"{path} is a file of kind {note['kind']!r} instead of {kind!r}; {remedy}.")
+        is_checkpoint = note["kind"] == "training"
+        remedy = "continue it with --resume" if is_checkpoint else "give its checkpoint"
+        raise RecordError(
+            f"{path} is a file of kind {note['kind']!r} instead of {kind!r}; {remedy}.",
+        )
     return note, parse(data, torch.device("cpu"))[0]
 
 
@@ -210,7 +230,7 @@ def space_of(note: Mapping[str, Any], path: Path, expected: Space | type[Space] 
         if name not in SPACES:
             raise RecordError(
                 f"{path} is of the space {name!r}, which is not built in. Give its class as an "
-                f"argument, or --space file.py:Class. Built in: {', '.join(SPACES)}."
+                f"argument, or --space file.py:Class. Built in: {', '.join(SPACES)}.",
             )
         expected = SPACES[name]
     if isinstance(expected, Space):
@@ -244,7 +264,7 @@ def _check_same(asked: Mapping[str, Any], found: Mapping[str, Any], path: Path) 
 
     raise RecordError(
         f"{path} is of the space {described(found)}; {described(asked)} was asked for. "
-        "Give the file's own space, or train a supernet of yours."
+        "Give the file's own space, or train a supernet of yours.",
     )
 
 
@@ -255,12 +275,16 @@ def _as_tuple(value: Any) -> Any:
 def _load(supernet: Supernet, tensors: Mapping[str, Tensor], path: Path) -> None:
     problems = _mismatches(supernet.state_dict(), tensors)
     if problems:
-        raise RecordError(f"{path} does not fit its space {supernet.space.name!r}: {'; '.join(problems)}.")
+        raise RecordError(
+            f"{path} does not fit its space {supernet.space.name!r}: {'; '.join(problems)}.",
+        )
     supernet.load_state_dict(dict(tensors))
 
 
 def _mismatches(
-    needed: Mapping[str, Tensor], found: Mapping[str, Tensor], optional: frozenset[str] | set[str] = frozenset()
+    needed: Mapping[str, Tensor],
+    found: Mapping[str, Tensor],
+    optional: frozenset[str] | set[str] = frozenset(),
 ) -> list[str]:
     """List missing names, unexpected names and differing shapes, the first few of each."""
     missing = [name for name in needed if name not in found and name not in optional]
@@ -296,5 +320,7 @@ def space_by_name(name: str) -> Space:
     kind = find(SPACES, name, "search space")
     space = kind() if callable(kind) else kind
     if not isinstance(space, Space):
-        raise ConfigError(f"The space {name} was asked for; {kind!r} makes no fedquilt.supernet.Space.")
+        raise ConfigError(
+            f"The space {name} was asked for; {kind!r} makes no fedquilt.supernet.Space.",
+        )
     return space

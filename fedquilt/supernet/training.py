@@ -1,9 +1,9 @@
 """Pre-training of a supernet (RaFL, equation 1) by progressive shrinking.
 
 Equation 1 minimises the loss over all members. The largest net is trained first. Then phases open
-one kind of choice after the other (kernel, depth, expansion, width; Cai et al., ICLR 2020), and every
-step adds up the gradients of a few sampled members. Each learns from the labels and from the largest
-net as it was before shrinking.
+one kind of choice after the other: kernel, depth, expansion, width (Cai et al., ICLR 2020). Every
+step adds up the gradients of a few sampled members. Each learns from the labels and from the
+largest net as it was before shrinking.
 """
 
 from __future__ import annotations
@@ -66,13 +66,17 @@ class SupernetData:
         images = self.images
         if images.dim() != 4 or images.shape[2] != images.shape[3] or len(images) < 2:
             raise DataError(
-                f"A supernet is trained on at least two square images (sample, channel, size, size); "
-                f"found samples of shape {tuple(images.shape)}."
+                "A supernet is trained on at least two square images "
+                f"(sample, channel, size, size); found samples of shape {tuple(images.shape)}.",
             )
         if not images.is_floating_point():
-            raise DataError(f"A supernet is trained on real numbers; found images of {images.dtype}.")
+            raise DataError(
+                f"A supernet is trained on real numbers; found images of {images.dtype}.",
+            )
         if self.labels is not None and self.labels.shape != images.shape[:1]:
-            raise DataError(f"{len(images)} images have labels of shape {tuple(self.labels.shape)}.")
+            raise DataError(
+                f"{len(images)} images have labels of shape {tuple(self.labels.shape)}.",
+            )
 
     @classmethod
     def of_pool(cls, pool: Pool, labels: Labels = "rotations") -> SupernetData:
@@ -87,7 +91,9 @@ class SupernetData:
             DataError: The pool has no images, or no classes where these were asked for.
         """
         if labels == "own" and not pool.num_classes:
-            raise DataError(f"{pool.name} has no classes to train on; labels = rotations would work.")
+            raise DataError(
+                f"{pool.name} has no classes to train on; labels = rotations would work.",
+            )
         is_public = labels == "rotations" and pool.public is not None
         stored = pool.public if is_public and pool.public is not None else pool.inputs
         images = stored.float() if pool.scale is None else pool.scale(stored)
@@ -109,7 +115,7 @@ class SupernetData:
         return SupernetData(self.images.to(device), labels, self.num_classes)
 
     def batch(self, rows: Tensor) -> tuple[Tensor, Tensor]:
-        """Return images and labels of some rows. Each row gives four samples if labels are rotations."""
+        """Return images and labels of some rows, each row four times if labels are rotations."""
         rows = rows.to(self.images.device)
         if self.labels is None:
             return rotations(self.images[rows])
@@ -122,10 +128,11 @@ class SupernetData:
             DataError: The images have another shape than those of the space.
         """
         wanted = (space.in_channels, space.image_size, space.image_size)
-        if tuple(self.images.shape[1:]) != wanted:
+        found = tuple(self.images.shape[1:])
+        if found != wanted:
             raise DataError(
-                f"The space {space.name} takes images of shape {wanted}; found {tuple(self.images.shape[1:])}. "
-                "Set image_size and in_channels of the space to those of the data."
+                f"The space {space.name} takes images of shape {wanted}; found {found}. "
+                "Set image_size and in_channels of the space to those of the data.",
             )
         return space.with_classes(self.num_classes)
 
@@ -136,8 +143,8 @@ class SupernetTraining:
 
     epochs: int = 20  # Epochs in which the largest net is trained alone.
     phase_epochs: int = 10  # Epochs of each shrinking phase. 0 trains the largest net alone.
-    batch_size: int = 256  # Samples per step. Each image gives four of them if labels are rotations.
-    lr: float = 0.05  # Learning rate of the largest net at the start. It falls to 0 on half a cosine.
+    batch_size: int = 256  # Samples per step. A rotated image counts as four.
+    lr: float = 0.05  # Learning rate of the largest net at the start. It falls to 0 (cosine).
     phase_lr: float = 0.02  # Learning rate at the start of each shrinking phase.
     momentum: float = 0.9  # Momentum of SGD (Nesterov).
     weight_decay: float = 3e-5  # Weight decay. Norms, biases and kernel transforms have none.
@@ -149,16 +156,24 @@ class SupernetTraining:
     seed: int = 0  # Random seed of weights, order, sampled members and augmentation.
 
     def __post_init__(self) -> None:
-        positive = {"epochs": self.epochs, "batch_size": self.batch_size, "calibration": self.calibration}
-        wrong = {name: value for name, value in positive.items() if value < 1}
+        positive = {
+            "epochs": self.epochs,
+            "batch_size": self.batch_size,
+            "calibration": self.calibration,
+        }
+        wrong: dict[str, float] = {name: value for name, value in positive.items() if value < 1}
         rates = {"lr": self.lr, "phase_lr": self.phase_lr}
-        wrong |= {name: value for name, value in rates.items() if not (value > 0 and math.isfinite(value))}
-        others = {"phase_epochs": self.phase_epochs, "weight_decay": self.weight_decay, "crop": self.crop}
+        wrong |= {name: value for name, value in rates.items() if not 0 < value < math.inf}
+        others = {
+            "phase_epochs": self.phase_epochs,
+            "weight_decay": self.weight_decay,
+            "crop": self.crop,
+        }
         wrong |= {name: value for name, value in others.items() if not value >= 0}
         if wrong:
             raise ConfigError(
                 f"{', '.join(f'{name} = {value}' for name, value in wrong.items())} was asked for; "
-                "epochs, batch_size, calibration and rates must be above 0, the others at least 0."
+                "epochs, batch_size, calibration and rates must be above 0, the others at least 0.",
             )
 
 
@@ -170,9 +185,9 @@ NETS_PER_STEP = {"largest": 1, "kernels": 1, "depths": 2, "expansions": 4, "widt
 class Phase:
     """One phase of progressive shrinking: the choices that are open, and the nets of a step.
 
-    Choices of kinds that open later are frozen at their largest option. Kernel transforms are frozen
-    before the kernel phase. Norm statistics of the largest net are frozen in every shrinking phase
-    and measured anew after it.
+    Choices of kinds that open later are frozen at their largest option. Kernel transforms are
+    frozen before the kernel phase. Norm statistics of the largest net are frozen in every shrinking
+    phase and measured anew after it.
     """
 
     kind: str  # Kind of choice that the phase opens, or "largest" before any is open.
@@ -220,7 +235,10 @@ def phases(space: Space) -> list[Phase]:
     """
     found = [Phase("largest", 1)]
     for kind in PHASE_KINDS:
-        most = max((len(choice.options) for choice in space.choices if choice.kind == kind), default=1)
+        most = max(
+            (len(choice.options) for choice in space.choices if choice.kind == kind),
+            default=1,
+        )
         steps = {most} if kind == "kernels" else {min(2, most), most}
         found += [Phase(kind, count) for count in sorted(steps) if count > 1]
     return found
@@ -297,7 +315,13 @@ def train_supernet(
 class _Trainer:
     """A training between two epochs: everything that a checkpoint has."""
 
-    def __init__(self, space: Space, data: SupernetData, settings: SupernetTraining, device: torch.device) -> None:
+    def __init__(
+        self,
+        space: Space,
+        data: SupernetData,
+        settings: SupernetTraining,
+        device: torch.device,
+    ) -> None:
         self.space = space
         self.settings = settings
         self.device = device
@@ -345,8 +369,10 @@ class _Trainer:
 
     def _end(self, phase: Phase) -> None:
         """Measure the largest net's statistics and, before shrinking, keep it as the teacher."""
-        rows = torch.arange(min(len(self.data.images), self.settings.calibration // self._per_image))
-        batches = rows.split(self._rows_per_step)
+        rows = torch.arange(
+            min(len(self.data.images), self.settings.calibration // self._per_image),
+        )
+        batches = torch.split(rows, self._rows_per_step)
         with computing(self.settings.precision, self.device):
             recalibrate(self.supernet.net, (self.data.batch(part)[0] for part in batches))
         if phase.kind == "largest":
@@ -369,7 +395,10 @@ class _Trainer:
         if phase.trains_transforms:
             others += list(supernet.transforms.values())
         decay = self.settings.weight_decay
-        groups = [{"params": matrices, "weight_decay": decay}, {"params": others, "weight_decay": 0.0}]
+        groups = [
+            {"params": matrices, "weight_decay": decay},
+            {"params": others, "weight_decay": 0.0},
+        ]
         momentum = self.settings.momentum
         return torch.optim.SGD(groups, lr=0.0, momentum=momentum, nesterov=momentum > 0)
 
@@ -381,7 +410,7 @@ class _Trainer:
         """Train one epoch and return its mean loss and accuracy."""
         settings = self.settings
         order = torch.randperm(len(self.data.images), generator=self._generator(_ORDER))
-        batches = [rows for rows in order.split(self._rows_per_step) if len(rows) > 1]
+        batches = [rows for rows in torch.split(order, self._rows_per_step) if len(rows) > 1]
         start = settings.lr if phase.kind == "largest" else settings.phase_lr
         total = len(batches) * self._num_epochs(phase)
         sums = torch.zeros(2, device=self.device)
@@ -397,8 +426,8 @@ class _Trainer:
         loss, accuracy = (sums / len(batches)).tolist()
         if not math.isfinite(loss):
             raise DivergenceError(
-                f"The loss of the supernet is {loss} in phase {phase.name}, epoch {self.epoch + 1}. "
-                "A lower learning rate may help. The last checkpoint is intact."
+                f"The loss of the supernet is {loss} in phase {phase.name}, "
+                f"epoch {self.epoch + 1}. A lower rate may help. The last checkpoint is intact.",
             )
         return loss, accuracy
 
@@ -427,7 +456,7 @@ class _Trainer:
         return sums
 
     def _forward(self, phase: Phase, images: Tensor, config: Config) -> Tensor:
-        """Run a member. In a shrinking phase not even the largest one updates running statistics."""
+        """Run a member. In a shrinking phase no member updates running statistics."""
         if phase.kind == "largest":
             logits: Tensor = self.supernet(images)
             return logits
@@ -445,8 +474,11 @@ class _Trainer:
             rows, columns = (offsets + torch.arange(size)).to(images.device)  # (sample, size) each
             padded = F.pad(images, (crop,) * 4)
             samples = torch.arange(len(images), device=images.device)[:, None, None]
-            # Indices are (sample, size, size), and channels stay behind them: (sample, size, size, channel).
-            images = padded.movedim(1, 3)[samples, rows[:, :, None], columns[:, None, :]].movedim(3, 1)
+            # The indices are (sample, size, size), and the channels stay behind them.
+            images = padded.movedim(1, 3)[samples, rows[:, :, None], columns[:, None, :]].movedim(
+                3,
+                1,
+            )
             images = images.contiguous()
         return images
 
@@ -456,7 +488,8 @@ class _Trainer:
         """Write everything that the rest of the training depends on."""
         tensors = {f"supernet/{name}": value for name, value in self.supernet.state_dict().items()}
         if self.teacher is not None:
-            tensors |= {f"teacher/{name}": value for name, value in self.teacher.state_dict().items()}
+            teacher = self.teacher.state_dict()
+            tensors |= {f"teacher/{name}": value for name, value in teacher.items()}
         for name, parameter in self.supernet.named_parameters():
             momentum = self.optimizer.state.get(parameter, {}).get("momentum_buffer")
             if momentum is not None:
@@ -487,16 +520,13 @@ class _Trainer:
 
     def _check_identity(self, found: Mapping[str, Any], path: Path) -> None:
         mine = json.loads(json.dumps(self.identity))
-        differing = [f"{key} = {found.get(key)}" for key in mine if key != "settings" and found.get(key) != mine[key]]
-        differing += [
-            f"{key} = {found['settings'].get(key)}"
-            for key, value in mine["settings"].items()
-            if found["settings"].get(key) != value
-        ]
+        mine, found = ({**identity, **identity["settings"]} for identity in (mine, found))
+        keys = [key for key in mine if key != "settings"]
+        differing = [f"{key} = {found.get(key)}" for key in keys if found.get(key) != mine[key]]
         if differing:
             raise RecordError(
                 f"{path} is the checkpoint of another training: it has {', '.join(differing)}. "
-                "Resume with the same settings and data, or delete it to start anew."
+                "Resume with the same settings and data, or delete it to start anew.",
             )
 
 
@@ -505,7 +535,8 @@ def _frozen(net: nn.Module) -> nn.Module:
 
 
 def _part(tensors: Mapping[str, Tensor], prefix: str) -> dict[str, Tensor]:
-    return {name.removeprefix(prefix): value for name, value in tensors.items() if name.startswith(prefix)}
+    names = [name for name in tensors if name.startswith(prefix)]
+    return {name.removeprefix(prefix): tensors[name] for name in names}
 
 
 # --- evaluation ---
@@ -522,12 +553,19 @@ def accuracy(net: nn.Module, images: Tensor, labels: Tensor, batch_size: int = 5
         batch_size: Images per batch.
     """
     correct = 0
-    for part, wanted in zip(images.split(batch_size), labels.split(batch_size), strict=True):
+    parts = zip(torch.split(images, batch_size), torch.split(labels, batch_size), strict=True)
+    for part, wanted in parts:
         correct += int((net(part).argmax(1) == wanted).sum())
     return correct / len(images)
 
 
-def member_accuracy(supernet: Supernet, config: Config, calibration: Tensor, images: Tensor, labels: Tensor) -> float:
+def member_accuracy(
+    supernet: Supernet,
+    config: Config,
+    calibration: Tensor,
+    images: Tensor,
+    labels: Tensor,
+) -> float:
     """Take a member from a supernet, measure its norm statistics and return its accuracy.
 
     Args:

@@ -169,7 +169,7 @@ def test_a_space_whose_members_cannot_share_weights_is_refused():
                 blocks["stem"] = replace(blocks["stem"], kernel=5)
             return blocks
 
-    with pytest.raises(ConfigError, match=r"stem\.conv\.weight is .* in the largest net"):
+    with pytest.raises(ConfigError, match=r"stem\.conv\.weight is .* in the largest"):
         check_space(Swapped())
 
 

@@ -222,6 +222,20 @@ def test_training_resumed_equals_training_in_one_go(tmp_path):
         assert not Path(f"{out}{CHECKPOINT}").exists()
 
 
+def test_training_in_bf16_keeps_weights_in_float32():
+    supernet = train_supernet(TinySpace(), data(), replace(QUICK, precision="bf16"))
+    assert {value.dtype for value in supernet.parameters()} == {torch.float32}
+    assert all(value.isfinite().all() for value in supernet.parameters())
+
+
+@pytest.mark.gpu
+def test_training_on_a_gpu_is_that_on_a_cpu_up_to_rounding():
+    on_cpu = train_supernet(TinySpace(), data(), replace(QUICK, lr=1e-3, phase_lr=1e-3))
+    on_gpu = train_supernet(TinySpace(), data(), replace(QUICK, lr=1e-3, phase_lr=1e-3), device="cuda")
+    for name, value in on_gpu.state_dict().items():
+        torch.testing.assert_close(value.cpu(), on_cpu.state_dict()[name], rtol=1e-2, atol=1e-3)
+
+
 def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     run = trainer()
     path = tmp_path / f"net{CHECKPOINT}"
