@@ -915,7 +915,7 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_importing_the_library_needs_nothing_of_the_command_line() -> None:
-    others = "('rich', 'tyro', 'tomli_w', 'sklearn', 'torchvision', 'datasets', 'matplotlib')"
+    others = "('rich', 'tyro', 'tomli_w', 'sklearn', 'torchvision', 'datasets', 'matplotlib', 'fedquilt.supernet')"
     code = f"import sys, fedquilt; print([m for m in {others} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
     assert done.stdout.strip() == "[]"
