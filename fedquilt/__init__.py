@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from fedquilt.family.dual import ConditionedNorm, DualNorm, conditioned, dual, set_robustness
     from fedquilt.family.family import Family, trace
     from fedquilt.family.stages import with_stages
+    from fedquilt.family.union import union
     from fedquilt.records import load
     from fedquilt.round import Evaluation, Fleet
     from fedquilt.round.attack import PGD, AdversarialTraining
@@ -46,6 +47,7 @@ _HOMES = {
     "fedquilt.family.dual": ("ConditionedNorm", "DualNorm", "conditioned", "dual", "set_robustness"),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.family.stages": ("with_stages",),
+    "fedquilt.family.union": ("union",),
     "fedquilt.records": ("load",),
     "fedquilt.round": ("Evaluation", "Fleet"),
     "fedquilt.round.attack": ("PGD", "AdversarialTraining"),
@@ -131,5 +133,6 @@ __all__ = [
     "study",
     "tasks",
     "trace",
+    "union",
     "with_stages",
 ]

@@ -236,6 +236,23 @@ def axes_in(expr: Expr) -> Iterator[str]:
                 yield from axes_in(part)
 
 
+def renamed(dims: Dims, names: Mapping[str, str]) -> Dims:
+    """Return dimensions with other names of their axes; an axis that has no other name keeps its own."""
+    return tuple(_renamed(dim, names) for dim in dims)
+
+
+def _renamed(expr: Expr, names: Mapping[str, str]) -> Expr:
+    match expr:
+        case str():
+            return names.get(expr, expr)
+        case Sum(terms):
+            return Sum(renamed(terms, names))
+        case Product(factors):
+            return Product(renamed(factors, names))
+        case _:
+            return expr
+
+
 def size_of(expr: Expr, sizes: Mapping[str, int]) -> int:
     """How long a dimension is when its axes have these sizes."""
     match expr:

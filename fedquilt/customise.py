@@ -68,6 +68,12 @@ class Plan:
             {share: tuple(order.index(net) for net in mix) for share, mix in mixes.items()},
         )
 
+    def with_nets(self, nets: Sequence[Submodel]) -> Plan:
+        """Return the plan with other sub-models in the same places: those of the stocks, then those of the nets."""
+        stocks, others = nets[: len(self.stocks)], nets[len(self.stocks) :]
+        placed = tuple(Placed(net, old.stock) for net, old in zip(others, self.nets, strict=True))
+        return Plan(tuple(stocks), placed, self.mixes)
+
     def mix(self, share: float) -> Mix:
         """The nets that answer at a share."""
         return tuple(self.nets[place].net for place in self.mixes[share])
@@ -162,6 +168,11 @@ class CustomisableModel(nn.Module):
     def shares(self) -> tuple[float, ...]:
         """Those one can set."""
         return tuple(self.plan.mixes)
+
+    @property
+    def family(self) -> Family:
+        """Return the family of its nets, without weights."""
+        return self._family
 
     @property
     def share(self) -> float:
@@ -296,9 +307,12 @@ def customisable(
     if policy.measures and family.statistics:
         states = shelf.settled([one.net for one in plan.nets], policy, samples)
         statistics = [{name: state[name] for name in family.statistics if name in state} for state in states]
-    return CustomisableModel(
-        family, plan, weights, statistics, policy.name, {**about(run, plan.stocks), "client": client}
-    )
+    nets = (*plan.stocks, *(placed.net for placed in plan.nets))
+    family, own, states = alone(family, nets, (*weights, *statistics))
+    plan = plan.with_nets(own)
+    weights, statistics = list(states[: len(plan.stocks)]), list(states[len(plan.stocks) :])
+    note = {**about(run, family, plan.stocks), "client": client}
+    return CustomisableModel(family, plan, weights, statistics, policy.name, note)
 
 
 def resident_bytes(modules: Iterable[nn.Module]) -> int:

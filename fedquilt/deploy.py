@@ -21,6 +21,7 @@ from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.faithful import forget_statistics
 from fedquilt.family.member import Member
 from fedquilt.family.norms import NormPolicy, norm_policy
+from fedquilt.family.union import alone
 from fedquilt.round.client import own_state
 from fedquilt.round.serve import arranged, compared_passes, given, measured, owned, trained_within
 from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
@@ -170,7 +171,8 @@ def deployed(
     shelf, policy = Shelf(run, client), norms_of(run, norms, client)
     nets = shelf.nets(budget)
     check_nets(run, nets, policy)
-    return Deployed(run.world.family, nets, tuple(shelf.settled(nets, policy, samples)), policy)
+    states = shelf.settled(nets, policy, samples)
+    return Deployed(*alone(run.world.family, nets, states), policy)
 
 
 def assembled(family: Family, nets: Mix, states: Sequence[Weights], robustness: float | None) -> nn.Module:

@@ -99,7 +99,7 @@ def export(
         module = module.float()  # other runtimes have few kernels for more
     batches, compared = _samples(run, [size for size in BATCHES if size > 1 or found.norms.stores])
     note = {
-        **about(run, found.nets),
+        **about(run, found.family, found.nets),
         "format": "model",
         "budget": {name: value for name, value in vars(budget).items() if value is not None},
         "share": round(found.share, 4),
@@ -153,7 +153,7 @@ def export_sizes(
             "safetensors can hold several. Others hold one share each."
         )
     model = run.customisable(shares, client, norms, samples).cpu()
-    family = run.world.family
+    family = model.family
     by_default = robustness is None and family.adjustable
     robustness = 0.0 if by_default else robustness
     model.set(robustness=robustness)

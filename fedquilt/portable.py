@@ -24,22 +24,26 @@ if TYPE_CHECKING:
 Note = dict[str, Any]
 
 
-def about(run: Run, nets: Sequence[Submodel]) -> Note:
-    """What whoever finds a model has to know of it; with the layout, so that no one need trace it again.
+def about(run: Run, family: Family, nets: Sequence[Submodel]) -> Note:
+    """Return what a file says of a model, with the layout, so that no one needs to trace it again.
 
     The layout of a whole model is without temporary heads, because the module that is deployed has none.
+
+    Args:
+        run: The run that trained it.
+        family: Family of the nets: that of the run, or of one net of a union.
+        nets: The nets that the file holds.
     """
     from fedquilt.methods import METHODS
     from fedquilt.records import registered
 
-    family = run.world.family
     example = family.example_inputs[0]
     is_whole = all(net.arch.variant == WHOLE for net in nets)
     layout = family.layout.restricted(WHOLE) if is_whole else family.layout
     return {
         "fedquilt": __version__,
         "method": registered(METHODS, run.method),
-        "model": type(family._module).__name__,
+        "model": family.title,
         "data": run.data.name,
         "rounds": run.server.round,
         "input_shape": list(example.shape[1:]),

@@ -594,7 +594,7 @@ def portrait(run: Run, rounds: int) -> dict[str, Any]:
         "fleet": f"{run.fleet.num_clients} clients, {run.fleet.sample} a round",
         "data": run.data.name,
         **_evaluated_on(run),
-        "model": type(world.family._module).__name__,
+        "model": world.family.title,
         "fingerprint": hashlib.sha256(json.dumps(known).encode()).hexdigest()[:16],
         "fedquilt": __version__,
     }
@@ -619,7 +619,7 @@ def summarise(run: Run) -> dict[str, Any]:
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
     return {
         "method": registered(METHODS, run.method),
-        "model": type(family._module).__name__,
+        "model": family.title,
         "data": run.data.name,
         **_evaluated_on(run),
         "engine": registered(ENGINES, run.engine),

@@ -15,7 +15,7 @@ from torch.nn.modules.conv import _ConvNd, _ConvTransposeNd
 from fedquilt.axes import size_of
 from fedquilt.errors import TraceError
 from fedquilt.family.layout import Layout
-from fedquilt.family.variants import choose
+from fedquilt.family.variants import Variants, choose
 from fedquilt.terms import WHOLE
 
 Rule = Callable[[Any], None]
@@ -106,6 +106,8 @@ def _cell(layer: nn.RNNCellBase) -> None:
 def build(module: nn.Module, layout: Layout, widths: Mapping[str, int], variant: str = WHOLE) -> nn.Module:
     """A plain smaller network of the same classes that runs a variant, its weights empty on the meta device."""
     sizes = {**layout.sizes, **widths}
+    if isinstance(module, Variants):
+        module = module.holding(variant)
 
     def meta(name: str, tensor: Tensor) -> Tensor:
         first = layout.ties.get(name, name)
@@ -114,7 +116,10 @@ def build(module: nn.Module, layout: Layout, widths: Mapping[str, int], variant:
         return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
 
     member = blueprint(module, meta)
+    leads = tuple(f"{net}." for net in layout.net_names(variant)) if layout.nets else ("",)
     for path, expr in layout.attributes.items():
+        if not path.startswith(leads):
+            continue
         _assign(member, path.split("."), size_of(expr, layout.sizes), size_of(expr, sizes))
     for layer in member.modules():
         for kind in type(layer).__mro__:

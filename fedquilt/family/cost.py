@@ -94,6 +94,12 @@ class Count:
     trained_macs: int  # Multiply-adds whose result depends on a weight that is trained
     saved: int  # bytes of the activations that the backward pass of a batch reads
 
+    def __add__(self, other: Count) -> Count:
+        """Add what was counted of another net that is trained at the same time."""
+        return Count(
+            self.macs + other.macs, self.trained_macs + other.trained_macs, self.saved + other.saved
+        )
+
 
 def measure(
     module: nn.Module,

@@ -7,7 +7,7 @@ of all weights become places in one vector instead.
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from itertools import product
@@ -201,11 +201,17 @@ class Cutter:
     """Gathers and scatters sub-models of one layout; remembers the cuts it saw last."""
 
     def __init__(
-        self, dims: Mapping[str, Dims], sizes: Mapping[str, int], memory: int = 256, flat: bool | None = None
+        self,
+        dims: Mapping[str, Dims],
+        sizes: Mapping[str, int],
+        memory: int = 256,
+        flat: bool | None = None,
+        names: Callable[[str], Iterable[str]] | None = None,
     ) -> None:
         self.dims = dims
         self.sizes = dict(sizes)
         self.flat = flat  # cut all weights at once; None: on a GPU
+        self._names = names  # Weights of a variant of a union; None: every member counts all weights
         self._memory = memory
         self._rows: dict[tuple[Index, Index], dict[str, Rows]] = {}
         self._maps: dict[Hashable, Map] = {}
@@ -234,7 +240,8 @@ class Cutter:
     def kernels(self, arch: Arch) -> int:
         """A member's size as FedRolex's appendix A.3 counts it: the outputs of its matrices and convolutions."""
         sizes = self.sizes | arch.sizes
-        return sum(size_of(dims[0], sizes) for dims in self.dims.values() if len(dims) > 1)
+        own = self.dims if self._names is None else self._names(arch.variant)
+        return sum(size_of(self.dims[name][0], sizes) for name in own if len(self.dims[name]) > 1)
 
     def keeps(self, name: str, index: Index, within: Index = WHOLE) -> bool:
         """Whether a cut keeps all of a weight, in its own order."""

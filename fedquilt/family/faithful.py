@@ -169,7 +169,9 @@ class _Pair:
         # Only buffers are copied, because a forward may write into them. Weights are shared.
         own = {name: self.weights[name].clone() for name in (*member.statistics, *member.carried)}
         weights = {**self.weights, **own}
-        module = family.assemble(member.prefix, weights, shared=True).train(mode.train)
+        # Weights of a union's nets keep the names that they have in the union, as the net's have them.
+        extract = not family.layout.nets
+        module = family.assemble(member.prefix, weights, shared=True, extract=extract).train(mode.train)
         if not mode.train and mode.statistics == "batch":
             forget_statistics(module)
         if family.adjustable:

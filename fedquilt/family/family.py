@@ -26,9 +26,10 @@ from fedquilt.family.laid import agrees
 from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
+from fedquilt.family.nets import Nets
 from fedquilt.family.stages import StageSource, usual_stages, with_stages
 from fedquilt.family.tracer import trace_layout
-from fedquilt.family.variants import Variants, VariantSource
+from fedquilt.family.variants import JOIN, Variants, VariantSource, joined, members_of
 from fedquilt.terms import WHOLE, Arch, Budget, Submodel, Weights
 
 Rounding = Literal["floor", "ceil"]
@@ -52,7 +53,7 @@ def trace(
     """
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
     factory = _maker(module.resolve(inputs, class_dim) if isinstance(module, VariantSource) else module)
-    model = _made(factory)
+    model = make_module(factory)
     if slashed := [name for name in (*dict(model.named_parameters()), *dict(model.named_buffers())) if "/" in name]:
         raise TraceError(
             f"{type(model).__name__} has a weight named {slashed[0]!r}; in a federation's state '/' stands between a "
@@ -106,7 +107,7 @@ class Family:
     def num_classes(self) -> int:
         if "class" not in self.layout.axes:
             raise TraceError(
-                f"{type(self._module).__name__} has no class axis: dimension {self.layout.class_dim} of its output is "
+                f"{self.title} has no class axis: dimension {self.layout.class_dim} of its output is "
                 "not one layer's outputs. Name the dimension that is: class_dim=…"
             )
         return self.layout.axes["class"].size
@@ -130,7 +131,7 @@ class Family:
             )
         if outputs.dim() < 2:
             raise TraceError(
-                f"{type(self._module).__name__} has an output of shape {tuple(outputs.shape)}; (sample, outputs) is "
+                f"{self.title} has an output of shape {tuple(outputs.shape)}; (sample, outputs) is "
                 "needed, also where there is one output for each sample. Leave out the squeeze behind the last layer."
             )
         return tuple(outputs.movedim(self.layout.class_dim, 1).shape)
@@ -156,6 +157,8 @@ class Family:
 
     def mixes(self, mode: Pass) -> bool:
         """Whether an output depends on who else is in the batch: some batch norm has no statistics but the batch's."""
+        if self.layout.nets:
+            return any(self.alone(variant).mixes(mode) for variant in self.variants)
         norms = [layer for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
         return any(mode.statistics != "stored" or layer.running_mean is None for layer in norms) or self._mingles
 
@@ -184,6 +187,10 @@ class Family:
 
         Norm statistics are no such memory, they travel; what nothing depends on may be lost.
         """
+        if self.layout.nets:
+            for variant in self.variants:
+                self.alone(variant).check_forgets()
+            return
         written, differs = self._remembers
         if differs:
             kept = f"it writes into {', '.join(written)}" if written else "it keeps something outside of its weights"
@@ -213,7 +220,9 @@ class Family:
 
     @property
     def title(self) -> str:
-        """The name of the module's class."""
+        """The name of the module's class, or those of a union's nets."""
+        if isinstance(self._module, Nets):
+            return " + ".join(type(net).__name__ for net in self._module.children())
         return type(self._module).__name__
 
     @cached_property
@@ -239,18 +248,23 @@ class Family:
 
     @cached_property
     def class_rows(self) -> bool:
-        """Whether a client may send the output rows of its own classes alone.
+        """Whether a client may send the output rows of its own classes alone."""
+        return self.has_class_rows(self.variant)
 
-        Not where a tied embedding carries the classes: a token that is only read still trains its row.
+    def has_class_rows(self, variant: str) -> bool:
+        """Return True if a client may send the output rows of its own classes alone.
+
+        It may not where a tied embedding carries the classes: a token that is only read still trains its row. Tied
+        weights of other nets of a union do not matter.
         """
-        tied = set(self.layout.ties.values())
-        return "class" in self.layout.axes and not any(
-            "class" in axes_in(dim) for name in tied for dim in self.layout.dims[name]
-        )
+        own = set(self.layout.weights(variant)) if self.layout.nets else set(self.layout.dims)
+        tied = set(self.layout.ties.values()) & own
+        return "class" in self.layout.axes and not any("class" in self.layout.axes_of(name) for name in tied)
 
     @cached_property
     def cutter(self) -> Cutter:
-        return Cutter(self.layout.dims, self.layout.sizes)
+        names = self.layout.weights if self.layout.nets else None
+        return Cutter(self.layout.dims, self.layout.sizes, names=names)
 
     def _cut_axes(self, name: str) -> set[str]:
         found = {axis for dim in self.layout.dims[name] for axis in axes_in(dim)}
@@ -272,10 +286,12 @@ class Family:
         """Return the family whose members run a variant, and train the named parts of it alone.
 
         Args:
-            variant: One of `variants`, or several joined (`fedquilt.family.variants.joined`).
+            variant: One of `variants`, or several joined (`fedquilt.family.variants.joined`). The first net of a
+                union may be asked for by its name.
             trains: Names of parts; (): all weights of the variant.
         """
         base = self._base or self
+        variant = self.layout.known_as(variant)
         if (variant, trains) == (base.variant, base.trains):
             return base
         known = base._views.get((variant, trains))
@@ -292,6 +308,11 @@ class Family:
             stages: As `fedquilt.with_stages` takes them. None: the stages that the family has, else those that the
                 model declares. For a model that declares none, up to four are found.
         """
+        if self.layout.nets:
+            raise TraceError(
+                f"stages of a union of {', '.join(map(repr, self.layout.nets))} were asked for; a model grows by stages "
+                "of its own. One of the models alone would work: fq.trace(module, example)."
+            )
         if stages is None and len(self.variants) > 1:
             return self
         if self._traced is None or isinstance(self._traced.source, VariantSource):
@@ -316,17 +337,43 @@ class Family:
     def _views(self) -> dict[tuple[str, tuple[str, ...]], Family]:
         return {}
 
-    def fit(self, budget: Budget, rounding: Rounding = "floor", step: TrainingStep | None = None) -> Arch:
+    def alone(self, variant: str) -> Family:
+        """Return the family of one net of a union, with the names of weights and axes that the net's module has."""
+        base = self._base or self
+        variant = base.layout.known_as(variant)
+        known = base._alone.get(variant)
+        if known is None:
+            assert isinstance(base._module, Nets), "only a union has nets"
+            factory = partial(_net_of, base._factory, variant)
+            layout = base.layout.restricted(variant)
+            known = Family(base._module.net(variant), layout, base.example_inputs, factory)
+            base._alone[variant] = known
+        return known
+
+    @cached_property
+    def _alone(self) -> dict[str, Family]:
+        return {}
+
+    def fit(
+        self,
+        budget: Budget,
+        rounding: Rounding = "floor",
+        step: TrainingStep | None = None,
+        variant: str | None = None,
+    ) -> Arch:
         """Return the largest member within a budget: one share for all axes, at least `Axis.least` channels of each.
 
         Args:
             budget: Bounds that hold together.
             rounding: Of a share of an axis, to whole channels.
             step: The training step that a bound on memory is on. None: it is on inference.
+            variant: Variant of the member, as `at` takes it. None: that of this family.
 
         Raises:
             BudgetError: Not even `Axis.least` channels of every axis are within macs, params or memory.
         """
+        if variant is not None:
+            return self.at(variant, self.trains).fit(budget, rounding, step)
         return self._arch(self.share(budget, rounding, step), rounding)
 
     def share(self, budget: Budget, rounding: Rounding = "floor", step: TrainingStep | None = None) -> float:
@@ -408,12 +455,15 @@ class Family:
     def _widths_over(self, nets: tuple[Member, ...], budget: Budget) -> list[str]:
         if budget.share is None:
             return []
-        allowed = self._channels(self._arch(budget.share, "ceil"))
-        smallest = self._channels(self._arch(0.0, "floor"))
         found = [self._channels(net) for net in nets]
+        variants = members_of(JOIN.join(net.arch.variant for net in nets)) if self.layout.nets else (self.variant,)
+        together = self.at(joined(*variants))
+        allowed = self._channels(together._arch(budget.share, "ceil"))
+        smallest = self._channels(together._arch(0.0, "floor"))
         for dim, most in allowed.items():
-            kept = sum(widths[dim] for widths in found)
-            if kept > max(most, len(nets) * smallest[dim]):
+            own = [widths[dim] for widths in found if dim in widths]
+            kept = sum(own)
+            if kept > max(most, len(own) * smallest[dim]):
                 axis = " × ".join(map(repr, dim))
                 return [f"share {budget.share:g}: {most} channels of axis {axis} allowed, {kept} needed"]
         return []
@@ -442,8 +492,9 @@ class Family:
 
     def width(self, member: Arch | Submodel | Member) -> float:
         """Return the share of its channels that the widest dimension of a member keeps."""
-        whole, kept = self._channels(self.whole), self._channels(member)
-        return max((kept[dim] / whole[dim] for dim in whole), default=1.0)
+        kept = self._channels(member)
+        sizes = self.layout.sizes
+        return max((kept[dim] / math.prod(sizes[axis] for axis in dim) for dim in kept), default=1.0)
 
     def _channels(self, member: Arch | Submodel | Member) -> dict[tuple[str, ...], int]:
         """Return the channels that a member keeps of every dimension that can be cut.
@@ -451,12 +502,13 @@ class Family:
         A dimension is one axis, or the product of two: groups, and the channels inside each. Of
         these one may stay whole while the other is cut, so that neither says how much is left.
         """
-        sizes = self.member(member).sizes
-        return {dim: math.prod(sizes[axis] for axis in dim) for dim in self._dimensions}
+        own = self.member(member)
+        dims = self.at(own.arch.variant)._dimensions if self.layout.nets else self._dimensions
+        return {dim: math.prod(own.sizes[axis] for axis in dim) for dim in dims}
 
     @cached_property
     def _dimensions(self) -> tuple[tuple[str, ...], ...]:
-        axes = self.layout.axes
+        axes = self.layout.axes_at(self.variant)
         grouped = [(name, inner) for name, axis in axes.items() for inner in axis.inner]
         inside = {axis for dim in grouped for axis in dim}
         dims = [*grouped, *((name,) for name in axes if name not in inside)]
@@ -464,7 +516,7 @@ class Family:
 
     @cached_property
     def _free(self) -> list[Axis]:
-        return [axis for axis in self.layout.axes.values() if not axis.fixed]
+        return [axis for axis in self.layout.axes_at(self.variant).values() if not axis.fixed]
 
     def _arch(self, share: float, rounding: Rounding) -> Arch:
         def target(size: int) -> int:
@@ -545,18 +597,18 @@ class Family:
 
         On a device and in a type if asked for; whole numbers stay whole.
         """
-        state = _state(_made(self._factory, seed), (*self.trainable, *self.statistics, *self.carried))
+        state = _state(make_module(self._factory, seed), (*self.trainable, *self.statistics, *self.carried))
         return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in state.items()}
 
     def seeded(self, seed: int) -> Family:
         """The family with one seed's weights for every seed: other machines need neither the factory nor its files."""
         if self._base is not None:
             return self._base.seeded(seed).at(self.variant, self.trains)
-        return replace(self, _factory=_maker(_made(self._factory, seed)), _traced=None)
+        return replace(self, _factory=_maker(make_module(self._factory, seed)), _traced=None)
 
     def bare(self) -> Family:
         """The family without weights: enough to put modules around weights that are somewhere else."""
-        module = build(self._module, self.layout, {})
+        module = build(self._module, self.layout, {}, JOIN.join(self.variants) if self.layout.nets else WHOLE)
         return Family(module, self.layout, self.example_inputs, _maker(module))
 
     def module(self, member: Arch | Submodel | Member, state: Weights | None = None) -> nn.Module:
@@ -567,10 +619,19 @@ class Family:
         weights = self.cutter.gather(state, submodel, names)
         return self.assemble(submodel, weights)
 
-    def assemble(self, submodel: Submodel, weights: Weights, shared: bool = False) -> nn.Module:
-        """A member as a plain nn.Module that owns a copy of these weights, which are already cut; or shares them."""
+    def assemble(
+        self, submodel: Submodel, weights: Weights, shared: bool = False, extract: bool = True
+    ) -> nn.Module:
+        """Return a member as a plain nn.Module with weights that are already cut.
+
+        Args:
+            submodel: The member and its positions.
+            weights: Its weights by name.
+            shared: True: the module shares the weights. False: it owns a copy.
+            extract: True: it is a module of the user's class. False: a module with variants stays one.
+        """
         own = self.member(submodel)
-        module = build(self._module, self.layout, own.sizes, own.arch.variant)
+        module = self.built(own)
         # constants, and statistics nobody measured yet, are as the module brought them
         missing = [name for name in own.names if name not in weights]
         brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
@@ -587,7 +648,15 @@ class Family:
             counter = getattr(layer, "num_batches_tracked", None)
             if isinstance(counter, Tensor):
                 layer.num_batches_tracked = torch.zeros((), dtype=counter.dtype)
-        return module.extract() if isinstance(module, Variants) else module
+        return module.extract() if extract and isinstance(module, Variants) else module
+
+    def built(self, member: Member) -> nn.Module:
+        """Return the module of a member, with empty weights on the meta device."""
+        return build(self._module, self.layout, member.sizes, member.arch.variant)
+
+    def held(self, variant: str) -> nn.Module:
+        """Return the traced module with the layers of a variant, of a union with its nets alone."""
+        return self._module.holding(variant) if isinstance(self._module, Variants) else self._module
 
     def brought(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Return weights and buffers as the traced module has them."""
@@ -634,7 +703,7 @@ class Family:
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         layout = Layout.from_json(Path(path).read_text())
         factory = _maker(module.resolve(inputs, layout.class_dim) if isinstance(module, VariantSource) else module)
-        return Family(_made(factory), layout, inputs, factory)
+        return Family(make_module(factory), layout, inputs, factory)
 
 
 def _batches(step: TrainingStep | None) -> str:
@@ -646,7 +715,7 @@ def _maker(module: nn.Module | Callable[[], nn.Module]) -> Callable[[], nn.Modul
     return partial(_itself, module) if isinstance(module, nn.Module) else module
 
 
-def _made(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
+def make_module(factory: Callable[[], nn.Module], seed: int = 0) -> nn.Module:
     """What a function makes of a seed. What is neither trained nor cut has that of 0, in every run and process."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
@@ -660,6 +729,13 @@ def _same(one: Tensor, other: Tensor, rounding: float = 0.0) -> bool:
 
 def _itself(module: nn.Module) -> nn.Module:
     return module
+
+
+def _net_of(factory: Callable[[], nn.Module], variant: str) -> nn.Module:
+    """Make the nets of a union, and return one of them."""
+    nets = factory()
+    assert isinstance(nets, Nets), "the factory of a union makes its nets"
+    return nets.net(variant)
 
 
 def _beside(value: Tensor, like: Tensor | None) -> Tensor:

@@ -8,10 +8,12 @@ from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
-from fedquilt.axes import Axis, Dims, Expr, Positions, axes_in, parse, positions_of, size_of, write
+from fedquilt.axes import Axis, Dims, Expr, Positions, axes_in, parse, positions_of, renamed, size_of, write
 from fedquilt.errors import SubmodelError
-from fedquilt.family.variants import members_of
+from fedquilt.family.variants import joined, members_of
 from fedquilt.terms import WHOLE
+
+CLASS = "class"  # Axis of the classes, which all nets of a union share
 
 
 @dataclass(frozen=True)
@@ -26,6 +28,7 @@ class Layout:
     variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # Weights of each variant; {}: WHOLE alone
     class_dim: int = 1  # which dimension of the output are the classes
     notes: tuple[str, ...] = ()  # what tracing pinned or assumed, for the log
+    nets: tuple[str, ...] = ()  # Names of a union's nets, the whole model first; (): it is no union
 
     @property
     def sizes(self) -> dict[str, int]:
@@ -40,16 +43,38 @@ class Layout:
         if not self.variants and variant == WHOLE:
             return tuple(self.dims)
         chosen: set[str] = set()
-        for name in members_of(variant):
+        for name in members_of(self.known_as(variant)):
             if name not in self.variants:
                 known = ", ".join(map(repr, self.variants or (WHOLE,)))
                 raise SubmodelError(f"the variant {name!r} was asked for; the model was traced with {known}.")
             chosen.update(self.variants[name])
         return tuple(name for name in self.dims if name in chosen)
 
+    def known_as(self, variant: str) -> str:
+        """Return a variant with the first net of a union called `WHOLE`, which may be asked for by its own name."""
+        if not self.nets:
+            return variant
+        return joined(*(WHOLE if name == self.nets[0] else name for name in members_of(variant)))
+
+    def net_names(self, variant: str) -> tuple[str, ...]:
+        """Return the names of a union's nets that a variant has."""
+        return tuple(self.nets[0] if name == WHOLE else name for name in members_of(variant))
+
+    def axes_at(self, variant: str) -> dict[str, Axis]:
+        """Return the axes of a variant's members. All variants of a module have all axes, and a net has its own."""
+        if not self.nets:
+            return dict(self.axes)
+        leads = tuple(f"{net}." for net in self.net_names(self.known_as(variant)))
+        return {name: axis for name, axis in self.axes.items() if name == CLASS or name.startswith(leads)}
+
     def restricted(self, variant: str) -> Layout:
-        """Return the layout of one variant alone, as a module that has no other would be traced."""
+        """Return the layout of one variant alone, as a module that has no other would be traced.
+
+        Weights and axes of one net of a union have the names that they have in the net's own module.
+        """
         kept = set(self.weights(variant))
+        if self.nets:
+            return self._of_net(variant)
         parts = {part: tuple(name for name in names if name in kept) for part, names in self.parts.items()}
         return replace(
             self,
@@ -57,6 +82,34 @@ class Layout:
             ties={alias: name for alias, name in self.ties.items() if name in kept},
             parts={part: names for part, names in parts.items() if names},
             variants={},
+        )
+
+    def _of_net(self, variant: str) -> Layout:
+        (net,) = self.net_names(self.known_as(variant))
+        lead = f"{net}."
+        names = {axis: axis.removeprefix(lead) for axis in self.axes_at(variant)}
+
+        def own(names_of_weights: tuple[str, ...]) -> tuple[str, ...]:
+            return tuple(name.removeprefix(lead) for name in names_of_weights if name.startswith(lead))
+
+        axes = {
+            name: replace(self.axes[axis], name=name, inner=tuple(names[one] for one in self.axes[axis].inner))
+            for axis, name in names.items()
+        }
+        carried = {axis for name in self.weights(variant) for axis in self.axes_of(name)}
+        parts = {part: own(weights) for part, weights in self.parts.items() if part not in self.nets}
+        return Layout(
+            axes={name: axis for name, axis in axes.items() if name != CLASS or CLASS in carried},
+            dims={name.removeprefix(lead): renamed(self.dims[name], names) for name in self.weights(variant)},
+            ties={own((alias,))[0]: own((name,))[0] for alias, name in self.ties.items() if alias.startswith(lead)},
+            attributes={
+                path.removeprefix(lead): renamed((size,), names)[0]
+                for path, size in self.attributes.items()
+                if path.startswith(lead)
+            },
+            parts={part: weights for part, weights in parts.items() if weights},
+            class_dim=self.class_dim,
+            notes=tuple(note.removeprefix(f"{net}: ") for note in self.notes if note.startswith(f"{net}: ")),
         )
 
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
@@ -83,6 +136,7 @@ class Layout:
                 "attributes": {name: write((expr,)) for name, expr in self.attributes.items()},
                 "parts": {name: list(weights) for name, weights in self.parts.items()},
                 **({"variants": variants} if variants else {}),
+                **({"nets": list(self.nets)} if self.nets else {}),
                 "class_dim": self.class_dim,
                 "notes": list(self.notes),
             },
@@ -102,6 +156,7 @@ class Layout:
             variants={name: tuple(weights) for name, weights in raw.get("variants", {}).items()},
             class_dim=raw["class_dim"],
             notes=tuple(raw["notes"]),
+            nets=tuple(raw.get("nets", ())),
         )
 
     @property

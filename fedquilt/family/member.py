@@ -5,7 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property
+from functools import cached_property, reduce
+from operator import add
 from typing import TYPE_CHECKING
 
 from torch import Tensor, nn
@@ -13,13 +14,13 @@ from torch import Tensor, nn
 from fedquilt.axes import Index
 from fedquilt.devices import untransformed
 from fedquilt.errors import SubmodelError
-from fedquilt.family.build import build
 from fedquilt.family.cost import Cost, Count, TrainingStep, float32_size, inference_activations, measure
 from fedquilt.family.cut import prefix
 from fedquilt.family.faithful import check_net
 from fedquilt.family.laid import LaidNet
 from fedquilt.family.net import Net, Pass
 from fedquilt.family.scaled import Scaled
+from fedquilt.family.variants import members_of
 from fedquilt.terms import Arch, Budget, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -102,7 +103,8 @@ class Member:
     @property
     def constants(self) -> dict[str, Tensor]:
         """Return the buffers that are neither statistics nor cut, by name."""
-        return self.family.constants
+        found = self.family.constants
+        return {name: found[name] for name in self.names if name in found} if self.family.layout.nets else found
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
@@ -112,7 +114,7 @@ class Member:
     @property
     def class_rows(self) -> bool:
         """Return True if a client may send the output rows of its own classes alone."""
-        return self.family.class_rows
+        return self.family.has_class_rows(self.arch.variant)
 
     @property
     def class_dim(self) -> int:
@@ -144,7 +146,7 @@ class Member:
         """Return the net within this one that has `share` of the whole model: the first channels of its order."""
         known = self._nested.get(share)
         if known is None:
-            inner = self.family.fit(Budget(share=share)).sizes
+            inner = self.family.at(self.arch.variant).fit(Budget(share=share)).sizes
             widths = tuple((axis, min(width, inner[axis])) for axis, width in self.arch.widths)
             arch = replace(self.arch, widths=widths)
             known = self._nested[share] = Member(self.family, arch, share)
@@ -155,8 +157,38 @@ class Member:
         return {}
 
     def at(self, variant: str) -> Member:
-        """Return the member of the same widths that runs another variant and trains all of it."""
-        return self.family.member(Arch(self.arch.widths, variant))
+        """Return the member of the same widths that runs another variant and trains all of it.
+
+        A net of a union has its own axes alone. Those that this member does not have are whole.
+        """
+        layout = self.family.layout
+        if not layout.nets:
+            return self.family.member(Arch(self.arch.widths, variant))
+        there = self.family.at(variant).whole
+        widths = tuple((axis, self.arch.sizes.get(axis, width)) for axis, width in there.widths)
+        return self.family.member(Arch(widths, there.variant))
+
+    @cached_property
+    def nets(self) -> tuple[Member, ...]:
+        """Return the nets of a union that it has together, each as a member; () if it has one net.
+
+        Nets of a union share no weights, so that a device that holds several pays for each. Variants of one
+        module share weights, and cost what the first of them costs, which is run.
+        """
+        variants = members_of(self.arch.variant)
+        if not self.family.layout.nets or len(variants) < 2:
+            return ()
+        return tuple(self.family.member(replace(self.at(one).arch, trains=self.arch.trains)) for one in variants)
+
+    @property
+    def running(self) -> Member:
+        """Return the net that `net` runs: of several nets of a union the first, else this member."""
+        return self.nets[0] if self.nets else self
+
+    def is_part_of(self, other: Member) -> bool:
+        """Return True if this is one of several nets of a union that another member has together."""
+        mine = self.arch.variant, self.arch.widths
+        return any((one.arch.variant, one.arch.widths) == mine for one in other.nets)
 
     def narrowed(self, weights: Weights, inner: Member, lead: int = 0) -> dict[str, Tensor]:
         """Cut the weights of a nested net from this member's.
@@ -201,14 +233,14 @@ class Member:
             self._known.compared.update(new)
 
     def _built(self) -> nn.Module:
-        return build(self.family._module, self.family.layout, self.sizes, self.arch.variant)
+        return self.family.built(self)
 
     @property
     def _scaled(self) -> Scaled:
         """Return the layers whose outputs are cut, which the scaler divides."""
         whole = self.family.layout.sizes
         cut = {axis for axis, width in self.arch.widths if width < whole[axis]}
-        found = Scaled.of(self.family._module, self.family.layout, cut)
+        found = Scaled.of(self.family.held(self.arch.variant), self.family.layout, cut)
         own = set(self.names)
         return replace(found, weights=tuple(name for name in found.weights if name in own))
 
@@ -276,6 +308,8 @@ class Member:
     @property
     def inference_activations(self) -> int:
         """Return the bytes that one sample's forward pass needs at once, besides the parameters."""
+        if self._known.inference is None and self.nets:  # They run one after another.
+            self._known.inference = max(net.inference_activations for net in self.nets)
         if self._known.inference is None:
             module = self._built().float()
             self._known.inference = inference_activations(module, self.family.example_inputs, self.constants)
@@ -289,6 +323,8 @@ class Member:
 
     def _counted(self, batch_size: int) -> Count:
         known = self._known.counts.get(batch_size)
+        if known is None and self.nets:
+            known = self._known.counts[batch_size] = reduce(add, (net._counted(batch_size) for net in self.nets))
         if known is None:
             module = self._built().float()
             frozen = set(self.frozen)

@@ -32,6 +32,7 @@ from fedquilt import noise
 from fedquilt.devices import untransformed
 from fedquilt.errors import TrainingError
 from fedquilt.family.dual import adjustables
+from fedquilt.family.nets import Nets
 from fedquilt.family.scaled import Scaled
 
 Statistics = Literal["batch", "stored", "track", "measure"]
@@ -70,6 +71,7 @@ class Net:
         self.module = module
         self._scaled = scaled
         self._constants = dict(constants)
+        self._leads = module.lead if isinstance(module, Nets) else None  # of names; weights of other nets are ignored
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         self._now = _Now()
         self._adjustables = tuple(adjustables(module))
@@ -114,6 +116,8 @@ class Net:
         self._now.mode, self._now.seen, self._now.share = mode, {}, share
         self._now.calls = Counter()
         values = {**self._constants_for(weights), **weights, **self._fresh_counters()}
+        if self._leads is not None:
+            values = {name: value for name, value in values.items() if name.startswith(self._leads)}
         if self._now.scales:
             values |= {name: _divided(values[name], share) for name in self._scaled.weights}
         # A first operation in place would change what others go on with, and torch.func refuses it; a copy may change.

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 from torch import nn
 
@@ -53,6 +53,13 @@ class Variants(ABC):
         Raises:
             ExportError: It cannot be recorded, for the reason in the message.
         """
+
+    def holding(self, variant: str) -> nn.Module:
+        """Return a module that has at least the layers of a variant, and shares them with this one.
+
+        Members are built from it. By default it is this module.
+        """
+        return cast(nn.Module, self)
 
     def variant_parts(self, runs: Mapping[str, Run]) -> dict[str, tuple[str, ...]]:
         """Return groups of weights by name, which a member may train alone.

@@ -157,8 +157,11 @@ class Learner:
         for phase in phases:
             nets = [one.net for one in phase.objective.passes(member) for _ in range(one.saved)]
             shares = [net.share for net in nets if net.share is not None] if member in nets else []
-            passes = max(passes, len(nets) - len(shares))
-            runs = max(runs, len(nets))
+            # A pair of nets has the activations of both, so that one run of each is one run of the pair.
+            pairs = Counter(net.arch.variant for net in nets if net.share is None and net.is_part_of(member))
+            surplus = pairs.total() - max(pairs.values(), default=0)
+            passes = max(passes, len(nets) - len(shares) - surplus)
+            runs = max(runs, len(nets) - surplus)
             nested |= Counter(shares)
         most = None if runs - passes >= nested.total() else runs - passes
         local = self.local
@@ -237,7 +240,7 @@ class Learner:
         return sum(one.macs(member) * (num_drawn(one.draw, public) if one.public else own) for one in self.passes)
 
     def _macs(self, member: Member, phases: tuple[Phase, ...]) -> int:
-        teaching = member.macs if self.taught else 0
+        teaching = member.running.macs if self.taught else 0
         return teaching + sum(one.macs for phase in phases for one in phase.objective.passes(member))
 
     def start_slots(self, weights: State, member: Member) -> OptimiserState:

@@ -72,8 +72,9 @@ class View:
         return replace(self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes)
 
     def _run(self, net: Member) -> Tensor:
-        if net == self.member or (net.share is None and net.arch.widths == self.member.arch.widths):
-            # The client's own net, or another variant of it. A norm that several run keeps what it saw last.
+        if net == self.member or (net.share is None and set(net.arch.widths) <= set(self.member.arch.widths)):
+            # The client's own net, another variant of it, or one net of a pair, which has its own axes alone.
+            # A norm that several run keeps what it saw last.
             logits, seen = net.net(self.weights, self.inputs, self.mode, self.key, self.condition, self.share)
             self.seen |= {name: value for name, value in seen.items() if name in self.member.statistics}
             return logits
@@ -100,8 +101,9 @@ class Passes:
     @property
     def macs(self) -> int:
         """Return the multiply-adds for one sample."""
-        through = (self.forward + self.to_samples) * self.net.macs
-        return through + 2 * self.backward * self.net.trained_macs
+        net = self.net.running
+        through = (self.forward + self.to_samples) * net.macs
+        return through + 2 * self.backward * net.trained_macs
 
     def repeated(self, count: int) -> Passes:
         """Return the passes over `count` batches that are made of this one, and all in memory at once."""
