@@ -18,6 +18,7 @@ from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.faithful import forget_statistics
 from fedquilt.family.norms import BatchStatistics, NormPolicy
+from fedquilt.family.union import alone
 from fedquilt.files import Blob, why, write
 from fedquilt.portable import Note, about, under
 from fedquilt.terms import Budget, Mix, Submodel, Weights
@@ -100,7 +101,7 @@ def _size(net: Submodel) -> int:
 
 def _inside(one: Submodel, other: Submodel) -> bool:
     """Whether all channels of a net are another's."""
-    if one.scope != other.scope or one.index.keys() != other.index.keys():
+    if (one.scope, one.arch.variant) != (other.scope, other.arch.variant) or one.index.keys() != other.index.keys():
         return False
     return all(set(kept) <= set(other.index[axis]) for axis, kept in one.index.items())
 
@@ -168,11 +169,6 @@ class CustomisableModel(nn.Module):
     def shares(self) -> tuple[float, ...]:
         """Those one can set."""
         return tuple(self.plan.mixes)
-
-    @property
-    def family(self) -> Family:
-        """Return the family of its nets, without weights."""
-        return self._family
 
     @property
     def share(self) -> float:
@@ -308,6 +304,11 @@ def customisable(
         states = shelf.settled([one.net for one in plan.nets], policy, samples)
         statistics = [{name: state[name] for name in family.statistics if name in state} for state in states]
     nets = (*plan.stocks, *(placed.net for placed in plan.nets))
+    if family.layout.nets and len(variants := {net.arch.variant for net in nets}) > 1:
+        raise ConfigError(
+            f"one customisable model of shares {', '.join(f'{share:g}' for share in budgets)} was asked for; these are "
+            f"nets of several architectures: {', '.join(sorted(variants))}. Deploy each by itself: run.deploy(budget)."
+        )
     family, own, states = alone(family, nets, (*weights, *statistics))
     plan = plan.with_nets(own)
     weights, statistics = list(states[: len(plan.stocks)]), list(states[len(plan.stocks) :])

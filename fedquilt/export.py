@@ -20,11 +20,12 @@ from torch import Tensor, nn
 from fedquilt import noise
 from fedquilt.customise import CustomisableModel
 from fedquilt.data.parts import Array
-from fedquilt.deploy import Deployed, assembled, deployed, norms_of, total_cost, total_share
+from fedquilt.deploy import Deployed, Shelf, assembled, deployed, norms_of, total_cost, total_share
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.norms import NormPolicy
+from fedquilt.family.union import alone
 from fedquilt.family.variants import Variants, VariantSource
 from fedquilt.files import Blob, parse, why, write
 from fedquilt.names import known, said
@@ -153,7 +154,7 @@ def export_sizes(
             "safetensors can hold several. Others hold one share each."
         )
     model = run.customisable(shares, client, norms, samples).cpu()
-    family = model.family
+    family, _, _ = alone(run.world.family, Shelf(run, client).nets(Budget(share=model.shares[0])))
     by_default = robustness is None and family.adjustable
     robustness = 0.0 if by_default else robustness
     model.set(robustness=robustness)
