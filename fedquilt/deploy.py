@@ -87,7 +87,7 @@ class Shelf:
             nets = given(run.method, self.server, budget, world)
         else:
             own = self._own_budget
-            asked = budget.without_memory(run.method.runnable_share(budget, world)) if budget.memory else budget
+            asked = run.method.without_memory(budget, world, trains=False) if budget.memory else budget
             held = trained_within(run.method, own, world)
             nets = owned(run.method, run.server, self._asked(asked.both(held)), world)
             less = budget.share is not None and total_share(world.family, nets) < budget.share - _ROUNDING

@@ -13,8 +13,11 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.axes import Index
 from fedquilt.checks import within
+from fedquilt.errors import ConfigError
+from fedquilt.family.cost import TrainingStep
+from fedquilt.family.family import Family
 from fedquilt.methods.dsfl import needs_classes
-from fedquilt.methods.prototypes import Prototypes, drawn
+from fedquilt.methods.prototypes import Prototypes, architectures, drawn, largest
 from fedquilt.methods.students import teaching
 from fedquilt.round.federation import World
 from fedquilt.round.merge import Fold
@@ -95,6 +98,9 @@ class FedET(Prototypes):
     4. Its representation, all weights without the class axis, replaces that of the prototypes whose weights have the
        same shape. Prototypes of other widths keep their own.
 
+    On a union the server's net is the first one, which has to be the largest, and clients train the others. They keep
+    their representations, because nets of different architectures have no layers in common.
+
     The outputs of all nets of a round are held at once: nets × public samples × classes × 4 bytes.
 
     No code of the authors was found, and the text of the paper was not available, so that formulas and λ = 0.05 are
@@ -131,12 +137,39 @@ class FedET(Prototypes):
         super().check_task(task)
         needs_classes(self, task)
 
+    def adapt(self, family: Family) -> Family:
+        """Refuse a union whose first net is not the largest."""
+        names = [family.layout.net_names(net.arch.variant)[0] for net in architectures(family)]
+        if names and (len(names) == 1 or names[0] != family.layout.nets[0]):
+            found = "there is no other" if len(names) == 1 else f"{names[0]!r} has more multiply-adds"
+            raise ConfigError(
+                f"FedET was asked for on a union of {', '.join(family.layout.nets)}. The server trains its first net, "
+                f"{family.layout.nets[0]!r}, and clients train smaller ones; {found}. A union of two or more nets, the "
+                "largest first, would work."
+            )
+        return family
+
+    def nets(self, world: World) -> tuple[Submodel, ...]:
+        """Return the prototypes. On a union they are all nets but the first."""
+        prototypes = super().nets(world)
+        return prototypes[1:] if world.family.layout.nets else prototypes
+
+    def net_for(self, budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
+        """Return the server's net if a device of a union can hold it, else the largest prototype that it can."""
+        return largest((self.server_net(world), *self.nets(world)), budget, world, step)
+
     def server_net(self, world: World) -> Submodel:
         """Return the server's own net."""
+        if world.family.layout.nets:
+            return Submodel(world.family.whole, Index(), _SERVER)
         return Submodel(world.family.fit(Budget(share=self.server_share)), Index(), _SERVER)
 
     def initial(self, world: World) -> dict[str, Tensor]:
         net = self.server_net(world)
+        if world.family.layout.nets:
+            union = world.family.init(world.seed, dtype=world.dtype)
+            names = (name for name in world.family.member(net).names if name in union)
+            return super().initial(world) | {net.scope + name: union[name] for name in names}
         own = drawn(net.arch, noise.key(_INITIAL, world.seed), world)
         return super().initial(world) | {net.scope + name: value for name, value in own.items()}
 
@@ -158,7 +191,9 @@ class FedET(Prototypes):
     def _transferred(self, server: Server, world: World) -> dict[str, Tensor]:
         """Return the weights of prototypes that take over the representation of the server's net."""
         layout, net = world.family.layout, self.server_net(world)
-        found = {}
+        found: dict[str, Tensor] = {}
+        if layout.nets:
+            return found
         for prototype in self.nets(world):
             for name in world.family.member(prototype).trainable:
                 weight = server.weights[net.scope + name]
@@ -169,6 +204,8 @@ class FedET(Prototypes):
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """Return the server's net if the device can run it, else the largest prototype that it can."""
+        if world.family.layout.nets:
+            return (self.net_for(budget, world),)
         if self.runnable_share(budget, world) >= self.server_share - 1e-9:
             return (self.server_net(world),)
         return super().deploy(server, budget, world)

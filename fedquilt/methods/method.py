@@ -150,6 +150,17 @@ class Method:
         """Return the share of every axis that a device can run, with a bound on inference memory."""
         return world.family.share(budget)
 
+    def without_memory(self, budget: Budget, world: World, trains: bool) -> Budget:
+        """Return a budget whose bound on memory is replaced by what it allows, because training needs more than running.
+
+        Args:
+            budget: Budget of a device, with a bound on memory.
+            world: The family, and the precision of the run.
+            trains: True: the bound is on the training step. False: it is on inference.
+        """
+        share = self.trainable_share(budget, world) if trains else self.runnable_share(budget, world)
+        return budget.without_memory(share)
+
     def _step_within(self, budget: Budget, world: World) -> TrainingStep | None:
         return None if budget.memory is None else self.training_step(world)
 

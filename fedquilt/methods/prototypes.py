@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, ClassVar, Literal, Self
 
@@ -12,7 +12,9 @@ from fedquilt import noise
 from fedquilt.axes import Index
 from fedquilt.checks import refuse
 from fedquilt.errors import BudgetError
+from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
+from fedquilt.family.family import Family, Rounding
 from fedquilt.methods.initial import own_range
 from fedquilt.methods.method import Method
 from fedquilt.round.federation import World
@@ -29,9 +31,13 @@ class Prototypes(Method):
 
     A prototype is a share of every axis of the family. Its weights are a scope of the server's state. A client trains
     the largest prototype that its budget holds, and a device gets the largest that it can run.
+
+    On a union of several architectures (`fedquilt.union`) the prototypes are its nets at full width, and the largest is
+    the one with the most multiply-adds. Nets of different architectures have no common share, so that budgets there
+    are bounds on multiply-adds, parameters or memory.
     """
 
-    # Shares of the whole model that clients train, each a net of its own
+    # Shares of the whole model that clients train, each a net of its own. A union has its nets instead
     prototypes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
     server_training: ServerTraining = ServerTraining()  # How the server trains on public samples
     demo: ClassVar[Mapping[str, Any]] = {"prototypes": [1.0, 0.5, 0.25], "server_training": {"steps": 40}}
@@ -69,13 +75,21 @@ class Prototypes(Method):
     def initial(self, world: World) -> dict[str, Tensor]:
         """Draw every prototype by itself, in the range of its own fan-in. The first has the seed of the run."""
         weights: dict[str, Tensor] = {}
+        if world.family.layout.nets:
+            drawn_weights = world.family.init(world.seed, dtype=world.dtype)
+            for net in self.nets(world):
+                names = (name for name in world.family.member(net).names if name in drawn_weights)
+                weights |= {net.scope + name: drawn_weights[name] for name in names}
+            return weights
         for place, net in enumerate(self.nets(world)):
             seed = noise.key(_INITIAL, world.seed, place) if place else world.seed
             weights |= {net.scope + name: value for name, value in drawn(net.arch, seed, world).items()}
         return weights
 
     def nets(self, world: World) -> tuple[Submodel, ...]:
-        """Return all nets of the server's state, the prototypes in the order of their shares, the widest first."""
+        """Return the prototypes, the largest first."""
+        if world.family.layout.nets:
+            return architectures(world.family)
         return tuple(self.prototype(share, world) for share in self.prototypes)
 
     def prototype(self, share: float, world: World) -> Submodel:
@@ -84,15 +98,69 @@ class Prototypes(Method):
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return the largest prototype that the client can train."""
+        if world.family.layout.nets:
+            return [self.trained_net(client.budget, world)]
         return [self.prototype(self.fitting(self.trainable_share(client.budget, world), client.budget), world)]
 
     def divisor(self, job: Job, world: World) -> float:
-        """Return the share of the client's prototype."""
+        """Return the share of the client's prototype. The nets of a union are whole."""
+        if world.family.layout.nets:
+            return 1.0
         return self.fitting(self.trainable_share(job.client.budget, world), job.client.budget)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """Return the largest prototype that the device can run."""
+        if world.family.layout.nets:
+            return (self.net_for(budget, world),)
         return (self.prototype(self.fitting(self.runnable_share(budget, world), budget), world),)
+
+    # --- prototypes that are the nets of a union -----------------------------------------------------------------------
+
+    def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
+        """Return the prototype that a client trains on a union, else the largest member that it can train."""
+        if world.family.layout.nets:
+            return self.trained_net(budget, world).arch
+        return super().fit(budget, world, rounding)
+
+    def trained_net(self, budget: Budget, world: World) -> Submodel:
+        """Return the largest net of a union that a client can train."""
+        return largest(self.nets(world), budget, world, self._step_within(budget, world))
+
+    def net_for(self, budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
+        """Return the net of a union that a device gets.
+
+        Args:
+            budget: Budget of the device.
+            world: World with a union.
+            step: The training step that a bound on memory is on. None: it is on inference.
+        """
+        return largest(self.nets(world), budget, world, step)
+
+    def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
+        """Return the share that a client can train. Of a union it is its net's multiply-adds, over those of the largest."""
+        if not world.family.layout.nets:
+            return super().trainable_share(budget, world, rounding)
+        return _relative(self.net_for(budget, world, self._step_within(budget, world)), world)
+
+    def runnable_share(self, budget: Budget, world: World) -> float:
+        """Return the share that a device can run, of a union as `trainable_share` counts it."""
+        if not world.family.layout.nets:
+            return super().runnable_share(budget, world)
+        return _relative(self.net_for(budget, world), world)
+
+    def without_memory(self, budget: Budget, world: World, trains: bool) -> Budget:
+        """Return a budget without a bound on memory. On a union it has the multiply-adds of the net that fits."""
+        if not world.family.layout.nets:
+            return super().without_memory(budget, world, trains)
+        net = self.net_for(budget, world, self._step_within(budget, world) if trains else None)
+        return replace(budget, memory=None, macs=world.family.member(net).macs)
+
+    def label(self, budget: Budget, world: World) -> str:
+        """Return how tables and logs name the results of a budget: on a union by the name of the net."""
+        if not world.family.layout.nets:
+            return super().label(budget, world)
+        net = self.net_for(budget, world, self._step_within(budget, world))
+        return world.family.layout.net_names(net.arch.variant)[0]
 
     def fitting(self, share: float, budget: Budget) -> float:
         """Return the largest prototype within a share.
@@ -112,6 +180,52 @@ class Prototypes(Method):
                 f"{[*self.prototypes, round(share, 4)]}; or larger budgets."
             )
         return fits
+
+
+def architectures(family: Family) -> tuple[Submodel, ...]:
+    """Return the nets of a union at full width, each in a scope of its own, that with most multiply-adds first."""
+    wholes = {net: family.at(net).whole for net in family.layout.nets}
+    order = sorted(wholes, key=lambda net: -family.member(wholes[net]).macs)
+    return tuple(Submodel(wholes[net], Index(), f"{net}/") for net in order)
+
+
+def largest(
+    nets: Sequence[Submodel], budget: Budget, world: World, step: TrainingStep | None = None
+) -> Submodel:
+    """Return the first net that a budget holds.
+
+    Args:
+        nets: Nets of a union, the largest first.
+        budget: Budget of a device. A share of 1 bounds nothing.
+        world: World with a union.
+        step: The training step that a bound on memory is on. None: it is on inference.
+
+    Raises:
+        BudgetError: The budget has a smaller share, or holds none of the nets.
+    """
+    family = world.family
+    names = ", ".join(family.layout.nets)
+    if budget.share is not None and budget.share < 1:
+        raise BudgetError(
+            f"a share of {budget.share:g} was given as a budget; the nets {names} are of different architectures, which "
+            "have no common share. Bounds on macs, params or memory would work; a fleet by_net has a budget for each net."
+        )
+    fits = next((net for net in nets if not family.excess([net], budget, step)), None)
+    if fits is None:
+        over = "; ".join(family.excess([nets[-1]], budget, step))
+        smallest = family.layout.net_names(nets[-1].arch.variant)[0]
+        raise BudgetError(
+            f"the budget {budget} was given, which holds none of the nets {names}. The smallest is {smallest!r}: {over}. "
+            "A smaller net in the union would work, or larger budgets."
+        )
+    return fits
+
+
+def _relative(net: Submodel, world: World) -> float:
+    """Return a net's multiply-adds over those of the largest net of a union."""
+    family = world.family
+    most = max(family.member(family.at(variant).whole).macs for variant in family.variants)
+    return family.member(net).macs / max(1, most)
 
 
 def drawn(arch: Arch, seed: int, world: World) -> dict[str, Tensor]:

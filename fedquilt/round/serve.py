@@ -421,7 +421,7 @@ def trained_within(method: Method, budget: Budget, world: World) -> Budget:
     `Method.deploy` takes a bound on memory for one on inference. A client is tested with nothing wider
     than what it trains, because nobody may have trained the rest.
     """
-    return budget.without_memory(method.trainable_share(budget, world)) if budget.memory else budget
+    return method.without_memory(budget, world, trains=True) if budget.memory else budget
 
 
 def members_by_share(

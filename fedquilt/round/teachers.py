@@ -28,7 +28,9 @@ def output_batch(world: World) -> int:
 
     Norms without statistics use those of such a batch. The number is the same for all nets of a family.
     """
-    saved = max(1, world.family.member(world.family.whole).activations(1))
+    family = world.family
+    nets = family.variants if family.layout.nets else (family.variant,)
+    saved = max(1, *(family.member(family.at(net).whole).activations(1) for net in nets))
     return max(2, min(MAX_OUTPUT_BATCH, MAX_OUTPUT_BYTES // saved))
 
 
