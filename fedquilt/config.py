@@ -33,7 +33,7 @@ from fedquilt.errors import ConfigError, FedquiltError, RecordError, TraceError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
 from fedquilt.family.norms import NORM_POLICIES, NormPolicy
-from fedquilt.fleets import FLEETS, Budgets
+from fedquilt.fleets import FLEETS, Budgets, ByNet
 from fedquilt.memory import LIMIT
 from fedquilt.methods import METHODS, Method
 from fedquilt.models import MODELS, ModelSpec
@@ -137,6 +137,36 @@ class Model(Choice):
                 f"has {kind} of shape {tuple(sample.shape)}. Made for these: {fitting}; or a module of yours, "
                 "file.py:factory."
             ) from error
+
+
+def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | None = None) -> Family:
+    """Trace a model for data, or several as a union whose nets have the models' names.
+
+    Args:
+        models: One or more models. Models with the same name are numbered from 1.
+        data: Samples that they are for.
+        init: Weights to start from. Several models start from those of the seed.
+        task: Task that was asked for. None: what the data says of its targets.
+    """
+    if len(models) == 1:
+        return models[0].trace(data, init, task)
+    if init:
+        raise ConfigError(
+            f"init = {init!r} was asked for with {len(models)} models; weights of one model can be loaded. Leave init "
+            "out, or trace each model in Python: fq.union({name: fq.trace(module, example), …})."
+        )
+    return fq.union({name: model.trace(data, "", task) for name, model in _net_names(models).items()})
+
+
+def _net_names(models: Sequence[Model]) -> dict[str, Model]:
+    """Return models by the name of their net in a union: the model's, or that of the function in a file."""
+    names = [re.sub(r"[^A-Za-z0-9_-]", "_", model.name.rpartition(":")[2].rpartition(".")[2]) for model in models]
+    places = {name: 0 for name in names}
+    found = {}
+    for name, model in zip(names, models, strict=True):
+        places[name] += 1
+        found[f"{name}_{places[name]}" if names.count(name) > 1 else name] = model
+    return found
 
 
 @dataclass(frozen=True)
@@ -264,7 +294,7 @@ class Ground:
     family: Family
     fleet: Fleet
     partition: Partition | None  # by which the data was dealt; None: it came so
-    model: Model  # as asked for, or the usual one for the data
+    model: Model | tuple[Model, ...]  # as asked for, or the usual one for the data
     # What one method's run has recorded on a GPU serves the next.
     engines: dict[tuple[Machine, int], Simulation] = field(default_factory=dict, compare=False)
 
@@ -278,7 +308,8 @@ class Experiment:
 
     method: Method
     data: Source
-    model: Model | None = None  # None: tiny_resnet for images, mlp for rows of numbers
+    # A model, or a list of models for several architectures. None: tiny_resnet for images, mlp for rows of numbers
+    model: Model | tuple[Model, ...] | None = None
     task: Task | None = None  # Task by its name, or file.py:Class. None: found from the targets and the model's output
     fleet: Devices = Devices()
     engine: Machine = Machine()
@@ -291,7 +322,15 @@ class Experiment:
     tracking: tuple[Tracking, ...] = ()  # where its numbers go besides its folder
 
     def __post_init__(self) -> None:
-        within(self, rounds="[1, inf)", seed="[0, 9223372036854775807]")
+        wrong = outside(self, rounds="[1, inf)", seed="[0, 9223372036854775807]")
+        if self.model == ():
+            wrong["model"] = "an empty list was asked for; one model or more would work, such as ['convnet', 'vgg11']."
+        refuse(self, wrong)
+
+    @property
+    def models(self) -> tuple[Model, ...]:
+        """Return the models that were asked for; () if the data decides."""
+        return self.model if isinstance(self.model, tuple) else (self.model,) if self.model else ()
 
     def ground(self, dealt: tuple[FederatedData, Partition | None] | None = None) -> Ground:
         """Load and deal the data, if that is not done yet; trace the model, count the devices."""
@@ -301,9 +340,9 @@ class Experiment:
         for tracking in self.tracking:
             tracking.check()
         data, partition = dealt or self.data.deal(self.fleet.clients, self.seed)
-        fleet = self.fleet.fleet(data.num_clients, self.seed)
         model = self.model or Model.usual(data)
-        family = model.trace(data, self.init, self.task)
+        family = traced(self.models or (Model.usual(data),), data, self.init, self.task)
+        fleet = self.fleet.fleet(data.num_clients, self.seed, family)
         # Moved once: the engines of all methods that are compared share it.
         here = data.to(device, DTYPES[self.engine.precision])
         return Ground(here, family, fleet, partition, model)
@@ -367,7 +406,7 @@ class Experiment:
             method = kind.__name__
         return {
             "method": method,
-            "model": self.model.name if self.model else AUTO,
+            "model": " + ".join(model.name for model in self.models) or AUTO,
             "data": self.data.name,
             "engine": self.engine.name,
         }
@@ -545,7 +584,7 @@ def _method_class(name: str) -> type[Method] | None:
     return found if isinstance(found, type) and issubclass(found, Method) else None
 
 
-def defaults(method: str = DEMO["method"]["name"], names_model: bool = True) -> Settings:
+def defaults(method: str = DEMO["method"]["name"], names_model: bool = True, num_models: int = 1) -> Settings:
     """Return settings that leave all but the names of method, model and data to the defaults of each.
 
     The default fleet is named too, so that `--set fleet.budgets.shares=[1.0]` changes its shares.
@@ -553,9 +592,14 @@ def defaults(method: str = DEMO["method"]["name"], names_model: bool = True) -> 
     Args:
         method: Name of the method.
         names_model: True: the demo's model is named. False: no model is, so that the data decides it.
+        num_models: How many models are asked for. Several have a fleet with as many clients for each of them. The demo's
+            data then has public samples if the method needs them.
     """
     named = {part: copy.deepcopy(DEMO[part]) for part in (("model", "data") if names_model else ("data",))}
-    return {"method": {"name": method}, **named, "fleet": {"budgets": {"name": label(type(Devices().budgets))}}}
+    budgets = Devices().budgets if num_models < 2 else ByNet()
+    if num_models > 1 and needs_public(method):
+        named["data"]["public"] = DEMO_PUBLIC
+    return {"method": {"name": method}, **named, "fleet": {"budgets": {"name": label(type(budgets))}}}
 
 
 def is_made_by_function(method: str) -> bool:
@@ -643,6 +687,11 @@ def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
     table = settings
     for key in above:
         held = table.get(key, {})
+        if isinstance(held, list) and len(held) > 1:
+            raise ConfigError(
+                f"{'.'.join(path)} was asked for; {key} is a list of {len(held)} there, of which each has settings of "
+                f"its own. A file says which is meant: a table [[{key}]] for each, with its name and its settings."
+            )
         table[key] = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
         table = table[key]
     table[last] = copy.deepcopy(value)

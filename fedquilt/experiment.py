@@ -464,6 +464,7 @@ def _check_nets(
     method = federation.method
     modes = compared_passes(method.local, method.local.norm)
     trained = list(_trained(federation, server, fleet, engine))
+    _warn_of_idle_nets(federation, [member for member, _ in trained])
     for member, learner in trained:
         member.check_net(modes)
         _check_samples(engine.data, learner)
@@ -484,6 +485,20 @@ def _trained(federation: Federation, server: Server, fleet: Fleet, engine: Engin
                 learner = method.learner(Job(client, submodel, state.round), world)
                 _check_learner(method, learner, world)
                 yield world.family.member(submodel), learner
+
+
+def _warn_of_idle_nets(federation: Federation, trained: Sequence[Member]) -> None:
+    """Warn if clients train some nets of a union alone. The first net may be the server's."""
+    layout = federation.world.family.layout
+    busy = {net for member in trained for net in layout.net_names(member.arch.variant)}
+    if idle := [net for net in layout.nets[1:] if net not in busy]:
+        _log.warning(
+            "%s lets no client train %s of the union's nets %s. FedDF, DS-FL and Fed-ET give every client the largest net "
+            "that fits its budget.",
+            type(federation.method).__name__,
+            ", ".join(map(repr, idle)),
+            ", ".join(map(repr, layout.nets)),
+        )
 
 
 def _tested(federation: Federation, server: Server, fleet: Fleet, evaluation: Evaluation) -> Iterator[Member]:

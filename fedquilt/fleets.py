@@ -9,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
@@ -18,6 +19,9 @@ from fedquilt import noise
 from fedquilt.checks import File, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.terms import Budget
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
 
 Which = NDArray[np.int32]  # of each client, the place of its budget among the kinds
 Deal = tuple[tuple[Budget, ...], Which]
@@ -34,6 +38,10 @@ class Budgets(ABC):
     @abstractmethod
     def deal(self, num_clients: int, seed: int = 0) -> Deal:
         """The different budgets, and which of them each client has."""
+
+    def for_family(self, family: Family) -> Budgets:
+        """Return the budgets for a family. Only those that depend on the model differ from this object."""
+        return self
 
 
 # --- three ways to deal -----------------------------------------------------------------------------------------
@@ -250,6 +258,39 @@ class FlopLimited(Budgets):
         return in_turn([Budget(macs=float(limit)) for limit in limits], num_clients)
 
 
+@dataclass(frozen=True)
+class ByNet(Budgets):
+    """As many clients for each net of a union, dealt in turn. A client's budget is the multiply-adds of its net.
+
+    It is the default of runs with several models, because nets of different architectures have no common share.
+    """
+
+    def deal(self, num_clients: int, seed: int = 0) -> Deal:
+        raise ConfigError(
+            "the fleet by_net was asked for without a model, on which its budgets depend. Python has them as a list: "
+            "fq.Fleet.of(fq.fleets.net_budgets(family), num_clients)."
+        )
+
+    def for_family(self, family: Family) -> Budgets:
+        return _InTurn(net_budgets(family))
+
+
+@dataclass(frozen=True)
+class _InTurn(Budgets):
+    """Given budgets, dealt in turn."""
+
+    kinds: tuple[Budget, ...]
+
+    def deal(self, num_clients: int, seed: int = 0) -> Deal:
+        return in_turn(self.kinds, num_clients)
+
+
+def net_budgets(family: Family) -> tuple[Budget, ...]:
+    """Return a budget for each net of a union, its multiply-adds, the largest first. Other families have one net."""
+    macs = {family.member(family.at(variant).whole).macs for variant in family.variants}
+    return tuple(Budget(macs=count) for count in sorted(macs, reverse=True))
+
+
 # --- real devices -----------------------------------------------------------------------------------------------
 
 
@@ -352,5 +393,6 @@ FLEETS: dict[str, type[Budgets]] = {
     "lognormal": LogNormal,
     "clusters": Clusters,
     "flop_limited": FlopLimited,
+    "by_net": ByNet,
     "csv": FromCsv,
 }

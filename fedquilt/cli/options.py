@@ -31,6 +31,7 @@ Assignments = Annotated[
 ]
 Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)]
 Seeds = Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT…", **_quiet)]
+Models = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", **_quiet)]
 Grid = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="A.B=V,V…", **_quiet)]
 Rows = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", **_quiet)]
 PaperTable = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PAPER/TABLE", **_quiet)]
@@ -149,8 +150,15 @@ class DataOptions:
         for flag, value in given.items():
             if value is None or value == ():
                 continue
-            layers.append((FLAGS[flag].split("."), {"name": flag, flag: value} if flag == "labels" else value))
-            asked[FLAGS[flag]] = f"--{flag.replace('_', '-')}"
+            path = FLAGS[flag]
+            if flag == "labels":
+                value = {"name": flag, flag: value}
+            elif flag == "model" and len(value) == 1:
+                (value,) = value
+            elif flag == "model":
+                path, value = "model", list(value)
+            layers.append((path.split("."), value))
+            asked[path] = f"--{flag.replace('_', '-')}"
         flags = dict(asked)
         for text in self.assign:
             try:
@@ -175,7 +183,7 @@ class DataOptions:
 class Options(DataOptions):
     """What `run` and `compare` have in common."""
 
-    model: Text = None  # a name of `fedquilt list models`, or file.py:factory
+    model: Models = ()  # a name of `fedquilt list models`, or file.py:factory; several are nets of one federation
     task: Text = None  # a name of `fedquilt list tasks`, or file.py:Class; if not given what fits targets and model
     engine: Text = None  # a name of `fedquilt list engines`
     rounds: Whole = None  # how many are played
@@ -218,7 +226,7 @@ class Options(DataOptions):
         elif data := self._demo_data():
             base = demo(name, bool(self._preset()), data, together)
         elif self._names_model_or_data():
-            base = defaults(name, self._names_model())
+            base = defaults(name, self._names_model(), len(self.model))
         else:
             base = demo(name, bool(self._preset()), together=together)
         return self.layers(base, method)

@@ -96,9 +96,7 @@ class Count:
 
     def __add__(self, other: Count) -> Count:
         """Add what was counted of another net that is trained at the same time."""
-        return Count(
-            self.macs + other.macs, self.trained_macs + other.trained_macs, self.saved + other.saved
-        )
+        return Count(self.macs + other.macs, self.trained_macs + other.trained_macs, self.saved + other.saved)
 
 
 def measure(

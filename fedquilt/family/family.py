@@ -619,9 +619,7 @@ class Family:
         weights = self.cutter.gather(state, submodel, names)
         return self.assemble(submodel, weights)
 
-    def assemble(
-        self, submodel: Submodel, weights: Weights, shared: bool = False, extract: bool = True
-    ) -> nn.Module:
+    def assemble(self, submodel: Submodel, weights: Weights, shared: bool = False, extract: bool = True) -> nn.Module:
         """Return a member as a plain nn.Module with weights that are already cut.
 
         Args:

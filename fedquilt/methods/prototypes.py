@@ -189,9 +189,7 @@ def architectures(family: Family) -> tuple[Submodel, ...]:
     return tuple(Submodel(wholes[net], Index(), f"{net}/") for net in order)
 
 
-def largest(
-    nets: Sequence[Submodel], budget: Budget, world: World, step: TrainingStep | None = None
-) -> Submodel:
+def largest(nets: Sequence[Submodel], budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
     """Return the first net that a budget holds.
 
     Args:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -14,6 +15,9 @@ from fedquilt.fleets import FIVE_SHARES, FLEETS, Budgets, Deal, Uniform, Which, 
 from fedquilt.names import known
 from fedquilt.round.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.terms import Budget, Client
+
+if TYPE_CHECKING:
+    from fedquilt.family import Family
 
 
 @dataclass(frozen=True, eq=False)
@@ -158,13 +162,20 @@ class Devices:
             wrong["available"] = missing(self.available)
         refuse(self, wrong)
 
-    def fleet(self, num_clients: int, seed: int = 0) -> Fleet:
-        """The fleet for data that is dealt to so many clients."""
+    def fleet(self, num_clients: int, seed: int = 0, family: Family | None = None) -> Fleet:
+        """Return the fleet for data that is dealt to clients.
+
+        Args:
+            num_clients: Clients that the data is dealt to.
+            seed: Seed of random budgets.
+            family: Family of the model, on which some budgets depend. None: there is no model yet.
+        """
         count = num_clients if self.clients is None else self.clients
         if count > num_clients:
             raise ConfigError(f"{count} clients were asked for; the data is dealt to {num_clients}.")
         budgets, available = self.budgets, self._availability()
         if isinstance(budgets, Budgets):
+            budgets = budgets.for_family(family) if family is not None else budgets
             return Fleet.of(budgets, count, self.sample, self.dynamic, available, seed)
         portions: dict[float | Budget, float] = {_share(name): portion for name, portion in budgets.items()}
         return Fleet.mixed(portions, count, self.sample, self.dynamic, available, seed)
