@@ -161,7 +161,7 @@ def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | Non
 def _net_names(models: Sequence[Model]) -> dict[str, Model]:
     """Return models by the name of their net in a union: the model's, or that of the function in a file."""
     names = [re.sub(r"[^A-Za-z0-9_-]", "_", model.name.rpartition(":")[2].rpartition(".")[2]) for model in models]
-    places = {name: 0 for name in names}
+    places = dict.fromkeys(names, 0)
     found = {}
     for name, model in zip(names, models, strict=True):
         places[name] += 1
@@ -592,8 +592,8 @@ def defaults(method: str = DEMO["method"]["name"], names_model: bool = True, num
     Args:
         method: Name of the method.
         names_model: True: the demo's model is named. False: no model is, so that the data decides it.
-        num_models: How many models are asked for. Several have a fleet with as many clients for each of them. The demo's
-            data then has public samples if the method needs them.
+        num_models: How many models are asked for. Several have a fleet with as many clients for each of them, and
+            the demo's data then has public samples if the method needs them.
     """
     named = {part: copy.deepcopy(DEMO[part]) for part in (("model", "data") if names_model else ("data",))}
     budgets = Devices().budgets if num_models < 2 else ByNet()

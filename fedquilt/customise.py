@@ -309,11 +309,11 @@ def customisable(
             f"one customisable model of shares {', '.join(f'{share:g}' for share in budgets)} was asked for; these are "
             f"nets of several architectures: {', '.join(sorted(variants))}. Deploy each by itself: run.deploy(budget)."
         )
-    family, own, states = alone(family, nets, (*weights, *statistics))
+    family, own, renamed = alone(family, nets, (*weights, *statistics))
     plan = plan.with_nets(own)
-    weights, statistics = list(states[: len(plan.stocks)]), list(states[len(plan.stocks) :])
+    count = len(plan.stocks)
     note = {**about(run, family, plan.stocks), "client": client}
-    return CustomisableModel(family, plan, weights, statistics, policy.name, note)
+    return CustomisableModel(family, plan, renamed[:count], renamed[count:], policy.name, note)
 
 
 def resident_bytes(modules: Iterable[nn.Module]) -> int:

@@ -464,7 +464,7 @@ def _check_nets(
     method = federation.method
     modes = compared_passes(method.local, method.local.norm)
     trained = list(_trained(federation, server, fleet, engine))
-    _warn_of_idle_nets(federation, [member for member, _ in trained])
+    _warn_of_idle_nets(federation, server, fleet, engine)
     for member, learner in trained:
         member.check_net(modes)
         _check_samples(engine.data, learner)
@@ -487,15 +487,23 @@ def _trained(federation: Federation, server: Server, fleet: Fleet, engine: Engin
                 yield world.family.member(submodel), learner
 
 
-def _warn_of_idle_nets(federation: Federation, trained: Sequence[Member]) -> None:
-    """Warn if clients train some nets of a union alone. The first net may be the server's."""
-    layout = federation.world.family.layout
-    busy = {net for member in trained for net in layout.net_names(member.arch.variant)}
+def _warn_of_idle_nets(federation: Federation, server: Server, fleet: Fleet, engine: Engine) -> None:
+    """Warn if none of the first clients trains some net of a union. The first net may be the server's."""
+    method, world = federation.method, federation.world
+    layout = world.family.layout
+    if not layout.nets:
+        return
+    busy = set[str]()
+    for place in range(min(_FEW, fleet.num_clients)):
+        client = fleet.client(place, 0, world.seed, engine.size(place))
+        for state in _turns(federation, server):
+            for submodel in planned(method, state, client, world):
+                busy.update(layout.net_names(submodel.arch.variant))
     if idle := [net for net in layout.nets[1:] if net not in busy]:
         _log.warning(
-            "%s lets no client train %s of the union's nets %s. FedDF, DS-FL and Fed-ET give every client the largest net "
-            "that fits its budget.",
-            type(federation.method).__name__,
+            "%s lets no client train %s of the union's nets %s. FedDF, DS-FL and Fed-ET give every client the "
+            "largest net that fits its budget.",
+            type(method).__name__,
             ", ".join(map(repr, idle)),
             ", ".join(map(repr, layout.nets)),
         )

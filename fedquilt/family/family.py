@@ -310,8 +310,8 @@ class Family:
         """
         if self.layout.nets:
             raise TraceError(
-                f"stages of a union of {', '.join(map(repr, self.layout.nets))} were asked for; a model grows by stages "
-                "of its own. One of the models alone would work: fq.trace(module, example)."
+                f"stages of a union of {', '.join(map(repr, self.layout.nets))} were asked for; a model grows by "
+                "stages of its own. One of the models alone would work: fq.trace(module, example)."
             )
         if stages is None and len(self.variants) > 1:
             return self

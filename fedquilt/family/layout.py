@@ -107,7 +107,7 @@ class Layout:
                 for path, size in self.attributes.items()
                 if path.startswith(lead)
             },
-            parts={part: weights for part, weights in parts.items() if weights},
+            parts={part: weights for part, weights in parts.items() if weights or part == "norm"},
             class_dim=self.class_dim,
             notes=tuple(note.removeprefix(f"{net}: ") for note in self.notes if note.startswith(f"{net}: ")),
         )

@@ -185,7 +185,8 @@ def _check_kinds(nets: Mapping[str, Family]) -> None:
                 f"a union was asked for, whose net {name!r} is {kind}; traced models without variants would work. "
                 "Give all nets to one union, and trace modules without stages."
             )
-        if any(name in other.parts for other in nets.values()):
+    for name in nets:
+        if any(name in family.parts for family in nets.values()):
             raise TraceError(
                 f"a union with a net named {name!r} was asked for; a part of a model has that name already. Another "
                 "name of the net would work, or of the part (fq.trace(…, parts=…))."
@@ -234,6 +235,6 @@ def _check_weights(nets: Mapping[str, Family]) -> None:
             owner = owners.setdefault(id(weight), name)
             if owner != name:
                 raise TraceError(
-                    f"a union was asked for, whose nets {owner!r} and {name!r} have weights in common; nets with weights "
-                    "of their own would work. Trace a module of its own for each name."
+                    f"a union was asked for, whose nets {owner!r} and {name!r} have weights in common; nets with "
+                    "weights of their own would work. Trace a module of its own for each name."
                 )

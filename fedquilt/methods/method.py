@@ -151,7 +151,9 @@ class Method:
         return world.family.share(budget)
 
     def without_memory(self, budget: Budget, world: World, trains: bool) -> Budget:
-        """Return a budget whose bound on memory is replaced by what it allows, because training needs more than running.
+        """Return a budget with what its bound on memory allows in place of the bound.
+
+        A device may run a larger net than it can train, so that memory has two meanings.
 
         Args:
             budget: Budget of a device, with a bound on memory.

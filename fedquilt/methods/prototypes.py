@@ -114,7 +114,7 @@ class Prototypes(Method):
             return (self.net_for(budget, world),)
         return (self.prototype(self.fitting(self.runnable_share(budget, world), budget), world),)
 
-    # --- prototypes that are the nets of a union -----------------------------------------------------------------------
+    # --- prototypes that are the nets of a union ------------------------------------------------------------------
 
     def fit(self, budget: Budget, world: World, rounding: Rounding = "floor") -> Arch:
         """Return the prototype that a client trains on a union, else the largest member that it can train."""
@@ -137,7 +137,11 @@ class Prototypes(Method):
         return largest(self.nets(world), budget, world, step)
 
     def trainable_share(self, budget: Budget, world: World, rounding: Rounding = "floor") -> float:
-        """Return the share that a client can train. Of a union it is its net's multiply-adds, over those of the largest."""
+        """Return the share that a client can train.
+
+        On a union it is the part of the largest net's multiply-adds that the client's net has. Records have it as the
+        key of the net's results.
+        """
         if not world.family.layout.nets:
             return super().trainable_share(budget, world, rounding)
         return _relative(self.net_for(budget, world, self._step_within(budget, world)), world)
@@ -205,16 +209,16 @@ def largest(nets: Sequence[Submodel], budget: Budget, world: World, step: Traini
     names = ", ".join(family.layout.nets)
     if budget.share is not None and budget.share < 1:
         raise BudgetError(
-            f"a share of {budget.share:g} was given as a budget; the nets {names} are of different architectures, which "
-            "have no common share. Bounds on macs, params or memory would work; a fleet by_net has a budget for each net."
+            f"a share of {budget.share:g} was given as a budget; the nets {names} are of different architectures, "
+            "which have no common share. Bounds on macs, params or memory would work, such as those of a fleet by_net."
         )
     fits = next((net for net in nets if not family.excess([net], budget, step)), None)
     if fits is None:
         over = "; ".join(family.excess([nets[-1]], budget, step))
         smallest = family.layout.net_names(nets[-1].arch.variant)[0]
         raise BudgetError(
-            f"the budget {budget} was given, which holds none of the nets {names}. The smallest is {smallest!r}: {over}. "
-            "A smaller net in the union would work, or larger budgets."
+            f"the budget {budget} was given, which holds none of the nets {names}. The smallest is {smallest!r}: "
+            f"{over}. A smaller net in the union would work, or larger budgets."
         )
     return fits
 
