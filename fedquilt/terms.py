@@ -154,11 +154,21 @@ class Payload:
     slots: Slots = field(default_factory=dict)  # State of the method, cut as the weights are
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
     coded_extras: tuple[str, ...] = ()  # Extras that a link with a codec codes; it sends the others as they are
+    # Weights that a client gets once, such as its private net. They are neither lost nor coded, because a device that
+    # lacks a part of its net cannot begin: it asks until all of them have arrived.
+    first: Weights = field(default_factory=dict)
 
     @property
     def bytes(self) -> int:
         """Return the bytes of all tensors, uncoded."""
-        return sum(value.nbytes for value in (*self.weights.values(), *in_slots(self.slots), *self.extras.values()))
+        return self.first_bytes + sum(
+            value.nbytes for value in (*self.weights.values(), *in_slots(self.slots), *self.extras.values())
+        )
+
+    @property
+    def first_bytes(self) -> int:
+        """Return the bytes of the weights that the client gets once."""
+        return sum(value.nbytes for value in self.first.values())
 
 
 @dataclass(frozen=True)

@@ -79,7 +79,7 @@ class Sequential(Simulation):
                 outcome.memory[job.client.id, job.submodel.scope] = kept
 
             macs = self.macs(job.client.id, learner, member, list(map(len, batches)))
-            outcome.charge(job.client.id, start.bytes, delivery.bytes, macs)
+            outcome.charge(job.client.id, start.bytes, delivery.bytes, macs, start.first_bytes)
             outcome.losses.append(float(losses.mean()))
             outcome.stacks += 1
             fold.add(update_of(job, learner, delivery.sent, steps, len(batches)))
@@ -113,7 +113,7 @@ class Sequential(Simulation):
                 if table is not None:
                     batch = replace(batch, taught=table[rows.to(self.device)])
                 if learner.taught:
-                    batch = replace(batch, taught=teach(member, learner.local, state, batch))
+                    batch = replace(batch, taught=teach(learner.teaching_net(member), learner.local, state, batch))
                 for place, phase in enumerate(learner.phases_at(step)):
                     grads, (loss, seen) = gradient(learner, member, phase.objective, state, received, batch)
                     grads = clipped(grads, learner.local.optimiser.clip)

@@ -21,7 +21,7 @@ from fedquilt.family.net import Pass
 from fedquilt.precision import DTYPES, Precision, computing, unfit
 from fedquilt.round.attack import PGD
 from fedquilt.round.budgets import check_budgets
-from fedquilt.round.client import check_sent
+from fedquilt.round.client import check_sent, first_names, memory_of
 from fedquilt.round.engine import Engine, Outcome
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.serve import EvalJob, Kind, SampleSet, Score, both_statistics
@@ -49,6 +49,7 @@ MAX_CALIBRATION_SAMPLES = 1 << 16
 MAX_COMPARED = 256  # Samples of which the mean size of values is compared.
 MIN_SCALE_RATIO = 0.1  # Least ratio of the mean sizes of public and training samples.
 CPU = torch.device("cpu")
+_FIRST = "/first"  # Stands for the initial weights among cuts. No slot has such a name.
 
 
 @dataclass
@@ -370,18 +371,25 @@ class Simulation(Engine):
             self._cut_from = server.weights
         member = self.world.family.member(job.submodel)
         weights = self._cut("", server.weights, job.submodel, learner.received(member))
+        first: Weights = {}
+        if learner.installs:
+            names = first_names(self.federation, job, learner, memory_of(server, job))
+            first = self._cut(_FIRST, self.initial, job.submodel, names)
         if not learner.state:
-            return Payload(job.submodel, weights)
+            return Payload(job.submodel, weights, first=first)
         check_downloads(server, job, learner)
         names = learner.slotted(member)
         down = learner.state.slots_down
         slots = {slot: self._cut(slot, server.slots[slot], job.submodel, names) for slot in down}
         extras = {name: server.extras[name] for name in learner.state.extras_down}
         coded = tuple(name for name in learner.state.coded_extras if name in extras)
-        return Payload(job.submodel, weights, slots, extras, coded)
+        return Payload(job.submodel, weights, slots, extras, coded, first)
 
     def _cut(self, slot: str, whole: Weights, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
-        """Return the named weights of a sub-model, or a slot for them. The slot "" is the weights themselves."""
+        """Return the named weights of a sub-model, or a slot for them.
+
+        The slot "" is the weights themselves, and `_FIRST` those that a client gets once.
+        """
         key = slot, submodel, names
         if key not in self._cuts:
             if len(self._cuts) >= MAX_CACHED_CUTS:

@@ -454,7 +454,7 @@ class Unit:
 
     def _taught(self, batch: Batch) -> Tensor:
         learner, member = self.shape.learner, self.member
-        if self._net is not None:
+        if self._net is not None and not learner.taught_by:
             with torch.no_grad():
                 shares = self.shares if learner.local.scaler else None
                 return self._net(self.state, batch.inputs, member.class_dim, shares)

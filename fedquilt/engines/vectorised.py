@@ -100,6 +100,7 @@ class Stack:
 
     server: Server  # what they started from
     received_bytes: list[int]  # of each client
+    first_bytes: list[int]  # of each client, those of `received_bytes` that it gets once
     learner: Learner
     jobs: list[Job]
     state: State
@@ -306,6 +307,7 @@ class Vectorised(Simulation):
         return Stack(
             server=server,
             received_bytes=[start.bytes for start in starts],
+            first_bytes=[start.first_bytes for start in starts],
             learner=learner,
             jobs=jobs,
             state=state,
@@ -650,6 +652,7 @@ class Vectorised(Simulation):
         return changed, changed_targets
 
     def taught(self, learner: Learner, member: Member, state: State, batch: Batch) -> Tensor:
+        member = learner.teaching_net(member)
         if len(batch.inputs) == 1:
             return teach(member, learner.local, _first(state), _first_batch(batch)).unsqueeze(0)
 
@@ -751,7 +754,8 @@ class Vectorised(Simulation):
             delivery = send(self.federation, job, payload, stack.known[client], memory, self.initial)
             intact = intact and delivery.intact
             macs = self.macs(job.client.id, learner, member, stack.sizes[client])
-            outcome.charge(job.client.id, stack.received_bytes[client], delivery.bytes, macs)
+            received, first = stack.received_bytes[client], stack.first_bytes[client]
+            outcome.charge(job.client.id, received, delivery.bytes, macs, first)
             own = {name: stack.state[name][client] for name in kept_names}
             slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
             batches = len(stack.batches[client])

@@ -42,6 +42,7 @@ class Record:
     server_seconds: float | None = None  # Time of the server's own training; None: it does not learn
     server_macs: int = 0  # Multiply-adds of the server, of its teachers' outputs and its training
     server_steps: int = 0  # Optimizer steps of all nets that the server trained
+    bytes_first: int = 0  # Bytes of `bytes_down` that clients get once, such as their private nets
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values; `accuracy`, `metrics` and `main` only when the round was evaluated.
@@ -51,8 +52,9 @@ class Record:
         record = {name: value for name, value in vars(self).items() if name not in ("grades", "stacks")}
         if self.link_seconds is None:
             del record["link_seconds"]
-        if not self.missing:
-            del record["missing"]
+        for name in ("missing", "bytes_first"):
+            if not record[name]:
+                del record[name]
         if self.server_seconds is None:
             for name in ("server_seconds", "server_macs", "server_steps"):
                 del record[name]
@@ -115,6 +117,7 @@ def play(
         missing=len(outcome.missing),
         bytes_down=total.down * copies,
         bytes_up=total.up * copies,
+        bytes_first=total.first * copies,
         macs=total.macs,
         loss=sum(outcome.losses) / len(outcome.losses) if outcome.losses else None,
         stacks=outcome.stacks,

@@ -38,6 +38,7 @@ class Start:
     known: Weights = field(default_factory=dict)  # What both sides know that it received, where a codec needs it.
     state_slots: dict[str, State] = field(default_factory=dict)  # Slots of the method: the server's, and its own.
     extras: Extras = field(default_factory=dict)  # Extras of the method: the server's, and its own.
+    first_bytes: int = 0  # Bytes of weights that it received for the first and only time; `bytes` has them too.
 
     @property
     def received(self) -> Received:
@@ -83,7 +84,7 @@ def receive(
     names, shared = learner.names(member), learner.received(member)
     with blamed(job, "receiving"):
         known = _known(federation, job, shared, memory, initial) if link.tracks else {}
-        arrival = link.down(payload, Trip(federation.world, job), known)
+        arrival = link.down(replace(payload, first={}), Trip(federation.world, job), known)
         arrived = arrival.payload
         if arrived and arrived.submodel == submodel and len(shared) == len(names):
             state = {name: arrived.weights[name] for name in names}
@@ -91,6 +92,7 @@ def receive(
             state = cutter.gather(initial, submodel, names)
             if memory:
                 state = cutter.overlay(state, held, memory.weights, memory.submodel.held)
+            state |= payload.first
             if arrived:
                 state = cutter.overlay(state, held, arrived.weights, arrived.submodel.held)
         if arrived and link.coder:
@@ -107,7 +109,21 @@ def receive(
             state_slots = _state_slots(federation, job, learner, state, arrived, memory)
             extras = _state_extras(learner, arrived, memory)
     steps = memory.steps if memory and learner.keep_slots else 0
-    return Start(state, slots, steps, arrival.bytes, known, state_slots, extras)
+    first = payload.first_bytes
+    return Start(state, slots, steps, arrival.bytes + first, known, state_slots, extras, first)
+
+
+def first_names(federation: Federation, job: Job, learner: Learner, memory: Memory | None) -> tuple[str, ...]:
+    """Return the names of the weights that a client downloads because it has none of them yet.
+
+    Args:
+        federation: World, method and link.
+        job: What the client is asked to train.
+        learner: How it trains.
+        memory: What the client kept from earlier rounds.
+    """
+    names = learner.installed(federation.world.family.member(job.submodel))
+    return tuple(name for name in names if memory is None or name not in memory.weights)
 
 
 def _state_slots(

@@ -29,6 +29,7 @@ class Spent(NamedTuple):
     down: int = 0
     up: int = 0
     macs: int = 0
+    first: int = 0  # Bytes of `down` that the client gets once, such as its private net
 
 
 @dataclass
@@ -41,16 +42,16 @@ class Outcome:
     stacks: int = 0  # Number of groups of clients that were trained as one.
     missing: dict[int, str] = field(default_factory=dict)  # Clients that did not answer, and why.
 
-    def charge(self, client: int, down: int, up: int, macs: int) -> None:
+    def charge(self, client: int, down: int, up: int, macs: int, first: int = 0) -> None:
         """Count what a client was sent, what arrived from it, and the multiply-adds of its training."""
+        new = Spent(down, up, macs, first)
         before = self.costs.get(client, Spent())
-        self.costs[client] = Spent(before.down + down, before.up + up, before.macs + macs)
+        self.costs[client] = Spent(*(one + other for one, other in zip(before, new, strict=True)))
 
     @property
     def total(self) -> Spent:
         """Return what all clients took together."""
-        costs = self.costs.values()
-        return Spent(sum(one.down for one in costs), sum(one.up for one in costs), sum(one.macs for one in costs))
+        return Spent(*(sum(column) for column in zip(*self.costs.values(), strict=True)))
 
     def join(self, other: Outcome) -> None:
         """Take what other clients of the cohort left behind."""

@@ -17,7 +17,8 @@ from fedquilt.round.merge import Fold, Merged
 from fedquilt.round.training.batches import batched
 from fedquilt.terms import Server, Update, Weights
 
-OUTPUTS = "outputs"  # (public sample, class, …) Mean output of all teachers.
+Combined = Literal["mean", "maximum"]
+OUTPUTS = "outputs"  # (public sample, class, …) Mean or maximum of the outputs of all teachers.
 EACH = "each"  # (teacher, public sample, class, …) Output of every teacher.
 MAX_OUTPUT_BATCH = 1000  # Public samples that a net sees at once, at most.
 MAX_OUTPUT_BYTES = 1 << 30  # Activations of the whole model for these samples, at most.
@@ -58,7 +59,7 @@ class Teachers:
     the outputs of every net are kept, which takes as much memory as there are nets. Positions of a
     net that a link lost, and rows of classes that a client does not send, are the server's.
 
-    `Merged.outputs` has the result: `outputs`, the mean over all nets, or `each`.
+    `Merged.outputs` has the result: `outputs`, the mean or maximum over all nets, or `each`.
     """
 
     weights: Fold  # Fold of the weights
@@ -66,6 +67,8 @@ class Teachers:
     server: Server  # State that the clients started from
     statistics: Literal["stored", "batch"] = "batch"  # What norms use: tracked statistics, or those of a batch
     each: bool = False  # Keep the outputs of every net
+    combined: Combined = "mean"  # How outputs of all nets become one; maximum: the largest at every position
+    variant: str | None = None  # Variant of the nets that came back which runs; None: the net that clients trained
     _sum: Tensor | None = None
     _count: int = 0
     _outputs: list[Tensor] = field(default_factory=list)
@@ -83,7 +86,7 @@ class Teachers:
     def join(self, other: Self) -> None:
         self.weights.join(other.weights)
         if other._sum is not None:
-            self._sum = other._sum if self._sum is None else self._sum + other._sum
+            self._combine(other._sum)
         self._count += other._count
         self._outputs += other._outputs
         self._macs += other._macs
@@ -92,7 +95,7 @@ class Teachers:
         merged = self.weights.finish(server)
         outputs = {}
         if self._sum is not None:
-            outputs[OUTPUTS] = self._sum / self._count
+            outputs[OUTPUTS] = self._sum / self._count if self.combined == "mean" else self._sum
         if self._outputs:
             outputs[EACH] = torch.stack(self._outputs)
         return merged._replace(outputs=outputs, macs=self._macs)
@@ -104,6 +107,8 @@ class Teachers:
             return
         submodel, (payload,) = update.job.submodel, update.sent
         member, cutter = self.world.family.member(submodel), self.world.family.cutter
+        if self.variant is not None:
+            member = member.at(self.variant)
         names = [name for name in member.names if submodel.scope + name in self.server.weights]
         own = cutter.gather(self.server.weights, submodel, names)
         state = cutter.overlay(own, submodel.held, payload.weights, payload.submodel.held)
@@ -113,5 +118,14 @@ class Teachers:
         if self.each:
             self._outputs.append(outputs)
             return
-        self._sum = outputs if self._sum is None else self._sum + outputs
+        self._combine(outputs)
         self._count += 1
+
+    def _combine(self, outputs: Tensor) -> None:
+        """Add outputs to those of the nets before, or take the larger ones."""
+        if self._sum is None:
+            self._sum = outputs
+        elif self.combined == "mean":
+            self._sum = self._sum + outputs
+        else:
+            self._sum = torch.maximum(self._sum, outputs)

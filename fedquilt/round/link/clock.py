@@ -32,9 +32,9 @@ class Clock:
         """Refuse what does not fit so many clients."""
         check_dealt(self, num_clients, "down", "up", "latency", "compute")
 
-    def slowest(self, costs: Mapping[int, tuple[int, int, int]], copies: int = 1) -> float:
+    def slowest(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> float:
         """A round's seconds, by what each client received, sent and computed, charged so many times for its bytes."""
-        each = (self.seconds(id, down * copies, up * copies, macs) for id, (down, up, macs) in costs.items())
+        each = (self.seconds(id, down * copies, up * copies, macs) for id, (down, up, macs, *_) in costs.items())
         return max(each, default=0.0)
 
     def seconds(self, client: int, bytes_down: int, bytes_up: int, macs: int) -> float:

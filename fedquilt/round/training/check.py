@@ -45,7 +45,7 @@ def check_objectives(learner: Learner, member: Member, state: State, batch: Batc
     slots = {slot: {name: state[name].new_zeros(state[name].shape) for name in slotted} for slot in learner.state.slots}
     received = Received(state, slots)
     if learner.taught:
-        batch = replace(batch, taught=teach(member, learner.local, state, batch))
+        batch = replace(batch, taught=teach(learner.teaching_net(member), learner.local, state, batch))
     for phase in learner.phases:
         objective = phase.objective
         asked = f"{owner} trains by the objective {_name(objective)}"

@@ -39,3 +39,16 @@ class Parts:
     def names(self, member: Member) -> frozenset[str]:
         named = frozenset(name for part in self.parts for name in member.parts.get(part, ()))
         return All().names(member) - named if self.other else named
+
+
+@dataclass(frozen=True)
+class VariantWeights:
+    """The weights of a variant that a member has, or all its others. Constants are among them."""
+
+    variant: str
+    other: bool = False
+
+    def names(self, member: Member) -> frozenset[str]:
+        own = frozenset(member.names)
+        named = frozenset(member.at(self.variant).names)
+        return own - named if self.other else own & named

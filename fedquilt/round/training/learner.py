@@ -54,6 +54,11 @@ class Learner:
     send: Filter = All()  # Weights that the client uploads
     receive: Filter | None = None  # Weights that the client downloads; None: those that it uploads
     keep: Filter = Nothing()
+    # Weights of a net that is the client's own, such as a private net. They stay on the client: it keeps them between
+    # rounds, and neither sends nor receives them. A client without them has the initial ones.
+    private: Filter = Nothing()
+    # Private weights are downloaded by a client that has none yet, which is charged. False: it draws them from the seed
+    installs: bool = False
     keep_slots: bool = False
     class_rows: bool = False  # of weights with a class axis, send only the rows of classes the client holds
     times: int = 1  # that the client counts in the merge; 1 has no effect
@@ -64,6 +69,7 @@ class Learner:
     before: tuple[ClientPass, ...] = ()  # Passes over samples before the first step, with the received weights
     after: tuple[ClientPass, ...] = ()  # Passes over samples after the last step, with the trained weights
     taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
+    taught_by: str = ""  # Variant that gave these logits; empty: the client's own net
     # Name of an extra with a row for every public sample that it is about (`PublicRows`). Batches are then of these
     # samples, and objectives see the rows of a batch as `View.taught`. Empty: batches are of the client's own samples.
     teacher: str = ""
@@ -186,7 +192,8 @@ class Learner:
 
     def sent(self, member: Member) -> tuple[str, ...]:
         """Return the names of the weights that travel to the server."""
-        return _sent_names(self.send, self.local.norm, member)
+        names = _sent_names(self.send, self.local.norm, member)
+        return _without(names, self.private, member) if self.private != Nothing() else names
 
     def received(self, member: Member) -> tuple[str, ...]:
         """Return the names of the weights that travel to the client, and of constants that are cut with them.
@@ -195,11 +202,20 @@ class Learner:
         """
         chosen = self.send if self.receive is None else self.receive
         whole = member.unfrozen
-        return (*_shared_names(chosen, self.local.norm, whole), *whole.carried)
+        names = (*_shared_names(chosen, self.local.norm, whole), *whole.carried)
+        return _without(names, self.private, whole) if self.private != Nothing() else names
 
     def kept(self, member: Member) -> tuple[str, ...]:
         """The weights that stay on the client for its next round."""
-        return _kept_names(self.keep, self.local.norm, member)
+        return _kept_names(self.keep, self.private, self.local.norm, member)
+
+    def installed(self, member: Member) -> tuple[str, ...]:
+        """Return the names of the weights that a client downloads when it has none of them yet."""
+        return _private_names(self.private, self.local.norm, member) if self.installs else ()
+
+    def teaching_net(self, member: Member) -> Member:
+        """Return the net whose logits before a batch objectives see, if the learner sets `taught`."""
+        return member.at(self.taught_by) if self.taught_by else member
 
     def upload(self, member: Member, submodel: Submodel, held: Tensor) -> Submodel:
         """Return the positions that are sent."""
@@ -240,7 +256,7 @@ class Learner:
         return sum(one.macs(member) * (num_drawn(one.draw, public) if one.public else own) for one in self.passes)
 
     def _macs(self, member: Member, phases: tuple[Phase, ...]) -> int:
-        teaching = member.running.macs if self.taught else 0
+        teaching = self.teaching_net(member).running.macs if self.taught else 0
         return teaching + sum(one.macs for phase in phases for one in phase.objective.passes(member))
 
     def start_slots(self, weights: State, member: Member) -> OptimiserState:
@@ -286,7 +302,20 @@ def _shared_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str
 
 
 @lru_cache(maxsize=256)
-def _kept_names(keep: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+def _without(names: tuple[str, ...], private: Filter, member: Member) -> tuple[str, ...]:
+    """Return names without those that a filter chooses of a member."""
+    own = private.names(member)
+    return tuple(name for name in names if name not in own)
+
+
+@lru_cache(maxsize=256)
+def _private_names(private: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
+    own = private.names(member)
+    return tuple(name for name in _held_names(norm, member) if name in own)
+
+
+@lru_cache(maxsize=256)
+def _kept_names(keep: Filter, private: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
     whole = member.unfrozen
-    names = keep.names(whole) | norm.kept(whole)
+    names = keep.names(whole) | norm.kept(whole) | private.names(whole)
     return tuple(name for name in _held_names(norm, member) if name in names)

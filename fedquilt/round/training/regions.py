@@ -52,6 +52,16 @@ class Part:
         return (name in member.parts[self.name]) != self.other
 
 
+@dataclass(frozen=True)
+class WithinVariant:
+    """The weights of one variant of the client's net."""
+
+    variant: str
+
+    def mask(self, member: Member, name: str) -> Tensor | bool:
+        return name in member.at(self.variant).names
+
+
 def _inside(member: Member, name: str, share: float) -> Tensor:
     """Which elements of a member's weight the sub-model of a smaller share has."""
     cut = member.family.cutter.rows(name, member.nested(share).index, member.index)

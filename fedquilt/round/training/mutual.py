@@ -1,0 +1,95 @@
+"""Deep mutual learning: two nets of a client that learn from its samples and from each other."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Literal
+
+import torch
+from torch import Tensor
+
+from fedquilt.checks import one_of
+from fedquilt.round.training.objectives import Passes, View, Wrapping, together
+from fedquilt.terms import WHOLE
+
+if TYPE_CHECKING:
+    from fedquilt.family.member import Member
+
+Distance = Literal["divergence", "logits"]
+
+
+@dataclass(frozen=True)
+class Mutual(Wrapping):
+    """The sum of the losses of two variants of the client's net, each of which is the other's teacher.
+
+    With the nets p and k and a batch B (RaFL, equations 4 and 5; Zhang et al. 2018):
+
+        L_p = L(p; B) + D(k ‖ p; B)
+        L_k = L(k; B) + D(p ‖ k; B)
+
+    L is the wrapped objective, such as cross-entropy, and D the task's mean divergence: KL at temperature 1 where
+    targets are classes. Each loss treats the other net's output as a constant. So one backward pass through the sum
+    gives every weight the gradient of its own net's loss alone, and both losses are those before either net moves.
+    """
+
+    pair: tuple[str, str] = (WHOLE, WHOLE)  # Variants that learn together
+    learns: tuple[str, ...] = ()  # Those of the pair that learn; the other one is a fixed teacher. Empty: both
+    distance: Distance = "divergence"  # What D is. logits: the mean squared difference of logits
+    # False: gradients also go into the teacher's output. A net that learns while the other one is fixed then has the
+    # gradient of the loss that the other one had before the batch (`View.taught`), as in code that lets it accumulate.
+    detach: bool = True
+
+    def __post_init__(self) -> None:
+        one_of(self, distance=Distance)
+
+    @property
+    def students(self) -> tuple[str, ...]:
+        """Return the variants that learn."""
+        return self.learns or self.pair
+
+    def nets(self, member: Member) -> tuple[Member, ...]:
+        pair = [member.at(variant) for variant in self.pair]
+        wrapped = [net for variant in self.students for net in self.objective.nets(member.at(variant))]
+        return tuple(dict.fromkeys((*pair, *wrapped)))
+
+    def passes(self, member: Member) -> tuple[Passes, ...]:
+        """Return the passes of both nets. A fixed teacher runs forward alone, and keeps nothing."""
+        found: list[Passes] = []
+        for variant in self.pair:
+            net = member.at(variant)
+            if variant in self.students:
+                found += (Passes(net), *self.objective.passes(net))
+            else:
+                found.append(Passes(net, backward=0, saved=0))
+        return together(found)
+
+    def __call__(self, view: View) -> Tensor:
+        losses: list[Tensor] = []
+        for variant in self.students:
+            (other,) = (one for one in self.pair if one != variant)
+            student, teacher = view.member.at(variant), self._teacher(view, other)
+            outputs = view.logits(student)
+            own = replace(view, member=student, seen={})
+            losses += (self.objective(own), self._apart(view, outputs, teacher))
+            view.seen |= own.seen
+            if not self.detach and len(self.students) == 1:
+                assert view.taught is not None, "a learner with `taught` has the logits from before the batch"
+                losses.append(self._apart(view, view.taught, outputs))
+        return torch.stack(losses).sum()
+
+    def _teacher(self, view: View, variant: str) -> Tensor:
+        """Return the logits of the net that teaches, a constant unless gradients are to go into it."""
+        net = view.member.at(variant)
+        if variant in self.students:
+            outputs = view.logits(net)
+            return outputs.detach() if self.detach else outputs
+        with torch.no_grad():
+            return view.logits(net)
+
+    def _apart(self, view: View, outputs: Tensor, teacher: Tensor) -> Tensor:
+        """Return D(teacher ‖ outputs), the mean over the batch."""
+        if self.distance == "logits":
+            return (outputs - teacher).square().mean()
+        divergences = view.task.divergences(outputs, teacher, view.targets)
+        # Where nothing counts the sum is 0, and so is the mean.
+        return divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
