@@ -37,7 +37,7 @@ from fedquilt.round import Evaluation, Fleet, Record
 from fedquilt.round.budgets import check_budgets, planned
 from fedquilt.round.engine import Outcome
 from fedquilt.round.federation import World
-from fedquilt.round.labels import share_label
+from fedquilt.round.labels import share_label, tested_budgets
 from fedquilt.round.link import Codec, Link
 from fedquilt.round.merge import Fold
 from fedquilt.round.serve import arranged, given, joined, mixed, ready
@@ -45,7 +45,6 @@ from fedquilt.round.training.learner import Learner
 from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 TOLERANCE = 1e-9  # Largest difference between two runs in float64 that count as equal.
-SHARES = (1.0, 0.5, 0.25, 0.125)
 NUM_CLIENTS = 6
 COHORT = 4
 SAMPLES_PER_CLIENT = 8
@@ -133,7 +132,8 @@ def small_family(norms: Literal["single", "dual", "conditioned"]) -> Family:
 class Case:
     """A method on a small federation: digits, a residual net with batch norm, and unequal clients.
 
-    Every client holds samples of few classes, and four of six clients take part in a round.
+    Every client holds samples of few classes, and four of six clients take part in a round. A method may ask for
+    other nets and budgets (`Method.trial`).
     """
 
     method: Method
@@ -144,14 +144,23 @@ class Case:
 
     @property
     def family(self) -> Family:
+        return self._trial[0]
+
+    @property
+    def budgets(self) -> tuple[Budget, ...]:
+        """Return the budgets of clients, which have them in turn."""
+        return self._trial[1]
+
+    @cached_property
+    def _trial(self) -> tuple[Family, tuple[Budget, ...]]:
         adversarial = self.method.local.adversarial
         if adversarial is None:
-            return small_family("single")
-        return small_family("conditioned" if adversarial.draws else "dual")
+            return self.method.trial(small_family("single"))
+        return self.method.trial(small_family("conditioned" if adversarial.draws else "dual"))
 
     @cached_property
     def fleet(self) -> Fleet:
-        return Fleet.of(SHARES, NUM_CLIENTS, COHORT)
+        return Fleet.of(self.budgets, NUM_CLIENTS, COHORT)
 
     @cached_property
     def world(self) -> World:
@@ -171,8 +180,8 @@ class Case:
 
     @cached_property
     def clients(self) -> list[Client]:
-        """Return one client of every share."""
-        return [Client(place, Budget(share=share), SAMPLES_PER_CLIENT) for place, share in enumerate(SHARES)]
+        """Return one client of every budget."""
+        return [Client(place, budget, SAMPLES_PER_CLIENT) for place, budget in enumerate(self.budgets)]
 
     def run(self, engine: str | Simulation = "sequential", rounds: int = ROUNDS, **options: Any) -> Run:
         """Train in float64, and evaluate after the last round."""
@@ -260,10 +269,10 @@ def check_budgets_kept(case: Case) -> str:
     if case.method.ignores_budgets:
         raise NotApplicableError("the method ignores budgets on purpose (ignores_budgets = True)")
     family = case.world.family
-    half = family.member(family.fit(Budget(share=0.5)))
-    cost = half.cost(case.settled.training_step(case.world))
+    middle = family.member(case.settled.fit(case.budgets[1], case.world))
+    cost = middle.cost(case.settled.training_step(case.world))
     budgets = [
-        *(Budget(share=share) for share in SHARES),
+        *case.budgets,
         Budget(params=cost.params),
         Budget(macs=cost.macs),
         Budget(memory=cost.memory),
@@ -395,7 +404,11 @@ def check_deploy(case: Case) -> str:
             run.deploy(whole if case.method.ignores_budgets else own, client=client)
         return f"the nets of {NUM_CLIENTS} clients are deployed"
 
-    budgets = (whole,) if case.method.ignores_budgets else run.fleet.kinds
+    if case.method.keeps_nets:
+        for client in range(NUM_CLIENTS):
+            run.deploy(whole, client=client)
+    kinds = () if case.method.ignores_budgets else tested_budgets(case.method, run.fleet.kinds)
+    budgets = kinds or (whole,)
     for budget in budgets:
         module = run.deploy(budget, norms=case.method.local.norm)
         outputs = _outputs(module, run)

@@ -616,6 +616,7 @@ def summarise(run: Run) -> dict[str, Any]:
     labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
     nets = {share: [family.member(net) for net in mix] for share, mix in members.items()}
     last, task = run.grades, run.world.task
+    first = sum(record.bytes_first for record in run.records)
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
     return {
         "method": registered(METHODS, run.method),
@@ -631,6 +632,8 @@ def summarise(run: Run) -> dict[str, Any]:
         "bytes_up": sum(record.bytes_up for record in run.records),
         **({"link_seconds": sum(over)} if over else {}),
         **_of_server(run),
+        **({"bytes_first": first} if first else {}),
+        **run.method.account(run.fleet.counts, run.world),
         "accuracy": last.accuracy,
         "metrics": last.metrics,
         "task": registered(TASKS, task),

@@ -26,6 +26,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, Literal, Protocol
 from fedquilt.errors import ConfigError, FedquiltError, RecordError
 from fedquilt.files import why, write
 from fedquilt.names import said
+from fedquilt.terms import Budget
 
 if TYPE_CHECKING:
     from fedquilt.experiment import Run
@@ -277,9 +278,10 @@ def _each(opened: list[tuple[str, Tracker]], when: str, do: Callable[[Tracker], 
 
 
 def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
-    from fedquilt.round.labels import share_label
+    from fedquilt.round.labels import share_label, tested_budgets
 
-    id, shares = _id(folder), [share_label(run.method, budget, run.world) for budget in run.fleet.kinds]
+    budgets = tested_budgets(run.method, run.fleet.kinds) or (Budget(share=1.0),)
+    id, shares = _id(folder), [share_label(run.method, budget, run.world) for budget in budgets]
     measures = ("loss", *(f"{run.world.task.main.name}/{share}" for share in shares))
     return About(id, f"{run.summary['method'].lower()}-{id}", flat(config), run.server.round, measures, folder)
 

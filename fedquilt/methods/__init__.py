@@ -15,6 +15,7 @@ from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.local import LocalOnly
 from fedquilt.methods.method import Method
 from fedquilt.methods.progfed import ProgFed
+from fedquilt.methods.rafl import RaFL
 from fedquilt.methods.scaffold import Scaffold
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
@@ -40,6 +41,7 @@ METHODS: dict[str, type[Method]] = {
     "feddf": FedDF,
     "dsfl": DSFL,
     "fedet": FedET,
+    "rafl": RaFL,
 }
 
 __all__ = [
@@ -62,6 +64,7 @@ __all__ = [
     "LocalOnly",
     "Method",
     "ProgFed",
+    "RaFL",
     "SHeteroFL",
     "Scaffold",
     "SplitMix",

@@ -69,9 +69,10 @@ from fedquilt.round.merge import (
 )
 from fedquilt.round.teachers import EACH, OUTPUTS, Teachers
 from fedquilt.round.training.augmentation import Intensity
-from fedquilt.round.training.filters import All, Filter, Nothing, Parts
+from fedquilt.round.training.filters import All, Filter, Nothing, Parts, VariantWeights
 from fedquilt.round.training.learner import Freeze, Learner, Phase, nets_of
 from fedquilt.round.training.local import Local
+from fedquilt.round.training.mutual import Mutual
 from fedquilt.round.training.objectives import (
     RECEIVED,
     Adversarial,
@@ -91,7 +92,7 @@ from fedquilt.round.training.objectives import (
 from fedquilt.round.training.optimizers import SGD, Adam
 from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
 from fedquilt.round.training.public import POSITIONS, ROUND, drawn_positions, num_drawn
-from fedquilt.round.training.regions import Between, Everywhere, Part, Region
+from fedquilt.round.training.regions import Between, Everywhere, Part, Region, WithinVariant
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 from fedquilt.round.training.server import TEACHER, ServerTraining, Teaching, TrainServer
 from fedquilt.round.training.state import Left, MethodState, Trained
@@ -174,6 +175,7 @@ __all__ = [
     "Method",
     "MethodState",
     "Mix",
+    "Mutual",
     "NormPolicy",
     "Nothing",
     "Objective",
@@ -215,9 +217,11 @@ __all__ = [
     "TrainingError",
     "TrainingStep",
     "Update",
+    "VariantWeights",
     "View",
     "Weighting",
     "Weights",
+    "WithinVariant",
     "World",
     "Wrapping",
     "as_weights",

@@ -18,15 +18,16 @@ from fedquilt.family.family import Family, Rounding
 from fedquilt.round.attack import PGD
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
-from fedquilt.round.labels import bounds_label, share_label, short_share
+from fedquilt.round.labels import bounds_label, share_key, share_label, short_share
 from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.server import TrainServer
 from fedquilt.tasks import Task
-from fedquilt.terms import Arch, Budget, Client, Extras, Job, Mix, Server, Submodel
+from fedquilt.terms import Arch, Budget, Client, Extras, Job, Memory, Mix, Server, Submodel
 
 Presets = Mapping[str, Mapping[str, Any]]
+TRIAL_SHARES = (1.0, 0.5, 0.25, 0.125)  # Shares of the devices of `fedquilt check`
 _log = logging.getLogger(__name__)
 
 
@@ -47,6 +48,8 @@ class Method:
     copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
     ignores_budgets: ClassVar[bool] = False  # True: plans may exceed budgets; runs say for how many
     skips_clients: ClassVar[bool] = False  # True: an empty plan leaves a client out of a round
+    serves_one_net: ClassVar[bool] = False  # True: the server has one net for devices of all budgets
+    keeps_nets: ClassVar[bool] = False  # True: clients keep nets of their own, which `kept_nets` names
     demo: ClassVar[Mapping[str, Any]] = {}  # Settings of its own in the demo, whose devices have shares 1, 1/2 and 1/4
 
     def __init_subclass__(cls, **options: Any) -> None:
@@ -223,6 +226,15 @@ class Method:
         """
         return bounds_label(budget) or short_share(share_label(self, budget, world))
 
+    def key(self, budget: Budget, world: World) -> str:
+        """Return the key of a client's budget in records, a number: the share of every axis that it can train.
+
+        Args:
+            budget: Budget of a device.
+            world: The family, and the precision of the run.
+        """
+        return share_key(self.trainable_share(budget, world), budget)
+
     def settled(self, rounds: int) -> Self:
         """Return the method with all that depends on the number of rounds fixed.
 
@@ -297,6 +309,47 @@ class Method:
                 over that many training samples of all clients, by the weight's name.
         """
         return {}
+
+    def resumed(self, job: Job, memory: Memory | None, world: World) -> None:
+        """Look at what a client remembers before it trains, such as to log a warning. By default nothing is done.
+
+        It is called once for every job of a round, on the server, if `keeps_nets` is set.
+
+        Args:
+            job: What the client is asked to train.
+            memory: What it kept from earlier rounds. None: nothing.
+            world: Family, task and seed.
+        """
+
+    def kept_nets(self, memory: Memory, world: World) -> Mapping[str, Submodel]:
+        """Return nets in a client's memory that are tested besides, by the name that their metrics begin with.
+
+        The net `private` gives `private_accuracy`, the mean over clients on the whole test set, and
+        `local_private_accuracy` on the client's own test samples, by the keys of the clients' budgets. By default
+        there are none, and `keeps_nets` is False.
+
+        Args:
+            memory: What the client kept from earlier rounds.
+            world: Family, task and seed.
+        """
+        return {}
+
+    def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
+        """Return figures of a fleet that `summary.json` has besides, as plain values. By default there are none.
+
+        Args:
+            counts: Number of clients that have each budget.
+            world: Family, task and seed.
+        """
+        return {}
+
+    def trial(self, family: Family) -> tuple[Family, tuple[Budget, ...]]:
+        """Return the family and the budgets on which `fedquilt check` tries the method.
+
+        Args:
+            family: A small net. By default it is used as it is, with shares from 1 to 1/8.
+        """
+        return family, tuple(Budget(share=share) for share in TRIAL_SHARES)
 
     def deploy(self, server: Server, budget: Budget, world: World) -> Mix:
         """The sub-model for a device of this budget, once trained; several give the mean of their logits."""

@@ -31,7 +31,7 @@ from fedquilt.round.training.optimizers import SGD
 from fedquilt.round.training.schedules import Cosine
 from fedquilt.round.training.server import TrainServer
 from fedquilt.tasks import Task
-from fedquilt.terms import WHOLE, Arch, Budget, Client, Extras, Job, Mix, Server, Submodel
+from fedquilt.terms import WHOLE, Arch, Budget, Client, Extras, Job, Memory, Mix, Server, Submodel
 
 Strategy = Literal["progressive", "end_to_end", "layerwise", "partial", "mixed", "random"]
 _SITE = 48  # Random stream of the stages that `random` draws
@@ -101,7 +101,7 @@ class ProgFed(Method):
         if isinstance(inner, ProgFed):
             problem = "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."
             refuse(self, {"over": problem})
-        shared = ("local", "weighting", "server", "copies", "ignores_budgets", "skips_clients")
+        shared = ("local", "weighting", "server", "copies", "ignores_budgets", "skips_clients", "keeps_nets")
         for name in shared:  # Fields and attributes of the class that are the inner method's
             object.__setattr__(self, name, getattr(inner, name))
         super().__post_init__()
@@ -289,6 +289,18 @@ class ProgFed(Method):
 
     def label(self, budget: Budget, world: World) -> str:
         return self.over.label(budget, world)
+
+    def key(self, budget: Budget, world: World) -> str:
+        return self.over.key(budget, world)
+
+    def resumed(self, job: Job, memory: Memory | None, world: World) -> None:
+        self.over.resumed(job, memory, world)
+
+    def kept_nets(self, memory: Memory, world: World) -> Mapping[str, Submodel]:
+        return self.over.kept_nets(memory, world)
+
+    def account(self, counts: Mapping[Budget, int], world: World) -> dict[str, Any]:
+        return self.over.account(counts, world)
 
     def check_task(self, task: Task) -> None:
         self.over.check_task(task)

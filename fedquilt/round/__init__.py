@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 from fedquilt.files import settled
 from fedquilt.round.budgets import planned
+from fedquilt.round.client import memory_of
 from fedquilt.round.clients import Fleet
 from fedquilt.round.learning import learn
 from fedquilt.round.merge import Merged
@@ -92,6 +93,9 @@ def play(
         for place, id in enumerate(fleet.cohort(server.round, world.seed, engine.online()))
     ]
     jobs = [Job(c, submodel, server.round) for c in cohort for submodel in planned(method, server, c, world)]
+    if method.keeps_nets:
+        for job in jobs:
+            method.resumed(job, memory_of(server, job), world)
     fold = method.fold(server, world)
     outcome = engine.train(federation, server, jobs, fold)
     for client, why in outcome.missing.items():

@@ -14,9 +14,18 @@ if TYPE_CHECKING:
 
 
 def share_label(method: Method, budget: Budget, world: World) -> str:
-    """Return the key of a client's budget in records: the share of every axis that it can train."""
-    share = method.trainable_share(budget, world)
+    """Return the key of a client's budget in records: the share that it can train, or what the method says."""
+    return method.key(budget, world)
+
+
+def share_key(share: float, budget: Budget) -> str:
+    """Return the key of a share: with four decimals, unless it is that of the budget itself."""
     return str(float(share if share == budget.share else round(share, 4)))
+
+
+def tested_budgets(method: Method, budgets: Sequence[Budget]) -> Sequence[Budget]:
+    """Return the budgets of a fleet for which the server may have nets of their own."""
+    return () if method.serves_one_net else budgets
 
 
 def short_share(key: str) -> str:

@@ -21,12 +21,12 @@ from fedquilt.round.attack import PGD, by_sample
 from fedquilt.round.client import own_state
 from fedquilt.round.clients import Fleet
 from fedquilt.round.federation import Federation, World
-from fedquilt.round.labels import share_label
+from fedquilt.round.labels import share_label, tested_budgets
 from fedquilt.round.training.batches import batched
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.step import train_pass
 from fedquilt.tasks import Task
-from fedquilt.terms import Budget, Client, Job, Mix, Server, Submodel, Weights
+from fedquilt.terms import Budget, Client, Job, Memory, Mix, Server, Submodel, Weights
 
 if TYPE_CHECKING:
     from fedquilt.data import FederatedData
@@ -260,11 +260,65 @@ def grade(federation: Federation, server: Server, fleet: Fleet, engine: Engine, 
     """
     method, world = federation.method, federation.world
     grades = _tested(federation, server, fleet, engine, how)
+    if method.keeps_nets:
+        grades.metrics.update(_kept_by_clients(federation, server, fleet, engine, how))
     whole = share_label(method, Budget(share=1.0), world)
     for name, value in method.figures(server, world, gradients_at(federation, server, engine, how)).items():
         if math.isfinite(value):
             grades.metrics[name] = {whole: value}
     return grades
+
+
+def _kept_by_clients(
+    federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
+) -> dict[str, dict[str, float]]:
+    """Test the nets that clients keep, on all test samples and on their own, and return metrics by budget."""
+    task = federation.world.task
+    found: dict[str, list[Score]] = {}
+    for some in _few(_remembering(federation, fleet, server, engine, how)):
+        exams = [exam for client in some for exam in _kept_exams(federation, server, client, engine, how)]
+        scores = engine.evaluate(federation, [exam for _, exam in exams], how.batch_size)
+        for (metric, _), score in zip(exams, scores, strict=True):
+            found.setdefault(metric, []).append(score)
+    return {metric: main_by_label(scores, task) for metric, scores in found.items()}
+
+
+def _remembering(
+    federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation
+) -> list[Client]:
+    """Draw clients among those that remember something, each as it was when it trained last."""
+    seed = federation.world.seed
+    pool = sorted({client for client, scope in server.memory if not scope})
+    count = min(how.clients, len(pool))
+    drawn = [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))] if pool else []
+    return [fleet.client(client, server.last(client), seed, engine.size(client)) for client in drawn]
+
+
+def _kept_exams(
+    federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation
+) -> Iterator[tuple[str, EvalJob]]:
+    """Yield tests of the nets that a client keeps, each with the name of its metric."""
+    method, world = federation.method, federation.world
+    main, memory = world.task.main.name, server.memory[client.id, ""]
+    label, own_classes = share_label(method, client.budget, world), _among_own_classes(federation)
+    for name, net in method.kept_nets(memory, world).items():
+        state = _remembered(federation, net, memory, engine.device)
+        if method.local.norm.measures and world.family.statistics:
+            (statistics,) = measured_statistics(federation, [(net, state)], engine, how.batch_size, client.id)
+            state |= statistics
+        exam = EvalJob(label, (net,), state)
+        yield f"{name}_{main}", exam
+        if how.local and engine.tests_by_client:
+            own = replace(exam, client=client.id, own_classes=own_classes, absent=how.logit)
+            yield f"local_{name}_{main}", own
+
+
+def _remembered(federation: Federation, net: Submodel, memory: Memory, device: torch.device) -> dict[str, Tensor]:
+    """Return a net's weights as a client remembers them, else the initial ones."""
+    cutter, initial = federation.world.family.cutter, federation.initial_on(device)
+    names = [name for name in federation.world.family.member(net).names if name in initial]
+    first = cutter.gather(initial, net, names)
+    return cutter.overlay(first, net.held, memory.weights, memory.submodel.held)
 
 
 def gradients_at(federation: Federation, server: Server, engine: Engine, how: Evaluation) -> Gradients:
@@ -433,7 +487,7 @@ def members_by_share(
     """
     found: dict[str, Mix] = {}
     asked = () if method.personal else (Budget(share=share) for share in (1.0, *shares))
-    for kind in (*budgets, *asked):
+    for kind in (*tested_budgets(method, budgets), *asked):
         budget = trained_within(method, kind, world)
         own = Client(0, budget)
         nets = owned(method, server, own, world) if method.personal else given(method, server, budget, world)
