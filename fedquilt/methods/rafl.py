@@ -205,7 +205,9 @@ class RaFL(Method):
         member = self._limited(name, world)
         kind = "private net" if self.limit == "private" else "pair of nets"
         memory = f" and trains in {member.training_memory(step):,} bytes" if step else ""
-        least = f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and {member.count:,} parameters{memory}"
+        least = (
+            f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and {member.count:,} parameters{memory}"
+        )
         other = "" if self.limit == "private" else ", or limit = 'private', by which limits are those of one net"
         return f"no {kind} is within the budget {budget}: {least}. Larger limits or smaller nets would work{other}."
 
@@ -241,7 +243,9 @@ class RaFL(Method):
         total = sum(counts.values())
         found: dict[str, Any] = {
             "pair_macs": sum(pairs[budget].macs * count for budget, count in counts.items()) / total,
-            "over_limit": sum(count for budget, count in counts.items() if family.excess([pairs[budget]], budget, step)),
+            "over_limit": sum(
+                count for budget, count in counts.items() if family.excess([pairs[budget]], budget, step)
+            ),
         }
         if not limited:
             return found
@@ -253,9 +257,7 @@ class RaFL(Method):
             found["common_utilisation"] = _macs(family, common) * sum(limited.values()) / limits
         return found
 
-    def _fits_all(
-        self, private: str, budgets: Mapping[Budget, int], step: TrainingStep | None, world: World
-    ) -> bool:
+    def _fits_all(self, private: str, budgets: Mapping[Budget, int], step: TrainingStep | None, world: World) -> bool:
         member = self._limited(private, world)
         return not any(world.family.excess([member], budget, step) for budget in budgets)
 

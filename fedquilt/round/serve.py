@@ -283,9 +283,7 @@ def _kept_by_clients(
     return {metric: main_by_label(scores, task) for metric, scores in found.items()}
 
 
-def _remembering(
-    federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation
-) -> list[Client]:
+def _remembering(federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
     """Draw clients among those that remember something, each as it was when it trained last."""
     seed = federation.world.seed
     pool = sorted({client for client, scope in server.memory if not scope})
