@@ -599,7 +599,11 @@ def defaults(method: str = DEMO["method"]["name"], names_model: bool = True, num
     budgets = Devices().budgets if num_models < 2 else ByNet()
     if num_models > 1 and needs_public(method):
         named["data"]["public"] = DEMO_PUBLIC
-    return {"method": {"name": method}, **named, "fleet": {"budgets": {"name": label(type(budgets))}}}
+    table: Settings = {"name": label(type(budgets))}
+    kind = _method_class(method)
+    if num_models > 1 and kind is not None and kind.trains_pairs:
+        table["pairs"] = True
+    return {"method": {"name": method}, **named, "fleet": {"budgets": table}}
 
 
 def is_made_by_function(method: str) -> bool:

@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 from fedquilt import noise
 from fedquilt.checks import File, within
 from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.family.variants import joined
 from fedquilt.terms import Budget
 
 if TYPE_CHECKING:
@@ -262,8 +263,11 @@ class FlopLimited(Budgets):
 class ByNet(Budgets):
     """As many clients for each net of a union, dealt in turn. A client's budget is the multiply-adds of its net.
 
-    It is the default of runs with several models, because nets of different architectures have no common share.
+    It is the default of runs with several models, because nets of different architectures have no common share. With
+    `pairs` a client trains the first net and one of the others, and its budget is the multiply-adds of both.
     """
+
+    pairs: bool = False  # Budgets are those of the first net together with one of the others
 
     def deal(self, num_clients: int, seed: int = 0) -> Deal:
         raise ConfigError(
@@ -272,7 +276,7 @@ class ByNet(Budgets):
         )
 
     def for_family(self, family: Family) -> Budgets:
-        return _InTurn(net_budgets(family))
+        return _InTurn(net_budgets(family, self.pairs))
 
 
 @dataclass(frozen=True)
@@ -285,9 +289,17 @@ class _InTurn(Budgets):
         return in_turn(self.kinds, num_clients)
 
 
-def net_budgets(family: Family) -> tuple[Budget, ...]:
-    """Return a budget for each net of a union, its multiply-adds, the largest first. Other families have one net."""
-    macs = {family.member(family.at(variant).whole).macs for variant in family.variants}
+def net_budgets(family: Family, pairs: bool = False) -> tuple[Budget, ...]:
+    """Return a budget for each net of a union, its multiply-adds, the largest first. Other families have one net.
+
+    Args:
+        family: A union, or a family of one net.
+        pairs: True: budgets are those of the first net together with one of the others.
+    """
+    variants = family.variants
+    if pairs and len(variants) > 1:
+        variants = tuple(joined(variants[0], variant) for variant in variants[1:])
+    macs = {family.member(family.at(variant).whole).macs for variant in variants}
     return tuple(Budget(macs=count) for count in sorted(macs, reverse=True))
 
 

@@ -49,6 +49,7 @@ class Method:
     ignores_budgets: ClassVar[bool] = False  # True: plans may exceed budgets; runs say for how many
     skips_clients: ClassVar[bool] = False  # True: an empty plan leaves a client out of a round
     serves_one_net: ClassVar[bool] = False  # True: the server has one net for devices of all budgets
+    trains_pairs: ClassVar[bool] = False  # True: clients train the first net of a union and one of the others
     keeps_nets: ClassVar[bool] = False  # True: clients keep nets of their own, which `kept_nets` names
     demo: ClassVar[Mapping[str, Any]] = {}  # Settings of its own in the demo, whose devices have shares 1, 1/2 and 1/4
 

@@ -87,9 +87,11 @@ class RaFL(Method):
     on the whole test set, `local_private_accuracy` on the client's own test samples.
 
     The paper states neither optimizer nor epochs. The preset `released` has the losses of the released code: squared
-    differences of logits in turn, whose gradient is not cut off, and at the server the maximum of logits and `Softened`.
+    differences of logits in turn, whose gradient goes into both nets, and at the server the maximum of logits and
+    `Softened`.
     That code starts from a knowledge net with the supernet's weights where all weights are said to be reset. Whoever
-    makes the union decides that: `knowledge_pretrained` asks for it.
+    makes the union decides that: `knowledge_pretrained` asks for it. Its learning rates fall by a factor of 0.9 after
+    every local epoch, which the preset does not have.
     """
 
     weighting: Weighting = "data"  # What a client counts by in the mean of knowledge nets
@@ -109,6 +111,7 @@ class RaFL(Method):
 
     paper = "Yu et al. 2023"
     serves_one_net = True
+    trains_pairs = True
     keeps_nets = True
     presets: ClassVar[Presets] = {
         "released": {

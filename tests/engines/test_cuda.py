@@ -13,7 +13,7 @@ from fedquilt.methods import METHODS
 from fedquilt.models import PreResNet
 from fedquilt.round.link import ChangeSpec
 from fedquilt.terms import Memory, Server
-from tests.conftest import LOCAL, assert_same, with_local
+from tests.conftest import CUTTING, LOCAL, assert_same, with_local
 from tests.engines.test_links import LINKS
 from tests.engines.test_parity import RAGGED, SHARES
 from tests.unit.family.test_faithful import small_net
@@ -37,7 +37,7 @@ def on_cpu(run: fq.Run) -> fq.Run:
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CUTTING)
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play, make_data):
     method = with_local(METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
@@ -62,7 +62,7 @@ def test_passes_and_variates_give_the_same_numbers_on_cuda(engine, link, residua
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CUTTING)
 @pytest.mark.parametrize("link", LINKS)
 def test_every_method_gives_the_same_numbers_over_links_on_cuda(name, link, engine, residual, play, make_data):
     method = with_local(METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
@@ -112,7 +112,7 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
 
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CUTTING)
 def test_recorded_steps_give_the_numbers_of_the_truth(name, layout, residual, make_data, play, monkeypatch):
     """Every method in every layout, ragged clients, two epochs: graphs on the GPU against the truth on the CPU.
 

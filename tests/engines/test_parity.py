@@ -19,7 +19,7 @@ from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, TaskLoss, View, Wrapping, together
 from fedquilt.round.training.regions import Between
 from fedquilt.terms import Job, Server
-from tests.conftest import LOCAL, QUICK_METHODS, assert_same, assert_same_grades, with_local
+from tests.conftest import CUTTING, LOCAL, QUICK_METHODS, assert_same, assert_same_grades, with_local
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
@@ -180,7 +180,7 @@ def test_a_memory_bound_splits_stacks_and_keeps_the_numbers(residual, make_data)
 
 def test_learners_of_equal_clients_are_equal_and_hashable(residual):
     world = World(residual)
-    for method in [cls() for cls in METHODS.values()]:
+    for method in [cls() for cls in CUTTING.values()]:
         server = method.init(world)
         jobs = [
             Job(client, method.plan(server, client, world)[0], 0)

@@ -69,7 +69,9 @@ def test_two_rounds_are_the_same_on_sequential_and_vectorised(name, link, make_d
     assert [record.bytes_first for record in runs[0].records] == [record.bytes_first for record in runs[1].records]
 
 
-@pytest.mark.parametrize("engine", [name if name == "vectorised" else pytest.param(name, marks=pytest.mark.slow) for name in ENGINES])  # fmt: skip
+@pytest.mark.parametrize(
+    "engine", [pytest.param(name, marks=() if name == "vectorised" else pytest.mark.slow) for name in ENGINES]
+)
 @pytest.mark.parametrize(
     "name", ["a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("b", "c", "in turn", "released"))]
 )

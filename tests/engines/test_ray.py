@@ -29,7 +29,7 @@ from fedquilt.round.merge import Fold, Mean
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import View, Wrapping
 from fedquilt.terms import Job, Server
-from tests.conftest import assert_same, with_local
+from tests.conftest import CUTTING, assert_same, with_local
 from tests.engines.test_growth import FOUR_BITS, INNER, grown
 from tests.engines.test_links import LINKS
 from tests.growing import growing
@@ -81,7 +81,7 @@ def test_an_engine_goes_on_with_other_data_and_another_seed(residual, start, mak
     assert_same(*runs)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CUTTING)
 def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual, start):
     truth, other = (
         start(METHODS[name](), residual, engine, sample=5, dynamic=True).train(2) for engine in ("sequential", "ray")
@@ -89,7 +89,7 @@ def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual,
     assert_same(truth, other)
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CUTTING)
 def test_every_method_gives_the_numbers_of_the_sequential_engine_over_a_link(name, residual, start):
     """Workers have the run's link, and what clients keep for it comes back: two runs on one crew, each with its own."""
     for link in (LINKS["everything"], LINKS["lossy"]):

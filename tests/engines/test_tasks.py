@@ -16,7 +16,7 @@ from fedquilt.errors import ConfigError, DataError
 from fedquilt.methods import METHODS, FedAvg, FedResCuE, HeteroFL, LocalOnly, SplitMix
 from fedquilt.round.serve import EvalJob, joined
 from fedquilt.tasks import Classification, MultiLabel, NextToken, Regression, SumMetric, Task
-from tests.conftest import LOCAL, assert_same, with_local
+from tests.conftest import CUTTING, LOCAL, assert_same, with_local
 
 SIZES = (5, 7, 6)
 SHARES = (1.0, 0.5)
@@ -64,7 +64,7 @@ def play(name: str, method: fq.Method, engine: str, **options: object) -> fq.Run
 
 
 @pytest.mark.parametrize("task", ["regression", "labels"])
-@pytest.mark.parametrize("method", [name for name in METHODS if name not in NEEDS_CLASSES])
+@pytest.mark.parametrize("method", [name for name in CUTTING if name not in NEEDS_CLASSES])
 def test_every_method_gives_the_same_on_both_engines(method, task):
     """Also those whose own defaults mask absent classes: there are none."""
     chosen = METHOD.get(method) or METHODS[method]()

@@ -40,7 +40,7 @@ from fedquilt.round.merge import ServerAdam, ServerMomentum
 from fedquilt.round.training.learner import Learner
 from fedquilt.tasks import Segmentation, Task
 from fedquilt.terms import Job
-from tests.conftest import few_server_steps
+from tests.conftest import CUTTING, few_server_steps
 
 # --- models -----------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ METHOD_RUNS = {
         link=link,
         rounds=3,
     )
-    for name, method in METHODS.items()
+    for name, method in CUTTING.items()
     for ending, link in LINKS.items()
 }
 METHOD_RUNS |= FIRST_RUNS

@@ -13,7 +13,7 @@ from fedquilt.clientwise import Clientwise, Device
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, LocalOnly, ProgFed, SHeteroFL, SplitMix
 from fedquilt.methods.prototypes import Prototypes
-from tests.conftest import with_local
+from tests.conftest import CUTTING, with_local
 from tests.growing import BLOCKS, HEADS, growing
 
 SHARES = (1.0, 0.5, 0.25)
@@ -26,7 +26,7 @@ def with_domains(data: fq.FederatedData) -> fq.FederatedData:
     return replace(data, domains=homes, domain_names=("near", "far"))
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CUTTING)
 def test_every_method_tells_what_its_clients_got(name, residual, make_data, play):
     method = with_local(METHODS[name](), batch_size=4).settled(8)  # A model that grows does so later.
     run = play(method, residual, make_data(residual, (8,) * 3), SHARES, rounds=1)
@@ -106,7 +106,7 @@ def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
 
 
 @pytest.mark.parametrize("norm", ["batch", "tracked", "local"])
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CUTTING)
 def test_parameters_are_told_as_bytes_are_counted(name, norm, residual, make_data, play):
     """Whatever a method sends and no more: norm statistics, rows of classes, several uploads, copies."""
     if norm == "local" and issubclass(METHODS[name], Prototypes):

@@ -14,13 +14,13 @@ import fedquilt as fq
 from fedquilt.customise import CustomisableModel, resident_bytes
 from fedquilt.errors import ConfigError
 from fedquilt.family.cut import scattered
-from fedquilt.methods import METHODS, FedBN, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
+from fedquilt.methods import FedBN, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.models import MODELS
-from tests.conftest import few_server_steps, with_local
+from tests.conftest import CUTTING, few_server_steps, with_local
 
 SHARES = (1.0, 0.5, 0.25, 0.125)
 
-ALL = [few_server_steps(kind()) for kind in METHODS.values() if kind is not FedBN]
+ALL = [few_server_steps(kind()) for kind in CUTTING.values() if kind is not FedBN]
 
 
 @pytest.fixture(scope="module")

@@ -12,10 +12,10 @@ import fedquilt as fq
 from fedquilt.deploy import deployed, total_share
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cut import prefix
-from fedquilt.methods import METHODS, FedAvg, FedBN, HeteroFL, LocalOnly, SplitMix
-from tests.conftest import few_server_steps, with_local
+from fedquilt.methods import FedAvg, FedBN, HeteroFL, LocalOnly, SplitMix
+from tests.conftest import CUTTING, few_server_steps, with_local
 
-ALL = [few_server_steps(kind()) for kind in METHODS.values()]
+ALL = [few_server_steps(kind()) for kind in CUTTING.values()]
 
 
 @pytest.fixture(scope="module")

@@ -15,9 +15,9 @@ import fedquilt as fq
 from fedquilt.errors import ConfigError, ExportError, RecordError
 from fedquilt.export import Pt2
 from fedquilt.family.ensemble import Ensemble
-from fedquilt.methods import METHODS, FedBN, FedRolex, HeteroFL, LocalOnly, SplitMix
+from fedquilt.methods import FedBN, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.models import MODELS
-from tests.conftest import few_server_steps
+from tests.conftest import CUTTING, few_server_steps
 
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxruntime", "onnxscript"))
 ONNX = pytest.param("onnx", marks=pytest.mark.skipif(not HAS_ONNX, reason="needs fedquilt[export]"))
@@ -71,7 +71,7 @@ def answers(file, inputs):
 
 
 @pytest.mark.parametrize(
-    "method", [few_server_steps(kind()) for kind in METHODS.values()], ids=lambda method: type(method).__name__
+    "method", [few_server_steps(kind()) for kind in CUTTING.values()], ids=lambda method: type(method).__name__
 )
 def test_every_method_is_written_and_loaded(method, family, play, make_data, tmp_path):
     run = play(method, family, make_data(family, (9, 8)), rounds=1)

@@ -31,11 +31,11 @@ from fedquilt.round.serve import members_by_share
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import TaskLoss, Wrapping, together
 from fedquilt.terms import Client, Job, Server
-from tests.conftest import LOCAL, with_local
+from tests.conftest import CUTTING, LOCAL, with_local
 from tests.growing import growing
 
 SERVER = Server(0, {})
-FITTING = {name: kind for name, kind in METHODS.items() if not kind().ignores_budgets}
+FITTING = {name: kind for name, kind in CUTTING.items() if not kind().ignores_budgets}
 
 
 # --- memory is that of the step that a client runs --------------------------------------------------------------

@@ -15,7 +15,7 @@ from fedquilt.data.parts import Parts
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS, FedAvg, FedBN, HeteroFL
 from fedquilt.round.availability import Diurnal, Trace
-from tests.conftest import LOCAL, few_server_steps
+from tests.conftest import CUTTING, LOCAL, few_server_steps
 
 COHORT = ASKED = 5
 
@@ -99,7 +99,7 @@ def test_calibration_takes_a_fixed_draw_of_very_many_samples(residual, make_data
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", CUTTING)
 def test_a_round_nobody_takes_part_in_changes_nothing_and_is_recorded(
     perceptron, play, make_data, tmp_path, name, engine
 ):
