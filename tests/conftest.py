@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.engines import ENGINES
-from fedquilt.methods import METHODS, Method, ProgFed, Scaffold
+from fedquilt.methods import METHODS, Method, ProgFed, RaFL, Scaffold
 from fedquilt.methods.prototypes import Prototypes
 from fedquilt.models import PreResNet, TransformerLM
 from fedquilt.round import Record
@@ -195,7 +195,7 @@ QUICK_METHODS = [pytest.param(name, marks=pytest.mark.slow if name in RELATIVES 
 
 def few_server_steps(method: Method) -> Method:
     """Return the method with four steps of a server that learns in each round."""
-    if not isinstance(method, Prototypes):
+    if not isinstance(method, (Prototypes, RaFL)):
         return method
     few = ServerTraining(fq.SGD(lr=0.05), batch_size=4, steps=4, check_every=2)
     return replace(method, server_training=few)

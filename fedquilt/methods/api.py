@@ -13,7 +13,8 @@ The names are grouped by the order in which a round uses them:
 - what a method is given: `World`, `Server`, `Client`, `Job`, `Budget`, `Memory`, and the `Family`
   with its `Member`s
 - what a client trains (`plan`, `deploy`): `Submodel`, and `prefix`, `windows`, `scattered` and
-  `highest`, which make one; `WHOLE`, `joined` and `members_of` name variants of a model
+  `highest`, which make one; `WHOLE`, `joined` and `members_of` name variants of a model, and `union`
+  joins several traced models
 - how it trains (`learner`): `Learner`, `Phase`, `Local`, objectives, regions, filters, optimizers,
   schedules and norm policies
 - what it keeps and sends beside the weights: `MethodState`, `Trained`, `Left`, and passes over samples
@@ -30,7 +31,7 @@ from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError, FedquiltError, SubmodelError, TrainingError
 from fedquilt.family.cost import Cost, TrainingStep
 from fedquilt.family.cut import Cutter, highest, prefix, scattered, windows
-from fedquilt.family.family import Family, Rounding
+from fedquilt.family.family import Family, Rounding, trace
 from fedquilt.family.member import Member
 from fedquilt.family.norms import (
     AllLocal,
@@ -43,6 +44,7 @@ from fedquilt.family.norms import (
     Tracked,
 )
 from fedquilt.family.scores import channel_scores
+from fedquilt.family.union import union
 from fedquilt.family.variants import joined, members_of
 from fedquilt.methods.method import Method, Presets, narrower, whatever_the_budget
 from fedquilt.methods.prototypes import Prototypes
@@ -67,12 +69,12 @@ from fedquilt.round.merge import (
     as_weights,
     client_weight,
 )
-from fedquilt.round.teachers import EACH, OUTPUTS, Teachers
+from fedquilt.round.teachers import EACH, OUTPUTS, Combined, Teachers
 from fedquilt.round.training.augmentation import Intensity
 from fedquilt.round.training.filters import All, Filter, Nothing, Parts, VariantWeights
 from fedquilt.round.training.learner import Freeze, Learner, Phase, nets_of
 from fedquilt.round.training.local import Local
-from fedquilt.round.training.mutual import Mutual
+from fedquilt.round.training.mutual import Distance, Mutual
 from fedquilt.round.training.objectives import (
     RECEIVED,
     Adversarial,
@@ -136,11 +138,13 @@ __all__ = [
     "BudgetError",
     "Client",
     "ClientPass",
+    "Combined",
     "ConfigError",
     "Constant",
     "Cosine",
     "Cost",
     "Cutter",
+    "Distance",
     "Distilled",
     "Everywhere",
     "Extras",
@@ -240,6 +244,8 @@ __all__ = [
     "refuse",
     "scattered",
     "teaching",
+    "trace",
+    "union",
     "whatever_the_budget",
     "windows",
     "within",

@@ -21,6 +21,7 @@ from torch import Tensor, nn
 import fedquilt as fq
 from fedquilt import noise
 from fedquilt.family.variants import VariantSource
+from fedquilt.fleets import net_budgets
 from fedquilt.methods import METHODS, Method
 from fedquilt.methods.dsfl import DSFL
 from fedquilt.methods.fedavg import FedAvg
@@ -31,6 +32,7 @@ from fedquilt.methods.fedrescue import FedResCuE
 from fedquilt.methods.fedrolex import FedRolex
 from fedquilt.methods.heterofl import HeteroFL
 from fedquilt.methods.progfed import ProgFed
+from fedquilt.methods.rafl import RaFL
 from fedquilt.methods.sheterofl import SHeteroFL
 from fedquilt.methods.splitmix import SplitMix
 from fedquilt.models import MLP, TransformerLM, tiny_resnet, unet2d
@@ -66,6 +68,14 @@ def residual_net() -> nn.Module:
 def seeded_net() -> nn.Module:
     """Return the residual net with weights that depend on the seed that the family sets."""
     return hashed(tiny_resnet(num_classes=10), torch.initial_seed())
+
+
+def small_net(channels: int) -> nn.Module:
+    """Return two convolutions with batch norms, one of several architectures that a union has."""
+    layers = [nn.Conv2d(1, channels, 3, 2, 1), nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels, 3)]
+    return hashed(
+        nn.Sequential(*layers, nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten(), nn.Linear(4 * channels, 10))
+    )
 
 
 def dual_net() -> nn.Module:
@@ -159,16 +169,19 @@ class Case:
     evaluation: fq.Evaluation = fq.Evaluation()
     rounds: int = 2
     task: Task | None = None  # None: found from the data
+    # Nets of a union by name, in the place of `net`; the first is the knowledge net, and clients train pairs.
+    nets: Mapping[str, Callable[[], nn.Module]] = field(default_factory=dict)
 
     def play(self, out: Path | None = None) -> fq.Run:
         """Train, and record the run in a folder if one is given, with a checkpoint after each round."""
         data = self.data()
         local = {"optimiser": fq.SGD(lr=0.03), "batch_size": 16, **self.local}
+        family, budgets = self.family(data.example)
         return fq.run(
             self.method.with_local(**local),
-            fq.trace(self.net, data.example),
+            family,
             data,
-            fq.Fleet.of(self.shares, 10, 4, **self.fleet),
+            fq.Fleet.of(budgets, 10, 4, **self.fleet),
             "sequential",
             rounds=self.rounds,
             seed=1,
@@ -179,6 +192,13 @@ class Case:
             checkpointing=fq.Checkpointing(rounds=1, seconds=0),
             task=self.task,
         )
+
+    def family(self, example: Tensor) -> tuple[fq.Family, tuple[Any, ...]]:
+        """Return the family, and the budgets that clients have in turn."""
+        if not self.nets:
+            return fq.trace(self.net, example), self.shares
+        family = fq.union({name: fq.trace(net, example) for name, net in self.nets.items()})
+        return family, net_budgets(family, pairs=True)
 
 
 @dataclass(frozen=True)
@@ -220,6 +240,16 @@ METHOD_RUNS = {
     for ending, link in LINKS.items()
 }
 METHOD_RUNS |= FIRST_RUNS
+
+PAIRS = {name: partial(small_net, channels) for name, channels in (("knowledge", 4), ("small", 6), ("big", 8))}
+RAFL = Case(RaFL(), nets=PAIRS, data=public_digits, rounds=3)
+PAIR_RUNS = {f"rafl{ending}": replace(RAFL, link=link) for ending, link in LINKS.items()}
+PAIR_RUNS |= {
+    "rafl-public": replace(RAFL, method=few_server_steps(RaFL(distil=True))),
+    "rafl-transfer": replace(RAFL, method=RaFL(transfer=True)),
+    "rafl-in-turn": replace(RAFL, method=RaFL(order="in_turn")),
+    "rafl-released": replace(RAFL, method=few_server_steps(RaFL.preset("released", distil=True)), local={"epochs": 1}),
+}
 
 WEAK_ATTACK = fq.PGD(steps=2, size=6 / 255)
 ATTACKED = fq.AdversarialTraining(attack=WEAK_ATTACK)
@@ -366,7 +396,7 @@ SETTING_RUNS = {
     "all-state": ALL_STATE,
 }
 
-RUNS = {**METHOD_RUNS, **SETTING_RUNS, **TASK_RUNS}
+RUNS = {**METHOD_RUNS, **PAIR_RUNS, **SETTING_RUNS, **TASK_RUNS}
 
 
 def export(case: Case, folder: Path, share: float = 0.5, **how: Any) -> None:
@@ -394,14 +424,17 @@ QUICK = (
     "fedrolex-lossy-mild",
     "fedrescue-four-bits",
     "fedbn",
+    "rafl",
     "transformer",
     "diabetes-heterofl",
     "files-checkpoint",
 )
-# Pairs with equal weights: LocalOnly sends nothing over any link, and these norms differ in evaluation alone.
+# Pairs with equal weights: LocalOnly sends nothing over any link, these norms differ in evaluation alone, and a private
+# net is the same whether a client draws it or downloads it.
 SAME_RUNS = {
     ("local", "local-lossy-mild"),
     ("local", "local-four-bits"),
     ("local-lossy-mild", "local-four-bits"),
     ("norm-batch", "norm-post"),
+    ("rafl", "rafl-transfer"),
 }
