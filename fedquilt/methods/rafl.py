@@ -1,4 +1,4 @@
-"""RaFL: a private net on every device, and a small knowledge net that travels (Yu et al., CVPR workshops 2023)."""
+"""RaFL: a private net on every device, and a small knowledge net that travels (Yu et al. 2022)."""
 
 from __future__ import annotations
 
@@ -109,7 +109,7 @@ class RaFL(Method):
     limit: Limit = "pair"  # What a device's limits are limits of: of both nets that it trains, or the private one alone
     keep_knowledge: bool = True  # Clients keep the knowledge net that they trained too, so that it can be tested
 
-    paper = "Yu et al. 2023"
+    paper = "Yu et al. 2022"
     serves_one_net = True
     trains_pairs = True
     keeps_nets = True

@@ -1,4 +1,4 @@
-"""RaFL (Yu et al. 2023): equations 2 to 7, algorithms 1 and 2, limits, and what is reported."""
+"""RaFL (Yu et al. 2022): equations 2 to 7, algorithms 1 and 2, limits, and what is reported."""
 
 from __future__ import annotations
 

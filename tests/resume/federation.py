@@ -10,7 +10,8 @@ from pathlib import Path
 import torch
 
 import fedquilt as fq
-from fedquilt.methods import DSFL, FedBN, FedDF, FedET, FedRolex, ProgFed
+from fedquilt.fleets import net_budgets
+from fedquilt.methods import DSFL, FedBN, FedDF, FedET, FedRolex, ProgFed, RaFL
 from fedquilt.models import PreResNet
 from fedquilt.round.merge import ServerMomentum
 from fedquilt.round.training.server import ServerTraining
@@ -46,13 +47,20 @@ METHODS = {
     "feddf": FedDF(local=LOCAL, prototypes=SHARES, server_training=FEW_STEPS),
     "dsfl": DSFL(local=LOCAL, prototypes=SHARES, server_training=FEW_STEPS, samples=12),
     "fedet": FedET(local=LOCAL, prototypes=SHARES[1:], server_training=FEW_STEPS),
+    "rafl": RaFL(local=replace(LOCAL, keep_optimizer=True), distil=True, server_training=FEW_STEPS, transfer=True),
 }
 LINKS = {"lossy": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock())}
 
 
 @cache
-def _family() -> fq.Family:
-    return fq.trace(lambda: PreResNet((1, 1), 4, 1, widths=(8, 16)), torch.zeros(2, 1, 6, 6))
+def _family(width: int = 8) -> fq.Family:
+    return fq.trace(lambda: PreResNet((1, 1), 4, 1, widths=(width, 2 * width)), torch.zeros(2, 1, 6, 6))
+
+
+@cache
+def _pairs() -> fq.Family:
+    """Return a union of a knowledge net and two private nets."""
+    return fq.union({"knowledge": _family(2), "small": _family(3), "big": _family(4)})
 
 
 def federate(method: str, out: Path, rounds: int) -> None:
@@ -62,11 +70,13 @@ def federate(method: str, out: Path, rounds: int) -> None:
     x, y = torch.randn(144, 1, 6, 6, generator=draw), torch.randint(4, (144,), generator=draw)
     data = fq.FederatedData.of((x, y), (x[:40], y[:40]), list(torch.arange(144).split(12)))
     data = replace(data, public=x[:20])
+    pairs = METHODS[method].trains_pairs
+    family = _pairs() if pairs else _family()
     fq.run(
         METHODS[method],
-        _family(),
+        family,
         data,
-        fq.Fleet.of(SHARES, 12, 4),
+        fq.Fleet.of(net_budgets(family, pairs=True) if pairs else SHARES, 12, 4),
         rounds=rounds,
         evaluation=fq.Evaluation(every=3),
         out=out,
