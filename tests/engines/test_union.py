@@ -209,7 +209,7 @@ def test_a_run_that_is_stopped_goes_on_as_if_it_had_not_been(name, played, tmp_p
 def test_a_run_is_not_resumed_with_other_nets(played, residual, tmp_path):
     played(METHODS["assigned"], rounds=1, out=tmp_path)
     other = fq.union({"residual": residual, "small": fq.trace(Convolution(4), EXAMPLE)})
-    with pytest.raises(ConfigError, match="it is another one. These differ:\n  model"):
+    with pytest.raises(ConfigError, match=r"it is another one. These differ:\n  model"):
         played(METHODS["assigned"], family=other, rounds=2, out=tmp_path, resume=True)
 
 

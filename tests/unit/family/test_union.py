@@ -284,7 +284,7 @@ def test_names_that_cannot_be_used_are_refused(name, told, perceptron, deep):
 
 
 def test_two_families_with_one_name_are_refused(perceptron, deep):
-    with pytest.raises(TraceError, match="a net named 'a' was asked for 2 times; .* such as a_1 and a_2"):
+    with pytest.raises(TraceError, match=r"a net named 'a' was asked for 2 times; .* such as a_1 and a_2"):
         fq.union([("a", perceptron), ("a", deep)])
 
 
