@@ -1,0 +1,172 @@
+"""Inference time of members, predicted by a table of blocks that were timed one by one."""
+
+from __future__ import annotations
+
+import json
+import platform
+import time
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from itertools import product
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from fedquilt.errors import ConfigError
+from fedquilt.supernet.blocks import BlockSpec
+from fedquilt.supernet.space import Config, Space
+
+FORMAT = 1  # version of the file
+WARM_UP = 2  # forward passes before a block is timed
+SAMPLED_CONFIGS = 100  # random configurations in which blocks are looked for besides the regular ones
+
+Watch = Callable[[int, int], None]  # is called with the number of timed blocks and of all blocks
+
+
+@dataclass(frozen=True)
+class LatencyTable:
+    """Milliseconds of blocks, measured on one machine, for one sample at a time.
+
+    A member's time is the sum over its blocks. Work between blocks is not counted, and neither is the time that
+    caches save when blocks follow one another, so that it is a prediction and no measurement of the member.
+    """
+
+    space: str  # name of the space whose blocks were timed
+    milliseconds: Mapping[str, float]  # by the description of the block
+    machine: str  # processor or GPU
+    device: str  # as torch names it
+    threads: int  # of torch
+    date: str  # of the measurement, as ISO 8601 in UTC
+
+    def latency(self, space: Space, config: Config) -> float:
+        """Return the milliseconds of one sample's inference: the sum over the member's blocks.
+
+        Args:
+            space: Space of the configuration.
+            config: Configuration of the member.
+
+        Raises:
+            ConfigError: A block of the member is not in the table.
+        """
+        blocks = space.blocks(config).values()
+        try:
+            return sum(self.milliseconds[key(block)] for block in blocks)
+        except KeyError as error:
+            raise ConfigError(
+                f"the inference time of a member of {space.name} was asked for; the table of {self.space} has no "
+                f"block {error.args[0]}. Measure the space with the same image size and classes: "
+                f"fedquilt probe --space {space.name}."
+            ) from error
+
+    def save(self, path: str | Path) -> None:
+        """Write the table as JSON."""
+        content = {"format": FORMAT, "unit": "milliseconds", **asdict(self)}
+        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+
+    @staticmethod
+    def load(path: str | Path) -> LatencyTable:
+        """Read a table that `save` wrote.
+
+        Raises:
+            ConfigError: The file cannot be read, or is no such table.
+        """
+        asked = f"the table of blocks {str(path)!r} was asked for"
+        try:
+            content = json.loads(Path(path).read_text())
+        except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
+            raise ConfigError(f"{asked}; it cannot be read: {error}.") from error
+        expected = {"format", "unit", *LatencyTable.__dataclass_fields__}
+        if not isinstance(content, dict) or set(content) != expected or not _are_times(content["milliseconds"]):
+            raise ConfigError(f"{asked}; it is no table that `fedquilt probe --space` wrote.")
+        if content.pop("format") != FORMAT:
+            raise ConfigError(f"{asked}; it was written by another version. Measure the space again.")
+        content.pop("unit")
+        return LatencyTable(**content)
+
+
+def key(block: BlockSpec) -> str:
+    """Return the name of a block in a table. Blocks that compute the same have the same name."""
+    return str(block)
+
+
+def _are_times(value: Any) -> bool:
+    return isinstance(value, dict) and all(isinstance(one, int | float) and one >= 0 for one in value.values())
+
+
+def distinct_blocks(space: Space, seed: int = 0) -> list[BlockSpec]:
+    """Return the different blocks of a space's members.
+
+    A block depends on its own choices and on the width of the stage before it. So configurations are looked at in
+    which all blocks take the same expansion and kernel and stages alternate between two widths, and some random ones
+    for spaces that are built in other ways.
+    """
+    generator = torch.Generator().manual_seed(seed)
+    configs = [*_regular(space), *(space.sample(generator) for _ in range(SAMPLED_CONFIGS))]
+    return list(dict.fromkeys(block for config in configs for block in space.blocks(config).values()))
+
+
+def _regular(space: Space) -> Iterable[Config]:
+    counts = {kind: 0 for kind in ("expansions", "kernels", "widths")}
+    for choice in space.choices:
+        if choice.kind in counts:
+            counts[choice.kind] = max(counts[choice.kind], len(choice.options))
+    ranges = {kind: range(max(1, count)) for kind, count in counts.items()}
+    for expansion, kernel, even, odd in product(
+        ranges["expansions"], ranges["kernels"], ranges["widths"], ranges["widths"]
+    ):
+        places = {"expansions": (expansion, expansion), "kernels": (kernel, kernel), "widths": (even, odd)}
+        values = []
+        for choice in space.choices:
+            last = len(choice.options) - 1
+            place = places[choice.kind][choice.stage % 2] if choice.kind in places else last
+            values.append(choice.options[min(place, last)])
+        yield space.unflat(values)
+
+
+def measure_blocks(
+    space: Space, device: str = "cpu", seconds: float = 0.05, watch: Watch | None = None
+) -> LatencyTable:
+    """Time every distinct block of a space on this machine.
+
+    Args:
+        space: Space with the size of the images and the number of classes that members will have.
+        device: Device as torch names it.
+        seconds: Time for each block, besides the warm-up. The median of the passes counts.
+        watch: Is called after each block.
+    """
+    where = torch.device(device)
+    blocks = distinct_blocks(space)
+    times: dict[str, float] = {}
+    for count, block in enumerate(blocks, start=1):
+        times[key(block)] = _milliseconds(block, where, seconds)
+        if watch:
+            watch(count, len(blocks))
+    is_cuda = where.type == "cuda"
+    machine = torch.cuda.get_device_name(where) if is_cuda else platform.processor() or platform.machine()
+    date = datetime.now(UTC).isoformat(timespec="seconds")
+    return LatencyTable(space.name, times, machine, device, torch.get_num_threads(), date)
+
+
+def _milliseconds(block: BlockSpec, where: torch.device, seconds: float) -> float:
+    module: nn.Module = block.build().to(where).eval()
+    inputs = torch.randn(1, block.in_channels, block.size, block.size, device=where)
+    passes: list[float] = []
+    with torch.inference_mode():
+        for _ in range(WARM_UP):
+            module(inputs)
+        until = time.perf_counter() + seconds
+        while not passes or time.perf_counter() < until:
+            _synchronize(where)
+            began = time.perf_counter()
+            module(inputs)
+            _synchronize(where)
+            passes.append(time.perf_counter() - began)
+    return 1000 * sorted(passes)[len(passes) // 2]
+
+
+def _synchronize(where: torch.device) -> None:
+    if where.type == "cuda":
+        torch.cuda.synchronize(where)

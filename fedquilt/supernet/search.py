@@ -1,0 +1,451 @@
+"""Search for the best member of a space within a device's limits (RaFL, section 3.1)."""
+
+from __future__ import annotations
+
+import math
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from itertools import product
+from typing import Any, Literal
+
+import numpy as np
+from numpy.typing import NDArray
+
+from fedquilt.checks import one_of, within
+from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.supernet.limits import Limits
+from fedquilt.supernet.meter import Costs, Meter
+from fedquilt.supernet.predictor import Floats
+from fedquilt.supernet.space import KINDS, Config, Space, SpaceChoice
+from fedquilt.units import amount
+
+Genes = tuple[int, ...]  # a configuration as the place of each choice among its options
+Score = Callable[[Sequence[Config]], Floats]  # of configurations, higher is better
+Strategy = Literal["evolution", "random", "exhaustive"]
+Watch = Callable[[int, int], None]  # is told the generations that are done, and how many there are
+
+MAX_ENUMERATED = 20_000  # configurations; a smaller space is counted as a whole, so that its best member is known
+SATURATED = 12  # generations without a better member after which the evolution ends
+FILLED_STARTS = 32  # random configurations that are filled up to a limit to find how much of it a space can use
+
+
+@dataclass(frozen=True)
+class Options:
+    """Options of a search.
+
+    Args:
+        strategy: `evolution` is a genetic algorithm. `random` draws configurations until one is within `tolerance`
+            of the limit, as the released code does; it uses no score. `exhaustive` scores every candidate of a small
+            space.
+        floor: Least share of the limit's multiply-adds that a candidate has, wherever the space has such members.
+        tolerance: Share of the limit's multiply-adds by which `random` may stay below it.
+        draws: Configurations that `random` draws at most.
+        population: Members of a generation.
+        generations: Generations of the evolution.
+        seed: Random seed.
+    """
+
+    strategy: Strategy = "evolution"
+    floor: float = 0.9
+    tolerance: float = 0.05
+    draws: int = 2_000
+    population: int = 64
+    generations: int = 40
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        one_of(self, strategy=Strategy)
+        within(
+            self,
+            floor="[0, 1]",
+            tolerance="(0, 1]",
+            draws="[1, inf)",
+            population="[4, inf)",
+            generations="[1, inf)",
+            seed="[0, 4294967295]",
+        )
+
+
+@dataclass(frozen=True)
+class Found:
+    """A member that a search found."""
+
+    config: Config
+    costs: Costs
+    score: float  # predicted accuracy, or the proxy: multiply-adds, then parameters
+    limits: Limits  # that it was searched for
+    scored: int  # members that were scored on the way
+
+    @property
+    def name(self) -> str:
+        """Return a name by multiply-adds that is valid for a module, such as `net28M` or `net44_8M`."""
+        return f"net{amount(self.costs.macs)}".replace(".", "_")
+
+
+class Genome:
+    """Configurations of a space as tuples of whole numbers: the place of each choice among its options.
+
+    A higher place is a larger option, which costs more. Choices of blocks that are not kept are 0.
+    """
+
+    def __init__(self, space: Space) -> None:
+        self.choices: tuple[SpaceChoice, ...] = space.choices
+        self.sizes = tuple(len(choice.options) for choice in self.choices)
+        self._kinds = {kind: [i for i, one in enumerate(self.choices) if one.kind == kind] for kind in KINDS}
+        self._depths = {self.choices[i].stage: i for i in self._kinds["depths"]}
+
+    def config(self, genes: Genes) -> Config:
+        """Return the configuration of canonical genes."""
+        values = [choice.options[gene] for choice, gene in zip(self.choices, genes, strict=True)]
+        fields: dict[str, Any] = {kind: tuple(values[i] for i in places) for kind, places in self._kinds.items()}
+        return Config(**fields)
+
+    def is_kept(self, place: int, genes: Sequence[int]) -> bool:
+        """Return True if a choice has an effect, because its block is kept."""
+        choice = self.choices[place]
+        if choice.block is None:
+            return True
+        depth = self._depths[choice.stage]
+        return choice.block < self.choices[depth].options[genes[depth]]
+
+    def canonical(self, genes: Sequence[int]) -> Genes:
+        """Return the genes with choices that have no effect at 0. Equal nets have equal genes."""
+        return tuple(int(gene) if self.is_kept(place, genes) else 0 for place, gene in enumerate(genes))
+
+    def random(self, random: np.random.Generator) -> Genes:
+        """Draw every choice uniformly from its options."""
+        return self.canonical([int(random.integers(count)) for count in self.sizes])
+
+    def smaller(self, genes: Genes) -> list[int]:
+        """Return the choices that can take a smaller option."""
+        return [place for place, gene in enumerate(genes) if gene > 0]
+
+    def larger(self, genes: Genes) -> list[int]:
+        """Return the choices that can take a larger option."""
+        places = enumerate(zip(genes, self.sizes, strict=True))
+        return [place for place, (gene, count) in places if gene + 1 < count and self.is_kept(place, genes)]
+
+    def moved(self, genes: Genes, place: int, by: int) -> Genes:
+        """Return the genes with one choice moved to another option."""
+        return self.canonical([gene + by if i == place else gene for i, gene in enumerate(genes)])
+
+    def __iter__(self) -> Iterator[Genes]:
+        """Go through all configurations, each once."""
+        depths = [range(self.sizes[place]) if self.choices[place].kind == "depths" else (0,) for place in self._places]
+        for chosen in product(*depths):
+            ranges = [
+                (chosen[place],)
+                if self.choices[place].kind == "depths"
+                else range(self.sizes[place] if self.is_kept(place, chosen) else 1)
+                for place in self._places
+            ]
+            yield from product(*ranges)
+
+    @property
+    def _places(self) -> range:
+        return range(len(self.choices))
+
+
+class Search:
+    """A search for the best member of a space within limits.
+
+    A candidate is within all limits and has at least `floor` of the multiply-adds that the limits allow. These are
+    the limit's own, or, if the space has no such member, the most that a member within the limits has. Costs are
+    counted for every configuration that the evolution meets. Only candidates are scored, and the result is one of
+    them.
+
+    Whether a space has a member close below a limit is known for certain where it has at most `MAX_ENUMERATED`
+    configurations. In larger ones, whose members lie densely, random configurations are filled up to the limits.
+
+    Searches for different limits share nothing but cached costs, so that several threads may call `best`. Equal
+    limits and seeds give equal members.
+    """
+
+    def __init__(self, meter: Meter, score: Score | None = None, options: Options = Options()) -> None:
+        """Prepare a search.
+
+        Args:
+            meter: Counts the costs of configurations of a space.
+            score: Score of configurations, such as a predicted accuracy. None: `proxy`, for spaces without trained
+                weights.
+            options: Options of the search.
+        """
+        self.meter = meter
+        self.space = meter.space
+        self.options = options
+        self.score = score or self.proxy
+        self.has_proxy = score is None  # True if the score is no predicted accuracy
+        self._genome = Genome(self.space)
+        self._columns: dict[str, Floats] = {}  # costs of all configurations of a small space, by name
+        self._lock = threading.Lock()
+
+    def with_options(self, options: Options) -> Search:
+        """Return the same search with other options. Costs that were counted are shared."""
+        return Search(self.meter, None if self.has_proxy else self.score, options)
+
+    def proxy(self, configs: Sequence[Config]) -> Floats:
+        """Return a score that needs no weights: multiply-adds, and among equals the parameters.
+
+        Without trained weights nothing is known about a member's accuracy. A member that uses more of its limit is
+        taken as the better one. The released code accepts members by this alone.
+        """
+        most = 1 + self.meter.cost(self.space.largest).params
+        costs = [self.meter.cost(config) for config in configs]
+        return np.asarray([cost.macs + cost.params / most for cost in costs], dtype=np.float64)
+
+    # --- limits ------------------------------------------------------------------------------------------------
+
+    def check(self, limits: Limits) -> None:
+        """Check that a member is within the limits.
+
+        Raises:
+            BudgetError: Not even the smallest is. The message names it.
+        """
+        smallest = self.space.smallest
+        exceeded = self.meter.exceeded(smallest, limits)
+        if exceeded:
+            raise BudgetError(
+                f"a member of {self.space.name} was asked for within {limits}; the smallest member has "
+                f"{self.meter.costs(smallest)}, which exceeds {' and '.join(exceeded)}. Raise these limits, or use a "
+                "smaller space."
+            )
+
+    def capacity(self, limits: Limits) -> float:
+        """Return the multiply-adds that a member within the limits can have.
+
+        For a limit on multiply-adds alone these are the limit, or the largest member's. Another limit may be
+        reached first, so that members are looked for.
+        """
+        bound = min(limits.macs or math.inf, float(self.meter.cost(self.space.largest).macs))
+        if set(limits.given) <= {"macs"}:
+            return bound
+        self.check(limits)
+        return min(bound, max(self._macs(genes) for genes in self._filled(limits)))
+
+    def _macs(self, genes: Genes) -> float:
+        return float(self.meter.cost(self._genome.config(genes)).macs)
+
+    def _exceeds(self, genes: Genes, limits: Limits) -> bool:
+        return bool(self.meter.exceeded(self._genome.config(genes), limits))
+
+    # --- search ------------------------------------------------------------------------------------------------
+
+    def best(self, limits: Limits, watch: Watch | None = None) -> Found:
+        """Return the best member within limits.
+
+        Args:
+            limits: Limits of a device.
+            watch: Is called after every generation.
+
+        Raises:
+            BudgetError: No member is within the limits.
+            ConfigError: `exhaustive` was asked for in a space with more than `MAX_ENUMERATED` configurations.
+        """
+        self.check(limits)
+        if self.options.strategy == "random":
+            return self._draw(limits)
+        filled = self._filled(limits)
+        task = _Task(self, limits, self._least(limits, filled))
+        if self.options.strategy == "exhaustive":
+            self._exhaust(task)
+        else:
+            self._evolve(task, filled, watch)
+        genes = max(task.scores, key=lambda genes: (task.scores[genes], genes))
+        config = self._genome.config(genes)
+        return Found(config, self.meter.costs(config), task.scores[genes], limits, len(task.scores))
+
+    def _least(self, limits: Limits, filled: Sequence[Genes]) -> float:
+        """Return the fewest multiply-adds of a candidate, given members that were filled up to the limits."""
+        most = max(self._macs(genes) for genes in filled)
+        aim = limits.macs or math.inf
+        return self.options.floor * (aim if most >= self.options.floor * aim else most)
+
+    def _exhaust(self, task: _Task) -> None:
+        if not self.is_enumerable:
+            raise ConfigError(
+                f"an exhaustive search of {self.space.name} was asked for; it has {self.space.num_configs:.3g} "
+                f'configurations, and at most {MAX_ENUMERATED:,} are enumerated. strategy="evolution" fits.'
+            )
+        places = np.flatnonzero(self._fitting(task.limits) & (self._column("macs") >= task.least))
+        task.fitness([self._all[place] for place in places])
+
+    def _evolve(self, task: _Task, filled: Sequence[Genes], watch: Watch | None) -> None:
+        """Evolve a population by PyGAD: tournaments, uniform crossing, and mutation of single choices.
+
+        After every mutation configurations are moved back to the limits (`_fill`), so that nearly all of a
+        generation are candidates. The two best are kept from generation to generation.
+        """
+        pygad = _pygad()
+        options = self.options
+        random = np.random.default_rng([options.seed, 1])
+        start = list(filled[: options.population])
+        while len(start) < options.population:
+            start.append(self._fill(self._genome.random(random), task.limits, task.least, random))
+
+        def mended(algorithm: Any, offspring: NDArray[Any]) -> NDArray[Any]:
+            children = [self._genome.canonical(row) for row in offspring.tolist()]
+            return np.asarray([self._fill(child, task.limits, task.least, random) for child in children])
+
+        def fitness(algorithm: Any, rows: NDArray[Any], places: Any) -> list[float]:
+            return task.fitness([self._genome.canonical(row) for row in np.asarray(rows).tolist()])
+
+        def report(algorithm: Any) -> None:
+            if watch:
+                watch(algorithm.generations_completed, options.generations)
+
+        algorithm = pygad.GA(
+            num_generations=options.generations,
+            num_parents_mating=max(2, options.population // 4),
+            initial_population=np.asarray(start),
+            gene_type=int,
+            gene_space=[list(range(count)) for count in self._genome.sizes],
+            fitness_func=fitness,
+            fitness_batch_size=options.population,
+            parent_selection_type="tournament",
+            crossover_type="uniform",
+            mutation_type="random",
+            mutation_probability=max(0.1, 1 / len(self._genome.sizes)),
+            keep_elitism=2,
+            on_mutation=mended,
+            on_generation=report,
+            stop_criteria=f"saturate_{SATURATED}",
+            random_seed=options.seed,
+            suppress_warnings=True,
+        )
+        algorithm.run()
+
+    def _draw(self, limits: Limits) -> Found:
+        """Draw configurations until one is within the limits and `tolerance` of them, as the released code does.
+
+        If none of `draws` is, the last one is filled up to the limits.
+        """
+        random = np.random.default_rng([self.options.seed, 2])
+        least = (1 - self.options.tolerance) * self.capacity(limits)
+        for _ in range(self.options.draws):
+            genes = self._genome.random(random)
+            if self._macs(genes) >= least and not self._exceeds(genes, limits):
+                break
+        else:
+            genes = self._fill(genes, limits, least, random)
+            if self._macs(genes) < self.options.floor * self.capacity(limits):
+                genes = self._filled(limits)[0]
+        config = self._genome.config(genes)
+        return Found(config, self.meter.costs(config), float(self.score([config])[0]), limits, 1)
+
+    def sample(self, count: int, seed: int = 0) -> list[Config]:
+        """Draw different members whose multiply-adds are spread evenly between the smallest and the largest.
+
+        Choices that are drawn uniformly give multiply-adds close to the middle, so that a predictor fitted on them
+        would know nothing about small and large members. Every second member is drawn that way.
+
+        Args:
+            count: Number of members. A space with fewer gives all of them.
+            seed: Random seed.
+        """
+        random = np.random.default_rng([seed, 3])
+        low, high = (self.meter.cost(config).macs for config in (self.space.smallest, self.space.largest))
+        drawn: dict[Genes, None] = {}
+        while len(drawn) < min(count, self.space.num_configs):
+            genes = self._genome.random(random)
+            if len(drawn) % 2 or genes in drawn:
+                limit = float(random.uniform(low, high))
+                genes = self._fill(genes, Limits(macs=limit), limit, random)
+            drawn[genes] = None
+        return [self._genome.config(genes) for genes in drawn]
+
+    # --- configurations that fill a limit -----------------------------------------------------------------------
+
+    @property
+    def is_enumerable(self) -> bool:
+        """Return True if the space is small enough to look at all of its configurations."""
+        return self.space.num_configs <= MAX_ENUMERATED
+
+    def _column(self, name: str) -> Floats:
+        """Return one cost of all configurations of a small space, in the order of `_all`."""
+        with self._lock:
+            if name not in self._columns:
+                values = [self.meter.value(self._genome.config(genes), name) for genes in self._all]
+                self._columns[name] = np.asarray(values, dtype=np.float64)
+            return self._columns[name]
+
+    @cached_property
+    def _all(self) -> list[Genes]:
+        return list(self._genome)
+
+    def _fitting(self, limits: Limits) -> NDArray[np.bool_]:
+        fits = np.ones(len(self._all), dtype=bool)
+        for name, limit in limits.given.items():
+            fits &= self._column(name) <= limit
+        return fits
+
+    def _filled(self, limits: Limits) -> list[Genes]:
+        """Return members within the limits that use as many multiply-adds as they can, the largest first.
+
+        In a small space the first has the most multiply-adds of all members within the limits.
+        """
+        random = np.random.default_rng([self.options.seed, 0])
+        aim = limits.macs or math.inf
+        starts = [self._genome.random(random) for _ in range(FILLED_STARTS)]
+        filled = [self._fill(genes, limits, aim, random) for genes in starts]
+        if self.is_enumerable:
+            macs = np.where(self._fitting(limits), self._column("macs"), -1)
+            filled.append(self._all[int(np.argmax(macs))])
+        return sorted(filled, key=lambda genes: (-self._macs(genes), genes))
+
+    def _fill(self, genes: Genes, limits: Limits, aim: float, random: np.random.Generator) -> Genes:
+        """Shrink single choices until a configuration is within the limits, then enlarge some while it stays so.
+
+        Args:
+            genes: Configuration to start from.
+            limits: Limits of the device.
+            aim: Multiply-adds at which enlarging ends.
+            random: Source of random numbers, by which choices are picked.
+        """
+        while self._exceeds(genes, limits):
+            genes = self._genome.moved(genes, int(random.choice(self._genome.smaller(genes))), -1)
+        grows = True
+        while grows and self._macs(genes) < aim:
+            grows = False
+            for place in random.permutation(self._genome.larger(genes)):
+                larger = self._genome.moved(genes, int(place), 1)
+                if not self._exceeds(larger, limits):
+                    genes = larger
+                    grows = True
+                    break
+        return genes
+
+
+@dataclass
+class _Task:
+    """The candidates of one search and their scores."""
+
+    search: Search
+    limits: Limits
+    least: float  # multiply-adds of a candidate
+    scores: dict[Genes, float] = field(default_factory=dict)
+
+    def is_candidate(self, genes: Genes) -> bool:
+        """Return True if a configuration is within the limits and uses enough of them."""
+        return self.search._macs(genes) >= self.least and not self.search._exceeds(genes, self.limits)
+
+    def fitness(self, rows: Sequence[Genes]) -> list[float]:
+        """Return the scores of candidates. Other configurations rank below all candidates, and are not scored."""
+        new = [genes for genes in dict.fromkeys(rows) if genes not in self.scores and self.is_candidate(genes)]
+        if new:
+            scores = self.search.score([self.search._genome.config(genes) for genes in new])
+            self.scores.update(zip(new, scores.tolist(), strict=True))
+        worst = min(self.scores.values(), default=0.0)
+        return [self.scores.get(genes, worst - 1) for genes in rows]
+
+
+def _pygad() -> Any:
+    try:
+        import pygad
+    except ImportError as error:
+        raise ConfigError(
+            "a search by evolution was asked for; it needs PyGAD: pip install 'fedquilt[search]'. "
+            'strategy="random" needs nothing.'
+        ) from error
+    return pygad

@@ -1,0 +1,183 @@
+"""A service that gives every device of a fleet a member within its limits, from a few distinct members."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+
+from torch import nn
+
+from fedquilt.checks import within
+from fedquilt.errors import BudgetError
+from fedquilt.supernet.limits import Limits, choose_limits, utilization
+from fedquilt.supernet.search import Found, Search
+from fedquilt.supernet.space import Config
+from fedquilt.terms import Budget
+
+SERVICE_FLOOR = 0.95  # of a chosen limit's multiply-adds; see `SearchService`
+
+Watch = Callable[[int, int], None]  # is called with the number of searches that are done and of all searches
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """How much of the devices' limits is used."""
+
+    share: float  # mean multiply-adds of the devices' members / mean limit
+    common: float  # the same if all devices used the member of the weakest of them
+    num_members: int  # distinct members in use
+
+    def __str__(self) -> str:
+        return f"{self.share:.1%} with {self.num_members} members, {self.common:.1%} with one common member"
+
+
+class SearchService:
+    """Answers queries for members from at most `num_members` distinct ones.
+
+    Few members matter because clients with the same architecture are trained as one stack. `prepare` chooses the
+    limits for which members are searched such that a fleet uses as many multiply-adds as possible. Each device gets
+    the largest member within all of its limits.
+
+    A device that comes later is served while a run goes on. It gets a member that exists if that uses enough of its
+    limit or if there are `num_members` already. Else a member is searched for it.
+
+    Two losses add up in the utilisation: a device's limit is rounded down to one of a few, and a member is below its
+    limit. So the service's searches use a floor of `SERVICE_FLOOR`, which is higher than that of a single search.
+
+    All methods may be called by several threads. A search in one thread does not delay answers from members that
+    exist. Every member is built once.
+    """
+
+    def __init__(
+        self,
+        search: Search,
+        num_members: int = 8,
+        build: Callable[[Config], nn.Module] | None = None,
+    ) -> None:
+        """Start a service without members.
+
+        Args:
+            search: Search in a space. Its floor is raised to `SERVICE_FLOOR`.
+            num_members: Number of distinct members, at most.
+            build: Function that makes the module of a configuration, such as `Supernet.member`. None: the space's,
+                with fresh weights.
+        """
+        self.num_members = num_members
+        within(self, num_members="[1, inf)")
+        options = replace(search.options, floor=max(SERVICE_FLOOR, search.options.floor))
+        self.search = search.with_options(options)
+        self.num_searches = 0
+        self.num_builds = 0
+        self._build = build or self.search.space.member
+        self._members: tuple[Found, ...] = ()  # replaced as a whole, so that readers need no lock
+        self._modules: dict[Config, nn.Module] = {}
+        self._searching = threading.Lock()
+        self._building = threading.Lock()
+
+    @property
+    def members(self) -> tuple[Found, ...]:
+        """Return the members that exist, in ascending order of multiply-adds."""
+        return self._members
+
+    def prepare(self, fleet: Mapping[Budget | Limits, int], watch: Watch | None = None) -> tuple[Found, ...]:
+        """Choose the members for a fleet and search them.
+
+        Args:
+            fleet: Number of devices with each budget or limits, such as `Fleet.counts`.
+            watch: Is called after each search.
+
+        Returns:
+            The members, in ascending order of multiply-adds.
+
+        Raises:
+            BudgetError: No member is within the limits of some device. The message names the smallest member.
+        """
+        counts: dict[Limits, int] = {}
+        for budget, count in fleet.items():
+            limits = Limits.of(budget)
+            self.search.check(limits)
+            counts[limits] = counts.get(limits, 0) + count
+        with self._searching:
+            free = self.num_members - len(self._members)
+            chosen = choose_limits(counts, self.search.capacity, free) if free > 0 else ()
+            for done, limits in enumerate(chosen, start=1):
+                self._add(limits)
+                if watch:
+                    watch(done, len(chosen))
+        return self._members
+
+    def query(self, budget: Budget | Limits) -> Found:
+        """Return the member for a device: the largest within all of its limits.
+
+        Args:
+            budget: Limits of the device.
+
+        Raises:
+            BudgetError: No member is within the limits. The message names the smallest that the service has, or that
+                of the space if the service may still search.
+        """
+        limits = Limits.of(budget)
+        member = self._largest_within(limits)
+        if member and (len(self._members) >= self.num_members or self._uses_enough(member, limits)):
+            return member
+        with self._searching:
+            member = self._largest_within(limits)  # another thread may have added one meanwhile
+            is_full = len(self._members) >= self.num_members
+            if not is_full and not (member and self._uses_enough(member, limits)):
+                self._add(limits)
+                member = self._largest_within(limits)
+        if member is None:
+            smallest = self._members[0]
+            raise BudgetError(
+                f"a member within {limits} was asked for; the service has its {self.num_members} members already, "
+                f"and the smallest, {smallest.name}, has {smallest.costs}. A larger num_members or limits that allow "
+                "this member would work."
+            )
+        return member
+
+    def module(self, config: Config) -> nn.Module:
+        """Return the module of a member. It is built when it is asked for the first time."""
+        with self._building:
+            if config not in self._modules:
+                self._modules[config] = self._build(config)
+                self.num_builds += 1
+            return self._modules[config]
+
+    def utilization(self, fleet: Mapping[Budget | Limits, int], spent: float = 0.0) -> Utilization:
+        """Return how much of a fleet's limits its members use, beside one common member.
+
+        The limit of a device without a limit on multiply-adds is the most that a member within its other limits has.
+
+        Args:
+            fleet: Number of devices with each budget or limits.
+            spent: Multiply-adds that every device uses besides its member, and that its limits here do not include. 0
+                if it uses the member alone.
+        """
+        used: list[float] = []
+        bounds: list[float] = []
+        members: set[Config] = set()
+        weakest: Limits | None = None
+        for budget, count in fleet.items():
+            limits = Limits.of(budget)
+            member = self.query(limits)
+            members.add(member.config)
+            used += [member.costs.macs + spent] * count
+            bounds += [(limits.macs or self.search.capacity(limits)) + spent] * count
+            weakest = limits if weakest is None else weakest.tightest(limits)
+        assert weakest is not None
+        common = self.query(weakest).costs.macs + spent
+        return Utilization(utilization(used, bounds), utilization([common], bounds), len(members))
+
+    def _add(self, limits: Limits) -> None:
+        found = self.search.best(limits)
+        self.num_searches += 1
+        others = [member for member in self._members if member.config != found.config]
+        self._members = tuple(sorted([*others, found], key=lambda member: (member.costs.macs, str(member.config))))
+
+    def _largest_within(self, limits: Limits) -> Found | None:
+        meter = self.search.meter
+        return next((one for one in reversed(self._members) if not meter.exceeded(one.config, limits)), None)
+
+    def _uses_enough(self, member: Found, limits: Limits) -> bool:
+        return member.costs.macs >= self.search.options.floor * self.search.capacity(limits)
