@@ -8,6 +8,7 @@ import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import lru_cache
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -20,6 +21,7 @@ from fedquilt.supernet.blocks import BlockSpec
 from fedquilt.supernet.space import Config, Space
 
 FORMAT = 1  # version of the file
+MAX_CACHED_KEYS = 65_536  # distinct blocks whose name is kept
 WARM_UP = 2  # forward passes before a block is timed
 SAMPLED_CONFIGS = 100  # random configurations in which blocks are looked for besides the regular ones
 
@@ -87,6 +89,7 @@ class LatencyTable:
         return LatencyTable(**content)
 
 
+@lru_cache(MAX_CACHED_KEYS)
 def key(block: BlockSpec) -> str:
     """Return the name of a block in a table. Blocks that compute the same have the same name."""
     return str(block)
@@ -109,7 +112,7 @@ def distinct_blocks(space: Space, seed: int = 0) -> list[BlockSpec]:
 
 
 def _regular(space: Space) -> Iterable[Config]:
-    counts = {kind: 0 for kind in ("expansions", "kernels", "widths")}
+    counts = dict.fromkeys(("expansions", "kernels", "widths"), 0)
     for choice in space.choices:
         if choice.kind in counts:
             counts[choice.kind] = max(counts[choice.kind], len(choice.options))

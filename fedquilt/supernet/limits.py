@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, fields
+from itertools import pairwise
 
 import numpy as np
 
@@ -78,6 +79,22 @@ class Limits:
         return Limits(**{name: min(found) for name, found in values.items() if found})
 
 
+DeviceCounts = Mapping[Budget, int] | Mapping[Limits, int]  # number of devices with each limits, as `Fleet.counts`
+
+
+def limits_of(fleet: DeviceCounts) -> dict[Limits, int]:
+    """Return the number of devices with each limits.
+
+    Args:
+        fleet: Number of devices with each budget or limits, such as `Fleet.counts`.
+    """
+    counts: dict[Limits, int] = {}
+    for budget, count in fleet.items():
+        limits = Limits.of(budget)
+        counts[limits] = counts.get(limits, 0) + count
+    return counts
+
+
 def utilization(used: Sequence[float], limits: Sequence[float]) -> float:
     """Return the mean capacity divided by the mean limit (RaFL, Table 3).
 
@@ -106,7 +123,7 @@ def choose_limits(
     """
     weakest = _weakest(tuple(counts))
     ordered = sorted({weakest, *counts}, key=lambda limits: (capacity(limits), str(limits)))
-    is_chain = all(low.is_within(high) for low, high in zip(ordered, ordered[1:], strict=False))
+    is_chain = all(low.is_within(high) for low, high in pairwise(ordered))
     sizes = [counts.get(limits, 0) for limits in ordered]
     values = [capacity(limits) for limits in ordered]
     if is_chain:

@@ -11,12 +11,11 @@ from torch import nn
 
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.supernet.elastic import Supernet
-from fedquilt.supernet.limits import Limits
+from fedquilt.supernet.limits import DeviceCounts, Limits, limits_of
 from fedquilt.supernet.meter import Costs, Meter
 from fedquilt.supernet.search import Found, Options, Score, Search
 from fedquilt.supernet.service import SearchService, Utilization, Watch
 from fedquilt.supernet.space import Config, Space
-from fedquilt.terms import Budget
 
 KNOWLEDGE = "knowledge"  # name of the knowledge net
 KNOWLEDGE_SHARE = 1 / 2  # of the weakest device's limit, if nothing is asked for
@@ -37,7 +36,7 @@ class SearchedNets:
 
 def searched_nets(
     space: Space,
-    fleet: Mapping[Budget | Limits, int],
+    fleet: DeviceCounts,
     *,
     knowledge_macs: float | None = None,
     num_members: int = 8,
@@ -75,9 +74,7 @@ def searched_nets(
         )
     meter = meter or Meter(space)
     search = Search(meter, score, options)
-    counts = {Limits.of(budget): 0 for budget in fleet}
-    for budget, count in fleet.items():
-        counts[Limits.of(budget)] += count
+    counts = limits_of(fleet)
     knowledge = _knowledge(search, counts, knowledge_macs)
     spent = knowledge.costs if account == "pair" else None
     left = {_remaining(limits, spent, search): count for limits, count in counts.items()}

@@ -57,7 +57,7 @@ class Validation:
 
 @torch.no_grad()
 def _accuracy(member: nn.Module, inputs: Tensor, labels: Tensor, batch_size: int) -> float:
-    batches = zip(inputs.split(batch_size), labels.split(batch_size), strict=True)
+    batches = zip(torch.split(inputs, batch_size), torch.split(labels, batch_size), strict=True)
     right = sum(int((member(batch).argmax(1) == truth).sum()) for batch, truth in batches)
     return right / len(labels)
 

@@ -183,7 +183,10 @@ class Search:
 
     def with_options(self, options: Options) -> Search:
         """Return the same search with other options. Costs that were counted are shared."""
-        return Search(self.meter, None if self.has_proxy else self.score, options)
+        other = Search(self.meter, None if self.has_proxy else self.score, options)
+        other._columns = self._columns
+        other._lock = self._lock
+        return other
 
     def proxy(self, configs: Sequence[Config]) -> Floats:
         """Return a score that needs no weights: multiply-adds, and among equals the parameters.

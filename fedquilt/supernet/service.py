@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from torch import nn
 
 from fedquilt.checks import within
 from fedquilt.errors import BudgetError
-from fedquilt.supernet.limits import Limits, choose_limits, utilization
+from fedquilt.supernet.limits import DeviceCounts, Limits, choose_limits, limits_of, utilization
 from fedquilt.supernet.search import Found, Search
 from fedquilt.supernet.space import Config
 from fedquilt.terms import Budget
@@ -80,7 +80,7 @@ class SearchService:
         """Return the members that exist, in ascending order of multiply-adds."""
         return self._members
 
-    def prepare(self, fleet: Mapping[Budget | Limits, int], watch: Watch | None = None) -> tuple[Found, ...]:
+    def prepare(self, fleet: DeviceCounts, watch: Watch | None = None) -> tuple[Found, ...]:
         """Choose the members for a fleet and search them.
 
         Args:
@@ -93,11 +93,9 @@ class SearchService:
         Raises:
             BudgetError: No member is within the limits of some device. The message names the smallest member.
         """
-        counts: dict[Limits, int] = {}
-        for budget, count in fleet.items():
-            limits = Limits.of(budget)
+        counts = limits_of(fleet)
+        for limits in counts:
             self.search.check(limits)
-            counts[limits] = counts.get(limits, 0) + count
         with self._searching:
             free = self.num_members - len(self._members)
             chosen = choose_limits(counts, self.search.capacity, free) if free > 0 else ()
@@ -144,7 +142,7 @@ class SearchService:
                 self.num_builds += 1
             return self._modules[config]
 
-    def utilization(self, fleet: Mapping[Budget | Limits, int], spent: float = 0.0) -> Utilization:
+    def utilization(self, fleet: DeviceCounts, spent: float = 0.0) -> Utilization:
         """Return how much of a fleet's limits its members use, beside one common member.
 
         The limit of a device without a limit on multiply-adds is the most that a member within its other limits has.
@@ -158,8 +156,7 @@ class SearchService:
         bounds: list[float] = []
         members: set[Config] = set()
         weakest: Limits | None = None
-        for budget, count in fleet.items():
-            limits = Limits.of(budget)
+        for limits, count in limits_of(fleet).items():
             member = self.query(limits)
             members.add(member.config)
             used += [member.costs.macs + spent] * count
