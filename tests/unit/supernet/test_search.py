@@ -146,7 +146,7 @@ def test_a_limit_above_the_largest_member_gives_the_largest() -> None:
 
 def test_impossible_limits_name_the_smallest_member() -> None:
     cost = TINY.cost(TINY.smallest)
-    with pytest.raises(BudgetError, match=rf"macs 1000.*smallest member has 53\.3k.*exceeds macs 1000") as error:
+    with pytest.raises(BudgetError, match=r"macs 1000.*smallest member has 53\.3k.*exceeds macs 1000") as error:
         Search(METER).best(Limits(macs=1000, params=1e9))
     assert "params" not in str(error.value).split("exceeds")[1]
     assert cost.macs == 53312
