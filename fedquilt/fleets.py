@@ -327,6 +327,15 @@ class FromCsv(Budgets):
         """How many devices the file counts."""
         return sum(count for _, count in self._devices())
 
+    @property
+    def counts(self) -> dict[Budget, int]:
+        """Return the number of devices with each budget, as the file counts them."""
+        counts: dict[Budget, int] = {}
+        for budget, count in self._devices():
+            if count:
+                counts[budget] = counts.get(budget, 0) + count
+        return counts
+
     def _devices(self) -> list[tuple[Budget, int]]:
         rows = read_csv(self.file, "devices", needs=(), knows=("name", "count", *_BOUNDS))
         return [self._device(line, row) for line, row in rows]

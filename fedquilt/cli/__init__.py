@@ -14,7 +14,8 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TextIO
 
 import tyro
 
@@ -57,6 +58,8 @@ from fedquilt.errors import ConfigError, ExportError, FedquiltError, RecordError
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
+    from rich.console import Console
+
     from fedquilt.methods import Method
     from fedquilt.probe import Probe
     from fedquilt.terms import Budget
@@ -162,17 +165,52 @@ class ProbeRequest:
     data: Text = None  # whose samples it is fed, as for `run`; if not given, those its paper has, or the demo's
     device: Text = None  # such as cpu or cuda
     precision: Precision = None  # to train in, as for `run`
+    space: Text = None  # time the blocks of a search space instead: a name, file.py:Class, or a supernet file
+    out: File = None  # for --space: file for the times, which `fedquilt supernet search --table` reads
+    force: Flag = False  # for --space: write over a file that is there
     json: Flag = False  # print the measurements as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
         from fedquilt.cli.show import print_json, show_probe
 
+        if self.space is None and (self.out is not None or self.force):
+            raise ConfigError("probe was asked for with --out or --force; these go with --space.")
         with output(self.json) as (console, stdout):
+            if self.space is not None:
+                self._time_blocks(self.space, console, stdout)
+                return
             found = self.measure()
             if self.json:
                 print_json(found.to_dict(), stdout)
             else:
                 show_probe(console, found)
+
+    def _time_blocks(self, space: str, console: Console, stdout: TextIO) -> None:
+        """Time the blocks of a search space, and write or print the table."""
+        from fedquilt.cli.search import probed_blocks
+        from fedquilt.cli.show import print_json, say
+
+        if self.model is not None or self.precision is not None:
+            raise ConfigError("probe --space was asked for with --model or --precision; only --data and --device fit.")
+        if self.out is not None and Path(self.out).exists() and not self.force:
+            raise ConfigError(f"{self.out} is there already; give another --out, or --force to replace it.")
+        table = probed_blocks(space, self.data, self.device or "cpu", console)
+        if self.out is not None:
+            table.save(self.out)
+        if self.json:
+            print_json(table.to_dict(), stdout)
+            return
+        times = table.milliseconds.values()
+        say(
+            console,
+            f"{table.space} on {table.machine} ({table.device}, {table.threads} threads): {len(times)} blocks, "
+            f"{min(times):.3g} to {max(times):.3g} ms for one sample",
+        )
+        if self.out is not None:
+            say(
+                console,
+                f"{self.out} has the times; fedquilt supernet search {space} --milliseconds MS --table {self.out}",
+            )
 
     def measure(self) -> Probe:
         """Trace the model as a run would have it, and train it."""

@@ -15,6 +15,7 @@ import tyro
 
 from fedquilt.cli.options import Flag, Precision, Real, Target, Text, Whole
 from fedquilt.cli.output import output
+from fedquilt.cli.search import SearchRequest
 from fedquilt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -225,6 +226,7 @@ class ImportRequest:
 
 SUPERNET_COMMANDS: dict[str, Callable[..., Any]] = {
     "train": TrainRequest,
+    "search": SearchRequest,
     "show": ShowRequest,
     "import": ImportRequest,
 }

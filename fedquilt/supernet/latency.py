@@ -63,10 +63,13 @@ class LatencyTable:
                 f"fedquilt probe --space {space.name}."
             ) from error
 
+    def to_dict(self) -> dict[str, Any]:
+        """Return the table as values that JSON can hold."""
+        return {"format": FORMAT, "unit": "milliseconds", **asdict(self)}
+
     def save(self, path: str | Path) -> None:
         """Write the table as JSON."""
-        content = {"format": FORMAT, "unit": "milliseconds", **asdict(self)}
-        Path(path).write_text(json.dumps(content, indent=2) + "\n")
+        Path(path).write_text(json.dumps(self.to_dict(), indent=2) + "\n")
 
     @staticmethod
     def load(path: str | Path) -> LatencyTable:

@@ -81,7 +81,7 @@ def searched_nets(
 
     service = SearchService(search, num_members)
     service.prepare(left, watch)
-    private = _named(service.members)
+    private = named(service.members)
     make = partial(_net, space, supernet)
     nets = {KNOWLEDGE: make(knowledge.config)}
     nets |= {name: make(found.config) for name, found in private.items()}
@@ -119,15 +119,15 @@ def _remaining(limits: Limits, spent: Costs | None, search: Search) -> Limits:
     return remaining
 
 
-def _named(members: tuple[Found, ...]) -> dict[str, Found]:
-    """Name members by multiply-adds. Members that would share a name are numbered."""
-    named: dict[str, Found] = {}
+def named(members: tuple[Found, ...]) -> dict[str, Found]:
+    """Return members by names with their multiply-adds. Members that would share a name are numbered."""
+    names: dict[str, Found] = {}
     for found in members:
         name, number = found.name, 2
-        while name in named:
+        while name in names:
             name, number = f"{found.name}_{number}", number + 1
-        named[name] = found
-    return named
+        names[name] = found
+    return names
 
 
 def _net(space: Space, supernet: Supernet | None, config: Config) -> Net:

@@ -8,58 +8,61 @@ from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from fedquilt.errors import DataError
-from fedquilt.supernet.elastic import Supernet, recalibrate
+from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import Floats, Predictor
 from fedquilt.supernet.search import Search
 from fedquilt.supernet.space import Config
+from fedquilt.supernet.training import SupernetData, member_accuracy
 
 NUM_MEASURED = 128  # members on which a predictor is fitted
+MAX_VALIDATION = 2_000  # images on which accuracy is measured; a rotated image gives four samples
+MAX_CALIBRATION = 500  # images on which norm statistics are measured; a rotated image gives four samples
 
 Measure = Callable[[Config], float]  # returns the accuracy of a member
 Watch = Callable[[int, int], None]  # is called with the number of measured members and of all to be measured
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Validation:
-    """Labelled samples on which members of a supernet are measured.
+    """Labelled images on which members of a supernet are measured.
 
     Labels are those of the task that the supernet was trained for: rotations, or the classes of a labelled pool.
     """
 
-    inputs: Tensor  # (sample, channel, height, width)
+    images: Tensor  # (sample, channel, height, width)
     labels: Tensor  # (sample,)
-    calibration: Tensor  # (sample, channel, height, width) samples on which norm statistics are measured
+    calibration: Tensor  # (sample, channel, height, width) images on which norm statistics are measured
 
     def __post_init__(self) -> None:
-        if len(self.inputs) != len(self.labels) or not len(self.inputs):
+        if len(self.images) != len(self.labels) or not len(self.images):
             raise DataError(
-                f"members were to be measured on {len(self.inputs)} samples with {len(self.labels)} labels; every "
-                "sample needs a label, and there must be some."
+                f"members were to be measured on {len(self.images)} images with {len(self.labels)} labels; every "
+                "image needs a label, and there must be some."
             )
 
-    def accuracy(self, supernet: Supernet, config: Config, batch_size: int = 512) -> float:
-        """Return the accuracy of a member with the supernet's weights, in [0, 1].
+    @staticmethod
+    def of(data: SupernetData) -> Validation:
+        """Split images: the last fifth is for validation, and norm statistics are measured on the others.
 
-        Norm statistics are measured anew for the member, because those of the largest net are not its own.
+        At most `MAX_VALIDATION` and `MAX_CALIBRATION` images are used. Images that the supernet was not trained on
+        measure best. With those it was trained on, members are compared by their training accuracy.
 
         Args:
-            supernet: Trained supernet.
-            config: Configuration of the member.
-            batch_size: Samples per forward pass. It has no effect on the result.
+            data: Images, with labels or to be rotated.
         """
-        member = recalibrate(supernet.member(config), self.calibration).eval()
-        return _accuracy(member, self.inputs, self.labels, batch_size)
+        held_back = max(1, len(data.images) // 5)
+        rows = torch.arange(len(data.images))
+        images, labels = data.batch(rows[-held_back:][:MAX_VALIDATION])
+        calibration, _ = data.batch(rows[:-held_back][:MAX_CALIBRATION])
+        return Validation(images, labels, calibration)
 
-
-@torch.no_grad()
-def _accuracy(member: nn.Module, inputs: Tensor, labels: Tensor, batch_size: int) -> float:
-    batches = zip(torch.split(inputs, batch_size), torch.split(labels, batch_size), strict=True)
-    right = sum(int((member(batch).argmax(1) == truth).sum()) for batch, truth in batches)
-    return right / len(labels)
+    def accuracy(self, supernet: Supernet, config: Config) -> float:
+        """Return the accuracy of a member with the supernet's weights and norm statistics of its own, in [0, 1]."""
+        return member_accuracy(supernet, config, self.calibration, self.images, self.labels)
 
 
 @dataclass(frozen=True)

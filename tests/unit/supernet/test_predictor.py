@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
+import torch
 from sklearn.linear_model import Ridge
 
 from fedquilt.errors import ConfigError, DataError
@@ -13,6 +14,7 @@ from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import PENALTIES, Predictor, rank_correlation
 from fedquilt.supernet.scoring import Validation, features, fit_score
 from fedquilt.supernet.search import Search
+from fedquilt.supernet.training import SupernetData
 
 RANDOM = np.random.default_rng(0)
 FEATURES = RANDOM.normal(size=(60, 5)) * [1, 10, 0.1, 1, 1] + 3
@@ -80,15 +82,21 @@ def test_a_score_ranks_members_by_what_was_measured() -> None:
 
 
 def test_accuracy_is_measured_with_the_members_own_statistics() -> None:
-    import torch
-
     supernet = Supernet(SPACES["tiny"](), seed=0)
     generator = torch.Generator().manual_seed(0)
     inputs = torch.randn(64, 1, 8, 8, generator=generator)
     config = supernet.space.smallest
     member = supernet.member(config).train()
     labels = member(inputs).argmax(1)  # a batch that is all of the samples: its statistics are the measured ones
-    with pytest.raises(DataError, match="64 samples with 3 labels"):
+    with pytest.raises(DataError, match="64 images with 3 labels"):
         Validation(inputs, labels[:3], inputs)
     validation = Validation(inputs, labels, inputs)
-    assert validation.accuracy(supernet, config, batch_size=10) > 0.9
+    assert validation.accuracy(supernet, config) > 0.9
+
+
+def test_validation_images_are_not_those_of_the_calibration() -> None:
+    images = torch.arange(20.0)[:, None, None, None].expand(20, 1, 2, 2)
+    validation = Validation.of(SupernetData(images.clone()))
+    assert sorted(set(validation.images.flatten().tolist())) == [16, 17, 18, 19]
+    assert len(validation.images) == len(validation.labels) == 16  # four rotations of each
+    assert set(validation.calibration.flatten().tolist()) == set(range(16))

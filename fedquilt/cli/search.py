@@ -1,0 +1,265 @@
+"""The command `fedquilt supernet search`, and tables of timed blocks for `fedquilt probe --space`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+import tyro
+
+from fedquilt.cli.options import File, Flag, Macs, Params, Real, Text, Whole
+from fedquilt.cli.output import output
+from fedquilt.errors import ConfigError
+
+if TYPE_CHECKING:
+    from rich.console import Console
+
+    from fedquilt.supernet import Space, Supernet
+    from fedquilt.supernet.latency import LatencyTable
+    from fedquilt.supernet.limits import Limits
+    from fedquilt.supernet.search import Found, Score, Search
+
+_quiet = {"help_behavior_hint": ""}
+SpaceOrFile = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE|FILE", **_quiet)]
+StrategyName = Annotated[
+    Literal["evolution", "random", "exhaustive"],
+    tyro.conf.arg(metavar="evolution|random|exhaustive", **_quiet),
+]
+LabelSource = Annotated[Literal["rotations", "own"], tyro.conf.arg(metavar="rotations|own", **_quiet)]
+
+Report = Callable[[str, int, int], None]  # is called with a step, and how much of how much of it is done
+
+
+@dataclass(frozen=True)
+class SearchRequest:
+    """Search the best member of a space or a supernet file within limits, or a few members for a fleet.
+
+    Members of a supernet file are scored by a predictor of their accuracy on the images of --data. Without weights
+    or images, the member with the most multiply-adds counts as the best.
+    """
+
+    what: SpaceOrFile  # search space: resnet50, mobilenetv3, mobilenetv2, tiny, file.py:Class, or a supernet file
+    macs: Macs = None  # multiply-adds a sample, at most
+    params: Params = None  # parameters, at most
+    memory: Real = None  # bytes of a training step, at most
+    milliseconds: Real = None  # inference time of one sample, at most; needs --table
+    table: File = None  # times of blocks, written by `fedquilt probe --space SPACE --out FILE`
+    fleet: File = None  # CSV file of devices with limits, as the fleet `csv` reads it
+    members: Whole = None  # different members for a fleet, at most; 8 if not given
+    data: Text = None  # images that members are measured on and that set their size: a data set, file or folder
+    labels: LabelSource = "rotations"  # what a supernet file was trained to predict: rotations, or its data's classes
+    measured: Whole = None  # members that are measured to fit the predictor, 128 if not given
+    classes: Whole = None  # classes that members tell apart; those of the data, the space or the file if not given
+    batch_size: Whole = None  # samples of a training step whose memory is limited, 32 if not given
+    strategy: StrategyName = "evolution"  # how members are searched
+    tolerance: Real = None  # for random: share of the limit by which a member may stay below it, 0.05 if not given
+    seed: Whole = None  # random seed, 0 if not given
+    json: Flag = False  # print the members as JSON on standard output, and nothing else there
+
+    def __call__(self) -> None:
+        from fedquilt.cli.show import print_json
+
+        with output(self.json) as (console, stdout):
+            self._check()
+            space, supernet = asked_space(self.what, self.data, self.classes)
+            with _progress(console) as report:
+                search = self._search(space, supernet, report)
+                result = self._for_fleet(search, report) if self.fleet else self._for_one(search, report)
+            if self.json:
+                print_json(result, stdout)
+            else:
+                _show(console, result)
+
+    def _check(self) -> None:
+        bounds = ("macs", "params", "memory")
+        if self.fleet and any(getattr(self, name) is not None for name in bounds):
+            raise ConfigError("--fleet was asked for with a limit; the limits of a fleet are in its file.")
+        if not self.fleet and self.members is not None:
+            raise ConfigError("--members was asked for; it needs --fleet, because one device has one member.")
+        if self.milliseconds is not None and not self.table:
+            raise ConfigError(
+                "--milliseconds was asked for without --table; `fedquilt probe --space SPACE --out FILE` measures one."
+            )
+
+    def _search(self, space: Space, supernet: Supernet | None, report: Report) -> Search:
+        from fedquilt.family.cost import TrainingStep
+        from fedquilt.supernet.latency import LatencyTable
+        from fedquilt.supernet.meter import Meter
+        from fedquilt.supernet.search import Options, Search
+
+        table = LatencyTable.load(self.table) if self.table else None
+        step = TrainingStep() if self.batch_size is None else TrainingStep(self.batch_size)
+        given: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed}
+        options = Options(self.strategy, **{name: value for name, value in given.items() if value is not None})
+        search = Search(Meter(space, step, table), options=options)
+        if supernet is None or self.data is None:
+            return search
+        return Search(search.meter, self._score(search, supernet, report), options)
+
+    def _score(self, search: Search, supernet: Supernet, report: Report) -> Score:
+        from fedquilt.data.sources import source
+        from fedquilt.supernet import SupernetData
+        from fedquilt.supernet.scoring import NUM_MEASURED, Validation, fit_score
+
+        assert self.data is not None
+        data = SupernetData.of_pool(source(self.data)(), self.labels)
+        if data.num_classes != supernet.space.num_classes:
+            raise ConfigError(
+                f"members of {self.what} were to be measured on {self.data} with labels {self.labels}, which are "
+                f"{data.num_classes} classes; it was trained for {supernet.space.num_classes}. The labels that it was "
+                "trained with would work."
+            )
+        validation = Validation.of(data)
+        return fit_score(
+            search,
+            lambda config: validation.accuracy(supernet, config),
+            self.measured or NUM_MEASURED,
+            self.seed or 0,
+            lambda done, total: report("measure members", done, total),
+        )
+
+    def _for_one(self, search: Search, report: Report) -> dict[str, Any]:
+        from fedquilt.supernet.limits import Limits
+
+        limits = Limits(self.macs, self.params, self.memory, self.milliseconds)
+        found = search.best(limits, lambda done, total: report("search", done, total))
+        member = {found.name: member_entry(found)}
+        capacity = limits.macs or search.capacity(limits)
+        return _head(search) | {"members": member, "utilization": found.costs.macs / capacity}
+
+    def _for_fleet(self, search: Search, report: Report) -> dict[str, Any]:
+        from fedquilt.supernet.nets import named
+        from fedquilt.supernet.service import SearchService
+
+        fleet = self._fleet()
+        service = SearchService(search) if self.members is None else SearchService(search, self.members)
+        found = service.prepare(fleet, lambda done, total: report("search", done, total))
+        devices = dict.fromkeys((one.config for one in found), 0)
+        for limits, count in fleet.items():
+            devices[service.query(limits).config] += count
+        entries = {name: member_entry(one) | {"devices": devices[one.config]} for name, one in named(found).items()}
+        used = service.utilization(fleet)
+        return _head(search) | {"members": entries, "utilization": used.share, "common": used.common}
+
+    def _fleet(self) -> dict[Limits, int]:
+        from fedquilt.fleets import FromCsv
+        from fedquilt.supernet.limits import Limits
+
+        assert self.fleet is not None
+        counts: dict[Limits, int] = {}
+        for budget, count in FromCsv(self.fleet).counts.items():
+            limits = Limits.of(budget, self.milliseconds)
+            counts[limits] = counts.get(limits, 0) + count
+        return counts
+
+
+def asked_space(what: str, data: str | None, classes: int | None) -> tuple[Space, Supernet | None]:
+    """Return the space that a command names, and the supernet if it names a file.
+
+    Args:
+        what: Name of a space, `file.py:Class`, or a supernet file.
+        data: Data whose images and classes members are for. None: those of the space or the file.
+        classes: Classes that members tell apart. None: those of the data, the space or the file.
+    """
+    from fedquilt.data.sources import source
+    from fedquilt.supernet import SPACES, load_supernet, space_by_name
+
+    supernet = load_supernet(what) if what not in SPACES and Path(what).is_file() else None
+    space = supernet.space if supernet else space_by_name(what)
+    if data is not None:
+        pool = source(data)()
+        channels, size = pool.example.shape[1:3]
+        if supernet is None:
+            space = replace(space, in_channels=channels, image_size=size)
+        space = space.with_classes(pool.num_classes or space.num_classes)
+    return (space.with_classes(classes) if classes is not None else space), supernet
+
+
+def probed_blocks(what: str, data: str | None, device: str, console: Console) -> LatencyTable:
+    """Time the blocks of a space on this machine, and show progress.
+
+    Args:
+        what: Name of a space, `file.py:Class`, or a supernet file.
+        data: Data whose images and classes members are for. None: those of the space or the file.
+        device: Device as torch names it.
+        console: Console for progress.
+    """
+    from fedquilt.supernet.latency import measure_blocks
+
+    space, _ = asked_space(what, data, None)
+    with _progress(console) as report:
+        return measure_blocks(space, device, watch=lambda done, total: report("time blocks", done, total))
+
+
+def member_entry(found: Found) -> dict[str, Any]:
+    """Return a member as values that JSON can hold."""
+    costs = {name: value for name, value in vars(found.costs).items() if value is not None}
+    return costs | {"score": found.score, "limits": found.limits.given, "config": found.config.to_json()}
+
+
+def _head(search: Search) -> dict[str, Any]:
+    score = "multiply-adds" if search.has_proxy else "predicted accuracy"
+    return {"space": search.space.name, "strategy": search.options.strategy, "score": score}
+
+
+def _show(console: Console, result: dict[str, Any]) -> None:
+    from fedquilt.cli.show import say, show_table
+
+    is_accuracy = result["score"] == "predicted accuracy"
+    rows = {name: _row(entry, is_accuracy) for name, entry in result["members"].items()}
+    show_table(console, "member", rows)
+    for name, entry in result["members"].items():
+        choices = "; ".join(
+            f"{kind} {' '.join(map(str, values))}" for kind, values in entry["config"].items() if values
+        )
+        say(console, f"{name}: {choices}")
+    common = f", {result['common']:.1%} with one common member" if "common" in result else ""
+    say(console, f"utilisation: {result['utilization']:.1%} of the limits' multiply-adds{common}")
+    if not is_accuracy and result["strategy"] != "random":
+        say(console, "members were ranked by multiply-adds; a supernet file and --data rank them by accuracy")
+
+
+def _row(entry: dict[str, Any], is_accuracy: bool) -> dict[str, Any]:
+    from fedquilt.units import size
+
+    row = {"multiply-adds": entry["macs"], "parameters": entry["params"], "memory to train": size(entry["memory"])}
+    if "milliseconds" in entry:
+        row["ms"] = f"{entry['milliseconds']:.3g}"
+    if is_accuracy:
+        row["predicted accuracy"] = f"{entry['score']:.1%}"
+    if "macs" in entry["limits"]:
+        row["of its limit"] = f"{entry['macs'] / entry['limits']['macs']:.1%}"
+    return row | ({"devices": entry["devices"]} if "devices" in entry else {})
+
+
+@contextmanager
+def _progress(console: Console) -> Iterator[Report]:
+    """Show a bar for each step on a terminal, and one line for each step elsewhere."""
+    from fedquilt.cli.show import say
+
+    if not console.is_terminal:
+        begun: set[str] = set()
+
+        def by_line(step: str, done: int, total: int) -> None:
+            if step not in begun:
+                begun.add(step)
+                say(console, f"{step}: {total}")
+
+        yield by_line
+        return
+
+    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    with Progress(*columns, console=console, transient=True) as bars:
+        tasks = {}
+
+        def report(step: str, done: int, total: int) -> None:
+            if step not in tasks:
+                tasks[step] = bars.add_task(step)
+            bars.update(tasks[step], completed=done, total=total)
+
+        yield report
