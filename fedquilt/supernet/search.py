@@ -236,10 +236,17 @@ class Search:
     # --- search ------------------------------------------------------------------------------------------------
 
     def best(self, limits: Limits, watch: Watch | None = None) -> Found:
-        """Return the best member within limits.
+        """Return the best member within limits. The arguments are those of `top`."""
+        return self.top(limits, 1, watch)[0]
+
+    def top(self, limits: Limits, count: int, watch: Watch | None = None) -> list[Found]:
+        """Return the best members within limits, the best first.
+
+        They differ from one another, so that a few can be measured before one is chosen.
 
         Args:
             limits: Limits of a device.
+            count: Number of members, at most.
             watch: Is called after every generation.
 
         Raises:
@@ -248,16 +255,19 @@ class Search:
         """
         self.check(limits)
         if self.options.strategy == "random":
-            return self._draw(limits)
+            return self._draw(limits, count)
         filled = self._filled(limits)
         task = _Task(self, limits, self._least(limits, filled))
         if self.options.strategy == "exhaustive":
             self._exhaust(task)
         else:
             self._evolve(task, filled, watch)
-        genes = max(task.scores, key=lambda genes: (task.scores[genes], genes))
+        ranked = sorted(task.scores, key=lambda genes: (task.scores[genes], genes), reverse=True)
+        return [self._found(genes, task.scores[genes], limits, len(task.scores)) for genes in ranked[:count]]
+
+    def _found(self, genes: Genes, score: float, limits: Limits, scored: int) -> Found:
         config = self._genome.config(genes)
-        return Found(config, self.meter.costs(config), task.scores[genes], limits, len(task.scores))
+        return Found(config, self.meter.costs(config), score, limits, scored)
 
     def _least(self, limits: Limits, filled: Sequence[Genes]) -> float:
         """Return the fewest multiply-adds of a candidate, given members that were filled up to the limits."""
@@ -319,23 +329,27 @@ class Search:
         )
         algorithm.run()
 
-    def _draw(self, limits: Limits) -> Found:
-        """Draw configurations until one is within the limits and `tolerance` of them, as the released code does.
+    def _draw(self, limits: Limits, count: int) -> list[Found]:
+        """Draw configurations until `count` are within the limits and `tolerance` of them.
 
-        If none of `draws` is, the last one is filled up to the limits.
+        The released code does so for one. If none of `draws` is, the last one is filled up to the limits.
         """
         random = np.random.default_rng([self.options.seed, 2])
-        least = (1 - self.options.tolerance) * self.capacity(limits)
+        capacity = self.capacity(limits)
+        least = (1 - self.options.tolerance) * capacity
+        drawn: dict[Genes, None] = {}
         for _ in range(self.options.draws):
             genes = self._genome.random(random)
             if self._macs(genes) >= least and not self._exceeds(genes, limits):
+                drawn[genes] = None
+            if len(drawn) == count:
                 break
-        else:
+        if not drawn:
             genes = self._fill(genes, limits, least, random)
-            if self._macs(genes) < self.options.floor * self.capacity(limits):
-                genes = self._filled(limits)[0]
-        config = self._genome.config(genes)
-        return Found(config, self.meter.costs(config), float(self.score([config])[0]), limits, 1)
+            drawn[genes if self._macs(genes) >= self.options.floor * capacity else self._filled(limits)[0]] = None
+        scores = self.score([self._genome.config(genes) for genes in drawn])
+        ranked = sorted(zip(scores.tolist(), drawn, strict=True), reverse=True)
+        return [self._found(genes, score, limits, len(drawn)) for score, genes in ranked]
 
     def sample(self, count: int, seed: int = 0) -> list[Config]:
         """Draw different members whose multiply-adds are spread evenly between the smallest and the largest.

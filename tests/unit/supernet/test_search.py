@@ -225,6 +225,19 @@ def test_large_spaces_are_not_enumerated() -> None:
         search.best(Limits(macs=10e6))
 
 
+def test_the_best_members_come_first_and_differ() -> None:
+    limits = Limits(macs=1.6e5)
+    search = Search(METER, uneven, Options(generations=5))
+    members = search.top(limits, 5)
+    scores = [found.score for found in members]
+    assert scores == sorted(scores, reverse=True)
+    assert len({found.config for found in members}) == 5
+    assert members[0] == search.best(limits)
+    draws = Search(METER, uneven, Options(strategy="random")).top(limits, 5)
+    assert len({found.config for found in draws}) == 5
+    assert all(0.95 * 1.6e5 <= found.costs.macs <= 1.6e5 for found in draws)
+
+
 def test_unknown_strategies_are_refused() -> None:
     with pytest.raises(ConfigError, match="'guess' was asked for"):
         Options(strategy="guess")  # type: ignore[arg-type]
