@@ -42,6 +42,7 @@ class SearchRequest:
     """
 
     what: SpaceOrFile  # search space: resnet50, mobilenetv3, mobilenetv2, tiny, file.py:Class, or a supernet file
+    space: Text = None  # search space of a file, as file.py:Class, if it is not built in
     macs: Macs = None  # multiply-adds a sample, at most
     params: Params = None  # parameters, at most
     memory: Real = None  # bytes of a training step, at most
@@ -64,7 +65,7 @@ class SearchRequest:
 
         with output(self.json) as (console, stdout):
             self._check()
-            space, supernet = asked_space(self.what, self.data, self.classes)
+            space, supernet = asked_space(self.what, self.space, self.data, self.classes)
             with _progress(console) as report:
                 search = self._search(space, supernet, report)
                 result = self._for_fleet(search, report) if self.fleet else self._for_one(search, report)
@@ -156,18 +157,23 @@ class SearchRequest:
         return counts
 
 
-def asked_space(what: str, data: str | None, classes: int | None) -> tuple[Space, Supernet | None]:
+def asked_space(what: str, own: str | None, data: str | None, classes: int | None) -> tuple[Space, Supernet | None]:
     """Return the space that a command names, and the supernet if it names a file.
 
     Args:
         what: Name of a space, `file.py:Class`, or a supernet file.
+        own: Space of a file, as `file.py:Class`, if it is not built in.
         data: Data whose images and classes members are for. None: those of the space or the file.
         classes: Classes that members tell apart. None: those of the data, the space or the file.
     """
     from fedquilt.data.sources import source
     from fedquilt.supernet import SPACES, load_supernet, space_by_name
 
-    supernet = load_supernet(what) if what not in SPACES and Path(what).is_file() else None
+    supernet = None
+    if what not in SPACES and Path(what).is_file():
+        supernet = load_supernet(what, type(space_by_name(own)) if own else None)
+    elif own:
+        raise ConfigError(f"--space {own} goes with a supernet file; found {what}.")
     space = supernet.space if supernet else space_by_name(what)
     if data is not None:
         pool = source(data)()
@@ -189,7 +195,7 @@ def probed_blocks(what: str, data: str | None, device: str, console: Console) ->
     """
     from fedquilt.supernet.latency import measure_blocks
 
-    space, _ = asked_space(what, data, None)
+    space, _ = asked_space(what, None, data, None)
     with _progress(console) as report:
         return measure_blocks(space, device, watch=lambda done, total: report("time blocks", done, total))
 

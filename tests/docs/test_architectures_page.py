@@ -1,4 +1,4 @@
-"""docs/architectures.md: its Python and its file run, and its comments are what is printed."""
+"""docs/architectures.md: its commands and its Python run as written."""
 
 from __future__ import annotations
 
@@ -6,31 +6,53 @@ import re
 import shlex
 from pathlib import Path
 
+import numpy as np
 import pytest
 
 from fedquilt.cli import main
-from tests.conftest import shortened
+from fedquilt.supernet import SPACES, check_space
 
 PAGE = (Path(__file__).parents[2] / "docs" / "architectures.md").read_text()
-QUICK = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--set", "method.server_training.steps=2"]
 
 
 def blocks(language: str) -> list[str]:
     return re.findall(rf"```{language}\n(.*?)```", PAGE, re.DOTALL)
 
 
-def test_python_runs_and_prints_what_its_comments_say(capsys: pytest.CaptureFixture[str]) -> None:
-    source = "\n".join(blocks("python"))
-    exec(compile(source, "architectures.md", "exec"), {})
-    printed = capsys.readouterr().out
-    for comment in re.findall(r"^print\(.*\)\s+# (.*)$", source, re.MULTILINE):
-        assert comment in printed
-    assert "Small ['conv.bias', 'conv.weight', 'last.bias', 'last.weight']" in printed
-
-
-@pytest.mark.parametrize("command", [line for block in blocks("sh") for line in block.splitlines()])
-def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
-    (tmp_path / "architectures.toml").write_text(blocks("toml file=architectures.toml")[0])
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder with the page's files, which is the working directory."""
     monkeypatch.chdir(tmp_path)
-    assert main(shortened(shlex.split(command)[1:], QUICK)) == 0
-    assert "tiny_resnet + mlp" in capsys.readouterr().out
+    Path("devices.csv").write_text(blocks("csv")[0])
+    Path("mine.py").write_text(next(block for block in blocks("python") if block.startswith("# mine.py")))
+    images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
+    np.savez("public.npz", x_train=images, y_train=np.arange(40) % 10)
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", range(1, len(blocks("sh"))))
+def test_commands_run_as_written(place: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for line in blocks("sh")[place].splitlines():
+        assert main(shlex.split(line, comments=True)[1:]) == 0
+    assert capsys.readouterr().out
+
+
+def test_python_runs_as_written(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    names: dict[str, object] = {}
+    for block in blocks("python"):
+        exec(compile(block, "architectures.md", "exec", dont_inherit=True), names)
+    lines = capsys.readouterr().out.splitlines()
+    assert "with 3 members" in lines[0]
+    assert lines[1].startswith("net2")
+    assert lines[2].startswith("knowledge ")
+
+
+def test_the_pages_space_keeps_the_rules(folder: Path) -> None:
+    names: dict[str, object] = {}
+    exec(compile(Path("mine.py").read_text(), "mine.py", "exec", dont_inherit=True), names)
+    check_space(names["Slim"]())  # type: ignore[operator]
+
+
+def test_the_table_of_spaces_is_complete() -> None:
+    listed = re.findall(r"^\| `(\w+)`", PAGE, re.MULTILINE)
+    assert listed == list(SPACES)

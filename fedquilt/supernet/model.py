@@ -1,0 +1,85 @@
+"""Settings of a searched model: which nets a federation gets if none are named."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+import fedquilt as fq
+from fedquilt.checks import File, one_of, within
+from fedquilt.errors import ConfigError
+from fedquilt.supernet.limits import DeviceCounts
+from fedquilt.supernet.nets import Account, SearchedNets, searched_nets
+from fedquilt.supernet.search import Options, Strategy
+from fedquilt.supernet.store import load_supernet, space_by_name
+
+if TYPE_CHECKING:
+    from fedquilt.data import Pool
+    from fedquilt.family import Family
+    from fedquilt.supernet.elastic import Supernet
+    from fedquilt.supernet.space import Space
+
+TINY_IMAGES = 16  # pixels; smaller images get the space `tiny`, because the others halve images five times
+
+
+@dataclass(frozen=True)
+class SearchedModel:
+    """A knowledge net and private nets, searched for the data and the fleet of a run.
+
+    Without a supernet all weights are fresh, which are RaFL's settings (a) and (b). With one, the nets start from
+    its weights, which is setting (c).
+    """
+
+    space: str = ""  # Search space by name, or file.py:Class. Empty: tiny for small images, else mobilenetv3
+    supernet: File = ""  # Supernet file whose weights the nets start from. Empty: fresh weights
+    knowledge_macs: float = 0.0  # Multiply-adds of the knowledge net, at most. 0: half of the weakest device's limit
+    num_members: int = 8  # Private nets, at most
+    account: Account = "pair"  # Nets that a limit bounds: pair, or private as in the paper
+    strategy: Strategy = "evolution"  # How nets are searched: evolution, random or exhaustive
+
+    def __post_init__(self) -> None:
+        within(self, knowledge_macs="[0, inf)", num_members="[1, inf)")
+        one_of(self, account=Account, strategy=Strategy)
+
+    def search(self, data: Pool, fleet: DeviceCounts, seed: int = 0) -> SearchedNets:
+        """Search the nets.
+
+        Args:
+            data: Samples that the nets are for. They must be square images.
+            fleet: Number of devices with each budget, such as `Fleet.counts`.
+            seed: Random seed of the search.
+
+        Raises:
+            BudgetError: No pair of nets is within the limits of a device.
+            ConfigError: The data has no square images, or no classes.
+            RecordError: The supernet file cannot be used.
+        """
+        space = self._space(data)
+        supernet = self._supernet(space)
+        return searched_nets(
+            space,
+            fleet,
+            knowledge_macs=self.knowledge_macs or None,
+            num_members=self.num_members,
+            account=self.account,
+            supernet=supernet,
+            options=Options(self.strategy, seed=seed % 2**32),
+        )
+
+    def families(self, data: Pool, fleet: DeviceCounts, seed: int = 0) -> dict[str, Family]:
+        """Search the nets and trace each, by name, the knowledge net first. The arguments are those of `search`."""
+        nets = self.search(data, fleet, seed).nets
+        return {name: fq.trace(net, data.example) for name, net in nets.items()}
+
+    def _space(self, data: Pool) -> Space:
+        shape = tuple(data.example.shape[1:])
+        if len(shape) != 3 or shape[1] != shape[2] or not data.num_classes:
+            raise ConfigError(
+                f"searched nets were asked for; they classify square images, and {data.name} has samples of shape "
+                f"{shape} and {data.num_classes} classes. Name models that fit, or your own search space."
+            )
+        name = self.space or ("tiny" if shape[1] <= TINY_IMAGES else "mobilenetv3")
+        return replace(space_by_name(name), in_channels=shape[0], image_size=shape[1], num_classes=data.num_classes)
+
+    def _supernet(self, space: Space) -> Supernet | None:
+        return load_supernet(self.supernet, space) if self.supernet else None
