@@ -30,6 +30,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("place", range(1, len(blocks("sh"))))
 def test_commands_run_as_written(place: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for line in blocks("sh")[place].splitlines():
