@@ -8,7 +8,9 @@ from typing import TYPE_CHECKING
 import fedquilt as fq
 from fedquilt.checks import File, one_of, within
 from fedquilt.errors import ConfigError
+from fedquilt.family.cost import TrainingStep
 from fedquilt.supernet.limits import DeviceCounts
+from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.nets import Account, SearchedNets, searched_nets
 from fedquilt.supernet.search import Options, Strategy
 from fedquilt.supernet.store import load_supernet, space_by_name
@@ -32,6 +34,7 @@ class SearchedModel:
 
     space: str = ""  # Search space by name, or file.py:Class. Empty: tiny for small images, else mobilenetv3
     supernet: File = ""  # Supernet file whose weights the nets start from. Empty: fresh weights
+    private_weights: bool = True  # Private nets start from the supernet's weights too. False: the knowledge net alone
     knowledge_macs: float = 0.0  # Multiply-adds of the knowledge net, at most. 0: half of the weakest device's limit
     num_members: int = 8  # Private nets, at most
     account: Account = "pair"  # Nets that a limit bounds: pair, or private as in the paper
@@ -41,13 +44,16 @@ class SearchedModel:
         within(self, knowledge_macs="[0, inf)", num_members="[1, inf)")
         one_of(self, account=Account, strategy=Strategy)
 
-    def search(self, data: Pool, fleet: DeviceCounts, seed: int = 0) -> SearchedNets:
+    def search(
+        self, data: Pool, fleet: DeviceCounts, seed: int = 0, step: TrainingStep = TrainingStep()
+    ) -> SearchedNets:
         """Search the nets.
 
         Args:
             data: Samples that the nets are for. They must be square images.
             fleet: Number of devices with each budget, such as `Fleet.counts`.
             seed: Random seed of the search.
+            step: Training step whose memory is limited, if the fleet has limits on memory.
 
         Raises:
             BudgetError: No pair of nets is within the limits of a device.
@@ -63,12 +69,16 @@ class SearchedModel:
             num_members=self.num_members,
             account=self.account,
             supernet=supernet,
+            private_weights=self.private_weights,
+            meter=Meter(space, step),
             options=Options(self.strategy, seed=seed % 2**32),
         )
 
-    def families(self, data: Pool, fleet: DeviceCounts, seed: int = 0) -> dict[str, Family]:
+    def families(
+        self, data: Pool, fleet: DeviceCounts, seed: int = 0, step: TrainingStep = TrainingStep()
+    ) -> dict[str, Family]:
         """Search the nets and trace each, by name, the knowledge net first. The arguments are those of `search`."""
-        nets = self.search(data, fleet, seed).nets
+        nets = self.search(data, fleet, seed, step).nets
         return {name: fq.trace(net, data.example) for name, net in nets.items()}
 
     def _space(self, data: Pool) -> Space:

@@ -42,6 +42,7 @@ def searched_nets(
     num_members: int = 8,
     account: Account = "pair",
     supernet: Supernet | None = None,
+    private_weights: bool = True,
     score: Score | None = None,
     meter: Meter | None = None,
     options: Options = Options(),
@@ -58,6 +59,8 @@ def searched_nets(
         account: `pair` limits a device's private net and the knowledge net together, because it trains both.
             `private` limits the private net alone, as the paper does.
         supernet: Supernet whose weights the nets start from. None: fresh weights for every seed.
+        private_weights: False lets private nets start from fresh weights, and the knowledge net alone from the
+            supernet's, as the released code does. It has no effect without a supernet.
         score: Score of configurations. None: multiply-adds, then parameters.
         meter: Counts costs. None: with a training step of 32 samples and no table of blocks.
         options: Options of the search.
@@ -82,9 +85,9 @@ def searched_nets(
     service = SearchService(search, num_members)
     service.prepare(left, watch)
     private = named(service.members)
-    make = partial(_net, space, supernet)
-    nets = {KNOWLEDGE: make(knowledge.config)}
-    nets |= {name: make(found.config) for name, found in private.items()}
+    nets = {KNOWLEDGE: _net(space, supernet, knowledge.config)}
+    source = supernet if private_weights else None
+    nets |= {name: _net(space, source, found.config) for name, found in private.items()}
     used = service.utilization(left, spent.macs if spent else 0.0)
     return SearchedNets(nets, knowledge, private, used)
 

@@ -63,6 +63,14 @@ def test_nets_of_a_supernet_have_its_weights_and_the_federations_classes() -> No
         assert net.eval()(torch.zeros(1, 1, 8, 8)).shape == (1, 10)
 
 
+def test_private_nets_may_start_fresh_beside_a_pretrained_knowledge_net() -> None:
+    searched = searched_nets(TINY, FLEET, num_members=1, supernet=Supernet(TINY), private_weights=False, options=QUICK)
+    knowledge, private = searched.nets.values()
+    assert isinstance(knowledge, nn.Module)
+    assert not isinstance(private, nn.Module)
+    assert isinstance(private(), nn.Module)
+
+
 def test_a_supernet_of_another_space_is_refused() -> None:
     with pytest.raises(ConfigError, match="supernet of the same space"):
         searched_nets(TINY, FLEET, supernet=Supernet(replace(TINY, image_size=16)), options=QUICK)
