@@ -32,6 +32,7 @@ from fedquilt.engines.simulation import Simulation
 from fedquilt.errors import ConfigError, FedquiltError, RecordError, TraceError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
+from fedquilt.family.cost import TrainingStep
 from fedquilt.family.norms import NORM_POLICIES, NormPolicy
 from fedquilt.fleets import FLEETS, Budgets, ByNet
 from fedquilt.memory import LIMIT
@@ -54,6 +55,7 @@ T = TypeVar("T")
 # Below so many multiply-adds a sample threads gain nothing, and waiting for each other on a busy machine they lose all.
 SMALL = 1_000_000
 AUTO = "auto"
+SEARCHED = "searched"  # Name of the model whose nets are searched for the fleet (`fedquilt.supernet`)
 CLIENTS = 20  # where neither the settings nor the data say how many
 
 TABLES |= {
@@ -90,8 +92,17 @@ class Model(Choice):
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:
+        if name == SEARCHED:
+            from fedquilt.supernet.model import SearchedModel
+
+            return SearchedModel
         found = find(MODELS, name, cls.what)
         return found.factory if isinstance(found, ModelSpec) else found
+
+    @property
+    def is_searched(self) -> bool:
+        """Return True if its nets depend on the limits of the fleet."""
+        return self.name == SEARCHED
 
     @property
     def fixed(self) -> tuple[str, ...]:
@@ -156,6 +167,38 @@ def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | Non
             "out, or trace each model in Python: fq.union({name: fq.trace(module, example), …})."
         )
     return fq.union({name: model.trace(data, "", task) for name, model in _net_names(models).items()})
+
+
+def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, precision: Precision) -> Family:
+    """Search the nets of a fleet, and return them as a union.
+
+    Args:
+        model: The model `searched` with its settings.
+        data: Samples that the nets are for.
+        fleet: Devices, whose limits decide the nets.
+        method: Method of the run. It decides what limits bound, and which nets start from a supernet's weights.
+        seed: Seed of the search.
+        precision: Precision of training, on which memory depends.
+    """
+    from fedquilt.supernet.model import SearchedModel
+
+    if model.dual or model.conditioned:
+        raise ConfigError("dual or conditioned norms were asked for with searched nets, which have plain norms.")
+    settings = model.make(SearchedModel)
+    if method.needs_supernet and not settings.supernet:
+        raise ConfigError(
+            f"{type(method).__name__} was asked for with nets that start from a supernet's weights, and no supernet "
+            "was given. --supernet FILE names one, or model.supernet in a file; `fedquilt supernet train` makes one."
+        )
+    local = method.local
+    return settings.family(
+        data,
+        fleet.counts,
+        seed,
+        TrainingStep(local.batch_size, len(local.optimiser.slots), precision),
+        account="pair" if method.trains_pairs and not method.ignores_budgets else "private",
+        private_weights=method.starts_pretrained,
+    )
 
 
 def _net_names(models: Sequence[Model]) -> dict[str, Model]:
@@ -325,6 +368,9 @@ class Experiment:
         wrong = outside(self, rounds="[1, inf)", seed="[0, 9223372036854775807]")
         if self.model == ():
             wrong["model"] = "an empty list was asked for; one model or more would work, such as ['convnet', 'vgg11']."
+        elif any(model.is_searched for model in self.models) and (len(self.models) > 1 or self.init):
+            other = "init" if len(self.models) == 1 else "other models"
+            wrong["model"] = f"{SEARCHED!r} was asked for with {other}; it is a union by itself, and stands alone."
         refuse(self, wrong)
 
     @property
@@ -341,11 +387,20 @@ class Experiment:
             tracking.check()
         data, partition = dealt or self.data.deal(self.fleet.clients, self.seed)
         model = self.model or Model.usual(data)
-        family = traced(self.models or (Model.usual(data),), data, self.init, self.task)
-        fleet = self.fleet.fleet(data.num_clients, self.seed, family)
+        family, fleet = self._family_and_fleet(data)
         # Moved once: the engines of all methods that are compared share it.
         here = data.to(device, DTYPES[self.engine.precision])
         return Ground(here, family, fleet, partition, model)
+
+    def _family_and_fleet(self, data: FederatedData) -> tuple[Family, Fleet]:
+        """Trace the models and count the devices. Searched nets depend on the devices, other budgets on the model."""
+        models = self.models or (Model.usual(data),)
+        if models[0].is_searched:
+            fleet = self.fleet.fleet(data.num_clients, self.seed)
+            precision = self.engine.precision
+            return searched(models[0], data, fleet, self.method, self.seed, precision), fleet
+        family = traced(models, data, self.init, self.task)
+        return family, self.fleet.fleet(data.num_clients, self.seed, family)
 
     def prepare(self, ground: Ground | None = None) -> Run:
         """A run that has not begun; with `ground`, on what another experiment has laid."""
@@ -563,7 +618,8 @@ def demo(
     local = {} if preset or is_made_by_function(method) else {"local": learning, **(kind.demo if kind else {})}
     public = {"public": DEMO_PUBLIC} if any(needs_public(one) for one in (method, *together)) else {}
     named = {"method": {"name": method} | local, "model": {"name": model}, "data": {"name": data} | public}
-    return copy.deepcopy({**DEMO, **named})
+    federation = kind.demo_federation if kind else {}
+    return copy.deepcopy({**DEMO, **named, **federation})
 
 
 def needs_public(method: str) -> bool:
@@ -573,6 +629,12 @@ def needs_public(method: str) -> bool:
         return kind is not None and kind().needs_public
     except Exception:  # A class of the user's own may need arguments. `Experiment.of` reports what is wrong.
         return False
+
+
+def trains_pairs(method: str) -> bool:
+    """Return True if clients of a method, by its name, train two nets of a union."""
+    kind = _method_class(method)
+    return kind is not None and kind.trains_pairs
 
 
 def _method_class(name: str) -> type[Method] | None:
@@ -600,8 +662,7 @@ def defaults(method: str = DEMO["method"]["name"], names_model: bool = True, num
     if num_models > 1 and needs_public(method):
         named["data"]["public"] = DEMO_PUBLIC
     table: Settings = {"name": label(type(budgets))}
-    kind = _method_class(method)
-    if num_models > 1 and kind is not None and kind.trains_pairs:
+    if num_models > 1 and trains_pairs(method):
         table["pairs"] = True
     return {"method": {"name": method}, **named, "fleet": {"budgets": table}}
 

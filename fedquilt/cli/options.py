@@ -75,6 +75,7 @@ FLAGS = {
     "epochs": "method.local.epochs",
     "track": "tracking",
     "link": "link.name",
+    "supernet": "model.supernet",
 }
 
 
@@ -195,6 +196,7 @@ class Options(DataOptions):
     batch_size: Whole = None  # local batch size
     epochs: Whole = None  # local epochs a round
     init: File = None  # weights to start from: a safetensors file, or a run's folder
+    supernet: File = None  # supernet file: nets are searched for the fleet, and start from its weights (RaFL)
     out: Place = None  # write the run's records and checkpoints into this folder
     track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
     target: Real = None  # an accuracy, as 0.6, or the task's main figure: also tell what it took to reach it
@@ -229,7 +231,24 @@ class Options(DataOptions):
             base = defaults(name, self._names_model(), len(self.model))
         else:
             base = demo(name, bool(self._preset()), together=together)
-        return self.layers(base, method)
+        return self.layers(self._with_supernet(base, method), method)
+
+    def _with_supernet(self, base: Settings, method: str | None) -> Settings:
+        """Return settings with the model that --supernet needs, and with RaFL's setting (c)."""
+        from fedquilt.config import SEARCHED, assign_all, trains_pairs
+
+        if self.supernet is None:
+            return base
+        if self.model:
+            raise ConfigError(
+                f"--supernet {self.supernet} was asked for together with --model {' '.join(self.model)}; nets that "
+                "start from a supernet are searched in its space. One of them fits."
+            )
+        layers: list[tuple[list[str], Any]] = [(["model", "name"], SEARCHED)]
+        name = method or base["method"].get("name", "") if isinstance(base["method"], dict) else base["method"]
+        if trains_pairs(name):
+            layers.append((["method", "transfer"], True))
+        return assign_all(base, layers)
 
     def source(self, config: str | None, method: str | None) -> str:
         """Return where the settings come from, as the first line of a run names it: a file, the demo or defaults."""

@@ -52,6 +52,8 @@ class Method:
     trains_pairs: ClassVar[bool] = False  # True: clients train the first net of a union and one of the others
     keeps_nets: ClassVar[bool] = False  # True: clients keep nets of their own, which `kept_nets` names
     demo: ClassVar[Mapping[str, Any]] = {}  # Settings of its own in the demo, whose devices have shares 1, 1/2 and 1/4
+    # Model and fleet that the demo has in place of its own, for methods that need others. Empty: the demo's
+    demo_federation: ClassVar[Mapping[str, Any]] = {}
 
     def __init_subclass__(cls, **options: Any) -> None:
         """Check the budgets of a subclass with its own `plan`, unless it opts out itself."""
@@ -84,6 +86,16 @@ class Method:
     def note(self) -> str:
         """What readers of its results must know: who trains what, if that is not what fits a budget; "": nothing."""
         return ""
+
+    @property
+    def needs_supernet(self) -> bool:
+        """Return True if searched nets have to start from the weights of a supernet."""
+        return False
+
+    @property
+    def starts_pretrained(self) -> bool:
+        """Return True if nets besides the first start from the weights that a supernet brings, if there is one."""
+        return True
 
     def with_local(self, **changes: Any) -> Self:
         """The method with other local settings; those not named stay its own, which `local=Local(…)` would replace."""

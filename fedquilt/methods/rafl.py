@@ -110,6 +110,14 @@ class RaFL(Method):
     keep_knowledge: bool = True  # Clients keep the knowledge net that they trained too, so that it can be tested
 
     paper = "Yu et al. 2022"
+    # Nets of the space `tiny`, which have 53,000 to 277,000 multiply-adds; a device trains two of them.
+    demo_federation: ClassVar[Mapping[str, Any]] = {
+        "model": {"name": "searched"},
+        "fleet": {
+            "sample": 0.5,
+            "budgets": {"name": "flop_limited", "mean": 240e3, "spread": 0.5, "levels": 3},
+        },
+    }
     serves_one_net = True
     trains_pairs = True
     keeps_nets = True
@@ -140,6 +148,14 @@ class RaFL(Method):
     def note(self) -> str:
         told = "accuracy is that of the knowledge net; private nets stay on clients"
         return f"{told}; limits are those of the private net alone" if self.limit == "private" else told
+
+    @property
+    def needs_supernet(self) -> bool:
+        return self.transfer or self.knowledge_pretrained
+
+    @property
+    def starts_pretrained(self) -> bool:
+        return self.transfer
 
     def shortened(self) -> Self:
         """Return the method with little training. The server has SGD, because Adam amplifies rounding errors."""

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Literal
 
 import fedquilt as fq
 from fedquilt.checks import File, one_of, within
@@ -12,7 +12,7 @@ from fedquilt.family.cost import TrainingStep
 from fedquilt.supernet.limits import DeviceCounts
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.nets import Account, SearchedNets, searched_nets
-from fedquilt.supernet.search import Options, Strategy
+from fedquilt.supernet.search import MAX_ENUMERATED, Options, Strategy
 from fedquilt.supernet.store import load_supernet, space_by_name
 
 if TYPE_CHECKING:
@@ -34,18 +34,25 @@ class SearchedModel:
 
     space: str = ""  # Search space by name, or file.py:Class. Empty: tiny for small images, else mobilenetv3
     supernet: File = ""  # Supernet file whose weights the nets start from. Empty: fresh weights
-    private_weights: bool = True  # Private nets start from the supernet's weights too. False: the knowledge net alone
     knowledge_macs: float = 0.0  # Multiply-adds of the knowledge net, at most. 0: half of the weakest device's limit
     num_members: int = 8  # Private nets, at most
-    account: Account = "pair"  # Nets that a limit bounds: pair, or private as in the paper
-    strategy: Strategy = "evolution"  # How nets are searched: evolution, random or exhaustive
+    # How nets are searched: evolution, random or exhaustive. Empty: exhaustive in small spaces, else by evolution
+    strategy: Strategy | Literal[""] = ""
 
     def __post_init__(self) -> None:
         within(self, knowledge_macs="[0, inf)", num_members="[1, inf)")
-        one_of(self, account=Account, strategy=Strategy)
+        if self.strategy:
+            one_of(self, strategy=Strategy)
 
     def search(
-        self, data: Pool, fleet: DeviceCounts, seed: int = 0, step: TrainingStep = TrainingStep()
+        self,
+        data: Pool,
+        fleet: DeviceCounts,
+        seed: int = 0,
+        step: TrainingStep = TrainingStep(),
+        *,
+        account: Account = "pair",
+        private_weights: bool = True,
     ) -> SearchedNets:
         """Search the nets.
 
@@ -54,6 +61,8 @@ class SearchedModel:
             fleet: Number of devices with each budget, such as `Fleet.counts`.
             seed: Random seed of the search.
             step: Training step whose memory is limited, if the fleet has limits on memory.
+            account: Nets that a limit bounds: `pair`, or `private` as in the paper.
+            private_weights: Private nets start from the supernet's weights too. False: the knowledge net alone does.
 
         Raises:
             BudgetError: No pair of nets is within the limits of a device.
@@ -67,19 +76,26 @@ class SearchedModel:
             fleet,
             knowledge_macs=self.knowledge_macs or None,
             num_members=self.num_members,
-            account=self.account,
+            account=account,
             supernet=supernet,
-            private_weights=self.private_weights,
+            private_weights=private_weights,
             meter=Meter(space, step),
-            options=Options(self.strategy, seed=seed % 2**32),
+            options=Options(self.strategy or _usual_strategy(space), seed=seed % 2**32),
         )
 
-    def families(
-        self, data: Pool, fleet: DeviceCounts, seed: int = 0, step: TrainingStep = TrainingStep()
-    ) -> dict[str, Family]:
-        """Search the nets and trace each, by name, the knowledge net first. The arguments are those of `search`."""
-        nets = self.search(data, fleet, seed, step).nets
-        return {name: fq.trace(net, data.example) for name, net in nets.items()}
+    def family(
+        self,
+        data: Pool,
+        fleet: DeviceCounts,
+        seed: int = 0,
+        step: TrainingStep = TrainingStep(),
+        *,
+        account: Account = "pair",
+        private_weights: bool = True,
+    ) -> Family:
+        """Search the nets and join them, the knowledge net first. The arguments are those of `search`."""
+        searched = self.search(data, fleet, seed, step, account=account, private_weights=private_weights)
+        return fq.union({name: fq.trace(net, data.example) for name, net in searched.nets.items()})
 
     def _space(self, data: Pool) -> Space:
         shape = tuple(data.example.shape[1:])
@@ -93,3 +109,8 @@ class SearchedModel:
 
     def _supernet(self, space: Space) -> Supernet | None:
         return load_supernet(self.supernet, space) if self.supernet else None
+
+
+def _usual_strategy(space: Space) -> Strategy:
+    """Return how a space is searched if nothing is asked for. Small spaces then need no library for evolution."""
+    return "exhaustive" if space.num_configs <= MAX_ENUMERATED else "evolution"

@@ -19,12 +19,12 @@ FLEET = Fleet.of(FlopLimited(mean=3e5, levels=2), 10).counts
 
 
 def test_the_demo_gets_nets_of_the_tiny_space() -> None:
-    families = SearchedModel(num_members=1).families(digits(), FLEET)
-    assert next(iter(families)) == "knowledge"
-    assert len(families) == 2
-    macs = [family.cost(family.whole).macs for family in families.values()]
+    family = SearchedModel(num_members=1).family(digits(), FLEET)
+    assert family.layout.nets[0] == "knowledge"
+    assert len(family.variants) == 2
+    macs = [family.cost(family.at(variant).whole).macs for variant in family.variants]
     assert sum(macs) <= 0.75 * 3e5
-    assert {family.num_outputs for family in families.values()} == {10}
+    assert family.num_outputs == 10
 
 
 def test_a_supernet_file_brings_weights(tmp_path: Path) -> None:
@@ -53,5 +53,5 @@ def test_data_without_square_images_is_refused(data: Pool) -> None:
 def test_settings_out_of_range_are_refused() -> None:
     with pytest.raises(ConfigError, match="num_members"):
         SearchedModel(num_members=0)
-    with pytest.raises(ConfigError, match="account"):
-        SearchedModel(account="both")  # type: ignore[arg-type]
+    with pytest.raises(ConfigError, match="strategy"):
+        SearchedModel(strategy="lucky")  # type: ignore[arg-type]
