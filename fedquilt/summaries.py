@@ -84,6 +84,33 @@ def members_of(summary: Summary) -> dict[str, dict[str, int]]:
     }
 
 
+def kept_nets_of(summary: Summary) -> dict[str, dict[str, str]]:
+    """Return the figures of nets that clients keep, as text by limit and metric. Empty: clients keep none.
+
+    These metrics have other keys than the shares of the server's model, such as multiply-adds.
+    """
+    shares = set(figures_of(summary))
+    labels, percent = labels_of(summary), in_percent(summary)
+    rows: dict[str, dict[str, str]] = {}
+    for metric, figures in summary.get("metrics", {}).items():
+        if shares.isdisjoint(figures):
+            for key, figure in figures.items():
+                row = rows.setdefault(share_label(key, labels), {})
+                row[metric.replace("_", " ")] = figure_text(figure, percent)
+    return rows
+
+
+def utilisation_text(summary: Summary) -> str:
+    """Return how much of the devices' limits their own nets use. Empty: no limits of multiply-adds are known."""
+    if "utilisation" not in summary:
+        return ""
+    used = f"{summary['utilisation']:.1%} of the limits' multiply-adds are used by the clients' own nets"
+    common = summary.get("common_utilisation")
+    beside = "" if common is None else f", {common:.1%} if all had the largest net that fits every device"
+    over = summary.get("over_limit", 0)
+    return used + beside + (f"; {over} devices exceed their limits" if over else "")
+
+
 def figure_text(figure: float | None, percent: bool) -> str:
     """Return a figure in percent with one decimal, or with four significant digits."""
     if figure is None:

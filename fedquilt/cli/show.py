@@ -22,12 +22,14 @@ from fedquilt.summaries import (
     figures_of,
     figures_row,
     in_percent,
+    kept_nets_of,
     labels_of,
     main_of,
     members_of,
     milestone_text,
     share_label,
     target_text,
+    utilisation_text,
 )
 from fedquilt.units import size
 
@@ -194,7 +196,7 @@ def figures_line(record: Record, labels: Labels, percent: bool) -> str:
 
 
 def show_result(console: Console, summary: Mapping[str, Any]) -> None:
-    """Show a table of the shares, its note, tables of domains and of robustness, bytes and seconds."""
+    """Show a table of the shares, its note, tables of domains, robustness and clients' own nets, bytes and seconds."""
     labels = labels_of(summary)
     percent = in_percent(summary)
     shares = figures_of(summary)
@@ -218,6 +220,12 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
             lines = {name: figures_row(figures, shares, labels, percent) for name, figures in by_name.items()}
             show_table(console, title, lines)
             say(console, "")
+    if kept := kept_nets_of(summary):
+        say(console, "")
+        show_table(console, "limit", kept)
+        if used := utilisation_text(summary):
+            say(console, used)
+        say(console, "")
     say(console, _totals(summary))
 
 
