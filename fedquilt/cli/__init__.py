@@ -295,7 +295,7 @@ class ExportRequest:
     params: Params = None  # parameters, at most
     macs: Macs = None  # multiply-adds a sample, at most
     memory: Real = None  # bytes to run it on one sample, at most: float32 weights and activations
-    client: Whole = None  # whose, where each has its own (fedbn, local)
+    client: Whole = None  # whose, where each has its own (fedbn, local, rafl)
     norms: Norms = None  # what norms normalise by: post measures over the training data; if not given, what the run has
     robustness: Real = None  # of dual norms: 0 is the clean net, 1 the noised one
     format: Format = ""  # if not given, what the file's name ends with

@@ -188,6 +188,8 @@ class RaFL(Method):
     def init(self, world: World) -> Server:
         """Return the state before the first round: the knowledge net alone."""
         server = super().init(world)
+        if not self.transfer:
+            _warn_of_brought(world)
         own = set(world.family.member(knowledge_net(world.family)).names)
         return replace(server, weights={name: value for name, value in server.weights.items() if name in own})
 
@@ -390,6 +392,22 @@ def needs_divergences(task: Task) -> None:
     if type(task).divergences is Task.divergences:
         nothing = torch.zeros(1, 1)
         task.divergences(nothing, nothing, nothing)  # It says what is missing.
+
+
+def _warn_of_brought(world: World) -> None:
+    """Warn if a private net has the same weights for every seed: a device that has to draw them could not."""
+    family = world.family
+    one, other = (family.init(seed) for seed in (world.seed, world.seed + 1))
+    for name in private_nets(family):
+        drawn = [key for key in family.member(family.at(name).whole).trainable if one[key].dim() > 1]
+        if drawn and all(torch.equal(one[key], other[key]) for key in drawn):
+            _log.warning(
+                "the private net %r has the same weights for every seed, so that devices cannot draw them. "
+                "transfer = True charges a device for downloading them; a union of functions that make the nets draws "
+                "new ones.",
+                name,
+            )
+            return
 
 
 def _macs(family: Family, name: str) -> int:

@@ -503,6 +503,15 @@ def test_first_downloads_are_charged_once_and_told_apart(make_data):
     assert "bytes_first" not in second.to_dict()
 
 
+@pytest.mark.parametrize(
+    ("family", "transfer", "warns"), [(plain_pairs, False, 0), (trained_pairs, False, 1), (trained_pairs, True, 0)]
+)
+def test_weights_that_devices_cannot_draw_are_told(family, transfer, warns, make_data, caplog):
+    with caplog.at_level(logging.WARNING, "fedquilt"):
+        start(RaFL(transfer=transfer), family(), make_data(family(), SIZES))
+    assert sum("has the same weights for every seed" in record.getMessage() for record in caplog.records) == warns
+
+
 # --- client states -------------------------------------------------------------------------------------------------
 
 
@@ -598,3 +607,19 @@ def test_a_pair_is_one_job_whose_learner_sends_the_knowledge_net(world):
         name.startswith("big.")
         for name in RaFL(transfer=True).learner(Job(client, submodel, 0), world).installed(member)
     )
+
+
+@pytest.mark.parametrize("client", [None, 3])
+def test_a_clients_private_net_is_exported(client, make_data, tmp_path):
+    """Without a client the knowledge net is written."""
+    from safetensors.torch import load_file
+
+    family = plain_pairs()
+    run = start(RaFL(local=LOCAL), family, make_data(family, SIZES)).train(1)
+    run.export(tmp_path / "net.safetensors", fq.Budget(share=1.0), client=client)
+    written = load_file(tmp_path / "net.safetensors")
+    state = run.server.weights if client is None else run.server.memory[client, ""].weights
+    expected = of_net(dict(state), "knowledge" if client is None else "big")
+    assert written.keys() == expected.keys()
+    for name, value in expected.items():
+        torch.testing.assert_close(written[name].double(), value.double(), rtol=0, atol=1e-6)
