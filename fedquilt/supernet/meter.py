@@ -30,7 +30,7 @@ class Costs:
 
 
 class Meter:
-    """Counts what configurations of a space cost.
+    """A counter of what configurations of a space cost.
 
     Multiply-adds, parameters and training memory are exact. Inference time is the sum over measured blocks.
     """

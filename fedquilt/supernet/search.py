@@ -24,7 +24,7 @@ from fedquilt.units import amount
 Genes = tuple[int, ...]  # a configuration as the place of each choice among its options
 Score = Callable[[Sequence[Config]], Floats]  # of configurations, higher is better
 Strategy = Literal["evolution", "random", "exhaustive"]
-Watch = Callable[[int, int], None]  # is told the generations that are done, and how many there are
+Watch = Callable[[int, int], None]  # is called with the generations that are done and of all
 
 MAX_ENUMERATED = 20_000  # configurations; a smaller space is counted as a whole, so that its best member is known
 SATURATED = 12  # generations without a better member after which the evolution ends

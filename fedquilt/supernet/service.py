@@ -33,13 +33,13 @@ class Utilization:
 
 
 class SearchService:
-    """Answers queries for members from at most `num_members` distinct ones.
+    """A service that gives devices members of a space, at most `num_members` distinct ones.
 
     Few members matter because clients with the same architecture are trained as one stack. `prepare` chooses the
     limits for which members are searched such that a fleet uses as many multiply-adds as possible. Each device gets
     the largest member within all of its limits.
 
-    A device that comes later is served while a run goes on. It gets a member that exists if that uses enough of its
+    A device that comes later is served while a run is in progress. It gets a member that exists if that uses enough of its
     limit or if there are `num_members` already. Else a member is searched for it.
 
     Two losses add up in the utilisation: a device's limit is rounded down to one of a few, and a member is below its
