@@ -6,7 +6,7 @@ import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
+from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal
 
@@ -28,6 +28,7 @@ Watch = Callable[[int, int], None]  # is called with the generations that are do
 
 MAX_ENUMERATED = 20_000  # configurations; a smaller space is counted as a whole, so that its best member is known
 SATURATED = 12  # generations without a better member after which the evolution ends
+MAX_CACHED_LIMITS = 4_096  # limits whose capacity is kept
 FILLED_STARTS = 32  # random configurations that are filled up to a limit to find how much of it a space can use
 
 
@@ -180,6 +181,7 @@ class Search:
         self._genome = Genome(self.space)
         self._columns: dict[str, Floats] = {}  # costs of all configurations of a small space, by name
         self._lock = threading.Lock()
+        self.capacity = lru_cache(MAX_CACHED_LIMITS)(self._capacity)
 
     def with_options(self, options: Options) -> Search:
         """Return the same search with other options. Costs that were counted are shared."""
@@ -215,7 +217,7 @@ class Search:
                 "smaller space."
             )
 
-    def capacity(self, limits: Limits) -> float:
+    def _capacity(self, limits: Limits) -> float:
         """Return the multiply-adds that a member within the limits can have.
 
         For a limit on multiply-adds alone these are the limit, or the largest member's. Another limit may be

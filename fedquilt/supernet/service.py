@@ -22,7 +22,7 @@ Watch = Callable[[int, int], None]  # is called with the number of searches that
 
 @dataclass(frozen=True)
 class Utilization:
-    """How much of the devices' limits is used."""
+    """The share of the devices' limits that their members use."""
 
     share: float  # mean multiply-adds of the devices' members / mean limit
     common: float  # the same if all devices used the member of the weakest of them
@@ -39,8 +39,8 @@ class SearchService:
     limits for which members are searched such that a fleet uses as many multiply-adds as possible. Each device gets
     the largest member within all of its limits.
 
-    A device that comes later is served while a run is in progress. It gets a member that exists if that uses enough of its
-    limit or if there are `num_members` already. Else a member is searched for it.
+    A device that comes later is served while a run is in progress. It gets a member that exists if that uses enough
+    of its limit or if there are `num_members` already. Else a member is searched for it.
 
     Two losses add up in the utilisation: a device's limit is rounded down to one of a few, and a member is below its
     limit. So the service's searches use a floor of `SERVICE_FLOOR`, which is higher than that of a single search.
@@ -71,6 +71,7 @@ class SearchService:
         self.num_builds = 0
         self._build = build or self.search.space.member
         self._members: tuple[Found, ...] = ()  # replaced as a whole, so that readers need no lock
+        self._searched: set[Limits] = set()  # for which a search was made, so that none is made twice
         self._modules: dict[Config, nn.Module] = {}
         self._searching = threading.Lock()
         self._building = threading.Lock()
@@ -117,12 +118,11 @@ class SearchService:
         """
         limits = Limits.of(budget)
         member = self._largest_within(limits)
-        if member and (len(self._members) >= self.num_members or self._uses_enough(member, limits)):
+        if member and not self._needs_search(member, limits):
             return member
         with self._searching:
             member = self._largest_within(limits)  # another thread may have added one meanwhile
-            is_full = len(self._members) >= self.num_members
-            if not is_full and not (member and self._uses_enough(member, limits)):
+            if self._needs_search(member, limits):
                 self._add(limits)
                 member = self._largest_within(limits)
         if member is None:
@@ -169,6 +169,7 @@ class SearchService:
     def _add(self, limits: Limits) -> None:
         found = self.search.best(limits)
         self.num_searches += 1
+        self._searched.add(limits)
         others = [member for member in self._members if member.config != found.config]
         self._members = tuple(sorted([*others, found], key=lambda member: (member.costs.macs, str(member.config))))
 
@@ -176,5 +177,8 @@ class SearchService:
         meter = self.search.meter
         return next((one for one in reversed(self._members) if not meter.exceeded(one.config, limits)), None)
 
-    def _uses_enough(self, member: Found, limits: Limits) -> bool:
-        return member.costs.macs >= self.search.options.floor * self.search.capacity(limits)
+    def _needs_search(self, member: Found | None, limits: Limits) -> bool:
+        """Return True if there is room for another member, and what exists leaves much of the limits unused."""
+        if len(self._members) >= self.num_members or limits in self._searched:
+            return False
+        return member is None or member.costs.macs < self.search.options.floor * self.search.capacity(limits)

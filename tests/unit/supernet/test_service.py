@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 
 import numpy as np
 import pytest
@@ -80,6 +81,16 @@ def test_a_new_device_gets_its_own_search_while_there_is_room() -> None:
     assert len(service.members) == 2
     assert service.query(Limits(macs=1.5e5)) == small  # the members are fixed now
     assert service.num_searches == 2
+
+
+def test_limits_that_no_member_uses_well_are_searched_once() -> None:
+    # Between these limits the space has no member with 95 % of them.
+    macs = sorted(TINY.cost(config).macs for config in SEARCH.sample(TINY.num_configs))
+    low = next(low for low, high in pairwise(macs) if low < 0.95 * (high - 1))
+    service = SearchService(SEARCH)
+    for _ in range(3):
+        assert service.query(Limits(macs=low / 0.94)).costs.macs == low
+    assert service.num_searches == 1
 
 
 def test_a_device_below_all_members_is_told_the_smallest() -> None:
