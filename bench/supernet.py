@@ -99,7 +99,9 @@ def near(search: Search, without: set[Config]) -> list[Config]:
     limit = (low + high) / 2
     options = Options(strategy="random", tolerance=NEAR, draws=100_000, seed=2)
     members = search.with_options(options).top(Limits(macs=limit), NUM_NEAR + len(without))
-    return [found.config for found in members if found.config not in without][:NUM_NEAR]
+    shuffled = np.random.default_rng(0).permutation(len(members))  # they are ordered by their predicted accuracy
+    configs = [members[place].config for place in shuffled]
+    return [config for config in configs if config not in without][:NUM_NEAR]
 
 
 def report_predictor(search: Search, accuracy: Accuracy, num_measured: int) -> None:
