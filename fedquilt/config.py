@@ -191,7 +191,7 @@ def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, 
             "was given. --supernet FILE names one, or model.supernet in a file; `fedquilt supernet train` makes one."
         )
     local = method.local
-    return settings.family(
+    nets = settings.search(
         data,
         fleet.counts,
         seed,
@@ -199,6 +199,7 @@ def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, 
         account="pair" if method.trains_pairs and not method.ignores_budgets else "private",
         private_weights=method.starts_pretrained,
     )
+    return nets.family(data.example)
 
 
 def _net_names(models: Sequence[Model]) -> dict[str, Model]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Literal
 
-import fedquilt as fq
 from fedquilt.checks import File, one_of, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.cost import TrainingStep
@@ -17,7 +16,6 @@ from fedquilt.supernet.store import load_supernet, space_by_name
 
 if TYPE_CHECKING:
     from fedquilt.data import Pool
-    from fedquilt.family import Family
     from fedquilt.supernet.elastic import Supernet
     from fedquilt.supernet.space import Space
 
@@ -82,20 +80,6 @@ class SearchedModel:
             meter=Meter(space, step),
             options=Options(self.strategy or _usual_strategy(space), seed=seed % 2**32),
         )
-
-    def family(
-        self,
-        data: Pool,
-        fleet: DeviceCounts,
-        seed: int = 0,
-        step: TrainingStep = TrainingStep(),
-        *,
-        account: Account = "pair",
-        private_weights: bool = True,
-    ) -> Family:
-        """Search the nets and join them, the knowledge net first. The arguments are those of `search`."""
-        searched = self.search(data, fleet, seed, step, account=account, private_weights=private_weights)
-        return fq.union({name: fq.trace(net, data.example) for name, net in searched.nets.items()})
 
     def _space(self, data: Pool) -> Space:
         shape = tuple(data.example.shape[1:])

@@ -7,9 +7,11 @@ from dataclasses import dataclass, fields
 from functools import partial
 from typing import Literal
 
-from torch import nn
+from torch import Tensor, nn
 
 from fedquilt.errors import BudgetError, ConfigError
+from fedquilt.family import Family, trace
+from fedquilt.family.union import union
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.limits import DeviceCounts, Limits, limits_of
 from fedquilt.supernet.meter import Costs, Meter
@@ -32,6 +34,10 @@ class SearchedNets:
     knowledge: Found
     private: dict[str, Found]  # by name
     utilization: Utilization  # of the devices' limits, by the nets that these bound
+
+    def family(self, example: Tensor) -> Family:
+        """Trace every net on an example, and return their union, whose first net is the knowledge net."""
+        return union({name: trace(net, example) for name, net in self.nets.items()})
 
 
 def searched_nets(

@@ -19,7 +19,8 @@ FLEET = Fleet.of(FlopLimited(mean=3e5, levels=2), 10).counts
 
 
 def test_the_demo_gets_nets_of_the_tiny_space() -> None:
-    family = SearchedModel(num_members=1).family(digits(), FLEET)
+    data = digits()
+    family = SearchedModel(num_members=1).search(data, FLEET).family(data.example)
     assert family.layout.nets[0] == "knowledge"
     assert len(family.variants) == 2
     macs = [family.cost(family.at(variant).whole).macs for variant in family.variants]
