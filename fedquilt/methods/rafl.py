@@ -167,7 +167,8 @@ class RaFL(Method):
         if not family.layout.nets or len(family.variants) < 2:
             raise ConfigError(
                 f"RaFL was asked for with {family.title}, which is one architecture; it needs a knowledge net and at "
-                'least one private net. fq.union({"knowledge": fq.trace(…), "private": fq.trace(…)}) would work.'
+                "least one private net. --model searched finds nets for the fleet's limits, --model A B names them, "
+                'and in Python fq.union({"knowledge": fq.trace(…), "private": fq.trace(…)}) would work.'
             )
         return family
 
