@@ -11,7 +11,7 @@ from typing import Any, ClassVar, Literal, Self
 import torch
 from torch import Tensor
 
-from fedquilt.checks import one_of, refuse
+from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.cut import prefix
@@ -82,6 +82,9 @@ class RaFL(Method):
     A device trains both nets, so that its limits are limits of the pair. The paper's limits are those of the private
     net alone: `limit="private"`. The summary then says what pairs cost, and how many devices exceed their limits.
 
+    With `mutual_weight=0` the nets do not learn from each other: the private nets are trained alone, and the knowledge
+    net is FedAvg's. It is the baseline with the same nets, clients and batches.
+
     Accuracy is that of the server's knowledge net. Metrics of clients have the multiply-adds of the private net as
     keys, and are labelled with the limit: `private_accuracy` and `client_knowledge_accuracy` are means over clients
     on the whole test set, `local_private_accuracy` on the client's own test samples.
@@ -99,6 +102,7 @@ class RaFL(Method):
     # and the knowledge net learns from the net that has moved (algorithm 1, lines 7 and 8)
     order: Order = "together"
     distance: Distance = "divergence"  # How far nets are from each other: KL, or the mean squared difference of logits
+    mutual_weight: float = 1.0  # Weight of KL in equations 4 and 5. 0: each net learns from the labels alone
     detach: bool = True  # Each net takes the other one's output as a constant. False: gradients go into it too
     distil: bool = False  # The server learns from the clients' nets on public samples. False: it needs none
     server_training: ServerTraining = ServerTraining()  # How the server trains on public samples, with `distil`
@@ -136,6 +140,7 @@ class RaFL(Method):
     def __post_init__(self) -> None:
         super().__post_init__()
         one_of(self, order=Order, distance=Distance, ensemble=Combined, limit=Limit)
+        within(self, mutual_weight="[0, inf)")
         if self.local.norm.personal:
             problem = (
                 f"{self.local.norm.name!r} was asked for, under which norms stay on clients. The knowledge net travels "
@@ -303,7 +308,8 @@ class RaFL(Method):
 
     def _phases(self, private: str, knowledge: str, loss: Objective) -> tuple[Phase, ...]:
         """Return the updates of a batch: one of both nets (equations 4 and 5), or one after the other."""
-        both = Mutual(loss, (private, knowledge), distance=self.distance, detach=self.detach)
+        pair = (private, knowledge)
+        both = Mutual(loss, pair, distance=self.distance, detach=self.detach, weight=self.mutual_weight)
         if self.order == "together":
             return (Phase(both),)
         first = replace(both, learns=(private,), detach=True)

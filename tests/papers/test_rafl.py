@@ -161,6 +161,40 @@ def test_without_detaching_both_nets_have_the_gradient_of_the_sum_of_both_losses
             torch.testing.assert_close(grads[f"{net}.{name}"], weight.grad, rtol=0, atol=1e-12)
 
 
+@pytest.mark.parametrize("distance", ["divergence", "logits"])
+def test_without_weight_each_net_has_the_gradient_of_its_cross_entropy(distance):
+    family = plain_pairs()
+    state = pair_state(family)
+    _, grads = gradients_of(Mutual(TaskLoss(), PAIR, distance=distance, weight=0.0), family, state)
+    inputs, targets = a_batch()
+    for net, module in zip(("big", "knowledge"), modules(family, state, "big", WHOLE), strict=True):
+        F.cross_entropy(module(inputs), targets).backward()
+        for name, weight in module.named_parameters():
+            torch.testing.assert_close(grads[f"{net}.{name}"], weight.grad, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("distance", ["divergence", "logits"])
+def test_the_weight_scales_what_nets_learn_from_each_other(distance):
+    family = plain_pairs()
+    state = pair_state(family)
+    weights = (0.0, 1.0, 3.0)
+    objectives = [Mutual(TaskLoss(), PAIR, distance=distance, weight=weight) for weight in weights]
+    none, once, thrice = (gradients_of(objective, family, state)[1] for objective in objectives)
+    for name, alone in none.items():
+        torch.testing.assert_close(thrice[name] - alone, 3 * (once[name] - alone), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("order", ["together", "in_turn"])
+def test_without_weight_the_knowledge_net_is_that_of_fedavg(order, make_data):
+    """Clients train the private nets alone, and the mean of their knowledge nets is FedAvg's."""
+    family = plain_pairs()
+    data = make_data(family, SIZES)
+    run = start(RaFL(local=LOCAL, order=order, mutual_weight=0.0), family, data).train(2)
+    plain = start(FedAvg(local=LOCAL, weighting="data"), family, data, [1.0]).train(2)
+    for name, value in run.server.weights.items():
+        torch.testing.assert_close(value, plain.server.weights[name], rtol=0, atol=1e-12)
+
+
 # --- local training against plain loops ----------------------------------------------------------------------------
 
 

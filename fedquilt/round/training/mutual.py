@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Literal
 import torch
 from torch import Tensor
 
-from fedquilt.checks import one_of
+from fedquilt.checks import one_of, within
 from fedquilt.round.training.objectives import Passes, View, Wrapping, together
 from fedquilt.terms import WHOLE
 
@@ -24,10 +24,10 @@ class Mutual(Wrapping):
 
     With the nets p and k and a batch B (RaFL, equations 4 and 5; Zhang et al. 2018):
 
-        L_p = L(p; B) + D(k ‖ p; B)
-        L_k = L(k; B) + D(p ‖ k; B)
+        L_p = L(p; B) + w D(k ‖ p; B)
+        L_k = L(k; B) + w D(p ‖ k; B)
 
-    L is the wrapped objective, such as cross-entropy, and D the task's mean divergence: KL at temperature 1 where
+    L is the wrapped objective, such as cross-entropy, w is 1 in the papers, and D the task's mean divergence: KL at temperature 1 where
     targets are classes. Each loss treats the other net's output as a constant. So one backward pass through the sum
     gives every weight the gradient of its own net's loss alone, and both losses are those before either net moves.
     """
@@ -38,9 +38,11 @@ class Mutual(Wrapping):
     # False: gradients also go into the teacher's output. A net that learns while the other one is fixed then has the
     # gradient of the loss that the other one had before the batch (`View.taught`), as in code that lets it accumulate.
     detach: bool = True
+    weight: float = 1.0  # w, the weight of D. 0: each net learns from the samples alone
 
     def __post_init__(self) -> None:
         one_of(self, distance=Distance)
+        within(self, weight="[0, inf)")
 
     @property
     def students(self) -> tuple[str, ...]:
@@ -87,9 +89,11 @@ class Mutual(Wrapping):
             return view.logits(net)
 
     def _apart(self, view: View, outputs: Tensor, teacher: Tensor) -> Tensor:
-        """Return D(teacher ‖ outputs), the mean over the batch."""
+        """Return w D(teacher ‖ outputs), the mean over the batch."""
+        if not self.weight:
+            return outputs.new_zeros(())
         if self.distance == "logits":
-            return (outputs - teacher).square().mean()
+            return self.weight * (outputs - teacher).square().mean()
         divergences = view.task.divergences(outputs, teacher, view.targets)
         # Where nothing counts the sum is 0, and so is the mean.
-        return divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
+        return self.weight * divergences.sum() / view.task.counted(view.targets).sum().clamp(min=1)
