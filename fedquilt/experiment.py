@@ -430,6 +430,7 @@ def placed(server: Server, device: torch.device) -> Server:
     )
 
 
+_MANY = 1_024  # budgets of a union, whose nets are few and fitted quickly
 _FEW = 64  # budgets; fitting one takes a moment, and a fleet of real devices may have thousands
 
 
@@ -488,13 +489,17 @@ def _trained(federation: Federation, server: Server, fleet: Fleet, engine: Engin
 
 
 def _warn_of_idle_nets(federation: Federation, server: Server, fleet: Fleet, engine: Engine) -> None:
-    """Warn if none of the first clients trains some net of a union. The first net may be the server's."""
+    """Warn if no client trains some net of a union: the first clients, and the first of each budget.
+
+    The first net may be the server's.
+    """
     method, world = federation.method, federation.world
     layout = world.family.layout
     if not layout.nets:
         return
     busy = set[str]()
-    for place in range(min(_FEW, fleet.num_clients)):
+    first = [fleet.first(budget) for budget in fleet.kinds[:_MANY]]
+    for place in dict.fromkeys([*range(min(_FEW, fleet.num_clients)), *first]):
         client = fleet.client(place, 0, world.seed, engine.size(place))
         for state in _turns(federation, server):
             for submodel in planned(method, state, client, world):
