@@ -9,6 +9,8 @@
     bytes_to 0.55 0.5 GB         bytes both ways until then
     seconds_to 0.55 0.5 s        seconds until then, evaluations included
     gigabytes number             bytes of all rounds, both ways, in units of 10^9
+    gigabytes_per_round number   the same as a mean over rounds
+    mean metrics NAME %          mean over all entries of a metric, such as nets of different limits
     training_macs T              multiply-adds of all clients in all rounds
 
 Presets of papers and pages of results use the same text.
@@ -33,6 +35,7 @@ UNITS = {
     "GB": (1e-9, 1),
     "MB": (1e-6, 1),
     "MiB": (2.0**-20, 2),
+    "GiB": (2.0**-30, 3),
     "s": (1.0, 0),
     "M": (1e-6, 2),
     "T": (1e-12, 1),
@@ -40,6 +43,7 @@ UNITS = {
     "number": (1.0, 3),  # for errors and losses
     "%2": (100.0, 2),  # percent with two decimals, for what is counted and not measured
 }
+_MEAN = "mean"  # first key of a mean over all entries of a table
 _COSTS = {"rounds_to": "round", "bytes_to": "bytes", "seconds_to": "seconds"}
 
 
@@ -105,7 +109,11 @@ class Value:
         if first == "at":
             records = [record for record in result.records if record.round == int(rest[0])]
             return _number(_tables(records[0].grades), rest[1:]) if records else None
-        totals = {"gigabytes": _gigabytes(result), "training_macs": result.macs}
+        totals = {
+            "gigabytes": _gigabytes(result),
+            "gigabytes_per_round": _gigabytes_per_round(result),
+            "training_macs": result.macs,
+        }
         return _number({**result.summary, **totals}, self.path)
 
     def shown(self, number: float) -> str:
@@ -131,8 +139,15 @@ def _gigabytes(result: Result) -> float:
     return float(sent) / 1e9
 
 
+def _gigabytes_per_round(result: Result) -> float | None:
+    rounds = result.summary.get("rounds", 0)
+    return _gigabytes(result) / rounds if rounds else None
+
+
 def _number(table: Any, path: Sequence[str]) -> float | Mapping[str, float] | None:
     """Return what is at a path of keys; None if one of them is missing."""
+    if path and path[0] == _MEAN:
+        return _mean(table, path[1:])
     for key in path:
         if not isinstance(table, Mapping) or key not in table:
             return None
@@ -140,3 +155,12 @@ def _number(table: Any, path: Sequence[str]) -> float | Mapping[str, float] | No
     is_spread = isinstance(table, Mapping) and {"mean", "deviation"} <= table.keys()
     is_number = isinstance(table, (int, float)) and not isinstance(table, bool)
     return table if is_number or is_spread else None
+
+
+def _mean(table: Any, path: Sequence[str]) -> float | None:
+    """Return the mean of the numbers in the table at a path of keys; None if there are none."""
+    for key in path:
+        table = table.get(key) if isinstance(table, Mapping) else None
+    numbers = [] if not isinstance(table, Mapping) else [_number(table, [key]) for key in table]
+    plain = [number for number in numbers if isinstance(number, (int, float))]
+    return sum(plain) / len(plain) if plain else None
