@@ -105,7 +105,7 @@ class _Count:
         learner = self.run.method.learner(job, self.run.world)
         if learner.state:
             raise ConfigError(
-                f"the measure 'growth' was asked for with {type(self.run.method).__name__}, whose clients send state "
+                f"bytes and multiply-adds were to be counted for {type(self.run.method).__name__}, whose clients send state "
                 "besides weights; a method that sends weights alone would work."
             )
         if self.run.link.lossy:

@@ -19,7 +19,7 @@ from fedquilt.errors import ConfigError
 from fedquilt.experiment import Run
 from fedquilt.family import Family
 from fedquilt.names import nearest
-from fedquilt.studies.growth import growth
+from fedquilt.studies.growth import growth, total_cost
 from fedquilt.terms import Budget, Submodel
 
 TRAINING = "training"  # The measure that trains and evaluates. All others are in `MEASURES`.
@@ -112,7 +112,74 @@ def sizes(run: Run, rounds: int) -> dict[str, Any]:
     }
 
 
-MEASURES: dict[str, Measure] = {"clients": clients, "coverage": coverage, "growth": growth, "sizes": sizes}
+def traffic(run: Run, rounds: int) -> dict[str, Any]:
+    """Return the bytes that travel in a round, counted from the plans and payloads of some rounds.
+
+    Args:
+        run: A prepared run, of any method whose clients send weights alone.
+        rounds: Number of rounds that are counted.
+
+    Returns:
+        `bytes_down`, `bytes_up`: sums over all rounds and clients.
+        `round_bytes`: mean over rounds, both ways.
+        `params`, `macs`: of the model that the server has at full width.
+
+    Raises:
+        ConfigError: The method sends state besides weights.
+    """
+    spent = total_cost(run, rounds)
+    nets = run.method.deploy(run.server, Budget(share=1.0), run.world)
+    params, macs = _cost(run.world.family, nets)
+    return {
+        "bytes_down": spent.down,
+        "bytes_up": spent.up,
+        "round_bytes": (spent.down + spent.up) / rounds,
+        "params": params,
+        "macs": macs,
+    }
+
+
+def limits(run: Run, rounds: int) -> dict[str, Any]:
+    """Return how much of the devices' limits on multiply-adds their own nets use.
+
+    Args:
+        run: A prepared run of a method whose clients keep nets of their own, such as RaFL.
+        rounds: Has no effect, because limits do not change.
+
+    Returns:
+        `limit`, `used`: limits and the nets that devices keep, as means over devices in multiply-adds per sample.
+        `utilisation`: `used` over `limit`.
+        `common_utilisation`: the same if all devices had the largest net that fits every device.
+        `nets`: number of different nets.
+
+    Raises:
+        ConfigError: The method has no such account, or no device has a limit on multiply-adds.
+    """
+    counts = run.fleet.counts
+    account = run.method.account(counts, run.world)
+    if "utilisation" not in account:
+        raise ConfigError(
+            f"the measure 'limits' was asked for with {type(run.method).__name__}; it needs a method whose clients "
+            "keep nets of their own, such as RaFL, and limits on multiply-adds."
+        )
+    limited = {budget: count for budget, count in counts.items() if budget.macs}
+    limit = sum((budget.macs or 0.0) * count for budget, count in limited.items()) / sum(limited.values())
+    return {
+        **account,
+        "limit": limit,
+        "used": limit * account["utilisation"],
+        "nets": len({run.method.key(budget, run.world) for budget in limited}),
+    }
+
+
+MEASURES: dict[str, Measure] = {
+    "clients": clients,
+    "coverage": coverage,
+    "growth": growth,
+    "limits": limits,
+    "sizes": sizes,
+    "traffic": traffic,
+}
 
 
 def measure_problems(measure: str) -> list[str]:

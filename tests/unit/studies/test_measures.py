@@ -10,9 +10,11 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, ProgFed, SplitMix
+from fedquilt.methods import FedAvg, FedDropout, FedNova, FedRolex, HeteroFL, ProgFed, RaFL, Scaffold, SplitMix
 from fedquilt.studies.measures import MEASURES
 from tests.growing import growing
+from tests.pairs import limits as pair_limits
+from tests.pairs import plain_pairs
 
 
 def small_net() -> nn.Module:
@@ -111,3 +113,45 @@ def test_what_has_been_trained_of_a_model_that_grows(rounds, stages, make_data):
     parts = [f"{kind}{stage}" for kind in ("stage", "head") for stage in range(1, stages + 1)]
     trained = sum(sizes.get(name, 0) for part in parts for name in family.parts[part])
     assert MEASURES["clients"](run, rounds)["trained"] == {"": trained / sum(sizes.values())}
+
+
+# --- bytes and limits -------------------------------------------------------------------------------
+
+
+def test_traffic_is_that_of_the_records(net, make_data):
+    """Two clients of 6 samples each get and send 75 parameters of 4 bytes, in each of three rounds."""
+    run = prepared(FedAvg(), net, make_data, (1.0,))
+    found = MEASURES["traffic"](run, 3)
+    assert found == {"bytes_down": 1800, "bytes_up": 1800, "round_bytes": 1200, "params": 75, "macs": 64}
+    run.train(3)
+    assert found["bytes_down"] == sum(record.bytes_down for record in run.records)
+    assert MEASURES["traffic"](prepared(FedNova(), net, make_data, (1.0,)), 1)["round_bytes"] == 2400
+
+
+def test_traffic_of_pairs_is_that_of_the_knowledge_net(make_data):
+    family = plain_pairs()
+    run = prepared(RaFL(), family, make_data, pair_limits(family))
+    found = MEASURES["traffic"](run, 1)
+    run.train(1)
+    assert found["round_bytes"] == run.records[0].bytes_down + run.records[0].bytes_up
+    assert found["params"] == family.member(family.whole).count
+
+
+def test_traffic_refuses_what_travels_besides_weights(net, make_data):
+    with pytest.raises(ConfigError, match="whose clients send state besides weights"):
+        MEASURES["traffic"](prepared(Scaffold(), net, make_data, (1.0,)), 1)
+
+
+def test_limits_are_means_over_devices(make_data):
+    family = plain_pairs()
+    budgets = pair_limits(family)
+    found = MEASURES["limits"](prepared(RaFL(limit="private"), family, make_data, budgets), 1)
+    assert found["limit"] == pytest.approx(sum(budget.macs for budget in budgets) / len(budgets))
+    assert found["used"] / found["limit"] == pytest.approx(found["utilisation"])
+    assert 0 < found["common_utilisation"] <= found["utilisation"] <= 1
+    assert found["nets"] >= 1
+
+
+def test_limits_need_nets_that_clients_keep(net, make_data):
+    with pytest.raises(ConfigError, match="the measure 'limits' was asked for with FedAvg"):
+        MEASURES["limits"](prepared(FedAvg(), net, make_data, (1.0,)), 1)
