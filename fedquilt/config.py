@@ -15,7 +15,7 @@ import tomllib
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Any, ClassVar, TypeVar
+from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
 from torch import nn
@@ -169,6 +169,27 @@ def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | Non
     return fq.union({name: model.trace(data, "", task) for name, model in _net_names(models).items()})
 
 
+@dataclass(frozen=True)
+class SearchTerms:
+    """What searched nets depend on besides the data, the fleet and the settings of the search."""
+
+    step: TrainingStep  # local training step, whose memory may be limited
+    bounds_pair: bool  # a device's limits bound the knowledge net and its private net together
+    needs_supernet: bool  # some nets start from the weights of a supernet
+    private_weights: bool  # private nets do so too
+
+    @staticmethod
+    def of(method: Method, precision: Precision) -> SearchTerms:
+        """Return the terms that a method sets."""
+        local = method.local
+        return SearchTerms(
+            TrainingStep(local.batch_size, len(local.optimiser.slots), precision),
+            bounds_pair=method.trains_pairs and not method.ignores_budgets,
+            needs_supernet=method.needs_supernet,
+            private_weights=method.starts_pretrained,
+        )
+
+
 def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, precision: Precision) -> Family:
     """Search the nets of a fleet, and return them as a union.
 
@@ -185,19 +206,15 @@ def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, 
     if model.dual or model.conditioned:
         raise ConfigError("dual or conditioned norms were asked for with searched nets, which have plain norms.")
     settings = model.make(SearchedModel)
-    if method.needs_supernet and not settings.supernet:
+    terms = SearchTerms.of(method, precision)
+    if terms.needs_supernet and not settings.supernet:
         raise ConfigError(
             f"{type(method).__name__} was asked for with nets that start from a supernet's weights, and no supernet "
             "was given. --supernet FILE names one, or model.supernet in a file; `fedquilt supernet train` makes one."
         )
-    local = method.local
+    account: Literal["pair", "private"] = "pair" if terms.bounds_pair else "private"
     nets = settings.search(
-        data,
-        fleet.counts,
-        seed,
-        TrainingStep(local.batch_size, len(local.optimiser.slots), precision),
-        account="pair" if method.trains_pairs and not method.ignores_budgets else "private",
-        private_weights=method.starts_pretrained,
+        data, fleet.counts, seed, terms.step, account=account, private_weights=terms.private_weights
     )
     return nets.family(data.example)
 

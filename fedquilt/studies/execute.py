@@ -17,7 +17,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fedquilt.config import Experiment, Ground, read_toml
+from fedquilt.config import Experiment, Ground, SearchTerms, read_toml
 from fedquilt.errors import ConfigError, DivergenceError, RecordError
 from fedquilt.experiment import Run
 from fedquilt.files import write_text
@@ -96,7 +96,12 @@ def _same_ground(first: Experiment, second: Experiment) -> bool:
     names = ("data", "model", "task", "fleet", "seed", "init")
     if any(getattr(first, name) != getattr(second, name) for name in names):
         return False
-    return all(getattr(first.engine, name) == getattr(second.engine, name) for name in ("device", "precision"))
+    if any(getattr(first.engine, name) != getattr(second.engine, name) for name in ("device", "precision")):
+        return False
+    if not any(model.is_searched for model in first.models):
+        return True
+    terms = [SearchTerms.of(experiment.method, experiment.engine.precision) for experiment in (first, second)]
+    return terms[0] == terms[1]
 
 
 def execute(

@@ -12,10 +12,11 @@ from pathlib import Path
 import pytest
 import torch
 
+from fedquilt.config import Experiment, assign, demo
 from fedquilt.errors import ConfigError, DivergenceError, FedquiltError, RecordError, TrainingError
 from fedquilt.records import locked
 from fedquilt.studies import workers
-from fedquilt.studies.execute import execute, finished, torch_settings_restored
+from fedquilt.studies.execute import Grounds, execute, finished, torch_settings_restored
 from fedquilt.studies.plan import Entry, Plan, PlannedRun
 
 FAST = {"local": {"epochs": 1, "optimiser": {"lr": 1e30}}}
@@ -55,6 +56,19 @@ def test_an_interrupted_run_goes_on_to_the_same_result(own, settings, counting):
     assert resumed.begun == [(runs[1].folder, 1)]  # it resumed in the middle of a run
     assert list(map(numbers, ended)) == list(map(numbers, whole))
     assert list(map(numbers, execute(runs, own / "study"))) == list(map(numbers, whole))
+
+
+def test_searched_nets_are_shared_by_runs_that_search_for_the_same_limits(own):
+    """What limits bound decides the nets, so that a run with the account `pair` searches its own."""
+    grounds = Grounds()
+    searched = [
+        Experiment.of(assign(demo("rafl"), ["method"], {"name": "rafl", **options}))
+        for options in ({}, {"order": "in_turn"}, {"limit": "private"})
+    ]
+    pair, in_turn, private = (grounds.of(experiment) for experiment in searched)
+    assert in_turn is pair
+    assert private is not pair
+    assert private.family.variants != pair.family.variants
 
 
 def test_more_rounds_resume_what_is_there(own, settings, counting):
