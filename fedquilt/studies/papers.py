@@ -32,6 +32,7 @@ FULL = "full"  # Scale of the paper, which every preset has
 DATA_VARIABLE = "FEDQUILT_DATA"  # Environment variable with the folder of data files
 DATA_FOLDER = "data"  # Folder of data files if the variable is not set
 
+_SUPERNET = ("model", "supernet")  # keys of the setting that names a supernet file
 _NUMBER = re.compile(r"[-−]?[\d,]*\.?\d+")
 
 # --- the parts of a preset --------------------------------------------------------------------------
@@ -169,7 +170,7 @@ class Preset:
         return settings
 
     def _located(self, settings: Settings, folder: Path) -> Settings:
-        """Return settings in which the data file has its path."""
+        """Return settings in which the data file and the supernet file have their paths."""
         for keys, file in _data_files(settings):
             name = file.removesuffix(".npz")
             if name not in self.data:
@@ -177,6 +178,11 @@ class Preset:
             if not (folder / file).is_file():
                 raise missing_data(name, folder, self.name)
             settings = assign(settings, keys, str(folder / file))
+        file = _supernet_file(settings)
+        if file:
+            if not (folder / file).is_file():
+                raise missing_supernet(file, settings["model"].get("space", ""), folder, self.name)
+            settings = assign(settings, _SUPERNET, str(folder / file))
         return settings
 
 
@@ -195,6 +201,23 @@ def missing_data(name: str, folder: Path, preset: str) -> DataError:
     return DataError(
         f"{preset} was asked for: {missing_message(name, folder)} --data-folder or the "
         f"environment variable {DATA_VARIABLE} names another folder."
+    )
+
+
+def missing_supernet(file: str, space: str, folder: Path, preset: str) -> DataError:
+    """Return the error for a supernet file that a row needs and that is not in the data folder.
+
+    Args:
+        file: Name of the file.
+        space: Search space of the supernet. Empty: it is not known.
+        folder: Folder in which the file was looked for.
+        preset: Name of the table.
+    """
+    command = f"fedquilt supernet train {space or 'SPACE'} --data public.npz --out {folder / file}"
+    return DataError(
+        f"{preset} was asked for: the supernet {folder / file} is needed; there is no such file. `{command}` makes "
+        f"one from public images. --rows runs the rows that need none, and --data-folder or {DATA_VARIABLE} names "
+        "another folder."
     )
 
 
@@ -377,6 +400,9 @@ def _problems_of_experiment(preset: Preset, settings: Settings, scale: str) -> I
             yield f"the data file {file!r} is not in `data`.{nearest(file.removesuffix('.npz'), preset.data)}"
         elif scale == SMOKE:
             yield f"the data file {file!r} is needed; a smoke run needs no files, as data.name = 'generated'."
+    supernet = _supernet_file(settings)
+    if supernet and scale == SMOKE:
+        yield f"the supernet file {supernet!r} is needed; a smoke run needs no files, as model.supernet = ''."
     checked = _without_files(settings)
     variants = [checked]
     tuning = preset.tuning_at(scale)
@@ -405,9 +431,18 @@ def _data_files(settings: Settings) -> list[tuple[list[str], str]]:
     ]
 
 
+def _supernet_file(settings: Settings) -> str:
+    """Return the supernet file that settings name; empty if they name none."""
+    model = settings.get("model")
+    file = model.get("supernet", "") if isinstance(model, Mapping) else ""
+    return file if isinstance(file, str) else ""
+
+
 def _without_files(settings: Settings) -> Settings:
-    """Return settings that `Experiment.of` can check without the data files."""
+    """Return settings that `Experiment.of` can check without the files."""
     settings = overlay(settings, {})
+    if _supernet_file(settings):
+        settings = assign(settings, _SUPERNET, "")
     for keys, _ in _data_files(settings):
         if keys[-1] == "name":
             settings = assign(settings, keys, "npz")

@@ -268,7 +268,7 @@ def test_unknown_papers_and_tables() -> None:
 
 @pytest.fixture(scope="session")
 def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with a tiny file for each data set that a preset needs."""
+    """Return a folder with a tiny file for each data set and supernet that a preset needs."""
     folder = tmp_path_factory.mktemp("data")
     x = np.zeros((20, 28, 28, 3), np.uint8)
     y = np.arange(20) % 10
@@ -279,6 +279,8 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
             names = ["mnist", "svhn", "usps", "syn", "mnistm"]
             arrays |= {"domain_train": domains, "domain_test": domains, "domains": np.array(names)}
         np.savez(folder / f"{name}.npz", **arrays)
+    for space in ("resnet50", "mobilenetv3"):
+        (folder / f"{space}.safetensors").touch()  # Settings are checked, and the file is not read.
     return folder
 
 
