@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from fedquilt.supernet import Space, Supernet
     from fedquilt.supernet.latency import LatencyTable
     from fedquilt.supernet.limits import Limits
+    from fedquilt.supernet.scoring import Validation
     from fedquilt.supernet.search import Found, Score, Search
 
 _quiet = {"help_behavior_hint": ""}
@@ -66,7 +67,7 @@ class SearchRequest:
         with output(self.json) as (console, stdout):
             self._check()
             space, supernet = asked_space(self.what, self.space, self.data, self.classes)
-            with _progress(console) as report:
+            with progress_bars(console) as report:
                 search = self._search(space, supernet, report)
                 result = self._for_fleet(search, report) if self.fleet else self._for_one(search, report)
             if self.json:
@@ -101,19 +102,10 @@ class SearchRequest:
         return Search(search.meter, self._score(search, supernet, report), options)
 
     def _score(self, search: Search, supernet: Supernet, report: Report) -> Score:
-        from fedquilt.data.sources import source
-        from fedquilt.supernet import SupernetData
-        from fedquilt.supernet.scoring import NUM_MEASURED, Validation, fit_score
+        from fedquilt.supernet.scoring import NUM_MEASURED, fit_score
 
         assert self.data is not None
-        data = SupernetData.of_pool(source(self.data)(), self.labels)
-        if data.num_classes != supernet.space.num_classes:
-            raise ConfigError(
-                f"members of {self.what} were to be measured on {self.data} with labels {self.labels}, which are "
-                f"{data.num_classes} classes; it was trained for {supernet.space.num_classes}. The labels that it was "
-                "trained with would work."
-            )
-        validation = Validation.of(data)
+        validation = validation_on(self.data, self.labels, supernet, self.what)
         return fit_score(
             search,
             lambda config: validation.accuracy(supernet, config),
@@ -157,6 +149,34 @@ class SearchRequest:
         return counts
 
 
+def validation_on(name: str, labels: Literal["rotations", "own"], supernet: Supernet, file: str) -> Validation:
+    """Return the images on which members of a supernet are measured.
+
+    Args:
+        name: Name of a data set, a file or a folder.
+        labels: What the supernet was trained to predict.
+        supernet: The supernet, whose number of classes the labels must have.
+        file: File of the supernet, for the error.
+    """
+    from fedquilt.data.sources import source
+    from fedquilt.supernet import SupernetData
+    from fedquilt.supernet.scoring import Validation
+
+    data = SupernetData.of_pool(source(name)(), labels)
+    if data.num_classes != supernet.space.num_classes:
+        raise ConfigError(
+            f"members of {file} were to be measured on {name} with labels {labels}, which are {data.num_classes} "
+            f"classes; it was trained for {supernet.space.num_classes}. The labels that it was trained with would work."
+        )
+    space = supernet.space
+    found, wanted = tuple(data.images.shape[1:]), (space.in_channels, space.image_size, space.image_size)
+    if found != wanted:
+        raise ConfigError(
+            f"members of {file} were to be measured on {name}, which has images of shape {found}; they take {wanted}."
+        )
+    return Validation.of(data)
+
+
 def asked_space(what: str, own: str | None, data: str | None, classes: int | None) -> tuple[Space, Supernet | None]:
     """Return the space that a command names, and the supernet if it names a file.
 
@@ -196,7 +216,7 @@ def probed_blocks(what: str, data: str | None, device: str, console: Console) ->
     from fedquilt.supernet.latency import measure_blocks
 
     space, _ = asked_space(what, None, data, None)
-    with _progress(console) as report:
+    with progress_bars(console) as report:
         return measure_blocks(space, device, watch=lambda done, total: report("time blocks", done, total))
 
 
@@ -242,7 +262,7 @@ def _row(entry: dict[str, Any], is_accuracy: bool) -> dict[str, Any]:
 
 
 @contextmanager
-def _progress(console: Console) -> Iterator[Report]:
+def progress_bars(console: Console) -> Iterator[Report]:
     """Show a bar for each step on a terminal, and one line for each step elsewhere."""
     from fedquilt.cli.show import say
 

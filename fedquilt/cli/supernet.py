@@ -1,4 +1,4 @@
-"""The commands `fedquilt supernet train`, `show` and `import`.
+"""The commands `fedquilt supernet train`, `show`, `measure` and `import`.
 
 A further command of the group is a dataclass with `__call__`, and an entry of `SUPERNET_COMMANDS`.
 """
@@ -15,7 +15,7 @@ import tyro
 
 from fedquilt.cli.options import Flag, Precision, Real, Target, Text, Whole
 from fedquilt.cli.output import output
-from fedquilt.cli.search import SearchRequest
+from fedquilt.cli.search import SearchRequest, progress_bars, validation_on
 from fedquilt.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 _quiet = {"help_behavior_hint": ""}
 SpaceName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE", **_quiet)]
 SpaceOrFile = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="SPACE|FILE", **_quiet)]
+SupernetFile = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="FILE", **_quiet)]
 WeightsFile = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="WEIGHTS", **_quiet)]
 DataName = Annotated[str, tyro.conf.arg(metavar="NAME|FILE", **_quiet)]
 LabelSource = Annotated[
@@ -224,17 +225,91 @@ class ImportRequest:
                 _show_summary(console, summary)
 
 
+@dataclass(frozen=True)
+class MeasureRequest:
+    """Measure the accuracy of members of a supernet file, from the smallest to the largest.
+
+    Members get norm statistics of their own. Give images that the supernet was not trained on: a fifth
+    of them, at most 2,000, are for the accuracy, and others for the statistics.
+    """
+
+    file: SupernetFile  # supernet file
+    data: DataName  # images: a name of `fedquilt list data`, a file or a folder
+    space: Text = None  # search space of the file, as file.py:Class, if it is not built in
+    labels: LabelSource = "rotations"  # what the supernet was trained to predict
+    members: Whole = None  # members that are measured, 32 if not given
+    device: Text = None  # device to measure on, such as cpu or cuda
+    seed: Whole = None  # random seed of the members, 0 if not given
+    json: Flag = False  # print the accuracies as JSON on standard output, and nothing else there
+
+    def __call__(self) -> None:
+        from fedquilt.cli.show import print_json, show_table
+
+        with output(self.json) as (console, stdout):
+            result = self._result(console)
+            if self.json:
+                print_json(result, stdout)
+                return
+            rows = {
+                f"{place}": {
+                    "multiply-adds": f"{member['macs']:,}",
+                    "parameters": f"{member['params']:,}",
+                    "accuracy": f"{member['accuracy']:.1%}",
+                }
+                for place, member in enumerate(result["members"], start=1)
+            }
+            show_table(console, "member", rows)
+
+    def _result(self, console: Console) -> dict[str, Any]:
+        from fedquilt.devices import device_of
+        from fedquilt.supernet import load_supernet, space_by_name
+        from fedquilt.supernet.scoring import measured_members
+
+        count = 32 if self.members is None else self.members
+        if count < 2:
+            raise ConfigError(f"--members {count} was asked for; the smallest and the largest are measured: 2 or more.")
+        device = device_of(self.device or "cpu")
+        expected = type(space_by_name(self.space)) if self.space else None
+        supernet = load_supernet(self.file, expected, str(device)).eval()
+        validation = validation_on(self.data, self.labels, supernet, str(self.file)).to(device)
+        with progress_bars(console) as report:
+            measured = measured_members(
+                supernet,
+                validation,
+                count,
+                self.seed or 0,
+                lambda done, total: report("measure members", done, total),
+            )
+        return {
+            "file": Path(self.file).name,
+            "space": supernet.space.name,
+            "data": Path(self.data).name,
+            "labels": self.labels,
+            "samples": len(validation.images),
+            "members": [
+                {
+                    "macs": one.costs.macs,
+                    "params": one.costs.params,
+                    "accuracy": one.accuracy,
+                    "config": one.config.to_json(),
+                }
+                for one in measured
+            ],
+        }
+
+
 SUPERNET_COMMANDS: dict[str, Callable[..., Any]] = {
     "train": TrainRequest,
     "search": SearchRequest,
     "show": ShowRequest,
+    "measure": MeasureRequest,
     "import": ImportRequest,
 }
 
 
 @dataclass(frozen=True)
 class SupernetRequest:
-    """Train, show or import supernets: nets of many sizes that share their weights."""
+    """Train, show, measure or import supernets: nets of many sizes that share their weights."""
 
     def __call__(self) -> None:
         raise ConfigError(f"supernet needs a command: {', '.join(SUPERNET_COMMANDS)}.")

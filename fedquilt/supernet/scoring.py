@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import DataError
+from fedquilt.supernet.blocks import MemberCost
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import Floats, Predictor
@@ -60,9 +61,48 @@ class Validation:
         calibration, _ = data.batch(rows[:-held_back][:MAX_CALIBRATION])
         return Validation(images, labels, calibration)
 
+    def to(self, device: torch.device) -> Validation:
+        """Return the images on a device."""
+        return Validation(self.images.to(device), self.labels.to(device), self.calibration.to(device))
+
     def accuracy(self, supernet: Supernet, config: Config) -> float:
         """Return the accuracy of a member with the supernet's weights and norm statistics of its own, in [0, 1]."""
         return member_accuracy(supernet, config, self.calibration, self.images, self.labels)
+
+
+@dataclass(frozen=True)
+class MeasuredMember:
+    """A member of a supernet, and its measured accuracy."""
+
+    config: Config
+    costs: MemberCost
+    accuracy: float  # in [0, 1]
+
+
+def measured_members(
+    supernet: Supernet, validation: Validation, count: int = 32, seed: int = 0, watch: Watch | None = None
+) -> list[MeasuredMember]:
+    """Measure members whose multiply-adds are spread between the smallest and the largest, which are among them.
+
+    Args:
+        supernet: A trained supernet.
+        validation: Images on its device.
+        count: Members to measure. A space with fewer has all of them measured.
+        seed: Random seed of the sample.
+        watch: Is called after each member.
+
+    Returns:
+        The members, in ascending order of multiply-adds.
+    """
+    space = supernet.space
+    drawn = Search(Meter(space)).sample(count, seed)
+    configs = list(dict.fromkeys([space.smallest, space.largest, *drawn]))[:count]
+    members = []
+    for done, config in enumerate(configs, start=1):
+        members.append(MeasuredMember(config, space.cost(config), validation.accuracy(supernet, config)))
+        if watch:
+            watch(done, len(configs))
+    return sorted(members, key=lambda member: member.costs.macs)
 
 
 @dataclass(frozen=True)

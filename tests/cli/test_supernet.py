@@ -1,4 +1,4 @@
-"""The commands `fedquilt supernet train`, `show` and `import`."""
+"""The commands `fedquilt supernet train`, `show`, `measure` and `import`."""
 
 from __future__ import annotations
 
@@ -94,6 +94,30 @@ def test_spaces_are_shown(capsys):
     assert names["stage1.0.body.filter.conv.weight"] == [32, 1, 5, 5]
     assert main(["supernet", "show", "tiny", "--names"]) == 0
     assert "stem.conv.weight" in capsys.readouterr().out
+
+
+def test_members_of_a_file_are_measured(folder, capsys):
+    save_supernet(Supernet(TinySpace(num_classes=4)), "net.safetensors")
+    command = ["supernet", "measure", "net.safetensors", "--data", "few.npz", "--members", "5"]
+    assert main([*command, "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert (found["file"], found["space"], found["data"], found["samples"]) == ("net.safetensors", "tiny", "few.npz", 4)
+    macs = [member["macs"] for member in found["members"]]
+    assert len(macs) == 5
+    assert macs == sorted(macs)
+    assert (macs[0], macs[-1]) == (53120, 276608)
+    assert all(0 <= member["accuracy"] <= 1 for member in found["members"])
+    assert main(command) == 0
+    said = capsys.readouterr().out
+    assert "measure members: 5" in said
+    assert "276,608" in said
+    assert main([*command, "--labels", "own"]) == 2
+    assert "5 classes; it was trained for 4" in capsys.readouterr().err
+    assert main([*command[:-1], "1"]) == 2
+    assert "--members 1 was asked for" in capsys.readouterr().err
+    np.savez("large.npz", x_train=np.zeros((4, 9, 9, 1), np.uint8), y_train=np.arange(4))
+    assert main(["supernet", "measure", "net.safetensors", "--data", "large.npz"]) == 2
+    assert "images of shape (1, 9, 9); they take (1, 8, 8)" in capsys.readouterr().err
 
 
 def test_weights_are_imported(folder, capsys):
