@@ -522,7 +522,18 @@ def _pair(given: tuple[Array, Array], name: str, what: str) -> tuple[Tensor, Ten
         raise DataError(
             f"{name}: the {what} set is a {type(given).__name__}; (inputs, targets) belong there, and of each {_ONE}."
         )
-    return _inputs(given[0], name), _targets(given[1], f"{name}: the {what} targets")
+    inputs = _inputs(given[0], name)
+    targets = _targets(given[1], f"{name}: the {what} targets")
+    return inputs, _without_column(targets, inputs)
+
+
+def _without_column(targets: Tensor, inputs: Tensor) -> Tensor:
+    """Return classes of shape (sample, 1) as (sample,), because columns of tables have that shape.
+
+    Inputs of shape (sample, 1) may be sequences of one token with a class each, so there the targets stay.
+    """
+    is_column = targets.dtype == torch.int64 and targets.shape[1:] == (1,)
+    return targets.squeeze(1) if is_column and inputs.shape[1:] != (1,) else targets
 
 
 def _inputs(given: Array, name: str) -> Tensor:

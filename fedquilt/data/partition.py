@@ -100,7 +100,8 @@ class Dirichlet(Partition):
     """
 
     alpha: float = 0.5
-    min_size: int = 1  # Samples that every client has at least. With `equal` it has no effect
+    # Samples that every client has at least. Two, because batch norm cannot train on one. With `equal` it has no effect
+    min_size: int = 2
     equal: bool = False  # Give all clients the same number of samples; a remainder is left out
 
     def __post_init__(self) -> None:

@@ -370,7 +370,12 @@ def _by_batch(inputs: Tensor, weight: Tensor | None, bias: Tensor | None, eps: f
 
 
 def _too_few(inputs: Tensor) -> ValueError:
-    return ValueError(f"a norm needs more than one value a channel, got an input of shape {tuple(inputs.shape)}")
+    """Return the error of a batch norm that has one value for each channel, with what would work."""
+    return ValueError(
+        f"a norm needs more than one value a channel, got an input of shape {tuple(inputs.shape)}. Give every client "
+        "two samples or more (Dirichlet(min_size=2)), leave out clients with one, use a batch size above 1, or use "
+        "nn.GroupNorm or nn.LayerNorm in place of batch norm"
+    )
 
 
 def _is_stacked(value: Tensor) -> bool:

@@ -62,6 +62,11 @@ class Classification(Task):
         classes, positions = output_shape[1], tuple(output_shape[2:])
         if targets.is_floating_point() or targets.dtype == torch.bool:
             return f"targets are {targets.dtype}; classes are whole numbers from 0 on (int64)"
+        if tuple(targets.shape[1:]) == (1,) and not positions:
+            return (
+                f"targets have shape {tuple(targets.shape)}; the output has {classes} classes for each sample, so "
+                f"that targets of shape ({len(targets)},) would fit: targets.reshape(-1)"
+            )
         if tuple(targets.shape[1:]) != positions:
             return (
                 f"targets have shape {tuple(targets.shape[1:])} a sample; the output has {classes} "

@@ -118,6 +118,15 @@ def test_real_numbers_and_labels_are_targets_too():
     assert Pool.of((X, Y), (X, Y)).num_outputs == 3
 
 
+def test_a_column_of_classes_is_one_class_for_each_sample():
+    pool = Pool.of((X, Y[:, None]), (X, Y[:, None].numpy()))
+    assert torch.equal(pool.targets, Y)
+    assert torch.equal(pool.test_targets, Y)
+    assert Pool.of((X, Y[:, None] / 2), (X, Y[:, None] / 2)).targets.shape == (6, 1)  # one column of a regression
+    tokens = Y[:, None]
+    assert Pool.of((tokens, tokens), (tokens, tokens)).targets.shape == (6, 1)  # sequences of one token
+
+
 def test_what_has_no_classes_is_not_asked_for_them():
     real = Pool.of((X, Y / 2), (X, Y / 2), name="real").deal(2)
     with pytest.raises(DataError, match=r"which classes client 1 holds; it has a real target each.*need one class"):

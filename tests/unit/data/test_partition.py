@@ -226,6 +226,8 @@ def test_test_samples_are_shared_out_like_training_samples():
 
 def test_draws_are_repeated_until_everybody_has_enough():
     assert int(pool_of(400).deal(10, Dirichlet(0.5, 10)).parts.sizes.min()) >= 10
+    smallest = [int(pool_of(60).deal(12, Dirichlet(0.5), seed).parts.sizes.min()) for seed in range(20)]
+    assert min(smallest) == 2  # so that every client can train batch norm
     with pytest.raises(DataError, match=r"the poorest had \d+ at best. A larger alpha, fewer clients or a smaller"):
         pool_of(400).deal(20, Dirichlet(0.05, 19))
 

@@ -117,6 +117,12 @@ def test_the_classes_of_an_output_come_second():
         ),
         (
             Classification(),
+            CLASSES[:, None],
+            (2, 3),
+            r"targets have shape \(4, 1\).*shape \(4,\) would fit: targets\.reshape\(-1\)",
+        ),
+        (
+            Classification(),
             -CLASSES,
             (2, 3),
             "a target is -1; .* 0 to 2 fit, and -100 for targets that do not count",
