@@ -20,6 +20,7 @@ from fedquilt.checks import File, within
 from fedquilt.errors import BudgetError, ConfigError
 from fedquilt.family.variants import joined
 from fedquilt.terms import Budget
+from fedquilt.units import how_to_write, quantity
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
@@ -345,31 +346,22 @@ class FromCsv(Budgets):
         count = row.get("count") or "1"
         if not count.isascii() or not count.isdigit():
             raise ConfigError(f"{where}: a count of {count!r} was found; it is a whole number of devices, 0 or above.")
-        bounds = {name: quantity(row[name], where, name) for name in _BOUNDS if row.get(name)}
+        bounds = {name: self._bound(row[name], name, where) for name in _BOUNDS if row.get(name)}
         try:
             return Budget(**bounds), int(count)
         except BudgetError as error:
             raise ConfigError(f"{where}: {error}") from error
 
+    @staticmethod
+    def _bound(text: str, name: str, where: str) -> float:
+        value = quantity(text, name)
+        if value is None:
+            raise ConfigError(f"{where}: {name} = {text!r} was found; write it like {how_to_write(name)}.")
+        return value
+
 
 _BOUNDS = tuple(field.name for field in fields(Budget))
 _LINKS = ("link", "speed", "band", "latency", "upload", "download", "mbps")
-_UNITS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
-_QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?i?)(b?)", re.IGNORECASE)
-
-
-def quantity(text: str, where: str, name: str) -> float:
-    """A number that may have a unit: 2GB, 512 MiB, 76M, 1.5e6. Bytes are for memory, and shares have no unit."""
-    found = _QUANTITY.fullmatch(text.strip())
-    unit = found[2].lower() if found else ""
-    fits = found and unit in _UNITS and not (found[3] and name != "memory") and not (unit and name == "share")
-    try:
-        if found and fits:
-            return float(found[1]) * _UNITS[unit]
-    except ValueError:
-        pass  # 1.2.3
-    examples = {"share": "0.25", "memory": "2GB, 512MiB or 2e9"}.get(name, "76M, 1.5G or 2e6")
-    raise ConfigError(f"{where}: {name} = {text!r} was found; write it like {examples}.")
 
 
 def read_csv(file: str, what: str, needs: Sequence[str], knows: Sequence[str]) -> list[tuple[int, dict[str, str]]]:

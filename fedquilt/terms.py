@@ -11,6 +11,7 @@ from torch import Tensor
 
 from fedquilt.axes import Index, Positions
 from fedquilt.errors import BudgetError
+from fedquilt.units import how_to_write, quantity
 
 Weights = Mapping[str, Tensor]
 Slots = Mapping[str, Weights]  # State by position: "momentum" → one tensor for every trainable weight
@@ -80,7 +81,7 @@ def in_slots(slots: Slots) -> list[Tensor]:
 Mix = tuple[Submodel, ...]  # nets whose logits are averaged; most methods give a device one
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, init=False)
 class Budget:
     """The network that a device can hold: a share of every axis, or bounds on what the network costs.
 
@@ -96,6 +97,13 @@ class Budget:
         macs: Multiply-adds of one sample's forward pass.
         params: Number of parameters.
         memory: Bytes, in training or at inference.
+
+    `macs`, `params` and `memory` may be texts with a unit, which become numbers.
+
+    >>> Budget(macs="28M", memory="1.5MB")
+    Budget(share=None, macs=28000000.0, params=None, memory=1500000.0)
+    >>> Budget(memory="2MB") == Budget(memory=2e6)
+    True
     """
 
     share: float | None = None
@@ -103,7 +111,20 @@ class Budget:
     params: float | None = None
     memory: float | None = None
 
-    def __post_init__(self) -> None:
+    def __init__(
+        self,
+        share: float | None = None,
+        macs: float | str | None = None,
+        params: float | str | None = None,
+        memory: float | str | None = None,
+    ) -> None:
+        bounds = {"share": share, "macs": _number(macs, "macs"), "params": _number(params, "params")}
+        bounds["memory"] = _number(memory, "memory")
+        for name, value in bounds.items():
+            object.__setattr__(self, name, value)
+        self._check()
+
+    def _check(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
         if not given:
             raise BudgetError("a budget needs at least one of share=, macs=, params=, memory=; none was given.")
@@ -124,6 +145,20 @@ class Budget:
         """What keeps within either: of each bound the tighter one."""
         found = {name: [value for value in (own, getattr(other, name)) if value] for name, own in vars(self).items()}
         return Budget(**{name: min(values) for name, values in found.items() if values})
+
+
+def _number(bound: float | str | None, name: str) -> float | None:
+    """Return the bound of a budget as a number.
+
+    Raises:
+        BudgetError: It is a text without a meaning.
+    """
+    if not isinstance(bound, str):
+        return bound
+    value = quantity(bound, name)
+    if value is None:
+        raise BudgetError(f"a budget of {name}={bound!r} was asked for; write it like {how_to_write(name)}.")
+    return value
 
 
 @dataclass(frozen=True)

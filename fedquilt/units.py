@@ -1,8 +1,36 @@
-"""Numbers with their units, as people read them in tables."""
+"""Numbers with their units, as people write them and read them in tables."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
+
+_FACTORS = {"": 1.0, "k": 1e3, "m": 1e6, "g": 1e9, "t": 1e12, "ki": 2**10, "mi": 2**20, "gi": 2**30, "ti": 2**40}
+_QUANTITY = re.compile(r"([0-9.]+(?:e[+-]?[0-9]+)?)\s*([kmgt]?i?)(b?)", re.IGNORECASE)
+
+
+def quantity(text: str, name: str) -> float | None:
+    """Return a number that may have a unit, such as 2GB, 512 MiB, 76M or 1.5e6. None: it cannot be read.
+
+    Args:
+        text: The number as it was written.
+        name: Bound of a budget that it is for. Bytes are for `memory`, and a `share` has no unit.
+    """
+    found = _QUANTITY.fullmatch(text.strip())
+    if not found:
+        return None
+    digits, prefix, byte = found[1], found[2].lower(), found[3]
+    if prefix not in _FACTORS or (byte and name != "memory") or (prefix and name == "share"):
+        return None
+    try:
+        return float(digits) * _FACTORS[prefix]
+    except ValueError:  # 1.2.3
+        return None
+
+
+def how_to_write(name: str) -> str:
+    """Return examples of how the bound of a budget is written."""
+    return {"share": "0.25", "memory": "2GB, 512MiB or 2e9"}.get(name, "76M, 1.5G or 2e6")
 
 
 def size(count: float) -> str:
