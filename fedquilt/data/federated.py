@@ -6,13 +6,15 @@ import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, fields, replace
 from functools import cached_property
-from typing import TYPE_CHECKING, Literal, Self
+from typing import TYPE_CHECKING, Any, Literal, Self
 
 import numpy as np
 import torch
 from torch import Tensor
+from torch.utils.data import Dataset
 
 from fedquilt import noise
+from fedquilt.data.datasets import arrays_of
 from fedquilt.data.partition import Iid, Natural
 from fedquilt.data.parts import Array, Parts
 from fedquilt.errors import ConfigError, DataError
@@ -20,6 +22,7 @@ from fedquilt.errors import ConfigError, DataError
 if TYPE_CHECKING:
     from fedquilt.data.partition import Partition
 
+Samples = tuple[Array, Array] | Dataset[Any]  # (inputs, targets), or a Dataset of such pairs
 IGNORED = -100  # a target that counts neither in the loss nor in the accuracy: padding
 Normalise = Literal["auto", "channel", "none"]
 
@@ -126,8 +129,8 @@ class Pool:
 
     @staticmethod
     def of(
-        train: tuple[Array, Array],
-        test: tuple[Array, Array] | None = None,
+        train: Samples,
+        test: Samples | None = None,
         *,
         clients: Array | Sequence[str] | None = None,
         test_clients: Array | Sequence[str] | None = None,
@@ -142,10 +145,16 @@ class Pool:
     ) -> Pool:
         """Check and wrap arrays or tensors: `train` and `test` are (inputs, targets), the rest goes along with them.
 
-        Clients and domains are numbers from 0 on, or names. Whole numbers as targets are classes. Real numbers are
+        Either may be a Dataset of torch with such pairs, which is read once into arrays.
+
+        Clients and domains are numbers from 0 on, or names. Whole numbers as targets are classes. Names as targets are
+        classes in sorted order, or in that of `class_names`. Real numbers are
         targets of a regression. A row of True and False for each sample says which labels it has (multi-label).
         Without `test` a fifth is held out: of every client where there are clients, else of every domain, else of all.
         """
+        train = _read(train, name, "training")
+        test = None if test is None else _read(test, name, "test")
+        train, test, class_names = _without_names(train, test, class_names, name)
         x, y = _pair(train, name, "training")
         own, test_own, _ = _codes(clients, None if test is None else test_clients, f"{name}: clients")
         home, test_home, places = _codes(domains, None if test is None else test_domains, f"{name}: domains")
@@ -366,8 +375,8 @@ class FederatedData(Pool):
 
     @staticmethod
     def of(  # type: ignore[override]  # a pool needs no parts
-        train: tuple[Array, Array],
-        test: tuple[Array, Array],
+        train: Samples,
+        test: Samples,
         parts: Sequence[Sequence[int] | Array],
         test_parts: Sequence[Sequence[int] | Array] | None = None,
         name: str = "data",
@@ -517,6 +526,46 @@ class FederatedData(Pool):
 # --- checks -----------------------------------------------------------------------------------------------------
 
 
+def _read(given: Samples, name: str, what: str) -> tuple[Array, Array]:
+    """Return (inputs, targets), those of a Dataset as arrays."""
+    return arrays_of(given, f"{name}: the {what} set") if isinstance(given, Dataset) else given
+
+
+def _without_names(
+    train: tuple[Array, Array], test: tuple[Array, Array] | None, class_names: tuple[str, ...], name: str
+) -> tuple[tuple[Array, Array], tuple[Array, Array] | None, tuple[str, ...]]:
+    """Return both sets with numbers in place of targets that are names, and the names of the classes.
+
+    Args:
+        train: (inputs, targets) of the training set.
+        test: The same of the test set. None: there is none.
+        class_names: Names in the order of their numbers. Empty: those found, sorted.
+        name: Name of the data for messages.
+
+    Raises:
+        DataError: A target is none of `class_names`.
+    """
+    sets = [train] if test is None else [train, test]
+    if not all(isinstance(one, (tuple, list)) and len(one) == 2 and _are_names(one[1]) for one in sets):
+        return train, test, class_names
+    codes, names = coded([np.asarray(targets).astype(str) for _, targets in sets])
+    if class_names:
+        if unknown := [label for label in names if label not in class_names]:
+            raise DataError(f"{name}: there is a target {unknown[0]!r}; classes are {', '.join(class_names)}.")
+        numbers = np.asarray([class_names.index(label) for label in names])
+        codes, names = [numbers[code] for code in codes], tuple(class_names)
+    pairs = [(inputs, code) for (inputs, _), code in zip(sets, codes, strict=True)]
+    return pairs[0], None if test is None else pairs[1], names
+
+
+def _are_names(targets: Any) -> bool:
+    """Return True if targets are text: an array, a list or a column of a table."""
+    if isinstance(targets, Tensor):
+        return False
+    array = np.asarray(targets)
+    return array.dtype.kind == "U" or _called(array)
+
+
 def _pair(given: tuple[Array, Array], name: str, what: str) -> tuple[Tensor, Tensor]:
     if not isinstance(given, (tuple, list)) or len(given) != 2:
         raise DataError(
@@ -607,6 +656,8 @@ def _codes(
 
 def _called(codes: np.ndarray) -> bool:
     """Whether these are names; columns of tables have them as objects."""
+    if not codes.size:
+        return False
     return codes.dtype.kind == "S" or (codes.dtype.kind == "O" and all(isinstance(one, str) for one in codes.flat))
 
 

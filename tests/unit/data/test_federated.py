@@ -9,7 +9,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 import fedquilt as fq
 from fedquilt.data import Labels, Natural, Parts, Pool, Scale
@@ -18,6 +18,27 @@ from fedquilt.errors import ConfigError, DataError
 X, Y = torch.zeros(6, 4), torch.tensor([0, 1, 2, 0, 1, 2])
 PARTS = [[0, 1, 2], [3, 4, 5]]
 CPU = torch.device("cpu")
+
+
+class Ragged(Dataset):
+    """Two samples of unequal shape."""
+
+    def __init__(self, as_list: bool = False) -> None:
+        self.as_list = as_list
+
+    def __len__(self) -> int:
+        return 2
+
+    def __getitem__(self, place: int):
+        values = [0.0] * (place + 1)
+        return (values if self.as_list else torch.tensor(values)), place
+
+
+class Counted(IterableDataset):
+    """Three samples with classes as plain numbers, and without a length."""
+
+    def __iter__(self):
+        return ((np.full(4, place, np.float32), place) for place in range(3))
 
 
 def of(train=(X, Y), test=(X, Y), parts=PARTS, test_parts=None) -> fq.FederatedData:
@@ -127,6 +148,30 @@ def test_a_column_of_classes_is_one_class_for_each_sample():
     assert Pool.of((tokens, tokens), (tokens, tokens)).targets.shape == (6, 1)  # sequences of one token
 
 
+@pytest.mark.parametrize("kind", [np.array, list, lambda names: np.array(names, object)])
+def test_classes_may_have_names_and_are_numbered_in_sorted_order(kind):
+    names = ["dog", "cat", "emu", "dog", "cat", "emu"]
+    pool = Pool.of((X, kind(names)), (X, kind(names[::-1])))
+    assert pool.targets.tolist() == [1, 0, 2, 1, 0, 2]
+    assert pool.test_targets.tolist() == [2, 0, 1, 2, 0, 1]
+    assert (pool.class_names, pool.num_classes) == (("cat", "dog", "emu"), 3)
+    assert Pool.of((X, kind(names)), (X[:1], kind(["fox"]))).num_classes == 4  # a class of the test set alone
+
+    ordered = Pool.of((X, kind(names)), (X, kind(names)), class_names=("emu", "dog", "cat"))
+    assert ordered.targets.tolist() == [1, 2, 0, 1, 2, 0]
+    with pytest.raises(DataError, match="there is a target 'emu'; classes are cat, dog"):
+        Pool.of((X, kind(names)), (X, kind(names)), class_names=("cat", "dog"))
+
+
+def test_datasets_of_torch_are_read_once_into_arrays():
+    pool = Pool.of(TensorDataset(X + Y[:, None], Y), Counted())
+    assert torch.equal(pool.inputs, X + Y[:, None])
+    assert torch.equal(pool.targets, Y)
+    assert pool.test_inputs.shape == (3, 4)
+    assert pool.test_targets.tolist() == [0, 1, 2]
+    assert of(train=TensorDataset(X, Y)).num_clients == 2
+
+
 def test_what_has_no_classes_is_not_asked_for_them():
     real = Pool.of((X, Y / 2), (X, Y / 2), name="real").deal(2)
     with pytest.raises(DataError, match=r"which classes client 1 holds; it has a real target each.*need one class"):
@@ -185,7 +230,9 @@ def test_ids_may_be_of_any_whole_kind():
         ({"train": ((X.numpy(), X.numpy()), Y)}, "2 inputs a sample were given; one array or tensor"),
         ({"train": (TensorDataset(X), Y)}, "inputs are a TensorDataset; one array or tensor of all samples is wanted"),
         ({"test": ({"image": X}, Y)}, "inputs are a dict; one array or tensor of all samples is wanted"),
-        ({"train": TensorDataset(X, Y)}, r"the training set is a TensorDataset; \(inputs, targets\) belong there"),
+        ({"train": TensorDataset(X)}, r"the training set: sample 0 is a tuple; a pair \(input, target\) is needed"),
+        ({"test": Ragged()}, r"first input has shape \(1,\) and that of sample 1 \(2,\); .*crop, pad or resize"),
+        ({"test": Ragged(as_list=True)}, r"the input of sample 0 is a list; a tensor or an array is needed"),
         ({"test": {"x": X, "y": Y}}, r"the test set is a dict; \(inputs, targets\) belong there"),
         ({"train": (1.0, 0)}, "the training set has a single number for inputs or targets; one array or tensor"),
         ({"train": (X, Y.double())}, r"training targets are torch\.float64 and test targets torch\.int64; they must"),

@@ -1,0 +1,61 @@
+"""Datasets of torch as arrays: every sample is read once."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset
+
+from fedquilt.data.parts import Array
+from fedquilt.errors import DataError
+
+
+def arrays_of(dataset: Dataset[Any], what: str) -> tuple[Tensor, Array]:
+    """Return all inputs and all targets of a dataset.
+
+    Random transforms are drawn once for each sample, because a run holds its samples in memory.
+
+    Args:
+        dataset: Pairs (input, target), with inputs of equal shape.
+        what: Name of the set for messages.
+
+    Raises:
+        DataError: A sample is no pair, is no array, or has another shape than the first.
+    """
+    inputs: list[Tensor] = []
+    targets: list[Any] = []
+    for place, sample in enumerate(_samples(dataset)):
+        if not isinstance(sample, (tuple, list)) or len(sample) != 2:
+            raise DataError(f"{what}: sample {place} is a {type(sample).__name__}; a pair (input, target) is needed.")
+        inputs.append(_tensor(sample[0], f"{what}: the input of sample {place}"))
+        targets.append(sample[1])
+        if inputs[-1].shape != inputs[0].shape:
+            raise DataError(
+                f"{what}: the first input has shape {tuple(inputs[0].shape)} and that of sample {place} "
+                f"{tuple(inputs[-1].shape)}; all must be alike. A transform can crop, pad or resize them."
+            )
+    if not inputs:
+        raise DataError(f"{what}: the {type(dataset).__name__} is empty; it needs at least one sample.")
+    if isinstance(targets[0], Tensor):
+        return torch.stack(inputs), torch.stack(targets)
+    return torch.stack(inputs), np.asarray(targets)
+
+
+def _samples(dataset: Dataset[Any]) -> Iterator[Any]:
+    """Iterate over samples. Datasets with a length need not raise IndexError at their end."""
+    if isinstance(dataset, IterableDataset):
+        return iter(dataset)
+    return (dataset[place] for place in range(len(dataset)))  # type: ignore[arg-type]
+
+
+def _tensor(value: Any, what: str) -> Tensor:
+    if isinstance(value, (Tensor, np.ndarray, int, float)):
+        return torch.as_tensor(value)
+    raise DataError(
+        f"{what} is a {type(value).__name__}; a tensor or an array is needed, such as a transform gives "
+        "(torchvision's ToTensor() for images)."
+    )
