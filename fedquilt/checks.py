@@ -41,11 +41,17 @@ def within(owner: object, **intervals: str) -> None:
 def outside(owner: object, **intervals: str) -> dict[str, str]:
     """What is wrong with each field outside of its interval."""
     return {
-        name: f"{value} was asked for; it must lie in {interval}."
+        name: _wrong(value, interval)
         for name, interval in intervals.items()
         for value in _values(getattr(owner, name))
         if not _lies_in(value, interval)
     }
+
+
+def _wrong(value: object, interval: str) -> str:
+    if isinstance(value, str):
+        return f"{value!r} was asked for, which is text; it must be a number in {interval}."
+    return f"{value} was asked for; it must lie in {interval}."
 
 
 def one_of(owner: object, /, **words: object) -> None:

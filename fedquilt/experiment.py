@@ -182,16 +182,17 @@ class Run:
 
     def deploy(
         self,
-        budget: Budget,
+        budget: Budget | None = None,
         client: int | None = None,
         norms: NormPolicy | str | None = None,
         samples: Array | None = None,
         robustness: float | None = None,
+        share: float | None = None,
     ) -> nn.Module:
         """Return a plain nn.Module within the budget, with trained weights and the statistics of its norms.
 
         Args:
-            budget: Budget of the device. The module costs no more.
+            budget: Budget of the device. The module costs no more. None: the whole model, or `share` of it.
             client: Client whose own result is deployed. None: the server's.
             norms: Norm policy, or its name, which decides what the norms normalize by. `batch`: the batch. `tracked`:
                 statistics tracked in training. `local` and `local-all`: those that the client kept. `post`: measured
@@ -200,16 +201,25 @@ class Run:
                 Affine weights are always those that were trained.
             samples: Inputs on which statistics are measured instead. They count where the policy measures.
             robustness: Robustness of dual norms, from 0 (clean, the default) to 1. `fq.set_robustness` changes it.
+            share: Share of the model in (0, 1], in place of `budget`.
         """
-        _check_kind("deploy", budget, Budget, "fq.Budget(share=0.25)")
-        return deployed(self, budget, client, norms, samples).module(robustness)
+        asked = _budget("deploy", budget, share)
+        return deployed(self, asked, client, norms, samples).module(robustness)
 
-    def export(self, file: str | Path, budget: Budget, **how: Any) -> Exported:
-        """Write what `deploy` gives as ONNX, .pt2 or safetensors, compared with torch; options: `export.export`."""
+    def export(
+        self, file: str | Path, budget: Budget | None = None, *, share: float | None = None, **how: Any
+    ) -> Exported:
+        """Write what `deploy` gives as ONNX, .pt2 or safetensors, compared with torch.
+
+        Args:
+            file: File that is written. Its ending is the format, unless `format` names one.
+            budget: Budget of the device. None: the whole model, or `share` of it.
+            share: Share of the model in (0, 1], in place of `budget`.
+            **how: Options of `fedquilt.export.export`.
+        """
         from fedquilt.export import export
 
-        _check_kind("export", budget, Budget, "fq.Budget(share=0.25)")
-        return export(self, file, budget, **how)
+        return export(self, file, _budget("export", budget, share), **how)
 
     def customisable(
         self,
@@ -560,6 +570,16 @@ def _check_learner(method: Method, learner: Learner, world: World) -> None:
     if learner.taught and type(task).divergences is Task.divergences:
         nothing = torch.zeros(world.family.output_shape)
         task.divergences(nothing, nothing, nothing)  # which says what is missing
+
+
+def _budget(who: str, budget: Budget | None, share: float | None) -> Budget:
+    """Return the budget that was asked for, by itself or by its share. Neither: the whole model."""
+    if budget is None:
+        return Budget(share=1.0 if share is None else share)
+    _check_kind(who, budget, Budget, "fq.Budget(share=0.25)")
+    if share is not None:
+        raise ConfigError(f"{who} was given share={share} and a budget ({budget}); one of them says how large it is.")
+    return budget
 
 
 def _whole(what: str, given: int) -> int:

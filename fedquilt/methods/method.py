@@ -98,8 +98,15 @@ class Method:
         return True
 
     def with_local(self, **changes: Any) -> Self:
-        """The method with other local settings; those not named stay its own, which `local=Local(…)` would replace."""
-        return replace(self, local=replace(self.local, **changes))
+        """Return the method with other local settings. Those that are not named stay as they are.
+
+        Args:
+            **changes: Fields of `Local`. `lr` is short for the learning rate of the optimizer.
+
+        Raises:
+            ConfigError: A name is no field of `Local`.
+        """
+        return replace(self, local=self.local.changed(**changes))
 
     def shortened(self) -> Self:
         """Return the method with so little training that `fedquilt check` is quick: one epoch with batches of 4."""

@@ -35,6 +35,11 @@ def test_intervals_are_open_or_closed_and_nan_lies_in_none(interval: str, inside
         assert outside(Thing(one=value), one=interval) == {"one": f"{value} was asked for; it must lie in {interval}."}
 
 
+def test_text_is_shown_with_its_quotes() -> None:
+    told = "'0.5' was asked for, which is text; it must be a number in (0, 1)."
+    assert outside(Thing(one="0.5"), one="(0, 1)") == {"one": told}  # type: ignore[arg-type]
+
+
 def test_every_value_of_a_sequence_is_looked_at() -> None:
     assert outside(Thing(many=(0.1, 3.0)), many="[0, 1]") == {"many": "3.0 was asked for; it must lie in [0, 1]."}
 

@@ -379,6 +379,32 @@ def test_a_pool_must_be_dealt_and_a_share_is_no_budget(theirs, play, make_data):
         play(FedAvg(), theirs, data).deploy(0.25)
 
 
+def test_a_share_may_be_named_without_a_budget(theirs, play, make_data, tmp_path):
+    run = play(HeteroFL(), theirs, make_data(theirs, (4, 4)), rounds=1)
+    half = run.deploy(share=0.5).state_dict()
+    asked = run.deploy(fq.Budget(share=0.5)).state_dict()
+    assert half.keys() == asked.keys()
+    assert all(torch.equal(half[name], asked[name]) for name in half)
+    whole = sum(weight.numel() for weight in run.deploy().parameters())
+    assert run.export(tmp_path / "whole.safetensors").params == whole
+    assert run.export(tmp_path / "half.safetensors", share=0.5).share == 0.5
+    with pytest.raises(ConfigError, match=r"deploy was given share=0.5 and a budget \(share 1\); one of them"):
+        run.deploy(fq.Budget(share=1.0), share=0.5)
+
+
+def test_local_settings_are_changed_by_name():
+    method = HeteroFL().with_local(lr=0.2, epochs=3)
+    assert method.local == replace(HeteroFL().local, optimiser=fq.SGD(lr=0.2), epochs=3)
+    adam = HeteroFL().with_local(optimiser=fq.Adam(beta1=0.5), lr=0.2)
+    assert adam.local.optimiser == fq.Adam(lr=0.2, beta1=0.5)
+    with pytest.raises(ConfigError, match=r"local training has no setting 'epoch'. Did you mean 'epochs'\?"):
+        HeteroFL().with_local(epoch=3)
+    with pytest.raises(
+        ConfigError, match=r"lr = '0.1' was asked for, which is text; it must be a number in \(0, inf\)"
+    ):
+        HeteroFL().with_local(lr="0.1")
+
+
 def test_a_net_larger_than_the_budget_is_not_deployed(theirs, play, make_data):
     run = play(fq.methods.FedBN(), theirs, make_data(theirs, (6, 6)))
     with pytest.raises(BudgetError, match=r"FedBN trains one common net, of [\d,]+ parameters; the budget share 0.25"):

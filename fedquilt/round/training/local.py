@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-from typing import Literal
+from dataclasses import dataclass, fields, replace
+from typing import Any, Literal, Self
 
 from fedquilt.checks import one_of, refuse, within
 from fedquilt.errors import ConfigError
 from fedquilt.family.norms import BatchStatistics, NormPolicy, norm_policy
+from fedquilt.names import nearest
 from fedquilt.round.attack import AdversarialTraining
 from fedquilt.round.training.augmentation import Intensity
 from fedquilt.round.training.objectives import (
@@ -66,6 +67,17 @@ class Local:
         except ConfigError as error:
             wrong["objective"] = str(error)
         refuse(self, wrong)
+
+    def changed(self, **changes: Any) -> Self:
+        """Return the settings with some of them changed. `lr` is short for the optimizer's learning rate."""
+        names = [field.name for field in fields(self)]
+        for name in changes:
+            if name not in (*names, "lr"):
+                raise ConfigError(f"local training has no setting {name!r}.{nearest(name, (*names, 'lr'))}")
+        if "lr" in changes:
+            optimiser = changes.get("optimiser", self.optimiser)
+            changes["optimiser"] = replace(optimiser, lr=changes.pop("lr"))
+        return replace(self, **changes)
 
     def build_objective(self, share: float | None = None) -> Objective:
         """Return what clients minimize: the loss, on attacked samples too if asked for, inside the user's wrapper.
