@@ -42,6 +42,7 @@ from fedquilt.round import Evaluation, Fleet, Grades, Record, play
 from fedquilt.round.budgets import check_budgets, planned, too_small
 from fedquilt.round.engine import Engine
 from fedquilt.round.federation import Federation, World
+from fedquilt.round.labels import budgets_by_share
 from fedquilt.round.link import PERFECT, Link
 from fedquilt.round.serve import compared_passes, members_by_share
 from fedquilt.round.training.augmentation import check_augmentation
@@ -100,6 +101,15 @@ class Run:
     def accuracy(self) -> dict[str, float]:
         """Return accuracy in the last evaluation, by share; empty where the task has none."""
         return self.grades.accuracy
+
+    @property
+    def devices(self) -> dict[str, tuple[Budget, ...]]:
+        """Return the budgets of the fleet as they were given, by the keys of `accuracy` and `metrics`.
+
+        A key is the share of the model that a budget allows, so that several budgets may have one. Methods that serve
+        one net to all devices, such as FedAvg, are evaluated at fewer keys than there are here.
+        """
+        return budgets_by_share(self.method, self.fleet.kinds, self.world)
 
     @property
     def metrics(self) -> dict[str, dict[str, float]]:

@@ -102,7 +102,7 @@ def export(
     note = {
         **about(run, found.family, found.nets),
         "format": "model",
-        "budget": {name: value for name, value in vars(budget).items() if value is not None},
+        "budget": budget.bounds,
         "share": round(found.share, 4),
         "client": client,
         "norms": found.norms.name,

@@ -645,6 +645,7 @@ def summarise(run: Run) -> dict[str, Any]:
             for share, own in nets.items()
         },
         **({"labels": labels} if labels else {}),
+        "devices": {share: [budget.bounds for budget in budgets] for share, budgets in run.devices.items()},
         "note": run.note,
         "fedquilt": __version__,
     }

@@ -125,7 +125,7 @@ class Budget:
         self._check()
 
     def _check(self) -> None:
-        given = {name: value for name, value in vars(self).items() if value is not None}
+        given = self.bounds
         if not given:
             raise BudgetError("a budget needs at least one of share=, macs=, params=, memory=; none was given.")
         for name, value in given.items():
@@ -135,7 +135,12 @@ class Budget:
             raise BudgetError(f"a share of {self.share} was asked for; shares lie in (0, 1], and 1 is the whole model.")
 
     def __str__(self) -> str:
-        return " ".join(f"{name} {value:g}" for name, value in vars(self).items() if value is not None)
+        return " ".join(f"{name} {value:g}" for name, value in self.bounds.items())
+
+    @property
+    def bounds(self) -> dict[str, float]:
+        """Return the bounds that there are, by name."""
+        return {name: value for name, value in vars(self).items() if value is not None}
 
     def without_memory(self, share: float) -> Budget:
         """Return the budget with a share in the place of its bound on memory."""

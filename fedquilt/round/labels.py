@@ -43,6 +43,21 @@ def bounds_label(budget: Budget) -> str:
     return ", ".join(bound for bound in bounds.values() if bound)
 
 
+def budgets_by_share(method: Method, budgets: Sequence[Budget], world: World) -> dict[str, tuple[Budget, ...]]:
+    """Return the budgets of a fleet by the key of their results in records, in the order of the fleet.
+
+    Args:
+        method: The method that names keys.
+        budgets: Different budgets of the fleet.
+        world: What the method may look at.
+    """
+    found: dict[str, tuple[Budget, ...]] = {}
+    for budget in budgets:
+        key = share_label(method, budget, world)
+        found[key] = (*found.get(key, ()), budget)
+    return found
+
+
 def labels_by_share(
     method: Method, budgets: Sequence[Budget], world: World, shares: Sequence[float] = ()
 ) -> dict[str, str]:

@@ -101,7 +101,8 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     assert summary == run.summary
     assert list(summary) == [
         *("method", "model", "data", "engine", "precision", "seed", "rounds", "seconds", "bytes_down", "bytes_up"),
-        *("accuracy", "metrics", "task", "main", "higher_is_better", "percent", "members", "note", "fedquilt"),
+        *("accuracy", "metrics", "task", "main", "higher_is_better", "percent", "members", "devices", "note"),
+        "fedquilt",
     ]
     assert (summary["method"], summary["model"], summary["engine"]) == ("Keeping", "PreResNet", "sequential")
     assert summary["bytes_up"] == sum(record["bytes_up"] for record in lines(out))

@@ -72,6 +72,17 @@ def test_tables_show_labels_and_files_keep_shares(residual, make_data, play):
     assert "labels" not in plain.summary
 
 
+def test_results_lead_back_to_the_budgets_that_were_given(residual, make_data, play):
+    macs = residual.member(residual.fit(fq.Budget(share=0.5))).macs
+    few, more, large = fq.Budget(macs=macs), fq.Budget(macs=macs + 1), fq.Budget(memory="1TB")
+    fleet = fq.Fleet.of([few, more, large], 3, 3)
+    run = play(HeteroFL(), residual, make_data(residual, (8, 8, 8)), fleet=fleet, rounds=1)
+    assert run.devices == {"0.5": (few, more), "1.0": (large,)}
+    assert set(run.devices) == set(run.accuracy)
+    devices = json.loads(json.dumps(run.summary))["devices"]
+    assert devices == {"0.5": [{"macs": macs}, {"macs": macs + 1}], "1.0": [{"memory": 1e12}]}
+
+
 # --- what depends on the number of rounds ---------------------------------------------------------------------------
 
 
