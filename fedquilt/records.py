@@ -2,7 +2,7 @@
 
 DIR/
 ├── config.toml     what was asked for
-├── rounds.jsonl    one object a round, written as soon as it is over
+├── rounds.jsonl    one object a round, written as soon as it is over (`roundlog.py`)
 ├── summary.json    how it ended; there once it has
 ├── checkpoint/     the state of the server (`checkpoint.py`)
 └── lock            who writes here
@@ -39,6 +39,7 @@ from fedquilt.memory import Memories
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share
 from fedquilt.round.serve import members_by_share
+from fedquilt.roundlog import RoundLog, encoded, parse, rounds_text
 from fedquilt.tasks import TASKS, Classification, NextToken
 from fedquilt.terms import Server
 from fedquilt.version import __version__
@@ -47,6 +48,7 @@ if TYPE_CHECKING:
     from fedquilt.experiment import Run
 
 _log = logging.getLogger("fedquilt")
+MAX_LISTED = 5  # problems of a file that an error lists
 _COSTS = ("seconds", "bytes_down", "bytes_up", "link_seconds")  # numbers of a summary, each of which may be missing
 
 
@@ -63,6 +65,7 @@ class Folder:
         self._identity: dict[str, Any] = {}  # of the run, once there is one
         self._rounds = 0  # in rounds.jsonl
         self._length = 0  # of it, in bytes
+        self._check = ""  # checksum of its last line
         self._saved, self._cost = time.monotonic(), 0.0  # when the last checkpoint was made, and how long it took
         self._lock = _lock(path)
 
@@ -126,45 +129,46 @@ class Folder:
         """Put the newest intact checkpoint into a run that was prepared alike; returns the rounds behind it."""
 
         def check(manifest: Manifest) -> str:
-            damage = self._damage(manifest)
-            if not damage:
-                _compare(manifest.about["run"], _leaves_of(run), f"the run in {self.path} was to go on")
-            return damage
+            _compare(manifest.about["run"], _leaves_of(run), f"the run in {self.path} was to go on")
+            return ""
 
         found = self._checkpoints.load(_memories(run), run.engine.device, check)
-        records: list[Record] = []
-        length = 0
+        log = RoundLog()
         if found is None:
             if self._file.exists() and self._file.stat().st_size:
                 raise RecordError(f"{self._file} has rounds, but there is no checkpoint to go on from.")
         else:
             server, manifest = found
             _restore(manifest.about, run)
-            run.server, length = server, manifest.about["records"]
-            records = self._read(length)
-        run.records[:] = records
-        self._rounds, self._length = len(records), length
-        try:
-            with self._file.open("ab") as file:
-                file.truncate(length)
-        except OSError as error:
-            raise RecordError(f"{self._file} cannot be written to: {why(error)}.") from error
+            run.server = server
+            log = self._mended_log(manifest)
+        run.records[:] = log.records
+        self._rounds, self._length, self._check = len(log.lines), len(log.content), log.check
         return run.server.round
 
-    def _read(self, length: int) -> list[Record]:
-        with self._file.open("rb") as file:
-            return _parsed(file.read(length))
+    def _mended_log(self, manifest: Manifest) -> RoundLog:
+        """Cut rounds.jsonl back to a checkpoint, and take damaged lines out of it.
 
-    def _damage(self, manifest: Manifest) -> str:
-        """A checkpoint is of use only with the records of its rounds."""
+        What was there is kept as `rounds.jsonl.damaged` if lines are taken out.
+        """
         try:
-            rounds = [record.round for record in self._read(manifest.about["records"])]
+            content = self._file.read_bytes()
+        except FileNotFoundError:
+            content = b""
         except OSError as error:
-            return f"{self._file.name} cannot be read: {why(error)}"
-        except (ValueError, TypeError) as error:
-            return f"{self._file.name} is not what was written: {error}"
-        last = rounds[-1] if rounds else 0
-        return "" if last == manifest.round else f"{self._file.name} ends with round {last}"
+            raise RecordError(f"{self._file} cannot be read: {why(error)}.") from error
+        log = _until(parse(content), manifest)
+        _warn_of_missing_rounds(self._file, log, manifest.round)
+        try:
+            if content.startswith(log.content):
+                with self._file.open("ab") as file:
+                    file.truncate(len(log.content))
+            else:
+                write(self._file.with_name(f"{self._file.name}.damaged"), [content])
+                write(self._file, [log.content])
+        except OSError as error:
+            raise RecordError(f"{self._file} cannot be written to: {why(error)}.") from error
+        return log
 
     def watch(self, run: Run) -> Callable[[Record], None]:
         """What to call after every round of a run: it writes the record, and the state when that is due."""
@@ -193,7 +197,7 @@ class Folder:
         """Write the records that are not yet in rounds.jsonl."""
         assert self._run is not None
         for record in self._run.records[self._rounds :]:
-            line = json.dumps(record.to_dict()).encode() + b"\n"
+            line, check = encoded(record, self._check)
             try:
                 (self.path / "summary.json").unlink(missing_ok=True)  # of a run that goes on beyond its end
                 with self._file.open("r+b") as file:
@@ -206,6 +210,7 @@ class Folder:
                 ) from error
             self._rounds += 1
             self._length += len(line)
+            self._check = check
 
     def _save(self) -> None:
         run = self._run
@@ -218,6 +223,7 @@ class Folder:
             about = {
                 "fedquilt": __version__,
                 "records": self._length,
+                "check": self._check,
                 "run": self._identity,
                 "sample": _sample(run),
                 **_choices(run),
@@ -289,18 +295,42 @@ def rounds_planned(path: Path, usual: int) -> int:
 
 
 def read(path: str | Path) -> list[Record]:
-    """The records of all rounds in a run's folder."""
+    """Return the records of all rounds in a run's folder.
+
+    Raises:
+        RecordError: rounds.jsonl cannot be read, or lines of it are damaged.
+    """
+    log = _read_log(path)
+    if log.damage:
+        raise RecordError(
+            f"the rounds of {path} were asked for; {Path(path) / 'rounds.jsonl'} is not what was written: "
+            f"{'; '.join(log.damage[:MAX_LISTED])}."
+        )
+    return log.records
+
+
+def _read_log(path: str | Path) -> RoundLog:
+    """Return the log in a run's folder, of which lines may be damaged."""
     file = Path(path) / "rounds.jsonl"
     try:
-        return _parsed(file.read_bytes())
+        return parse(file.read_bytes())
     except OSError as error:
         raise RecordError(f"the rounds of {path} were asked for; {file} cannot be read: {why(error)}.") from error
-    except (ValueError, TypeError, KeyError, AttributeError) as error:
-        raise RecordError(f"the rounds of {path} were asked for; {file} is not what was written: {error}.") from error
 
 
-def _parsed(lines: bytes) -> list[Record]:
-    return [Record.from_dict(json.loads(line)) for line in lines.splitlines()]
+def _until(log: RoundLog, manifest: Manifest) -> RoundLog:
+    """Return the log up to a checkpoint."""
+    return log.until(manifest.round, manifest.about.get("check"))
+
+
+def _warn_of_missing_rounds(file: Path, log: RoundLog, rounds: int) -> None:
+    if missing := log.missing(rounds):
+        _log.warning(
+            "%s is damaged: %s missing from it. The weights are those of the checkpoint, which is intact. "
+            "Sums over rounds leave the missing ones out.",
+            file,
+            f"{rounds_text(missing)} {'is' if len(missing) == 1 else 'are'}",
+        )
 
 
 def load(path: str | Path, device: str = "cpu") -> Server:
@@ -332,7 +362,9 @@ def reopen(path: str | Path, run: Run, found: tuple[Server, Manifest]) -> Run:
     own = [leaf for leaf in _leaves_of(run) if is_compared(leaf.name)]
     _compare(saved, own, f"the run in {path} was asked for")
     run.server = server
-    run.records[:] = [record for record in read(path) if record.round <= server.round]
+    log = _until(_read_log(path), manifest)
+    _warn_of_missing_rounds(Path(path) / "rounds.jsonl", log, server.round)
+    run.records[:] = log.records
     return run
 
 
@@ -618,6 +650,8 @@ def summarise(run: Run) -> dict[str, Any]:
     last, task = run.grades, run.world.task
     first = sum(record.bytes_first for record in run.records)
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
+    recorded = {record.round for record in run.records}
+    missing = [number for number in range(1, run.server.round + 1) if number not in recorded]
     return {
         "method": registered(METHODS, run.method),
         "model": family.title,
@@ -627,6 +661,7 @@ def summarise(run: Run) -> dict[str, Any]:
         "precision": run.world.precision,
         "seed": run.world.seed,
         "rounds": run.server.round,
+        **({"missing_rounds": missing} if missing else {}),
         "seconds": sum(record.seconds for record in run.records),
         "bytes_down": sum(record.bytes_down for record in run.records),
         "bytes_up": sum(record.bytes_up for record in run.records),

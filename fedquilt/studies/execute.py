@@ -26,10 +26,13 @@ from fedquilt.records import Folder, holds_a_run, read, read_summary
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share
 from fedquilt.round.serve import grade
+from fedquilt.roundlog import rounds_text
 from fedquilt.settings import write as plain_settings
 from fedquilt.studies.measures import MEASURES, TRAINING
 from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
+
+_log = logging.getLogger("fedquilt")
 
 
 @dataclass(frozen=True)
@@ -176,6 +179,8 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
             f"{path / 'rounds.jsonl'} is damaged: its last round is {last}, and that of summary.json "
             f"{summary['rounds']}. {remedy}"
         )
+    if missing := summary.get("missing_rounds"):
+        _log.warning("%s has no record of %s. Costs leave them out.", path / "rounds.jsonl", rounds_text(missing))
     return records
 
 

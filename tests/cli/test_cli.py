@@ -435,7 +435,7 @@ def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) ->
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
     assert json.loads((out / "summary.json").read_text()) == summary
     assert [record["round"] for record in rounds] == [1, 2]
-    assert ROUND <= set(rounds[0]) <= ROUND | {"accuracy", "metrics", "main", "stacks"}
+    assert ROUND <= set(rounds[0]) <= ROUND | {"accuracy", "metrics", "main", "stacks", "check"}
     assert rounds[-1]["accuracy"] == summary["accuracy"]
     assert sum(record["bytes_up"] for record in rounds) == summary["bytes_up"]
     assert main(["run", *TINY, "--out", str(out)]) == 2

@@ -15,6 +15,7 @@ import fedquilt as fq
 from fedquilt.cli import main
 from fedquilt.config import load_run
 from fedquilt.errors import ConfigError, RecordError
+from fedquilt.records import read
 from tests.cli.test_cli import OWN, QUICK, told
 from tests.unit.test_export import ONNX
 
@@ -104,7 +105,7 @@ def test_the_file_answers_as_the_run_reported(here, capsys):
     model = fq.load_model("half.safetensors", lambda: run.world.family._module)
     hits = (model(data.test_inputs).argmax(1) == data.test_targets).float().mean()
     assert json.loads(Path("heterofl/summary.json").read_text())["accuracy"]["0.5"] == pytest.approx(float(hits))
-    assert run.history == [json.loads(line) for line in Path("heterofl/rounds.jsonl").read_text().splitlines()]
+    assert run.records == read("heterofl")
 
 
 def test_robustness_is_told_also_where_none_was_asked_for(here, capsys):

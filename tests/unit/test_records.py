@@ -19,7 +19,7 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt import files, records
+from fedquilt import checkpoint, files, records
 from fedquilt.checkpoint import Checkpointing
 from fedquilt.engines import Vectorised
 from fedquilt.errors import ConfigError, RecordError, TrainingError
@@ -62,7 +62,9 @@ def start(residual, data, play):
 
 
 def lines(out: Path) -> list[dict]:
-    return [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    """Return the rounds that are written, without their checksums."""
+    plain = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+    return [{key: value for key, value in record.items() if key != "check"} for record in plain]
 
 
 def timeless(record: dict) -> dict:
@@ -451,14 +453,73 @@ def test_lost_checkpoints_do_not_cost_the_records(start, tmp_path):
     assert (out / "rounds.jsonl").read_bytes() == written
 
 
-def test_a_checkpoint_without_its_records_is_passed_over(start, tmp_path, caplog):
-    out = tmp_path / "run"
-    whole = start(rounds=3, out=out)
+def harm(out: Path, place: int, old: bytes = b'"loss": ', new: bytes = b'"loss": 9') -> None:
+    """Change a line of rounds.jsonl."""
     text = (out / "rounds.jsonl").read_bytes().splitlines(keepends=True)
-    (out / "rounds.jsonl").write_bytes(b"".join(text[:2]))
-    again = start(rounds=3, out=out, resume=True)
-    assert "00000003: rounds.jsonl ends with round 2. Going on from round 2 instead" in caplog.text
-    assert_same(whole, again, atol=0)
+    text[place] = text[place].replace(old, new, 1)
+    (out / "rounds.jsonl").write_bytes(b"".join(text))
+
+
+def test_a_run_goes_on_from_its_checkpoint_if_rounds_are_missing_from_the_log(start, tmp_path, caplog):
+    out = tmp_path / "run"
+    whole = start(rounds=5)
+    start(rounds=3, out=out)
+    damaged = b"".join((out / "rounds.jsonl").read_bytes().splitlines(keepends=True)[1:2])
+    (out / "rounds.jsonl").write_bytes(damaged)
+    again = start(rounds=5, out=out, resume=True)
+    assert "rounds.jsonl is damaged: rounds 1, 3 are missing from it" in caplog.text
+    assert [record.round for record in again.records] == [2, 4, 5]
+    assert [record["round"] for record in lines(out)] == [2, 4, 5]
+    assert_same(whole, replace(again, records=whole.records), atol=0)
+    assert json.loads((out / "summary.json").read_text())["missing_rounds"] == [1, 3]
+    assert [record.round for record in records.read(out)] == [2, 4, 5]
+
+
+def test_a_line_that_was_edited_is_noticed_and_taken_out_on_resume(start, tmp_path, caplog):
+    out = tmp_path / "run"
+    whole = start(rounds=4)
+    start(rounds=3, out=out)
+    harm(out, 0)
+    before = (out / "rounds.jsonl").read_bytes()
+    with pytest.raises(RecordError, match=r"rounds\.jsonl is not what was written: line 1: its checksum differs"):
+        records.read(out)
+    again = start(rounds=4, out=out, resume=True)
+    assert "round 1 is missing from it" in caplog.text
+    assert [record["round"] for record in lines(out)] == [2, 3, 4]
+    assert (out / "rounds.jsonl.damaged").read_bytes() == before
+    assert_same(whole, replace(again, records=whole.records), atol=0)
+
+
+def test_a_log_that_is_gone_or_of_another_run_does_not_cost_the_weights(start, tmp_path, caplog):
+    out = tmp_path / "run"
+    whole = start(rounds=3)
+    start(rounds=2, out=out)
+    start(rounds=2, out=tmp_path / "other", seed=1)
+    for swap in (lambda: (tmp_path / "other" / "rounds.jsonl").rename(out / "rounds.jsonl"), lambda: None):
+        (out / "rounds.jsonl").unlink()
+        swap()
+        again = start(rounds=3, out=out, resume=True)
+        assert_same(whole, replace(again, records=whole.records), atol=0)
+    assert "rounds 1 to 2 are missing from it" in caplog.text
+
+
+def test_a_log_that_an_earlier_version_began_goes_on_with_checksums(start, tmp_path, caplog):
+    out = tmp_path / "run"
+    start(rounds=2, out=out)
+    file = out / "rounds.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in lines(out)))
+    manifest = out / "checkpoint" / "00000002.json"
+    plain = json.loads(manifest.read_text())
+    del plain["about"]["check"], plain["sha256"]
+    manifest.write_text(json.dumps({**plain, "sha256": checkpoint._digest(plain)}))
+    start(rounds=4, out=out, resume=True)
+    assert ["check" in json.loads(line) for line in file.read_text().splitlines()] == [False, False, True, True]
+    start(rounds=5, out=out, resume=True)
+    assert "damaged" not in caplog.text
+    harm(out, 0)
+    start(rounds=6, out=out, resume=True)
+    assert "rounds 1 to 2 are missing from it" in caplog.text
+    assert [record["round"] for record in lines(out)] == [3, 4, 5, 6]
 
 
 # --- trouble on the way -----------------------------------------------------------------------------------------
