@@ -25,7 +25,7 @@ import torch
 
 from fedquilt.checks import within
 from fedquilt.errors import RecordError
-from fedquilt.files import TEMPORARY, Blob, Written, parse_state, why, write
+from fedquilt.files import TEMPORARY, Blob, Written, make_folder, parse_state, why, write
 from fedquilt.memory import Memories
 from fedquilt.terms import Server
 
@@ -112,7 +112,7 @@ class Checkpoints:
         assert isinstance(server.memory, Memories)
         name = f"{server.round:08}"
         try:
-            self.folder.mkdir(exist_ok=True)
+            make_folder(self.folder)
             draft = server.memory.save(self.folder / f"memory-{name}.safetensors")
             written = write(
                 self.folder / f"{name}.safetensors",

@@ -40,7 +40,7 @@ from fedquilt.methods import METHODS, Method
 from fedquilt.models import MODELS, ModelSpec
 from fedquilt.names import find, is_reference, nearest
 from fedquilt.precision import DTYPES, Precision, unfit
-from fedquilt.records import load, newest, reopen
+from fedquilt.records import check_folder, load, newest, reopen
 from fedquilt.round import Evaluation, Fleet
 from fedquilt.round.clients import Devices
 from fedquilt.round.link import CODECS, LOSSES, USUAL_CODEC, BaseCodec, Link, Loss
@@ -504,6 +504,7 @@ def load_run(path: str | Path, device: str = "cpu") -> Run:
     config, asked = Path(path) / "config.toml", f"the run in {path} was asked for"
     if not config.is_file():
         raise ConfigError(f"{asked}; {'there is no run in it' if Path(path).is_dir() else 'there is no such folder'}.")
+    check_folder(Path(path))
     settings = read_toml(config)
     if "python" in settings:
         raise ConfigError(

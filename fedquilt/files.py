@@ -11,6 +11,7 @@ import errno
 import hashlib
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
@@ -71,9 +72,11 @@ def write(path: Path, chunks: Iterable[Bytes]) -> Written:
     if path.exists() and not path.is_file():  # as root one would put a file in the place of /dev/null
         raise FileExistsError(errno.EEXIST, "what is there is no file")
     temporary = path.with_name(path.name + TEMPORARY)
+    refuse_special(temporary)
+    temporary.unlink(missing_ok=True)  # A kill may have left one.
     size, digest = 0, hashlib.sha256()
     try:
-        with temporary.open("wb") as file:
+        with temporary.open("xb") as file:  # "x": a link that somebody makes meanwhile is not followed
             for chunk in chunks:
                 file.write(chunk)
                 digest.update(chunk)
@@ -96,10 +99,36 @@ def write_text(path: Path, text: str) -> None:
         RecordError: The file could not be written.
     """
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
+        make_folder(path.parent)
         write(path, [text.encode()])
     except OSError as error:
         raise RecordError(f"{path} could not be written: {why(error)}.") from error
+
+
+def refuse_special(path: Path) -> None:
+    """Refuse a path that is a symbolic link, a FIFO, a socket or a device.
+
+    A link would lead a reader or a writer out of the folder. A FIFO would let a reader wait forever.
+
+    Raises:
+        FileExistsError: As above. A path that does not exist is accepted.
+    """
+    try:
+        mode = path.lstat().st_mode
+    except (FileNotFoundError, NotADirectoryError):
+        return
+    if stat.S_ISLNK(mode):
+        raise FileExistsError(errno.EEXIST, f"{path.name} is a symbolic link, which is not followed", str(path))
+    if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
+        raise FileExistsError(errno.EEXIST, f"{path.name} is no plain file", str(path))
+
+
+def make_folder(folder: Path) -> None:
+    """Make a folder and those above it, and sync the folder above each new one, so that a power cut loses none."""
+    missing = [one for one in (folder, *folder.parents) if not one.exists()]
+    folder.mkdir(parents=True, exist_ok=True)
+    for one in reversed(missing):
+        sync_folder(one.parent)
 
 
 def why(error: OSError) -> str:

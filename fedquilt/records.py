@@ -34,7 +34,7 @@ from torch import Tensor
 from fedquilt.checkpoint import Checkpointing, Checkpoints, Manifest
 from fedquilt.devices import device_of
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.files import why, write
+from fedquilt.files import TEMPORARY, make_folder, refuse_special, sync_folder, why, write
 from fedquilt.memory import Memories
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share
@@ -49,6 +49,7 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fedquilt")
 MAX_LISTED = 5  # problems of a file that an error lists
+_FILES = ("config.toml", "rounds.jsonl", "rounds.jsonl.damaged", "summary.json", "tracking.json", "lock", "study.toml")
 _COSTS = ("seconds", "bytes_down", "bytes_up", "link_seconds")  # numbers of a summary, each of which may be missing
 
 
@@ -67,6 +68,7 @@ class Folder:
         self._length = 0  # of it, in bytes
         self._check = ""  # checksum of its last line
         self._saved, self._cost = time.monotonic(), 0.0  # when the last checkpoint was made, and how long it took
+        check_folder(path)
         self._lock = _lock(path)
 
     @classmethod
@@ -74,7 +76,7 @@ class Folder:
         """A folder for a new run; `config` is the text of config.toml. One that holds a run is refused."""
         path = Path(path)
         with _writable(f"the folder {path} was asked for"):
-            path.mkdir(parents=True, exist_ok=True)
+            make_folder(path)
             folder = cls(path, checkpointing)
             try:
                 if holds_a_run(path):
@@ -83,6 +85,7 @@ class Folder:
                     )
                 write(path / "config.toml", [config.encode()])
                 folder._file.write_bytes(b"")
+                sync_folder(path)
             except BaseException:
                 folder.close()
                 raise
@@ -234,10 +237,30 @@ class Folder:
 
 
 def holds_a_run(path: Path) -> bool:
-    """Whether a folder has something in it that a new run would destroy."""
+    """Return True if a folder has something in it that a new run would destroy."""
+    check_folder(path)
     rounds = path / "rounds.jsonl"
     begun = rounds.is_file() and rounds.stat().st_size > 0
     return begun or (path / "summary.json").exists() or Checkpoints(path / "checkpoint").exist
+
+
+def check_folder(path: Path) -> None:
+    """Refuse a run's folder in which a symbolic link or a special file is where the run reads or writes.
+
+    Raises:
+        RecordError: As above. The folder itself may be a link, and need not exist.
+    """
+    inside = path / "checkpoint"
+    names = [path / f"{name}{end}" for name in _FILES for end in ("", TEMPORARY)]
+    try:
+        refuse_special(inside)
+        for file in (*names, *(inside.iterdir() if inside.is_dir() else ())):
+            refuse_special(file)
+    except OSError as error:
+        raise RecordError(
+            f"the folder {path} was asked for; {why(error)}. Only plain files are used, so that nothing outside of the "
+            "folder is read or changed."
+        ) from error
 
 
 def read_summary(path: Path) -> dict[str, Any] | None:
@@ -247,6 +270,7 @@ def read_summary(path: Path) -> dict[str, Any] | None:
         RecordError: The file cannot be read, or is not what a run wrote.
     """
     file = path / "summary.json"
+    check_folder(path)
     try:
         text = file.read_text()
     except (FileNotFoundError, NotADirectoryError):
@@ -312,6 +336,7 @@ def read(path: str | Path) -> list[Record]:
 def _read_log(path: str | Path) -> RoundLog:
     """Return the log in a run's folder, of which lines may be damaged."""
     file = Path(path) / "rounds.jsonl"
+    check_folder(Path(path))
     try:
         return parse(file.read_bytes())
     except OSError as error:
@@ -341,6 +366,7 @@ def load(path: str | Path, device: str = "cpu") -> Server:
 def newest(path: str | Path, device: str = "cpu") -> tuple[Server, Manifest]:
     """The newest intact state in a run's folder, and what was written down about it."""
     where = device_of(device)
+    check_folder(Path(path))
     found = Checkpoints(Path(path) / "checkpoint").load(Memories(device=where), where)
     if found is None:
         raise RecordError(f"the weights in {path} were asked for; there is no checkpoint there.")
@@ -395,7 +421,8 @@ def locked(path: Path) -> Iterator[None]:
         ConfigError: Another process has the lock, or the folder cannot be written to.
     """
     with _writable(f"the folder {path} was asked for"):
-        path.mkdir(parents=True, exist_ok=True)
+        make_folder(path)
+        check_folder(path)
         handle = _lock(path)
     try:
         yield
@@ -415,7 +442,7 @@ def _lock(path: Path) -> int:
     """A lock that the system releases however the process ends; holds its pid for those who come second."""
     import fcntl
 
-    handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+    handle = os.open(path / "lock", os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o644)
     try:
         fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError as error:

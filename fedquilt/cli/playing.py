@@ -226,8 +226,9 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
     """
     from fedquilt.config import Experiment, read_toml
     from fedquilt.files import write_text
-    from fedquilt.records import Folder
+    from fedquilt.records import Folder, check_folder
 
+    check_folder(path)
     config = path / "config.toml"
     settings = read_toml(config)
     if "python" in settings:

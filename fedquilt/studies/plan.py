@@ -26,6 +26,7 @@ from typing import Any, Literal
 from fedquilt.config import Experiment, Settings, assign, assign_all, overlay, parse_path, read_toml
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
+from fedquilt.records import check_folder
 from fedquilt.studies.measures import TRAINING, measure_problems
 from fedquilt.studies.statistics import check_alike
 
@@ -281,6 +282,7 @@ class Plan:
         file = folder / STUDY_FILE
         if not file.is_file():
             raise ConfigError(f"the study in {folder} was asked for; {_found_instead(folder)}")
+        check_folder(folder)
         plain = read_toml(file)
         try:
             entries = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import pty
@@ -548,11 +549,16 @@ def test_a_name_the_system_does_not_take_is_refused_in_a_line(own: Path, capsys:
     assert told.endswith(" cannot be used: File name too long.\n")
 
 
-@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs a device that is always full")
-def test_a_full_disk_fails_the_run_and_says_so(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_full_disk_fails_the_run_and_says_so(
+    own: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
     Path("d/summary.json").unlink()
-    Path("d/summary.json.tmp").symlink_to("/dev/full")  # where it is written before it is named
+
+    def full(handle: int) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
     assert main(["run", "--resume", "d", "--json"]) == 1
     said = capsys.readouterr()
     assert said.out == ""

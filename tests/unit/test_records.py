@@ -522,6 +522,70 @@ def test_a_log_that_an_earlier_version_began_goes_on_with_checksums(start, tmp_p
     assert [record["round"] for record in lines(out)] == [3, 4, 5, 6]
 
 
+def make_link(path: Path, outside: Path) -> None:
+    path.unlink(missing_ok=True)
+    path.symlink_to(outside)
+
+
+def make_fifo(path: Path, outside: Path) -> None:
+    path.unlink(missing_ok=True)
+    os.mkfifo(path)
+
+
+@pytest.mark.parametrize("make", [make_link, make_fifo])
+@pytest.mark.parametrize(
+    "name",
+    [
+        *("config.toml", "rounds.jsonl", "summary.json", "lock", "summary.json.tmp"),
+        *("checkpoint/00000001.json", "checkpoint/00000002.json.tmp", "checkpoint/00000001.safetensors"),
+    ],
+)
+def test_links_and_fifos_in_a_folder_are_refused_and_not_followed(start, tmp_path, name, make):
+    out, outside = tmp_path / "run", tmp_path / "outside"
+    start(rounds=1, out=out)
+    outside.write_text("of somebody else")
+    make(out / name, outside)
+    for way in (
+        lambda: start(rounds=2, out=out, resume=True),
+        lambda: fq.load(out),
+        lambda: records.read(out),
+        lambda: records.read_summary(out),
+        lambda: Folder.create(out, ""),
+    ):
+        with pytest.raises(RecordError, match=rf"the folder .*run was asked for; {Path(name).name} is (a symb|no pla)"):
+            way()
+    assert outside.read_text() == "of somebody else"
+
+
+def test_a_checkpoint_folder_elsewhere_is_refused_and_a_link_to_a_run_is_not(start, tmp_path):
+    start(rounds=1, out=tmp_path / "run")
+    (tmp_path / "latest").symlink_to(tmp_path / "run")
+    assert fq.load(tmp_path / "latest").round == 1
+    (tmp_path / "run" / "checkpoint").rename(tmp_path / "elsewhere")
+    (tmp_path / "run" / "checkpoint").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RecordError, match="checkpoint is a symbolic link"):
+        fq.load(tmp_path / "run")
+
+
+def test_folders_are_synced_once_something_was_made_in_them(tmp_path, monkeypatch, start):
+    """A new entry is on disk only when its folder is. Otherwise a power cut could leave a run without its log."""
+    synced: list[tuple[Path, set[str]]] = []
+    sync = files.sync_folder
+
+    def noting(folder: Path) -> None:
+        synced.append((folder, {path.name for path in folder.iterdir()}))
+        sync(folder)
+
+    for module in (files, records):
+        monkeypatch.setattr(module, "sync_folder", noting)
+    out = tmp_path / "a" / "run"
+    start(rounds=1, out=out)
+    for folder, name in ((tmp_path, "a"), (out.parent, "run"), (out, "rounds.jsonl"), (out, "checkpoint")):
+        first = next(names for path, names in synced if path == folder and name in names)
+        assert "00000001.json" not in first
+        assert "summary.json" not in first
+
+
 # --- trouble on the way -----------------------------------------------------------------------------------------
 
 
