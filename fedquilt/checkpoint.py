@@ -15,9 +15,10 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import re
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -27,9 +28,15 @@ from fedquilt.checks import within
 from fedquilt.errors import RecordError
 from fedquilt.files import TEMPORARY, Blob, Written, make_folder, parse_state, why, write
 from fedquilt.memory import Memories
+from fedquilt.names import said
 from fedquilt.terms import Server
 
 FORMAT = 1
+MAX_ROUND = 2**63 - 1
+
+_FILE_NAME = re.compile(r"(memory-)?[0-9]{8,}(-[0-9]+)?\.safetensors", re.ASCII)
+# Raised by readers of tensors and memories if a file with the right checksum holds something else than was written.
+_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecordError)
 
 _log = logging.getLogger("fedquilt")
 
@@ -76,14 +83,44 @@ class Manifest:
 
     @staticmethod
     def from_json(text: str) -> Manifest:
-        """Raises ValueError with what is wrong."""
-        plain = json.loads(text)
-        if not isinstance(plain, dict) or plain.pop("sha256", None) != _digest(plain):
+        """Read a manifest. A checksum does not show who wrote it, so that every value is checked.
+
+        Raises:
+            ValueError: What is wrong with it.
+        """
+        try:
+            plain = json.loads(text)
+            is_intact = isinstance(plain, dict) and plain.pop("sha256", None) == _digest(plain)
+        except RecursionError as error:
+            raise ValueError("its values are nested too deeply") from error
+        if not is_intact:
             raise ValueError("its checksum differs")
-        if plain.pop("format") != FORMAT:
+        if plain.pop("format", None) != FORMAT:
             raise ValueError(f"it has another format than {FORMAT}; another version of fedquilt wrote it")
-        server, memory = Written(**plain["server"]), tuple(Written(**pack) for pack in plain["memory"])
-        return Manifest(plain["round"], server, memory, plain["about"])
+        if plain.keys() != {"round", "server", "memory", "about"}:
+            raise ValueError(f"it has the keys {', '.join(sorted(plain))}")
+        round, packs, about = plain["round"], plain["memory"], plain["about"]
+        if type(round) is not int or not 0 <= round <= MAX_ROUND:
+            raise ValueError(f"its round is {str(round)[:40]!r}")
+        if not isinstance(packs, list) or not isinstance(about, dict):
+            raise ValueError("memory is no list, or about is no object")
+        return Manifest(round, _listed_file(plain["server"]), tuple(map(_listed_file, packs)), about)
+
+
+def _listed_file(plain: Any) -> Written:
+    """Return a file that a manifest lists.
+
+    Raises:
+        ValueError: The entry is malformed, or the name could be that of a file outside of the folder.
+    """
+    if not isinstance(plain, dict) or plain.keys() != {"name", "size", "sha256"}:
+        raise ValueError("a file has other keys than name, size and sha256")
+    name, size, sha256 = plain["name"], plain["size"], plain["sha256"]
+    if not isinstance(name, str) or not _FILE_NAME.fullmatch(name):
+        raise ValueError(f"a file is called {str(name)[:80]!r}, which no file of a checkpoint is")
+    if type(size) is not int or not isinstance(sha256, str):
+        raise ValueError(f"size or checksum of {name} are malformed")
+    return Written(name, size, sha256)
 
 
 def _digest(plain: Mapping[str, Any]) -> str:
@@ -141,35 +178,69 @@ class Checkpoints:
                     path.unlink()
 
     def load(
-        self, memory: Memories, device: torch.device, check: Callable[[Manifest], str] = lambda manifest: ""
+        self,
+        memory: Memories,
+        device: torch.device,
+        check: Callable[[Manifest, Server], str] = lambda manifest, server: "",
     ) -> tuple[Server, Manifest] | None:
-        """The newest state that is intact, with its memories opened in `memory`; None if none was ever saved.
+        """Return the newest state that is intact, with its memories opened in `memory`; None if none was ever saved.
 
-        `check` may find further damage: it says which, or nothing.
+        Args:
+            memory: Receives the memories.
+            device: Where the tensors are put.
+            check: Returns further damage of a checkpoint in words. Empty: there is none.
+
+        Raises:
+            RecordError: No checkpoint is intact. The message has what is wrong with each.
         """
         damaged: list[str] = []
-        for path in sorted(self.folder.glob("*.json"), reverse=True):
+        for path in self._manifests:
             manifest, damage = self._examine(path)
-            damage = damage or (check(manifest) if manifest else "")
-            if damage or manifest is None:
+            if manifest is not None and not damage:
+                server, damage = self._open(manifest, memory, device)
+                damage = damage or check(manifest, server)
+            if manifest is None or damage:
                 damaged.append(f"{path.stem}: {damage}")
                 continue
             for line in damaged:
                 _log.warning("Checkpoint %s. Going on from round %d instead.", line, manifest.round)
             self._intact = [manifest]
-            state = parse_state(bytearray((self.folder / manifest.server.name).read_bytes()), device)
-            memory.open(self.folder, manifest.memory)
-            return Server(manifest.round, state.weights, memory, state.slots, state.extras), manifest
+            return server, manifest
         if damaged:
             raise RecordError(f"no checkpoint in {self.folder} is intact:\n  " + "\n  ".join(damaged))
         return None
 
+    @property
+    def damage(self) -> list[str]:
+        """Return what is wrong with each checkpoint that is damaged."""
+        examined = {path.stem: self._examine(path)[1] for path in self._manifests}
+        return [f"{name}: {damage}" for name, damage in examined.items() if damage]
+
+    @property
+    def _manifests(self) -> list[Path]:
+        return sorted(self.folder.glob("*.json"), reverse=True)
+
     def _examine(self, path: Path) -> tuple[Manifest | None, str]:
+        """Return a manifest, and what is wrong with it or with its files."""
         try:
             manifest = Manifest.from_json(path.read_text())
         except OSError as error:
             return None, f"{path.name} cannot be read: {why(error)}"
-        except (ValueError, KeyError, TypeError) as error:
+        except ValueError as error:
             return None, f"{path.name} is not what was written: {error}"
+        if path.name != manifest.name:
+            return None, f"{path.name} is not what was written: it is the manifest of round {manifest.round}"
         found = (written.damage(self.folder) for written in (manifest.server, *manifest.memory))
         return manifest, next(filter(None, found), "")
+
+    def _open(self, manifest: Manifest, memory: Memories, device: torch.device) -> tuple[Server, str]:
+        """Return the state of a checkpoint, and what is wrong with the content of its files."""
+        server = Server(manifest.round, {}, memory)
+        try:
+            state = parse_state(bytearray((self.folder / manifest.server.name).read_bytes()), device)
+            memory.open(self.folder, manifest.memory)
+        except OSError as error:
+            return server, f"its files cannot be read: {why(error)}"
+        except _MALFORMED as error:
+            return server, f"its files hold something else than was written: {said(error)}"
+        return replace(server, weights=state.weights, slots=state.slots, extras=state.extras), ""

@@ -24,6 +24,7 @@ import torch
 
 from fedquilt.errors import RecordError
 from fedquilt.files import Blob, Bytes, Written, header, parse_state, read_header, settled, why, write
+from fedquilt.names import said
 from fedquilt.terms import Memory, Submodel, in_slots
 
 Key = tuple[int, str]  # client and scope
@@ -61,7 +62,7 @@ class Memories(MutableMapping[Key, Memory]):
         if memory is not None:
             self._held.move_to_end(key)
         elif key in self:
-            memory = decode(self._where[key].read(key), self._device)
+            memory = _decoded(key, self._where[key].read(key), self._device)
             self._hold(key, memory)
         # Making room waits for a look-up: setting cannot fail, so a round's memories move on all or none, and a
         # checkpoint in between makes it free.
@@ -279,7 +280,11 @@ class Pack(Log):
         with self.path.open("rb") as file:
             length = file.read(8)
             described, _, begin = read_header(length + file.read(int.from_bytes(length, "little")))
-        self.lay_out({_key(name): entry["shape"][0] for name, entry in described.items()}, begin)
+        sizes = {_key(name): entry["shape"][0] for name, entry in described.items()}
+        is_whole = all(type(size) is int and size >= 0 for size in sizes.values())
+        if not is_whole or begin + sum(sizes.values()) != self.written.size:
+            raise RecordError(f"{self.path.name} has another size than the memories that it lists")
+        self.lay_out(sizes, begin)
 
     def read(self, key: Key) -> bytearray:
         # Opened for each: a run may have more packs than a process may have files.
@@ -360,6 +365,18 @@ def decode(data: bytearray, device: torch.device) -> Memory:
     note = state.note
     submodel = _submodel(note["submodel"])
     return Memory(submodel, state.weights, state.slots, note["steps"], note.get("round", -1), state.extras)
+
+
+def _decoded(key: Key, data: bytearray, device: torch.device) -> Memory:
+    """Return a memory that was read from disk.
+
+    Raises:
+        RecordError: The bytes are no memory. The message names the client.
+    """
+    try:
+        return decode(data, device)
+    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
+        raise RecordError(f"the memory of client {key[0]} on disk is not what was written: {said(error)}.") from error
 
 
 @lru_cache(maxsize=1024)  # clients that hold the same positions hold the same object

@@ -13,6 +13,7 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
+import math
 import os
 import platform
 import re
@@ -48,6 +49,8 @@ if TYPE_CHECKING:
     from fedquilt.experiment import Run
 
 _log = logging.getLogger("fedquilt")
+MAX_THREADS = 1024  # that a checkpoint may ask for
+MAX_SAMPLE_VALUES = 1 << 28  # values of a sample that a checkpoint may ask for
 MAX_LISTED = 5  # problems of a file that an error lists
 _FILES = ("config.toml", "rounds.jsonl", "rounds.jsonl.damaged", "summary.json", "tracking.json", "lock", "study.toml")
 _COSTS = ("seconds", "bytes_down", "bytes_up", "link_seconds")  # numbers of a summary, each of which may be missing
@@ -131,9 +134,12 @@ class Folder:
     def load(self, run: Run) -> int:
         """Put the newest intact checkpoint into a run that was prepared alike; returns the rounds behind it."""
 
-        def check(manifest: Manifest) -> str:
+        def check(manifest: Manifest, server: Server) -> str:
+            damage = _wrong_about(manifest.about)
+            if damage:
+                return f"{manifest.name} is not what was written: {damage}"
             _compare(manifest.about["run"], _leaves_of(run), f"the run in {self.path} was to go on")
-            return ""
+            return _wrong_settings(manifest.about["engine"], run.engine.settings) or _wrong_weights(server, run.server)
 
         found = self._checkpoints.load(_memories(run), run.engine.device, check)
         log = RoundLog()
@@ -367,7 +373,12 @@ def newest(path: str | Path, device: str = "cpu") -> tuple[Server, Manifest]:
     """The newest intact state in a run's folder, and what was written down about it."""
     where = device_of(device)
     check_folder(Path(path))
-    found = Checkpoints(Path(path) / "checkpoint").load(Memories(device=where), where)
+
+    def check(manifest: Manifest, server: Server) -> str:
+        damage = _wrong_about(manifest.about)
+        return f"{manifest.name} is not what was written: {damage}" if damage else ""
+
+    found = Checkpoints(Path(path) / "checkpoint").load(Memories(device=where), where, check)
     if found is None:
         raise RecordError(f"the weights in {path} were asked for; there is no checkpoint there.")
     return found
@@ -636,6 +647,70 @@ def _restore(choices: Mapping[str, Any], run: Run) -> None:
                 value,
                 here.get(name),
             )
+
+
+def _wrong_about(about: Mapping[str, Any]) -> str:
+    """Return what a run would not have written about a checkpoint; empty if nothing is wrong."""
+    for name in ("run", "engine", "here"):
+        values = about.get(name)
+        if not isinstance(values, dict) or not all(value is None or _is_plain(value) for value in values.values()):
+            return f"about.{name} is no table of plain values"
+    threads = about.get("threads")
+    if type(threads) is not int or not 1 <= threads <= MAX_THREADS:
+        return f"about.threads = {str(threads)[:40]}, and 1 to {MAX_THREADS} fit"
+    check = about.get("check", "")
+    if not isinstance(check, str):
+        return "about.check is no text"
+    return _wrong_sample(about["sample"]) if "sample" in about else ""
+
+
+def _wrong_sample(sample: Any) -> str:
+    """Return what is wrong with the shape and classes of a sample in a checkpoint; empty if nothing is wrong."""
+    targets = sample.get("targets", {"shape": [], "dtype": "int64"}) if isinstance(sample, dict) else None
+    if not isinstance(sample, dict) or not isinstance(targets, dict):
+        return "about.sample is no table"
+    for values in (sample, targets):
+        shape = values.get("shape")
+        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+            return f"about.sample has the shape {str(shape)[:40]}"
+        if math.prod(shape) > MAX_SAMPLE_VALUES:
+            return f"about.sample has more than {MAX_SAMPLE_VALUES:,} values"
+        kind = values.get("dtype")
+        if not isinstance(kind, str) or not isinstance(getattr(torch, kind, None), torch.dtype):
+            return f"about.sample has the type {str(kind)[:40]}"
+    classes = sample.get("classes")
+    return "" if type(classes) is int and classes >= 0 else f"about.sample has {str(classes)[:40]} classes"
+
+
+def _wrong_settings(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
+    """Return what is wrong with the engine's settings of a checkpoint; empty if nothing is wrong.
+
+    Args:
+        settings: Settings of the checkpoint.
+        own: Settings of the engine. No others can be set, and their types stay.
+    """
+    for name, value in settings.items():
+        if name not in own:
+            return f"the engine has no setting {name[:40]!r}; its settings are {', '.join(own) or 'none'}"
+        is_whole = type(value) is int and type(own[name]) is int
+        if type(value) is not type(own[name]) or (is_whole and not min(own[name], 1) <= value < 1 << 63):
+            return f"the engine's {name} is {str(value)[:40]!r}"
+    return ""
+
+
+def _wrong_weights(found: Server, own: Server) -> str:
+    """Return a weight that a checkpoint lacks, has too many, or has in another shape; empty if all fit."""
+    for name in {**own.weights, **found.weights}:
+        have, need = found.weights.get(name), own.weights.get(name)
+        if have is None or need is None:
+            return f"the weight {name[:80]!r} is {'missing' if have is None else 'not one of the model'}"
+        if (have.shape, have.dtype) != (need.shape, need.dtype):
+            return f"{name} is {have.dtype} {list(have.shape)} and not {need.dtype} {list(need.shape)}"
+    return ""
+
+
+def _is_plain(value: object) -> bool:
+    return isinstance(value, (bool, int, float, str))
 
 
 def portrait(run: Run, rounds: int) -> dict[str, Any]:
