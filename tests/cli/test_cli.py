@@ -35,7 +35,7 @@ from fedquilt.round.link import CODECS
 from fedquilt.round.training.objectives import OBJECTIVES
 from fedquilt.studies.papers import presets
 from fedquilt.tracking import TensorBoard
-from tests.conftest import CUTTING, shortened
+from tests.conftest import shortened
 
 ROOT = Path(__file__).parents[2]
 QUICK = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--epochs", "1"]
@@ -199,7 +199,7 @@ ABLATIONS = ("fedseq", "fedrush", "fedslim", "fjord", "sheterofl")  # They take 
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ABLATIONS else name for name in CUTTING]
+    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ABLATIONS else name for name in METHODS]
 )
 def test_every_method_runs_by_its_name_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = ["--rounds", "2"] if name == "progfed" else []  # one for each stage

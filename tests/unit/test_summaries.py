@@ -10,11 +10,13 @@ from fedquilt.summaries import (
     figures_of,
     figures_row,
     in_percent,
+    kept_nets_of,
     main_of,
     members_of,
     milestone_text,
     share_label,
     target_text,
+    utilisation_text,
 )
 
 SUMMARY = {
@@ -47,6 +49,39 @@ def test_shares_have_the_methods_name_or_their_number():
         "1": {"parameters": 10, "MACs a sample": 20},
         "3M": {"parameters": 3, "MACs a sample": 6},
     }
+
+
+PAIRS = {
+    "main": "accuracy",
+    "percent": True,
+    "metrics": {
+        "accuracy": {"1.0": 0.5},
+        "local_accuracy": {"1.0": 0.4},
+        "private_accuracy": {"57408.0": 0.25, "147840.0": 0.375},
+        "local_private_accuracy": {"147840.0": 0.125},
+    },
+    "labels": {"57408.0": "120k MACs", "147840.0": "240k MACs"},
+}
+
+
+def test_nets_that_clients_keep_have_a_row_for_each_limit():
+    """Metrics at the shares of the server's model are not among them."""
+    assert kept_nets_of(PAIRS) == {
+        "120k MACs": {"private accuracy": "25.0%"},
+        "240k MACs": {"private accuracy": "37.5%", "local private accuracy": "12.5%"},
+    }
+    assert kept_nets_of({**PAIRS, "metrics": {"accuracy": {"1.0": 0.5}}}) == {}
+    assert kept_nets_of({}) == {}
+
+
+def test_the_use_of_limits_as_text():
+    used = {"utilisation": 0.713}
+    assert utilisation_text({}) == ""
+    assert utilisation_text(used) == "71.3% of the limits' multiply-adds are used by the clients' own nets"
+    common = {**used, "common_utilisation": 0.245}
+    assert utilisation_text(common).endswith("own nets, 24.5% if all had the largest net that fits every device")
+    assert utilisation_text({**common, "over_limit": 0}) == utilisation_text(common)
+    assert utilisation_text({**common, "over_limit": 14}).endswith("every device; 14 devices exceed their limits")
 
 
 def test_figures_as_text():
