@@ -167,9 +167,17 @@ def test_recalibrated_statistics_are_the_mean_over_batches():
     samples = torch.arange(8.0).reshape(8, 1, 1, 1)
     recalibrate(norm, samples, batch_size=4)
     assert norm[0].running_mean.item() == 3.5
-    assert norm[0].running_var.item() == pytest.approx(5 / 3)  # of 0, 1, 2, 3, and of 4, 5, 6, 7
+    assert norm[0].running_var.item() == pytest.approx(20 / 3)  # of 0, 2, 4, 6, and of 1, 3, 5, 7
     assert norm[0].momentum == 0.1
     assert torch.equal(samples, torch.arange(8.0).reshape(8, 1, 1, 1))
+
+
+def test_batches_of_sorted_samples_are_mixed():
+    norm = nn.Sequential(nn.BatchNorm2d(1))
+    sorted_samples = torch.tensor([0.0] * 50 + [1.0] * 50).reshape(100, 1, 1, 1)
+    recalibrate(norm, sorted_samples, batch_size=30)  # batches of equal values would have a variance of 0
+    assert norm[0].running_mean.item() == pytest.approx(0.5)
+    assert norm[0].running_var.item() == pytest.approx(0.26, abs=0.001)  # unbiased, of 12 or 13 each
 
 
 def test_another_number_of_classes_draws_the_classifier_anew():
