@@ -20,7 +20,7 @@ if TYPE_CHECKING:
     from fedquilt.supernet import Space, Supernet
     from fedquilt.supernet.latency import LatencyTable
     from fedquilt.supernet.limits import Limits
-    from fedquilt.supernet.scoring import Validation
+    from fedquilt.supernet.scoring import MeasuredAccuracy, Validation
     from fedquilt.supernet.search import Found, Score, Search
 
 _quiet = {"help_behavior_hint": ""}
@@ -38,8 +38,9 @@ Report = Callable[[str, int, int], None]  # is called with a step, and how much 
 class SearchRequest:
     """Search the best member of a space or a supernet file within limits, or a few members for a fleet.
 
-    Members of a supernet file are scored by a predictor of their accuracy on the images of --data. Without weights
-    or images, the member with the most multiply-adds counts as the best.
+    Members of a supernet file are scored by a predictor of their accuracy on the images of --data. Those with the
+    highest scores are measured before one is chosen. Without weights or images, the member with the most
+    multiply-adds counts as the best.
     """
 
     what: SpaceOrFile  # search space: resnet50, mobilenetv3, mobilenetv2, tiny, file.py:Class, or a supernet file
@@ -54,6 +55,7 @@ class SearchRequest:
     data: Text = None  # images that members are measured on and that set their size: a data set, file or folder
     labels: LabelSource = "rotations"  # what a supernet file was trained to predict: rotations, or its data's classes
     measured: Whole = None  # members that are measured to fit the predictor, 128 if not given
+    verified: Whole = None  # members that are measured at each limit before one is chosen, 8 if not given; 0 for none
     classes: Whole = None  # classes that members tell apart; those of the data, the space or the file if not given
     batch_size: Whole = None  # samples of a training step whose memory is limited, 32 if not given
     strategy: StrategyName = "evolution"  # how members are searched
@@ -94,21 +96,26 @@ class SearchRequest:
 
         table = LatencyTable.load(self.table) if self.table else None
         step = TrainingStep() if self.batch_size is None else TrainingStep(self.batch_size)
-        given: dict[str, Any] = {"tolerance": self.tolerance, "seed": self.seed}
+        given: dict[str, Any] = {"tolerance": self.tolerance, "verified": self.verified, "seed": self.seed}
         options = Options(self.strategy, **{name: value for name, value in given.items() if value is not None})
         search = Search(Meter(space, step, table), options=options)
         if supernet is None or self.data is None:
             return search
-        return Search(search.meter, self._score(search, supernet, report), options)
+        accuracy = self._accuracy(supernet)
+        return Search(search.meter, self._score(search, accuracy, report), options, accuracy)
 
-    def _score(self, search: Search, supernet: Supernet, report: Report) -> Score:
-        from fedquilt.supernet.scoring import NUM_MEASURED, fit_score
+    def _accuracy(self, supernet: Supernet) -> MeasuredAccuracy:
+        from fedquilt.supernet.scoring import MeasuredAccuracy
 
         assert self.data is not None
-        validation = validation_on(self.data, self.labels, supernet, self.what)
+        return MeasuredAccuracy(supernet, validation_on(self.data, self.labels, supernet, self.what))
+
+    def _score(self, search: Search, accuracy: MeasuredAccuracy, report: Report) -> Score:
+        from fedquilt.supernet.scoring import NUM_MEASURED, fit_score
+
         return fit_score(
             search,
-            lambda config: validation.accuracy(supernet, config),
+            accuracy,
             self.measured or NUM_MEASURED,
             self.seed or 0,
             lambda done, total: report("measure members", done, total),
@@ -223,7 +230,8 @@ def probed_blocks(what: str, data: str | None, device: str, console: Console) ->
 def member_entry(found: Found) -> dict[str, Any]:
     """Return a member as values that JSON can hold."""
     costs = {name: value for name, value in vars(found.costs).items() if value is not None}
-    return costs | {"score": found.score, "limits": found.limits.given, "config": found.config.to_json()}
+    measured = {} if found.accuracy is None else {"accuracy": found.accuracy}
+    return costs | measured | {"score": found.score, "limits": found.limits.given, "config": found.config.to_json()}
 
 
 def _head(search: Search) -> dict[str, Any]:
@@ -256,6 +264,8 @@ def _row(entry: dict[str, Any], is_accuracy: bool) -> dict[str, Any]:
         row["ms"] = f"{entry['milliseconds']:.3g}"
     if is_accuracy:
         row["predicted accuracy"] = f"{entry['score']:.1%}"
+    if "accuracy" in entry:
+        row["measured accuracy"] = f"{entry['accuracy']:.1%}"
     if "macs" in entry["limits"]:
         row["of its limit"] = f"{entry['macs'] / entry['limits']['macs']:.1%}"
     return row | ({"devices": entry["devices"]} if "devices" in entry else {})

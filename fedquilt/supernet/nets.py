@@ -15,7 +15,7 @@ from fedquilt.family.union import union
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.limits import DeviceCounts, Limits, limits_of
 from fedquilt.supernet.meter import Costs, Meter
-from fedquilt.supernet.search import Found, Options, Score, Search
+from fedquilt.supernet.search import Found, Measure, Options, Score, Search
 from fedquilt.supernet.service import SearchService, Utilization, Watch
 from fedquilt.supernet.space import Config, Space
 
@@ -50,6 +50,7 @@ def searched_nets(
     supernet: Supernet | None = None,
     private_weights: bool = True,
     score: Score | None = None,
+    measure: Measure | None = None,
     meter: Meter | None = None,
     options: Options = Options(),
     watch: Watch | None = None,
@@ -68,6 +69,8 @@ def searched_nets(
         private_weights: False lets private nets start from fresh weights, and the knowledge net alone from the
             supernet's, as the released code does. It has no effect without a supernet.
         score: Score of configurations. None: multiply-adds, then parameters.
+        measure: Function that returns the accuracy of a member, by which each net is chosen among those with the
+            highest scores. None: by the score alone.
         meter: Counts costs. None: with a training step of 32 samples and no table of blocks.
         options: Options of the search.
         watch: Is called after each search.
@@ -82,7 +85,7 @@ def searched_nets(
             "same space would work."
         )
     meter = meter or Meter(space)
-    search = Search(meter, score, options)
+    search = Search(meter, score, options, measure)
     counts = limits_of(fleet)
     knowledge = _knowledge(search, counts, knowledge_macs)
     spent = knowledge.costs if account == "pair" else None

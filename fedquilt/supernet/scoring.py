@@ -15,7 +15,7 @@ from fedquilt.supernet.blocks import MemberCost
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.predictor import Floats, Predictor
-from fedquilt.supernet.search import Search
+from fedquilt.supernet.search import Measure, Search
 from fedquilt.supernet.space import Config
 from fedquilt.supernet.training import SupernetData, member_accuracy
 
@@ -23,7 +23,6 @@ NUM_MEASURED = 128  # members on which a predictor is fitted
 MAX_VALIDATION = 2_000  # images on which accuracy is measured; a rotated image gives four samples
 MAX_CALIBRATION = 500  # images on which norm statistics are measured; a rotated image gives four samples
 
-Measure = Callable[[Config], float]  # returns the accuracy of a member
 Watch = Callable[[int, int], None]  # is called with the number of measured members and of all to be measured
 
 
@@ -68,6 +67,21 @@ class Validation:
     def accuracy(self, supernet: Supernet, config: Config) -> float:
         """Return the accuracy of a member with the supernet's weights and norm statistics of its own, in [0, 1]."""
         return member_accuracy(supernet, config, self.calibration, self.images, self.labels)
+
+
+class MeasuredAccuracy:
+    """Accuracies of a supernet's members on validation images, each measured once."""
+
+    def __init__(self, supernet: Supernet, validation: Validation) -> None:
+        self.supernet = supernet
+        self.validation = validation
+        self._accuracies: dict[Config, float] = {}
+
+    def __call__(self, config: Config) -> float:
+        """Return the accuracy of a member, in [0, 1]."""
+        if config not in self._accuracies:
+            self._accuracies[config] = self.validation.accuracy(self.supernet, config)
+        return self._accuracies[config]
 
 
 @dataclass(frozen=True)
@@ -136,7 +150,7 @@ def fit_score(
 
     Args:
         search: Search in the space. Its score has no effect.
-        measure: Function that returns the accuracy of a member, such as `Validation.accuracy` of a supernet.
+        measure: Function that returns the accuracy of a member, such as `MeasuredAccuracy` of a supernet.
         num_measured: Members to measure.
         seed: Random seed of the sample.
         watch: Is called after each member.

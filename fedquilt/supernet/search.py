@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property, lru_cache
 from itertools import product
 from typing import Any, Literal
@@ -23,6 +23,7 @@ from fedquilt.units import amount
 
 Genes = tuple[int, ...]  # a configuration as the place of each choice among its options
 Score = Callable[[Sequence[Config]], Floats]  # of configurations, higher is better
+Measure = Callable[[Config], float]  # returns the accuracy of a member
 Strategy = Literal["evolution", "random", "exhaustive"]
 Watch = Callable[[int, int], None]  # is called with the generations that are done and of all
 
@@ -45,6 +46,8 @@ class Options:
         draws: Configurations that `random` draws at most.
         population: Members of a generation.
         generations: Generations of the evolution.
+        verified: Members with the highest scores that are measured before `best` chooses among them. 0 returns the
+            one with the highest score. It has no effect without a measure, nor on `random`, which uses no score.
         seed: Random seed.
     """
 
@@ -54,6 +57,7 @@ class Options:
     draws: int = 2_000
     population: int = 64
     generations: int = 40
+    verified: int = 8
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -65,6 +69,7 @@ class Options:
             draws="[1, inf)",
             population="[4, inf)",
             generations="[1, inf)",
+            verified="[0, inf)",
             seed="[0, 4294967295]",
         )
 
@@ -78,6 +83,7 @@ class Found:
     score: float  # predicted accuracy, or the proxy: multiply-adds, then parameters
     limits: Limits  # that it was searched for
     scored: int  # members that were scored on the way
+    accuracy: float | None = None  # measured on the validation images; None if it was not measured
 
     @property
     def name(self) -> str:
@@ -164,7 +170,13 @@ class Search:
     limits and seeds give equal members.
     """
 
-    def __init__(self, meter: Meter, score: Score | None = None, options: Options = Options()) -> None:
+    def __init__(
+        self,
+        meter: Meter,
+        score: Score | None = None,
+        options: Options = Options(),
+        measure: Measure | None = None,
+    ) -> None:
         """Prepare a search.
 
         Args:
@@ -172,11 +184,14 @@ class Search:
             score: Score of configurations, such as a predicted accuracy. None: `proxy`, for spaces without trained
                 weights.
             options: Options of the search.
+            measure: Function that returns the accuracy of a member, such as `MeasuredAccuracy` of a supernet. `best`
+                then chooses among `options.verified` members by it. None: by the score alone, which is fast.
         """
         self.meter = meter
         self.space = meter.space
         self.options = options
         self.score = score or self.proxy
+        self.measure = measure
         self.has_proxy = score is None  # True if the score is no predicted accuracy
         self._genome = Genome(self.space)
         self._columns: dict[str, Floats] = {}  # costs of all configurations of a small space, by name
@@ -185,7 +200,7 @@ class Search:
 
     def with_options(self, options: Options) -> Search:
         """Return the same search with other options. Costs that were counted are shared."""
-        other = Search(self.meter, None if self.has_proxy else self.score, options)
+        other = Search(self.meter, None if self.has_proxy else self.score, options, self.measure)
         other._columns = self._columns
         other._lock = self._lock
         return other
@@ -238,8 +253,18 @@ class Search:
     # --- search ------------------------------------------------------------------------------------------------
 
     def best(self, limits: Limits, watch: Watch | None = None) -> Found:
-        """Return the best member within limits. The arguments are those of `top`."""
-        return self.top(limits, 1, watch)[0]
+        """Return the best member within limits. The arguments are those of `top`.
+
+        With a measure it is the most accurate of the `verified` members with the highest scores. Predicted accuracies
+        of these are too high on average, because a search also finds what a predictor overrates.
+        """
+        measure = self.measure
+        if measure is None or not self.options.verified or self.options.strategy == "random":
+            return self.top(limits, 1, watch)[0]
+        members = self.top(limits, self.options.verified, watch)
+        accuracies = [measure(found.config) for found in members]
+        place = int(np.argmax(accuracies))  # of equals the first, which has the highest score
+        return replace(members[place], accuracy=accuracies[place])
 
     def top(self, limits: Limits, count: int, watch: Watch | None = None) -> list[Found]:
         """Return the best members within limits, the best first.

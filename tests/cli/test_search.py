@@ -56,8 +56,23 @@ def test_members_of_a_file_are_ranked_by_accuracy(folder: Path, capsys: pytest.C
     said = capsys.readouterr().out
     assert "measure members: 8" in said
     assert "predicted accuracy" in said
+    assert "measured accuracy" not in said  # random draws use no score, so that there is nothing to verify
     assert main([*command, "--labels", "own"]) == 2
     assert "5 classes; it was trained for 4" in capsys.readouterr().err
+
+
+def test_the_chosen_member_of_a_file_was_measured(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    save_supernet(Supernet(TinySpace(num_classes=4)), "net.safetensors")
+    command = ["supernet", "search", "net.safetensors", "--data", "few.npz", "--macs", "2e5", "--measured", "8"]
+    exhaustive = [*command, "--strategy", "exhaustive"]
+    assert main([*exhaustive, "--verified", "3", "--json"]) == 0
+    (member,) = json.loads(capsys.readouterr().out)["members"].values()
+    assert 0 <= member["accuracy"] <= 1
+    assert main([*exhaustive, "--verified", "3"]) == 0
+    assert "measured accuracy" in capsys.readouterr().out
+    assert main([*exhaustive, "--verified", "0", "--json"]) == 0
+    (member,) = json.loads(capsys.readouterr().out)["members"].values()
+    assert "accuracy" not in member
 
 
 def test_blocks_are_timed_and_limit_a_search(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

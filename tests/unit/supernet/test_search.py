@@ -238,6 +238,32 @@ def test_the_best_members_come_first_and_differ() -> None:
     assert all(0.95 * 1.6e5 <= found.costs.macs <= 1.6e5 for found in draws)
 
 
+def test_the_most_accurate_of_the_verified_members_is_chosen() -> None:
+    limits = Limits(macs=1.6e5)
+    measured: list[Config] = []
+
+    def measure(config: Config) -> float:
+        measured.append(config)
+        return -float(uneven([config])[0])  # the opposite of the score
+
+    options = Options(strategy="exhaustive", verified=5)
+    search = Search(METER, uneven, options, measure)
+    members = search.top(limits, 5)
+    assert not measured
+    best = search.best(limits)
+    assert measured == [found.config for found in members]
+    assert best == replace(members[4], accuracy=-members[4].score)
+
+
+@pytest.mark.parametrize("options", [Options("exhaustive", verified=0), Options("random", verified=5)])
+def test_nothing_is_verified_without_a_number_or_a_score(options: Options) -> None:
+    def measure(config: Config) -> float:
+        raise AssertionError("nothing was to be measured")
+
+    limits = Limits(macs=1.6e5)
+    assert Search(METER, uneven, options, measure).best(limits) == Search(METER, uneven, options).best(limits)
+
+
 def test_unknown_strategies_are_refused() -> None:
     with pytest.raises(ConfigError, match="'guess' was asked for"):
         Options(strategy="guess")  # type: ignore[arg-type]
