@@ -2,12 +2,14 @@
 
     python bench/supernet.py [--supernet FILE --data NAME] [--labels rotations] [--measured 128] [--device cpu]
 
-Without a file a small supernet is trained on rotated digits first, which takes some minutes on a CPU. Accuracy is
-measured on the test images of the data, and norm statistics on training or public images. Prints
+Without a file a small supernet is trained on rotated digits first, which takes some minutes on a CPU. Three disjoint
+sets of images are used: images of the pre-training for norm statistics, others to measure members for the search, and
+test images on which members are compared in the end. Prints
 
 - Spearman's rank correlation of predicted and measured accuracy on 100 members that the predictor was not fitted on,
   and on 50 whose multiply-adds differ by less than 5 %;
-- at three limits, the best measured accuracy of the members that the search ranks highest, and of as many random draws;
+- at three limits and for three seeds, the accuracy of the members that the search ranks highest, and of as many random
+  draws with at least 90 % of the limit;
 - the utilisation of fleets with the mean limits of RaFL's Table 3.
 """
 
@@ -15,13 +17,16 @@ from __future__ import annotations
 
 import argparse
 import time
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from measure import machine
+from torch import Tensor
 
-from fedquilt.data.sources import source
+from fedquilt.data import Pool
+from fedquilt.data.sources import digits, source
 from fedquilt.supernet import (
     SPACES,
     Config,
@@ -38,14 +43,18 @@ from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.mobilenet import InvertedStage
 from fedquilt.supernet.predictor import rank_correlation
-from fedquilt.supernet.scoring import MAX_CALIBRATION, Validation, fit_score
+from fedquilt.supernet.scoring import MAX_CALIBRATION, MAX_VALIDATION, MeasuredAccuracy, Validation, fit_score
 from fedquilt.supernet.search import Options, Search
 from fedquilt.supernet.service import SearchService
+
+Labelled = tuple[Tensor, Tensor]  # stored images and their targets
 
 NUM_HELD_OUT = 100  # members on which the predictor is tested
 NUM_NEAR = 50  # members with multiply-adds that differ by less than `NEAR`
 NEAR = 0.05
-NUM_TRIED = 10  # members that are measured at each limit, of the search and of random draws
+NUM_TRIED = 10  # members that are compared at each limit, of the search and of random draws
+SEEDS = (0, 1, 2)  # of the measured sample, the search and the draws
+PUBLIC = 0.6  # of the training images of digits, on which the supernet is trained
 LIMITS = (0.3, 0.45, 0.6)  # between the multiply-adds of the smallest member, 0, and the largest, 1
 TABLE_3 = (("resnet50", 48.0e6), ("resnet50", 79.7e6), ("mobilenetv3", 13.6e6), ("mobilenetv3", 15.5e6))
 
@@ -59,20 +68,6 @@ class DigitsSpace(TinySpace):
     options = (StageOptions((1, 2, 3), (2, 3, 4), (3, 5)),) * 3
 
 
-class Accuracy:
-    """Measured accuracies of members, each measured once."""
-
-    def __init__(self, supernet: Supernet, validation: Validation) -> None:
-        self._supernet = supernet
-        self._validation = validation
-        self._known: dict[Config, float] = {}
-
-    def __call__(self, config: Config) -> float:
-        if config not in self._known:
-            self._known[config] = self._validation.accuracy(self._supernet, config)
-        return self._known[config]
-
-
 def trained(data: SupernetData) -> Supernet:
     """Train a small supernet on rotated digits."""
     began = time.perf_counter()
@@ -82,15 +77,40 @@ def trained(data: SupernetData) -> Supernet:
     return supernet.eval()
 
 
-def validation(name: str, labels: str, data: SupernetData, device: torch.device) -> Validation:
-    """Return the test images of a data set with the labels of the pre-training task."""
-    pool = source(name)()
-    images = pool.test_inputs.float() if pool.scale is None else pool.scale(pool.test_inputs)
-    targets = pool.test_targets
-    if labels == "rotations":
-        images, targets = rotations(images)
+def unseen_images(pool: Pool, labels: str) -> tuple[Labelled, Labelled]:
+    """Return images that the supernet was not trained on, to measure members and to compare them afterwards.
+
+    A supernet trained on public images has seen neither the training nor the test images. Else the test images are
+    halved.
+    """
+    is_public = labels == "rotations" and pool.public is not None
+    if is_public:
+        return (pool.inputs[:MAX_VALIDATION], pool.targets[:MAX_VALIDATION]), (pool.test_inputs, pool.test_targets)
+    half = len(pool.test_inputs) // 2
+    parts = (slice(None, half), slice(half, None))
+    first, second = ((pool.test_inputs[part], pool.test_targets[part]) for part in parts)
+    return first, second
+
+
+def validations(pool: Pool, labels: str, data: SupernetData, device: torch.device) -> list[Validation]:
+    """Return the images to measure members on and those to compare them on, with labels of the pre-training task.
+
+    Norm statistics are measured on images that the supernet was trained on, so that no image has two purposes.
+    """
     calibration, _ = data.batch(torch.arange(min(MAX_CALIBRATION, len(data.images))))
-    return Validation(images.to(device), targets.to(device), calibration.to(device))
+    sets = []
+    for stored, targets in unseen_images(pool, labels):
+        images = stored.float() if pool.scale is None else pool.scale(stored)
+        if labels == "rotations":
+            images, targets = rotations(images)
+        sets.append(Validation(images.to(device), targets.to(device), calibration.to(device)))
+    return sets
+
+
+def fitted(meter: Meter, measured: MeasuredAccuracy, num_measured: int, seed: int) -> Search:
+    """Return a search by a predictor that is fitted on a sample of measured members."""
+    score = fit_score(Search(meter), measured, num_measured, seed)
+    return Search(meter, score, Options(seed=seed), measured)
 
 
 def near(search: Search, without: set[Config]) -> list[Config]:
@@ -104,7 +124,7 @@ def near(search: Search, without: set[Config]) -> list[Config]:
     return [config for config in configs if config not in without][:NUM_NEAR]
 
 
-def report_predictor(search: Search, accuracy: Accuracy, num_measured: int) -> None:
+def report_predictor(search: Search, accuracy: MeasuredAccuracy, num_measured: int) -> None:
     """Print rank correlations on members that the predictor was not fitted on."""
     fitted = set(search.sample(num_measured))
     drawn = search.sample(NUM_HELD_OUT + num_measured, seed=1)
@@ -118,20 +138,42 @@ def report_predictor(search: Search, accuracy: Accuracy, num_measured: int) -> N
         print(f"{title}: {len(configs)} members, {spread}, rank correlation {ranks:.2f} (of multiply-adds {macs:.2f})")
 
 
-def report_search(search: Search, accuracy: Accuracy) -> None:
-    """Print measured accuracies of searched and of random members at some limits."""
-    low, high = (search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest))
+def report_search(searches: Sequence[Search], compared: MeasuredAccuracy) -> None:
+    """Print accuracies of searched and of random members at some limits.
+
+    Args:
+        searches: Searches that differ in the seeds of the measured sample, the evolution and the draws.
+        compared: Accuracies on images that no search has used.
+    """
+    space, meter = searches[0].space, searches[0].meter
+    low, high = (meter.cost(config).macs for config in (space.smallest, space.largest))
     for place in LIMITS:
         limits = Limits(macs=low + place * (high - low))
-        began = time.perf_counter()
-        found = [accuracy(member.config) for member in search.top(limits, NUM_TRIED)]
-        seconds = time.perf_counter() - began
-        options = Options(strategy="random", tolerance=0.1, draws=100_000, seed=1)
-        drawn = [accuracy(member.config) for member in search.with_options(options).top(limits, NUM_TRIED)]
         print(
-            f"limit {limits.macs:,.0f} multiply-adds, best of {NUM_TRIED}: searched {max(found):.2%}, random "
-            f"{max(drawn):.2%}; means {np.mean(found):.2%} and {np.mean(drawn):.2%}; {seconds:.1f} s"
+            f"limit {limits.macs:,.0f} multiply-adds, best and mean of {NUM_TRIED}, and the one chosen by measurement"
         )
+        results = np.asarray([compare(search, limits, compared) for search in searches])  # (seed, group, figure)
+        for group, title in enumerate(("searched", "random")):
+            rows = [
+                " ".join(f"{figure:.2%}" for figure in row) for row in [*results[:, group], results[:, group].mean(0)]
+            ]
+            print(f"  {title:8} by seed: {', '.join(rows[:-1])}; mean: {rows[-1]}")
+
+
+def compare(search: Search, limits: Limits, compared: MeasuredAccuracy) -> list[list[float]]:
+    """Return best, mean and chosen accuracy of searched and of random members, each as a list.
+
+    The chosen member of both groups is the most accurate on the images that the search measures members on.
+    """
+    assert search.measure is not None
+    options = replace(search.options, strategy="random", tolerance=0.1, draws=100_000)
+    groups = []
+    for members in (search.top(limits, NUM_TRIED), search.with_options(options).top(limits, NUM_TRIED)):
+        configs = [member.config for member in members]
+        accuracies = [compared(config) for config in configs]
+        chosen = max(configs, key=search.measure)
+        groups.append([max(accuracies), float(np.mean(accuracies)), compared(chosen)])
+    return groups
 
 
 def report_utilization() -> None:
@@ -157,16 +199,17 @@ def main() -> None:
     asked = parser.parse_args()
     print(machine())
 
-    data = SupernetData.of_pool(source(asked.data)(), asked.labels)
+    pool = source(asked.data)() if asked.supernet else digits(PUBLIC)
+    data = SupernetData.of_pool(pool, asked.labels)
     supernet = load_supernet(asked.supernet, device=asked.device) if asked.supernet else trained(data).to(asked.device)
-    accuracy = Accuracy(supernet, validation(asked.data, asked.labels, data, torch.device(asked.device)))
+    sets = validations(pool, asked.labels, data, torch.device(asked.device))
+    measured, compared = (MeasuredAccuracy(supernet, images) for images in sets)
     space = supernet.space
-    print(f"{space.name}: largest member {accuracy(space.largest):.2%}, smallest {accuracy(space.smallest):.2%}")
+    print(f"{space.name}: largest member {compared(space.largest):.2%}, smallest {compared(space.smallest):.2%}")
 
-    plain = Search(Meter(space))
-    search = Search(plain.meter, fit_score(plain, accuracy, asked.measured))
-    report_predictor(search, accuracy, asked.measured)
-    report_search(search, accuracy)
+    searches = [fitted(Meter(space), measured, asked.measured, seed) for seed in SEEDS]
+    report_predictor(searches[0], compared, asked.measured)
+    report_search(searches, compared)
     report_utilization()
 
 
