@@ -48,6 +48,7 @@ from fedquilt.round.training.objectives import OBJECTIVES, Wrapping
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
 from fedquilt.tasks import TASKS, Task
 from fedquilt.tracking import TRACKERS, Tracking
+from fedquilt.trust import check_code, is_recorded
 
 Settings = dict[str, Any]
 T = TypeVar("T")
@@ -496,16 +497,22 @@ class Experiment:
         return resolved(Experiment, settings, asked or {}, file)
 
 
-def load_run(path: str | Path, device: str = "cpu") -> Run:
-    """The run in a folder as it stands, to deploy from: its `config.toml` makes it again, and nothing is trained.
+def load_run(path: str | Path, device: str = "cpu", trust: bool = False) -> Run:
+    """Return the run in a folder as it is, to deploy from. Its `config.toml` makes it again, and nothing is trained.
 
     Where its data cannot be had, what needs none can still be done; `Run.absent` says why it cannot.
+
+    Args:
+        path: Folder of the run.
+        device: Device for the weights, as torch names it.
+        trust: True: run code that the folder names (`file.py:NAME`), and add it to the user's list. False: refuse
+            code that is not in the list, before any of it is imported.
     """
     config, asked = Path(path) / "config.toml", f"the run in {path} was asked for"
     if not config.is_file():
         raise ConfigError(f"{asked}; {'there is no run in it' if Path(path).is_dir() else 'there is no such folder'}.")
     check_folder(Path(path))
-    settings = read_toml(config)
+    settings = read_settings(config, trust, recorded=True)
     if "python" in settings:
         raise ConfigError(
             f"{asked}; it was put together by a script, which alone has its model: there, "
@@ -744,6 +751,23 @@ def read_toml(file: str | Path) -> Settings:
         return parse_toml(Path(file).read_bytes(), str(file))
     except OSError as error:
         raise ConfigError(f"{file} was asked for; it cannot be read: {error.strerror or error}.") from error
+
+
+def read_settings(file: str | Path, trust: bool = False, recorded: bool | None = None) -> Settings:
+    """Return the settings in a file, unless it is a run's or a study's and names code that is not trusted.
+
+    Args:
+        file: Path of a TOML file.
+        trust: True: add the code that it names to the user's list. False: refuse code that is not in the list.
+        recorded: True: the file is a run's or a study's. None: that is found from the files beside it.
+
+    Raises:
+        ConfigError: The file cannot be read, or names code that is not in the list.
+    """
+    settings = read_toml(file)
+    if recorded or (recorded is None and is_recorded(file)):
+        check_code({str(file): settings}, trust)
+    return settings
 
 
 def parse_toml(text: bytes, file: str) -> Settings:

@@ -15,9 +15,10 @@ import sys
 import zlib
 from collections.abc import Iterable, Mapping
 from functools import cache
+from importlib.machinery import ModuleSpec, PathFinder, SourceFileLoader
 from importlib.metadata import packages_distributions
 from pathlib import Path
-from types import ModuleType
+from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from fedquilt.errors import ConfigError
@@ -68,6 +69,12 @@ def is_file(name: str) -> bool:
     return ".py:" in name or name.endswith(".py")
 
 
+def split_file(name: str) -> tuple[str, str]:
+    """Return the path and the NAME of `file.py:NAME`. Without a name it is an empty string."""
+    path, _, attribute = name.rpartition(":") if ".py:" in name else (name, ":", "")
+    return path, attribute
+
+
 def is_in_module(name: str) -> bool:
     """Return True if a name means `package.module:NAME`, as entry points are written."""
     return not is_file(name) and _IN_MODULE.fullmatch(name) is not None
@@ -109,6 +116,37 @@ def _packages() -> Mapping[str, list[str]]:
     return packages_distributions()
 
 
+def module_files(module: str) -> list[Path | None]:
+    """Return the files that importing a module runs, packages above it first. Nothing is imported.
+
+    None stands for a module without a file, and for one that cannot be found inside a package that can. The list is
+    empty if nothing has the first name, because nothing would be imported then.
+    """
+    first, *inner = module.split(".")
+    try:
+        spec = importlib.util.find_spec(first)
+    except (ImportError, ValueError):  # ValueError: a module that was not imported as others are, such as __main__
+        spec = None
+    if spec is None and first not in sys.modules:
+        return []
+    name, files = first, [_file_of(first, spec)]
+    for part in inner:
+        name = f"{name}.{part}"
+        folders = spec.submodule_search_locations if spec else None
+        spec = PathFinder.find_spec(name, list(folders)) if folders else None
+        files.append(_file_of(name, spec))
+    return files
+
+
+def _file_of(name: str, spec: ModuleSpec | None) -> Path | None:
+    """Return the file of a module that is imported already, or that a spec describes."""
+    if name in sys.modules:
+        origin = getattr(sys.modules[name], "__file__", None)
+    else:
+        origin = spec.origin if spec and spec.has_location else None
+    return Path(origin) if origin else None
+
+
 def own_modules() -> list[ModuleType]:
     """Return the modules of users' files, and those that they imported from the same folders.
 
@@ -123,7 +161,7 @@ _OWN: list[ModuleType] = []
 
 
 def _from_file(name: str, what: str) -> Any:
-    path, _, attribute = name.rpartition(":") if ".py:" in name else (name, ":", "")
+    path, attribute = split_file(name)
     if not attribute:
         raise ConfigError(
             f"the {what} {name!r} names a file and nothing in it. Write {path}:NAME, with the name of a class or "
@@ -160,10 +198,23 @@ def _from_module(name: str, what: str) -> Any:
     raise ConfigError(f"{asked}; {path} has no such class or function.{nearest(attribute, names)}")
 
 
+class _SourceLoader(SourceFileLoader):
+    """Loader that always compiles the source.
+
+    Bytecode in `__pycache__` may be that of other source. Code would run then that `fedquilt.trust` did not compare.
+    """
+
+    def get_code(self, fullname: str) -> CodeType:
+        path = self.get_filename(fullname)
+        code: CodeType = self.source_to_code(self.get_data(path), path)
+        return code
+
+
 @cache  # two parts of a run may be in one file
 def _read(file: Path) -> ModuleType:
     # Files of one name in two folders are two modules: dataclasses and type hints look their module up by name.
-    spec = importlib.util.spec_from_file_location(f"{file.stem}_{zlib.crc32(bytes(file)):08x}", file)
+    name = f"{file.stem}_{zlib.crc32(bytes(file)):08x}"
+    spec = importlib.util.spec_from_file_location(name, file, loader=_SourceLoader(name, str(file)))
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)

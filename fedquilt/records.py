@@ -43,6 +43,7 @@ from fedquilt.round.serve import members_by_share
 from fedquilt.roundlog import RoundLog, encoded, parse, rounds_text
 from fedquilt.tasks import TASKS, Classification, NextToken
 from fedquilt.terms import Server
+from fedquilt.trust import remember_code
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
@@ -89,6 +90,7 @@ class Folder:
                 write(path / "config.toml", [config.encode()])
                 folder._file.write_bytes(b"")
                 sync_folder(path)
+                remember_code([tomllib.loads(config)])  # This user started the run.
             except BaseException:
                 folder.close()
                 raise

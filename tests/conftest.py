@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 import signal
 import sys
+import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import replace
 from functools import cache
@@ -29,6 +31,10 @@ from fedquilt.round.training.server import ServerTraining
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background; some tests press ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
+
+# Tests, and the processes that they start, have a list of trusted code of their own.
+_CONFIG_FOLDER = tempfile.TemporaryDirectory(prefix="fedquilt-tests-")
+os.environ["XDG_CONFIG_HOME"] = _CONFIG_FOLDER.name
 
 # What every engine must do is asked of these for everything there is; `ray` needs a cluster and has test_ray.py.
 LOCAL = {name: kind for name, kind in ENGINES.items() if name != "ray"}

@@ -83,8 +83,8 @@ class RunRequest(Options):
         self.check_target()
         with output(self.json) as (console, stdout), ExitStack() as stack:
             if self.resume:
-                self.check_resume()
-                playing = resumed(self.resume, self.rounds, stack)
+                self.check_resume("trust")
+                playing = resumed(self.resume, self.rounds, stack, self.trust)
             else:
                 experiment = self.experiment(self.config, self.method)
                 playing = begun(experiment, self.source(self.config, self.method), self.out, stack)
@@ -113,6 +113,7 @@ class ListRequest(DataOptions):
     plot: Flag = False  # draw who holds what
     by: By = "class"  # for --plot: what is counted
     out: File = None  # for --plot: a file such as clients.png or clients.svg, instead of text
+    trust: Flag = False  # for --plot: run the code that --config names if it is a run's, and add it to your list
     json: Flag = False  # print an object keyed by name
 
     def __call__(self) -> None:
@@ -141,12 +142,12 @@ class ListRequest(DataOptions):
 
     def _plot(self) -> None:
         from fedquilt.cli.show import console_for, print_json, say
-        from fedquilt.config import Experiment, demo, read_toml
+        from fedquilt.config import Experiment, demo, read_settings
         from fedquilt.data.plot import blocks, counts, figure
 
         if self.what != "data":
             raise ConfigError(f"list {self.what} --plot was asked for; list data --plot draws who holds what.")
-        settings, asked = self.layers(read_toml(self.config) if self.config else demo())
+        settings, asked = self.layers(read_settings(self.config, self.trust) if self.config else demo())
         experiment = Experiment.of(settings, asked, self.config or "")
         data, _ = experiment.data.deal(experiment.fleet.clients, experiment.seed)
         if self.out:
@@ -300,6 +301,7 @@ class ExportRequest:
     robustness: Real = None  # of dual norms: 0 is the clean net, 1 the noised one
     format: Format = ""  # if not given, what the file's name ends with
     force: Flag = False  # write over a file that is there
+    trust: Flag = False  # run the code that the run's folder names, and add it to your list of trusted code
     json: Flag = False  # print what was written as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -313,7 +315,7 @@ class ExportRequest:
             check_place(self.out, self.force)
             kind = chosen(self.out, self.format)
             FORMATS[kind].check()
-            run = load_run(self.run)
+            run = load_run(self.run, trust=self.trust)
             whose = "" if self.client is None else f", client {self.client}'s"
             told = ", ".join(map(str, budgets))
             say(console, f"{self.run} after round {run.server.round}: a model of {told}{whose} as {kind}")
@@ -348,6 +350,7 @@ class ClientsRequest:
     """
 
     run: Folder  # its folder: --out of `fedquilt run`
+    trust: Flag = False  # run the code that the run's folder names, and add it to your list of trusted code
     json: Flag = False  # print every client as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -356,7 +359,7 @@ class ClientsRequest:
         with output(self.json) as (console, stdout):
             from fedquilt.config import load_run
 
-            run = load_run(self.run)
+            run = load_run(self.run, trust=self.trust)
             if run.absent:
                 raise ConfigError(f"the clients of {self.run} were asked for; their data cannot be had: {run.absent}")
             found = run.clientwise()

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from fedquilt.config import Settings
     from fedquilt.studies.plan import Plan
 
-_GOES_WITH_RESUME = ("jobs", "baseline", "metric", "format", "yes")
+_GOES_WITH_RESUME = ("jobs", "baseline", "metric", "format", "yes", "trust")
 
 
 @dataclass(frozen=True)
@@ -47,10 +47,13 @@ class CompareRequest(Options):
         self.check_target()
         with output(self.json or self.format != "text") as (console, stdout):
             from fedquilt.cli.study import prepared, run_study, show_study
+            from fedquilt.trust import check_study_code
 
             folder = self.resume or self.out
             if self.resume:
                 self.check_resume(*_GOES_WITH_RESUME)
+            if folder:
+                check_study_code(folder, self.trust)
             plan, sources = self._resumed(self.resume) if self.resume else self._planned()
             self._check_request(plan)
             grounds = prepared(plan, sources, folder, console, self.target, self.metric or "")

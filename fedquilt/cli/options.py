@@ -200,7 +200,8 @@ class Options(DataOptions):
     out: Place = None  # write the run's records and checkpoints into this folder
     track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
     target: Real = None  # an accuracy, as 0.6, or the task's main figure: also tell what it took to reach it
-    resume: Place = None  # go on with the run in this folder; only --rounds, --target and --json go with it
+    resume: Place = None  # go on with the run in this folder; only --rounds, --target, --trust and --json go with it
+    trust: Flag = False  # run the code that a run's folder names, and add it to your list of trusted code
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 
     def experiment(self, config: str | None, method: str | None) -> Experiment:
@@ -220,11 +221,11 @@ class Options(DataOptions):
             method: Name of the method. None: the file's, or the demo's.
             together: Names of methods that it is compared with on the same data.
         """
-        from fedquilt.config import DEMO, defaults, demo, read_toml
+        from fedquilt.config import DEMO, defaults, demo, read_settings
 
         name = method or DEMO["method"]["name"]
         if config:
-            base = read_toml(config)
+            base = read_settings(config, self.trust)
         elif data := self._demo_data():
             base = demo(name, bool(self._preset()), data, together)
         elif self._names_model_or_data():

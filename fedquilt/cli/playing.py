@@ -216,21 +216,22 @@ def refuse_taken(out: Path | None) -> None:
         raise ConfigError(f"--out {out} was asked for; a run is there already. --resume it, or name another folder.")
 
 
-def resumed(path: Path, rounds: int | None, stack: ExitStack) -> Playing:
+def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = False) -> Playing:
     """Return a run that resumes from its folder.
 
     Args:
         path: Folder of the run.
         rounds: Number of rounds in all. None: that of its settings.
         stack: Closes the folder.
+        trust: True: run code that the folder names. False: refuse what is not in the user's list.
     """
-    from fedquilt.config import Experiment, read_toml
+    from fedquilt.config import Experiment, read_settings
     from fedquilt.files import write_text
     from fedquilt.records import Folder, check_folder
 
     check_folder(path)
     config = path / "config.toml"
-    settings = read_toml(config)
+    settings = read_settings(config, trust, recorded=True)
     if "python" in settings:
         raise ConfigError(
             f"--resume {path} was asked for; that run was begun by a script, which alone can go on with it: "

@@ -49,6 +49,7 @@ class ReproduceRequest:
     format: TableFormat = "text"  # how the table is written on standard output
     json: Flag = False  # print the table as JSON on standard output, and nothing else there
     yes: Flag = False  # accept more than 1,000 runs
+    trust: Flag = False  # run the code that the study's folder names, and add it to your list of trusted code
 
     def __call__(self) -> None:
         with output(self.json or self.format != "text") as (console, stdout):
@@ -58,6 +59,7 @@ class ReproduceRequest:
             from fedquilt.studies.papers import data_folder, read_preset
             from fedquilt.studies.published import comparison_table
             from fedquilt.studies.reproduce import Storing, check_rows_in, chosen_rows, plan_of
+            from fedquilt.trust import check_study_code
 
             self._check_request()
             preset = read_preset(self.table)
@@ -76,6 +78,7 @@ class ReproduceRequest:
             folder = self.out or Path("runs") / f"{_folder_name(self.table)}-{self.scale}"
             seeds = f"seed{'s'[: len(plan.seeds) != 1]} {', '.join(map(str, plan.seeds))}"
             check_rows_in(preset, folder)
+            check_study_code(folder, self.trust)
             runs = "1 run" if plan.num_runs == 1 else f"{plan.num_runs} runs"
             say(console, f"{preset.title}\n{runs} at scale {self.scale} into {folder}; {seeds}")
             command = f"fedquilt {shlex.join(sys.argv[1:])}"

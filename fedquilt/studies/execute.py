@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import json
 import logging
+import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field, replace
@@ -17,7 +18,7 @@ from typing import Any, Protocol
 
 import torch
 
-from fedquilt.config import Experiment, Ground, SearchTerms, read_toml
+from fedquilt.config import Experiment, Ground, SearchTerms, read_settings
 from fedquilt.errors import ConfigError, DivergenceError, RecordError
 from fedquilt.experiment import Run
 from fedquilt.files import write_text
@@ -31,6 +32,7 @@ from fedquilt.settings import write as plain_settings
 from fedquilt.studies.measures import MEASURES, TRAINING
 from fedquilt.studies.plan import PlannedRun
 from fedquilt.studies.result import Result
+from fedquilt.trust import remember_code
 
 _log = logging.getLogger("fedquilt")
 
@@ -281,7 +283,7 @@ def _opened(
         folder = stack.enter_context(Folder.create(path, settled.to_toml(), settled.checkpoint))
         return settled, run, folder
     config = path / "config.toml"
-    stored = Experiment.of(read_toml(config), file=str(config))
+    stored = Experiment.of(read_settings(config, recorded=True), file=str(config))
     settled = replace(stored, rounds=experiment.rounds)
     folder = stack.enter_context(Folder.resume(path, settled.checkpoint))
     run = settled.prepare(grounds.of(settled))
@@ -302,6 +304,8 @@ def _measured(planned: PlannedRun, path: Path | None, grounds: Grounds) -> Resul
     request = {"seed": planned.seed, "rounds": experiment.rounds, "measure": planned.measure}
     summary = {**experiment.names, **request, **numbers}
     if path is not None:
-        write_text(path / "config.toml", experiment.settled(run, ground).to_toml())
+        config = experiment.settled(run, ground).to_toml()
+        write_text(path / "config.toml", config)
+        remember_code([tomllib.loads(config)])
         write_text(path / "summary.json", json.dumps(summary, indent=2) + "\n")
     return Result(planned.entry, planned.seed, summary)

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.config import Experiment, Settings, defaults, read_toml
+from fedquilt.config import Experiment, Settings, defaults, read_settings
 from fedquilt.errors import ConfigError, RecordError, TrainingError
 from fedquilt.files import write_text
 from fedquilt.records import locked
@@ -24,6 +24,7 @@ from fedquilt.studies.report import comparison, to_json
 from fedquilt.studies.result import Result
 from fedquilt.studies.table import Table
 from fedquilt.summaries import figure_text
+from fedquilt.trust import check_study_code, remember_code
 
 if TYPE_CHECKING:
     import pandas as pd
@@ -201,6 +202,7 @@ def _announce(plan: Plan, folder: Path) -> None:
         plan.check_extends(stored, folder)  # Another process may have written it before this one had the lock.
         plan = plan.extending(stored)
     write_text(folder / STUDY_FILE, plan.to_toml())
+    remember_code(entry.settings for entry in plan.entries)  # Stored entries were compared when the study was opened.
 
 
 def _tuned(
@@ -299,6 +301,7 @@ def study(
     jobs: int = 1,
     watch: Watch | None = None,
     confirmed: bool = False,
+    trust: bool = False,
 ) -> Study:
     """Run every entry with every seed, and return a `Study` with tables and a DataFrame.
 
@@ -318,6 +321,8 @@ def study(
         jobs: Number of runs at the same time, each in a process of its own.
         watch: Receives the progress. None: nothing does.
         confirmed: True: more than 1,000 runs are accepted.
+        trust: True: run code that the folder or a TOML file of a run names, and add it to the user's list of
+            trusted code. False: refuse code that is not in the list.
 
     Example:
         >>> import fedquilt as fq
@@ -328,7 +333,9 @@ def study(
         >>> [(result.entry, result.seed) for result in comparison.results]
         [('fedavg', 0), ('heterofl', 0), ('fedavg', 1), ('heterofl', 1)]
     """
-    named = entries if isinstance(entries, Mapping) else {name: _settings_of(name) for name in _names(entries)}
+    if out is not None:
+        check_study_code(out, trust)
+    named = entries if isinstance(entries, Mapping) else {name: _settings_of(name, trust) for name in _names(entries)}
     values = {path: _listed(one, f"the values of {path}") for path, one in (grid or {}).items()}
     rows = []
     for name, entry in named.items():
@@ -368,5 +375,5 @@ def _whole_seeds(seeds: Iterable[int]) -> tuple[int, ...]:
         raise ConfigError(f"study was called with the seeds {seeds!r}; whole numbers fit.") from error
 
 
-def _settings_of(name: str) -> Settings:
-    return read_toml(name) if name.endswith(".toml") else defaults(name)
+def _settings_of(name: str, trust: bool) -> Settings:
+    return read_settings(name, trust) if name.endswith(".toml") else defaults(name)
