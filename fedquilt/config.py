@@ -34,6 +34,7 @@ from fedquilt.experiment import Run
 from fedquilt.family import Family
 from fedquilt.family.cost import TrainingStep
 from fedquilt.family.norms import NORM_POLICIES, NormPolicy
+from fedquilt.faults import enough_memory
 from fedquilt.fleets import FLEETS, Budgets, ByNet
 from fedquilt.memory import LIMIT
 from fedquilt.methods import METHODS, Method
@@ -397,6 +398,7 @@ class Experiment:
         """Return the models that were asked for; () if the data decides."""
         return self.model if isinstance(self.model, tuple) else (self.model,) if self.model else ()
 
+    @enough_memory("loading the data and the model")
     def ground(self, dealt: tuple[FederatedData, Partition | None] | None = None) -> Ground:
         """Load and deal the data, if that is not done yet; trace the model, count the devices."""
         device = device_of(self.engine.device)

@@ -30,6 +30,7 @@ from fedquilt.family import Family
 from fedquilt.family.member import Member
 from fedquilt.family.net import Pass
 from fedquilt.family.norms import NormPolicy
+from fedquilt.faults import enough_memory
 from fedquilt.generators import random_state
 from fedquilt.loop import complete
 from fedquilt.memory import LIMIT, Memories
@@ -39,7 +40,7 @@ from fedquilt.names import known
 from fedquilt.precision import DTYPES, Precision
 from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, rounds_planned, summarise, undisturbed
 from fedquilt.round import Evaluation, Fleet, Grades, Record, play
-from fedquilt.round.budgets import check_budgets, planned, too_small
+from fedquilt.round.budgets import check_budgets, learner_of, planned, too_small
 from fedquilt.round.engine import Engine
 from fedquilt.round.federation import Federation, World
 from fedquilt.round.labels import budgets_by_share
@@ -168,7 +169,8 @@ class Run:
             self._has_warned = True
             _log.warning("%s ignores budgets: %s.", type(self.method).__name__, self._too_small)
         while self.server.round < rounds:
-            played = play(self.federation, self.server, self.fleet, self.engine, rounds, self.evaluation)
+            with enough_memory(f"playing round {self.server.round + 1}"):
+                played = play(self.federation, self.server, self.fleet, self.engine, rounds, self.evaluation)
             with undisturbed():
                 # Memories move on in place, once the round has succeeded: a copy would cost with the population.
                 self.server.memory.update(played.memory)
@@ -315,6 +317,7 @@ def _settings(run: Run, rounds: int) -> dict[str, Any]:
     return {**portrait(run, rounds), **method}
 
 
+@enough_memory("setting up the run")
 def prepare(
     method: Method,
     family: Family,
@@ -503,7 +506,7 @@ def _trained(federation: Federation, server: Server, fleet: Fleet, engine: Engin
         client = Client(first, budget, engine.size(first))
         for state in _turns(federation, server):
             for submodel in planned(method, state, client, world):
-                learner = method.learner(Job(client, submodel, state.round), world)
+                learner = learner_of(method, Job(client, submodel, state.round), world)
                 _check_learner(method, learner, world)
                 yield world.family.member(submodel), learner
 

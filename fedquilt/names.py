@@ -22,6 +22,7 @@ from types import CodeType, ModuleType
 from typing import Any, TypeVar
 
 from fedquilt.errors import ConfigError
+from fedquilt.faults import user_line
 
 T = TypeVar("T")
 
@@ -57,8 +58,12 @@ def nearest(name: str, names: Iterable[str]) -> str:
 
 
 def said(error: BaseException) -> str:
-    """Return the message of an error with its class, as in `ValueError: on purpose`."""
-    return f"{type(error).__name__}: {error}"
+    """Return the message of an error with its class and the user's line that it came through, if there is one.
+
+    It reads `ValueError: on purpose (mine.py:12, in net)`.
+    """
+    line = user_line(error)
+    return f"{type(error).__name__}: {error}{f' ({line})' if line else ''}"
 
 
 # --- files of the user's own ------------------------------------------------------------------------------------

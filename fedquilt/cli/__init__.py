@@ -11,6 +11,7 @@ import os
 import signal
 import sys
 import threading
+import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
@@ -54,7 +55,16 @@ from fedquilt.cli.output import output
 from fedquilt.cli.playing import begun, resumed
 from fedquilt.cli.reproduce import ReproduceRequest
 from fedquilt.cli.supernet import SUPERNET_COMMANDS, SupernetRequest
-from fedquilt.errors import ConfigError, ExportError, FedquiltError, RecordError, SubmodelError, TrainingError
+from fedquilt.errors import (
+    ConfigError,
+    ExportError,
+    FedquiltError,
+    NotEnoughMemoryError,
+    RecordError,
+    SubmodelError,
+    TrainingError,
+)
+from fedquilt.faults import is_out_of_memory, memory_text, user_line
 from fedquilt.version import __version__
 
 if TYPE_CHECKING:
@@ -389,11 +399,14 @@ GROUPS: dict[str, dict[str, Callable[..., Any]]] = {"supernet": SUPERNET_COMMAND
 def main(argv: Sequence[str] | None = None) -> int:
     """The entry point of the `fedquilt` script."""
     args = list(sys.argv[1:] if argv is None else argv)
+    debug = "--debug" in args or os.environ.get("FEDQUILT_DEBUG", "0") not in ("", "0")
+    args = [arg for arg in args if arg != "--debug"]
     if args == ["--version"]:
         print(f"fedquilt {__version__}")
         return 0
     commands, prog = COMMANDS, "fedquilt"
-    description = "Federated learning on unequal devices: each trains the piece of one model that fits it."
+    description = "Federated learning on unequal devices: each trains the piece of one model that fits it. "
+    description += "With --debug, any command shows the whole trace of an error."
     if args and args[0] in GROUPS:
         group = args.pop(0)
         commands, prog, description = GROUPS[group], f"fedquilt {group}", _first_line(COMMANDS[group])
@@ -414,20 +427,45 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         with _terminated_like_interrupted():
             return request() or 0
-    except FedquiltError as error:
-        print("\n".join([f"{type(error).__name__}: {error}", *getattr(error, "__notes__", ())]), file=sys.stderr)
-        return 1 if isinstance(error, (TrainingError, SubmodelError, RecordError, ExportError)) else 2
     except KeyboardInterrupt as error:
         print("\n".join([f"Interrupted. {error}".strip(), *getattr(error, "__notes__", ())]), file=sys.stderr)
         return 130
     except BrokenPipeError:  # whoever read our output has seen enough; leave nothing for the last flush to trip over
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
-    except OSError as error:
-        if error.filename is None:  # not about a file somebody named
+    except Exception as error:
+        if debug:
+            traceback.print_exception(error)
+        status = _explain(error)
+        if status is None and not debug:
             raise
-        print(f"{error.filename} cannot be used: {error.strerror}.", file=sys.stderr)
-        return 2
+        return status or 1
+
+
+def _explain(error: Exception) -> int | None:
+    """Print what an error says and where the user's own code raised it, and return the exit status.
+
+    None: it is neither fedquilt's nor of the user's code, and nothing was printed.
+    """
+    notes = getattr(error, "__notes__", ())
+    line = user_line(error)
+    if isinstance(error, FedquiltError):
+        told = f"{type(error).__name__}: {error}"
+        failed = (TrainingError, SubmodelError, RecordError, ExportError, NotEnoughMemoryError)
+        status = 1 if isinstance(error, failed) else 2
+    elif is_out_of_memory(error):
+        told, status = f"NotEnoughMemoryError: there was not enough memory. {memory_text(error)}", 1
+    elif isinstance(error, OSError) and error.filename is not None:  # a file that somebody named
+        told, status = f"{error.filename} cannot be used: {error.strerror}.", 2
+    elif line:
+        told, status = f"{type(error).__name__}: {error}", 1
+    else:
+        return None
+    where = []
+    if line:
+        where = [*([] if line in told else [f"It was raised in {line}."]), "--debug shows the whole trace."]
+    print("\n".join([told, *notes, *where]), file=sys.stderr)
+    return status
 
 
 def _first_line(command: Callable[..., Any]) -> str:

@@ -11,6 +11,7 @@ from torch import Tensor
 from fedquilt import noise
 from fedquilt.engines.exams import Exam
 from fedquilt.engines.simulation import Simulation
+from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import (
     Start,
     blamed,
@@ -47,7 +48,7 @@ class Sequential(Simulation):
         family, federation = self.world.family, self.federation
         for job in jobs:
             member, memory = family.member(job.submodel), memory_of(server, job)
-            learner = self.method.learner(job, self.world)
+            learner = learner_of(self.method, job, self.world)
             payload = self.payload(server, job, learner)
             start = receive(federation, job, learner, payload, memory, self.initial)
             if learner.lesson:

@@ -18,6 +18,8 @@ from fedquilt.data.parts import Parts
 from fedquilt.engines.exams import Exam, pieces, summed
 from fedquilt.errors import ConfigError, DataError, DivergenceError, FedquiltError, RecordError, TrainingError
 from fedquilt.family.net import Pass
+from fedquilt.faults import is_out_of_memory, memory_text
+from fedquilt.names import said
 from fedquilt.precision import DTYPES, Precision, computing, unfit
 from fedquilt.round.attack import PGD
 from fedquilt.round.budgets import check_budgets
@@ -662,4 +664,6 @@ def _failing(what: str) -> Iterator[None]:
     except FedquiltError:
         raise
     except Exception as error:
-        raise TrainingError(f"{what}: {type(error).__name__}: {error}") from error
+        if is_out_of_memory(error):
+            raise TrainingError(f"{what}, because memory ran out. {memory_text(error)}") from error
+        raise TrainingError(f"{what}: {said(error)}") from error

@@ -27,6 +27,7 @@ from fedquilt.engines.lines import Inner, Lines
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError, Undrawn, agrees
 from fedquilt.family.member import Member
+from fedquilt.faults import is_out_of_memory
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.objectives import Objective, apart
 from fedquilt.round.training.optimizers import State
@@ -644,7 +645,7 @@ def fails_alone(error: Exception) -> bool:
 
     What draws its own noise would run, and nobody would notice that it draws otherwise every time.
     """
-    return isinstance(error, (FedquiltError, torch.OutOfMemoryError)) or "vmap: called random" in str(error)
+    return isinstance(error, FedquiltError) or is_out_of_memory(error) or "vmap: called random" in str(error)
 
 
 def rewrite(own: State, new: Mapping[str, Tensor]) -> None:

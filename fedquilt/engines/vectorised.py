@@ -41,6 +41,7 @@ from fedquilt.engines.units import (
 from fedquilt.errors import FedquiltError, first_line
 from fedquilt.family.laid import LayoutError
 from fedquilt.family.member import Member
+from fedquilt.round.budgets import learner_of
 from fedquilt.round.client import (
     NOTHING_LEFT,
     Start,
@@ -205,7 +206,7 @@ class Vectorised(Simulation):
         alike: dict[tuple[Arch, Learner, int], list[Job]] = {}
         shares: dict[Job, float] = {}
         for job in jobs:
-            learner = self.method.learner(job, self.world)
+            learner = learner_of(self.method, job, self.world)
             shares[job] = learner.share
             age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
@@ -527,9 +528,10 @@ class Vectorised(Simulation):
         for layout in dict.fromkeys((shape.layout, "stack" if count > 1 else "alone")):
             one = replace(shape, layout=layout)
             try:
-                unit = self._ready(one)
-                if ragged and count > 1:
-                    unit.record(masked=True)
+                with blamed(stack.jobs[0], f"preparing a stack of {count}"):
+                    unit = self._ready(one)
+                    if ragged and count > 1:
+                        unit.record(masked=True)
                 return unit
             except (CaptureError, LayoutError) as error:
                 self._refuse(one, error)

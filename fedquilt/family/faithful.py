@@ -25,6 +25,7 @@ from fedquilt import noise
 from fedquilt.errors import FedquiltError, TraceError, first_line
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.net import Drawn, Pass
+from fedquilt.faults import is_out_of_memory
 from fedquilt.terms import Weights
 
 if TYPE_CHECKING:
@@ -79,6 +80,8 @@ def _check(member: Member, mode: Pass, weights: Weights) -> None:
         except FedquiltError:
             raise
         except Exception as error:  # a forward may be anybody's
+            if is_out_of_memory(error):
+                raise
             failure = error
             continue
         refusal = _compare(pair, expected, tolerance)
@@ -110,6 +113,8 @@ def _compare(pair: _Pair, expected: Mapping[str, Tensor], tolerance: float) -> T
     except FedquiltError:
         raise
     except Exception as error:
+        if is_out_of_memory(error):
+            raise
         refusal = TraceError(
             f"{pair.title} runs, but the net that clients would train in its place does not: "
             f"{first_line(error)}. {REMEDY}"

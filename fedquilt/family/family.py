@@ -30,12 +30,14 @@ from fedquilt.family.nets import Nets
 from fedquilt.family.stages import StageSource, usual_stages, with_stages
 from fedquilt.family.tracer import trace_layout
 from fedquilt.family.variants import JOIN, Variants, VariantSource, joined, members_of
+from fedquilt.faults import enough_memory
 from fedquilt.terms import WHOLE, Arch, Budget, Submodel, Weights
 
 Rounding = Literal["floor", "ceil"]
 _log = logging.getLogger(__name__)
 
 
+@enough_memory("tracing the model")
 def trace(
     module: nn.Module | Callable[[], nn.Module] | VariantSource,
     example_inputs: Tensor | tuple[Any, ...],

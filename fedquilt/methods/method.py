@@ -16,6 +16,7 @@ from fedquilt.family.cut import prefix
 from fedquilt.family.dual import HOW_TO_CONDITION
 from fedquilt.family.family import Family, Rounding
 from fedquilt.round.attack import PGD
+from fedquilt.round.budgets import learner_of
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
 from fedquilt.round.labels import bounds_label, share_key, share_label, short_share
@@ -196,7 +197,8 @@ class Method:
         run nets that the learner of the whole model does not name.
         """
         job = Job(Client(0, Budget(share=1.0)), prefix(world.family.whole), 0)
-        return self.learner(job, world).training_step(world.family.member(world.family.whole), world.precision)
+        learner = learner_of(self, job, world)
+        return learner.training_step(world.family.member(world.family.whole), world.precision)
 
     def own(self, server: Server, client: Client, world: World) -> Mix:
         """The nets that are a client's, where results live on clients: what it trained last."""

@@ -6,8 +6,9 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from fedquilt.errors import BudgetError, SubmodelError
+from fedquilt.errors import BudgetError, ConfigError, SubmodelError
 from fedquilt.round.clients import Fleet
+from fedquilt.round.training.learner import Learner
 from fedquilt.terms import Budget, Client, Job, Server, Submodel
 
 if TYPE_CHECKING:
@@ -35,6 +36,23 @@ def planned(method: Method, server: Server, client: Client, world: World) -> lis
             "skips_clients = True in its class."
         )
     return list(plan)
+
+
+def learner_of(method: Method, job: Job, world: World) -> Learner:
+    """Return how a method trains a job, refused if it is no learner.
+
+    Raises:
+        ConfigError: It is something else.
+    """
+    learner = method.learner(job, world)
+    if not isinstance(learner, Learner):
+        name = type(method).__name__
+        raise ConfigError(
+            f"{name}.learner returned {'nothing' if learner is None else f'a {type(learner).__name__}'} for client "
+            f"{job.client.id} (budget {job.client.budget}) in round {job.round + 1}; it must return a Learner, such as "
+            "super().learner(job, world)."
+        )
+    return learner
 
 
 def check_budgets(method: Method, jobs: Sequence[Job], world: World) -> None:

@@ -16,6 +16,9 @@ from torch import Tensor
 
 from fedquilt.errors import DivergenceError, FedquiltError, TrainingError
 from fedquilt.family.member import Member
+from fedquilt.faults import is_out_of_memory, memory_text
+from fedquilt.names import said
+from fedquilt.round.budgets import learner_of
 from fedquilt.round.federation import Federation
 from fedquilt.round.link import PERFECT, Trip
 from fedquilt.round.training.learner import Learner
@@ -335,7 +338,7 @@ def update_of(job: Job, learner: Learner, sent: tuple[Payload, ...], steps: int,
 def own_state(federation: Federation, server: Server, job: Job, device: torch.device) -> State:
     """Return the net of a job as its client holds it, with what the server has of it now, over a link without loss."""
     world = federation.world
-    learner = federation.method.learner(job, world)
+    learner = learner_of(federation.method, job, world)
     names = learner.received(world.family.member(job.submodel))
     cut = world.family.cutter.gather(server.weights, job.submodel, names)
     near = replace(federation, link=PERFECT)
@@ -351,10 +354,11 @@ def blamed(job: Job, stage: str) -> Iterator[None]:
     except FedquiltError:
         raise
     except Exception as error:
-        raise TrainingError(
-            f"client {job.client.id} (budget {job.client.budget}) failed in round {job.round + 1} while {stage}: "
-            f"{type(error).__name__}: {error}"
-        ) from error
+        who = f"client {job.client.id} (budget {job.client.budget})"
+        when = f"in round {job.round + 1} while {stage}"
+        if is_out_of_memory(error):
+            raise TrainingError(f"{who} ran out of memory {when}. {memory_text(error)}") from error
+        raise TrainingError(f"{who} failed {when}: {said(error)}") from error
 
 
 def check_left(job: Job, learner: Learner, member: Member, left: Left) -> None:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields, is_dataclass, replace
 
-import torch
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.family.member import Member
+from fedquilt.faults import is_out_of_memory
 from fedquilt.names import said
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.objectives import Objective, View
@@ -56,9 +56,11 @@ def check_objectives(learner: Learner, member: Member, state: State, batch: Batc
             named = objective.nets(member)
             _check_members(asked, named)
             gradient(learner, member, checked, state, received, batch)
-        except (FedquiltError, torch.OutOfMemoryError):
+        except FedquiltError:
             raise
         except Exception as error:  # an objective of the user's own may raise anything
+            if is_out_of_memory(error):
+                raise
             raise ConfigError(f"{asked}, which failed on two samples: {said(error)}") from error
         _check_named(asked, named, checked.run)
 

@@ -1,0 +1,101 @@
+"""Faults on the command line: the user's file and line, the whole trace on request, and ctrl-C while modules load."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from fedquilt import names
+from fedquilt.cli import main
+
+CODE = """
+import torch
+from torch import nn
+import fedquilt as fq
+
+class Planless(fq.methods.FedAvg):
+    def plan(self, server, client, world):
+        raise KeyError("on purpose")  # line 8
+
+class Wrong(fq.methods.FedAvg):
+    def learner(self, job, world):
+        return None
+
+class Diverging(fq.methods.FedAvg):
+    def fold(self, server, world):
+        fold = super().fold(server, world)
+        finish = fold.finish
+        def nan(server):
+            merged = finish(server)
+            return merged._replace(weights={name: value * torch.nan for name, value in merged.weights.items()})
+        fold.finish = nan
+        return fold
+
+def net(num_classes):
+    raise ValueError("no net")  # line 25
+
+def large(num_classes):
+    return nn.Linear(1 << 30, 1 << 28)
+
+def data():
+    return fq.data.Pool.of((torch.zeros(3, 4), torch.zeros(2)), (torch.zeros(3, 4), torch.zeros(3)))  # line 31
+"""
+QUICK = ["run", "--rounds", "2", "--clients", "4", "--cohort", "2"]
+
+
+@pytest.fixture(autouse=True)
+def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "faulty.py").write_text(CODE)
+    monkeypatch.chdir(tmp_path)
+    names._read.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("flags", "status", "told"),
+    [
+        (["--method", "faulty.py:Planless"], 1, "KeyError: 'on purpose'\nIt was raised in faulty.py:8, in plan."),
+        (
+            ["--model", "faulty.py:net"],
+            2,
+            "faulty.py:net was called and failed: ValueError: no net (faulty.py:25, in net)",
+        ),
+        (["--data", "faulty.py:data"], 2, "It was raised in faulty.py:31, in data."),
+    ],
+)
+def test_an_error_in_the_users_code_shows_its_line(
+    flags: list[str], status: int, told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main([*QUICK, *flags]) == status
+    printed = capsys.readouterr().err
+    assert told in printed
+    assert "--debug shows the whole trace." in printed
+    assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("by", ["flag", "environment"])
+def test_debug_shows_the_whole_trace(
+    by: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    if by == "environment":
+        monkeypatch.setenv("FEDQUILT_DEBUG", "1")
+    flags = ["--debug"] if by == "flag" else []
+    assert main([*QUICK, *flags, "--method", "faulty.py:Planless"]) == 1
+    printed = capsys.readouterr().err
+    assert "Traceback (most recent call last)" in printed
+    assert 'faulty.py", line 8, in plan' in printed
+    assert "It was raised in faulty.py:8, in plan." in printed
+
+
+def test_a_learner_of_the_wrong_type_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--method", "faulty.py:Wrong"]) == 2
+    printed = capsys.readouterr().err
+    assert "Wrong.learner returned nothing for client 0 (budget share 1) in round 1" in printed
+    assert "it must return a Learner, such as super().learner(job, world)" in printed
+
+
+def test_a_lack_of_memory_is_told_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--model", "faulty.py:large"]) == 1
+    printed = capsys.readouterr().err
+    assert "NotEnoughMemoryError: there was not enough memory while" in printed
+    assert "Traceback" not in printed
