@@ -9,9 +9,10 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any
 
+from fedquilt.errors import DivergenceError
 from fedquilt.files import settled
 from fedquilt.round.budgets import planned
-from fedquilt.round.client import memory_of
+from fedquilt.round.client import are_finite, memory_of
 from fedquilt.round.clients import Fleet
 from fedquilt.round.learning import learn
 from fedquilt.round.merge import Merged
@@ -19,6 +20,9 @@ from fedquilt.round.serve import Evaluation, Grades, grade
 from fedquilt.terms import Job, Memory, Server
 
 if TYPE_CHECKING:
+    from torch import Tensor
+
+    from fedquilt.methods import Method
     from fedquilt.round.engine import Engine
     from fedquilt.round.federation import Federation
 
@@ -101,6 +105,7 @@ def play(
     for client, why in outcome.missing.items():
         _log.warning("client %d did not answer in round %d: %s", client, server.round + 1, why)
     merged = Merged(*fold.finish(server))
+    _check_merged(method, server, merged)
     after = replace(
         server,
         round=server.round + 1,
@@ -132,6 +137,31 @@ def play(
         server_steps=learnt.steps,
     )
     return Played(after, outcome.memory, record)
+
+
+def _check_merged(method: Method, server: Server, merged: Merged) -> None:
+    """Refuse a merge whose result is not finite, because the updates were: engines check them before they are folded.
+
+    Without this check the clients of the next round would be blamed. Buffers may be infinite from the beginning, as
+    masks are.
+    """
+    pairs = [(server.weights, merged.weights)]
+    pairs += [(server.slots.get(slot, {}), values) for slot, values in merged.slots.items()]
+    for before, after in pairs:
+        if are_finite(after.values()):
+            continue
+        wrong = [name for name, value in after.items() if not are_finite([value]) and _was_finite(before, name)]
+        if wrong:
+            raise DivergenceError(
+                f"the fold of {type(method).__name__} gave values that are not finite in round {server.round + 1}, "
+                f"although all updates of clients are finite: {', '.join(wrong[:3])}{', …' if len(wrong) > 3 else ''}. "
+                "The server's state is that of the round before. A smaller learning rate of the server (method.server) "
+                "may help, or a correction of the fold."
+            )
+
+
+def _was_finite(before: Mapping[str, Tensor], name: str) -> bool:
+    return name not in before or are_finite([before[name]])
 
 
 __all__ = ["Evaluation", "Fleet", "Grades", "Played", "Record", "play"]

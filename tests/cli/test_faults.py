@@ -94,6 +94,13 @@ def test_a_learner_of_the_wrong_type_is_refused(capsys: pytest.CaptureFixture[st
     assert "it must return a Learner, such as super().learner(job, world)" in printed
 
 
+def test_a_fold_that_is_not_finite_is_blamed(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main([*QUICK, "--method", "faulty.py:Diverging"]) == 1
+    printed = capsys.readouterr().err
+    assert "DivergenceError: the fold of Diverging gave values that are not finite in round 1" in printed
+    assert "client 0" not in printed
+
+
 def test_a_lack_of_memory_is_told_without_a_trace(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--model", "faulty.py:large"]) == 1
     printed = capsys.readouterr().err
