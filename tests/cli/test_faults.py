@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+import signal
+import subprocess
+import sys
+import time
 from pathlib import Path
 
 import pytest
 
 from fedquilt import names
 from fedquilt.cli import main
+from tests.cli.test_cli import ENVIRONMENT
 
 CODE = """
 import torch
@@ -106,3 +111,44 @@ def test_a_lack_of_memory_is_told_without_a_trace(capsys: pytest.CaptureFixture[
     printed = capsys.readouterr().err
     assert "NotEnoughMemoryError: there was not enough memory while" in printed
     assert "Traceback" not in printed
+
+
+@pytest.mark.parametrize("stage", ["tyro", "torch"])
+def test_ctrl_c_while_modules_are_imported_ends_without_a_trace(stage: str, tmp_path: Path) -> None:
+    """A module of the same name, found first, waits in its import, so that the moment does not depend on time."""
+    (tmp_path / "slow").mkdir()
+    begun = tmp_path / "begun"
+    (tmp_path / "slow" / f"{stage}.py").write_text(
+        f"import time, pathlib\npathlib.Path({str(begun)!r}).touch()\ntime.sleep(60)\n"
+    )
+    path = f"{tmp_path / 'slow'}:{ENVIRONMENT['PYTHONPATH']}"
+    process = subprocess.Popen(
+        [sys.executable, "-c", _SCRIPT, "run"],
+        env=ENVIRONMENT | {"PYTHONPATH": path},
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        _wait_for(begun)
+        process.send_signal(signal.SIGINT)
+        _, printed = process.communicate(timeout=30)
+    finally:
+        process.kill()
+    assert process.returncode == 130
+    assert printed == "Interrupted.\n"
+
+
+# The script that pip makes. Tests may run in the background, where ctrl-C is ignored unless a handler is set.
+_SCRIPT = """
+import signal, sys
+signal.signal(signal.SIGINT, signal.default_int_handler)
+from fedquilt.__main__ import main
+sys.exit(main())
+"""
+
+
+def _wait_for(file: Path, seconds: float = 60.0) -> None:
+    end = time.monotonic() + seconds
+    while not file.exists():
+        assert time.monotonic() < end, f"{file} did not appear"
+        time.sleep(0.02)
