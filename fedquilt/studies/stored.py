@@ -72,8 +72,9 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
 
 
 def _portable(config: bytes) -> bytes:
-    """Return settings with the names of data files alone, because folders differ between machines."""
-    return re.sub(rb'(?m)^(name = ")[^"\n]*/([^"/\n]+\.npz")$', rb"\1\2", config)
+    """Return settings with the names of data and supernet files alone, because folders differ between machines."""
+    config = re.sub(rb'(?m)^(name = ")[^"\n]*/([^"/\n]+\.npz")$', rb"\1\2", config)
+    return re.sub(rb'(?m)^(supernet = ")[^"\n]*/([^"/\n]+")$', rb"\1\2", config)
 
 
 def _device(config: bytes) -> str:

@@ -41,6 +41,15 @@ def test_a_result_is_read_as_it_was_stored(result, run_folder, target):
     assert sorted(file.name for file in target.iterdir()) == ["config.toml", "rounds.jsonl.gz", "summary.json"]
 
 
+def test_files_are_named_without_their_folders(result, run_folder, target):
+    lines = '[data]\nname = "/there/mine.npz"\n\n[model]\nname = "searched"\nsupernet = "/there/tiny.safetensors"\n'
+    (run_folder / "config.toml").write_text(lines)
+    store(result("rafl", 0, [0.5]), run_folder, target, {})
+    config = read_config(target)
+    assert config["data"] == {"name": "mine.npz"}
+    assert config["model"] == {"name": "searched", "supernet": "tiny.safetensors"}
+
+
 def test_what_trained_nothing_has_no_rounds(result, run_folder, target):
     store(replace(result("fedavg", 0, [0.5]), records=()), run_folder, target, {})
     assert not (target / "rounds.jsonl.gz").exists()
