@@ -215,9 +215,7 @@ def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, 
             "was given. --supernet FILE names one, or model.supernet in a file; `fedquilt supernet train` makes one."
         )
     account: Literal["pair", "private"] = "pair" if terms.bounds_pair else "private"
-    nets = settings.search(
-        data, fleet.counts, seed, terms.step, account=account, private_weights=terms.private_weights
-    )
+    nets = settings.search(data, fleet.counts, seed, terms.step, account=account, private_weights=terms.private_weights)
     return nets.family(data.example)
 
 

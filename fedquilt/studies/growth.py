@@ -105,8 +105,8 @@ class _Count:
         learner = self.run.method.learner(job, self.run.world)
         if learner.state:
             raise ConfigError(
-                f"bytes and multiply-adds were to be counted for {type(self.run.method).__name__}, whose clients send state "
-                "besides weights; a method that sends weights alone would work."
+                f"bytes and multiply-adds of {type(self.run.method).__name__} were to be counted, whose clients send "
+                "state besides weights; a method that sends weights alone would work."
             )
         if self.run.link.lossy:
             self.costs.clear()

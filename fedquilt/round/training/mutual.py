@@ -27,9 +27,11 @@ class Mutual(Wrapping):
         L_p = L(p; B) + w D(k ‖ p; B)
         L_k = L(k; B) + w D(p ‖ k; B)
 
-    L is the wrapped objective, such as cross-entropy, w is 1 in the papers, and D the task's mean divergence: KL at temperature 1 where
-    targets are classes. Each loss treats the other net's output as a constant. So one backward pass through the sum
-    gives every weight the gradient of its own net's loss alone, and both losses are those before either net moves.
+    L is the wrapped objective, such as cross-entropy. D is the task's mean divergence: KL at temperature 1 where
+    targets are classes. The weight w is 1 in the papers.
+
+    Each loss treats the other net's output as a constant. So one backward pass through the sum gives every weight the
+    gradient of its own net's loss alone, and both losses are those before either net moves.
     """
 
     pair: tuple[str, str] = (WHOLE, WHOLE)  # Variants that learn together
