@@ -22,7 +22,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, FedquiltError
 from fedquilt.files import why, write
 from fedquilt.names import is_file, is_in_module, module_files, split_file
 
@@ -110,6 +110,8 @@ def check_study_code(folder: str | Path, trust: bool = False) -> None:
     folder = Path(folder)
     found = {}
     for file in (folder / "study.toml", *sorted(folder.rglob("config.toml"))):
+        if not file.is_file():  # Reading a FIFO would wait forever.
+            continue
         try:
             found[str(file)] = tomllib.loads(file.read_text())
         except (OSError, ValueError, RecursionError):  # It cannot name code. Whoever needs it reports the damage.
@@ -137,7 +139,7 @@ def remember_code(settings: Iterable[Mapping[str, Any]]) -> None:
             return
         with _locked():
             _write({**_read(), **new})
-    except (OSError, ConfigError) as error:
+    except (OSError, FedquiltError) as error:
         _accepted.update(new)
         reason = why(error) if isinstance(error, OSError) else str(error)
         _log.warning(

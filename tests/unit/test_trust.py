@@ -6,6 +6,7 @@ import hashlib
 import importlib.util
 import logging
 import multiprocessing
+import os
 import py_compile
 import sys
 from pathlib import Path
@@ -146,6 +147,8 @@ def test_a_study_and_all_its_runs_are_compared(own: Path) -> None:
     folder.mkdir(parents=True)
     (own / "study" / "study.toml").write_text('entries = [{settings = {model = "mine.py:net"}}]')
     (folder / "config.toml").write_text('model = "mine.py:other"')
+    (own / "study" / "waiting").mkdir()
+    os.mkfifo(own / "study" / "waiting" / "config.toml")
     with pytest.raises(ConfigError) as caught:
         check_study_code(own / "study")
     assert "mine.py:net is not" in str(caught.value)
