@@ -217,6 +217,13 @@ class Checkpoints:
         return [f"{name}: {damage}" for name, damage in examined.items() if damage]
 
     @property
+    def unlisted(self) -> list[str]:
+        """Return the files that no intact manifest lists. A manifest that is gone leaves some."""
+        examined = [self._examine(path)[0] for path in self._manifests]
+        listed = set().union(*(manifest.files for manifest in examined if manifest is not None))
+        return sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in listed)
+
+    @property
     def _manifests(self) -> list[Path]:
         return sorted(self.folder.glob("*.json"), reverse=True)
 

@@ -25,7 +25,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import MISSING, Field, fields, is_dataclass
 from pathlib import Path
-from types import TracebackType
+from types import NoneType, TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple, Self
 
 import numpy as np
@@ -40,7 +40,7 @@ from fedquilt.memory import Memories
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share
 from fedquilt.round.serve import members_by_share
-from fedquilt.roundlog import RoundLog, encoded, parse, rounds_text
+from fedquilt.roundlog import Gap, RoundLog, encoded, gaps, parse, rounds_text
 from fedquilt.tasks import TASKS, Classification, NextToken
 from fedquilt.terms import Server
 from fedquilt.trust import remember_code
@@ -54,6 +54,7 @@ MAX_THREADS = 1024  # that a checkpoint may ask for
 MAX_SAMPLE_VALUES = 1 << 28  # values of a sample that a checkpoint may ask for
 MAX_LISTED = 5  # problems of a file that an error lists
 _FILES = ("config.toml", "rounds.jsonl", "rounds.jsonl.damaged", "summary.json", "tracking.json", "lock", "study.toml")
+_REMEDY = "Delete it to finish the run again."
 _COSTS = ("seconds", "bytes_down", "bytes_up", "link_seconds")  # numbers of a summary, each of which may be missing
 
 
@@ -88,8 +89,7 @@ class Folder:
                         f"the folder {path} was asked for; a run is there already. Resume it, or name another."
                     )
                 write(path / "config.toml", [config.encode()])
-                folder._file.write_bytes(b"")
-                sync_folder(path)
+                folder._begin_log()
                 remember_code([tomllib.loads(config)])  # This user started the run.
             except BaseException:
                 folder.close()
@@ -148,14 +148,33 @@ class Folder:
         if found is None:
             if self._file.exists() and self._file.stat().st_size:
                 raise RecordError(f"{self._file} has rounds, but there is no checkpoint to go on from.")
+            self._begin_log()
         else:
             server, manifest = found
             _restore(manifest.about, run)
             run.server = server
             log = self._mended_log(manifest)
+            self._warn_of_other_settings(manifest)
         run.records[:] = log.records
         self._rounds, self._length, self._check = len(log.lines), len(log.content), log.check
         return run.server.round
+
+    def _begin_log(self) -> None:
+        """Make rounds.jsonl, which a kill may have prevented."""
+        try:
+            self._file.touch()
+            sync_folder(self.path)
+        except OSError as error:
+            raise RecordError(f"{self._file} cannot be written to: {why(error)}.") from error
+
+    def _warn_of_other_settings(self, manifest: Manifest) -> None:
+        """Warn if config.toml is not the one of the checkpoint. What the weights depend on is compared elsewhere."""
+        if manifest.about.get("config") not in (None, _settings_checksum(self.path)):
+            _log.warning(
+                "%s is not the one that the checkpoint was written with: it was edited, or it is damaged. What the "
+                "weights depend on is the same.",
+                self.path / "config.toml",
+            )
 
     def _mended_log(self, manifest: Manifest) -> RoundLog:
         """Cut rounds.jsonl back to a checkpoint, and take damaged lines out of it.
@@ -200,7 +219,8 @@ class Folder:
         """Save the last state, and how the run ended."""
         self._save()
         try:
-            write(self.path / "summary.json", [(json.dumps(summary, indent=2) + "\n").encode()])
+            text = summary_text(summary, (self.path / "config.toml").read_bytes())
+            write(self.path / "summary.json", [text.encode()])
         except OSError as error:
             raise RecordError(f"{self.path}/summary.json could not be written: {why(error)}.") from error
 
@@ -235,6 +255,7 @@ class Folder:
                 "fedquilt": __version__,
                 "records": self._length,
                 "check": self._check,
+                "config": _settings_checksum(self.path),
                 "run": self._identity,
                 "sample": _sample(run),
                 **_choices(run),
@@ -271,12 +292,47 @@ def check_folder(path: Path) -> None:
         ) from error
 
 
+def summary_text(summary: Mapping[str, Any], config: bytes) -> str:
+    """Return the text of summary.json, with checksums of the summary and of the settings that it belongs to.
+
+    Args:
+        summary: A run in one object.
+        config: Content of config.toml.
+    """
+    checks = {"config.toml": _checksum(config), "summary.json": _checksum(_sorted_json(summary))}
+    return json.dumps({**summary, "check": checks}, indent=2) + "\n"
+
+
+def _settings_checksum(path: Path) -> str | None:
+    """Return a checksum of config.toml without the number of rounds, which may grow. None: it cannot be read."""
+    try:
+        settings = tomllib.loads((path / "config.toml").read_text())
+    except (OSError, ValueError, RecursionError):
+        return None
+    settings.pop("rounds", None)
+    return _checksum(json.dumps(settings, sort_keys=True, default=str).encode())
+
+
+def _sorted_json(value: Any) -> bytes:
+    return json.dumps(value, sort_keys=True).encode()
+
+
+def _checksum(content: bytes) -> str:
+    return hashlib.sha256(content).hexdigest()[:16]
+
+
 def read_summary(path: Path) -> dict[str, Any] | None:
-    """Return the summary of the run in a folder. None: the run is not finished.
+    """Return the summary of the run in a folder, without its checksums. None: the run is not finished.
 
     Raises:
         RecordError: The file cannot be read, or is not what a run wrote.
     """
+    found = _read_summary(path)
+    return found and found[0]
+
+
+def _read_summary(path: Path) -> tuple[dict[str, Any], dict[str, Any]] | None:
+    """Return the summary of the run in a folder, and its checksums. Those of earlier versions have none."""
     file = path / "summary.json"
     check_folder(path)
     try:
@@ -287,29 +343,102 @@ def read_summary(path: Path) -> dict[str, Any] | None:
         raise RecordError(f"{file} cannot be read: {error}.") from error
     try:
         summary = json.loads(text)
-    except ValueError as error:
-        raise RecordError(f"{file} is damaged: {error}. Delete it to finish the run again.") from error
-    wrong = _wrong_in(summary) if isinstance(summary, dict) else "it holds no object"
+        checks = summary.pop("check", {}) if isinstance(summary, dict) else {}
+        wrong = _wrong_in(summary, checks)
+    except (ValueError, RecursionError) as error:
+        raise RecordError(f"{file} is damaged: {str(error)[:200]}. {_REMEDY}") from error
     if wrong:
-        raise RecordError(f"{file} is damaged: {wrong}. Delete it to finish the run again.")
-    return dict(summary)
+        raise RecordError(f"{file} is damaged: {wrong[:200]}. {_REMEDY}")
+    return summary, checks
 
 
-def _wrong_in(summary: Mapping[str, Any]) -> str:
+def _wrong_in(summary: Any, checks: Any) -> str:
     """Return what a run would not have written into its summary; empty if nothing is wrong."""
+    if not isinstance(summary, dict) or not isinstance(checks, dict):
+        return "it holds no object, or its checksums are none"
+    if checks and checks.get("summary.json") != _checksum(_sorted_json(summary)):
+        return "its checksum differs"
     rounds = summary.get("rounds", 0)
     if type(rounds) is not int:
         return f"rounds = {rounds!r} was found; a whole number fits"
+    labels = summary.get("labels", {})
+    if not isinstance(labels, dict) or not all(isinstance(label, str) for label in labels.values()):
+        return f"labels = {labels!r} was found; a name for each share fits"
+    texts = [key for key in ("method", "main", "note") if not isinstance(summary.get(key, ""), str)]
+    if texts:
+        return f"{texts[0]} = {summary[texts[0]]!r} was found; a text fits"
+    costs = [key for key in _COSTS if key in summary and not _is_number(summary[key])]
+    if costs:
+        return f"{costs[0]} = {summary[costs[0]]!r} was found; a number fits"
+    return _wrong_figures(summary, labels) or _wrong_members(summary.get("members", {}), labels)
+
+
+def _wrong_figures(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str:
+    """Return what is wrong with the metrics of a summary; empty if nothing is wrong."""
     metrics = summary.get("metrics", {})
-    if not isinstance(metrics, Mapping):
+    if not isinstance(metrics, dict):
         return f"metrics = {metrics!r} was found; a table fits"
     if "accuracy" in summary:
         metrics = {**metrics, "accuracy": summary["accuracy"]}
     for name, figures in metrics.items():
-        if not isinstance(figures, Mapping) or not all(_is_number(figure) for figure in figures.values()):
+        if not isinstance(figures, dict) or not all(_is_number(figure) for figure in figures.values()):
             return f"{name} = {figures!r} was found; a number for each share fits"
-    costs = [key for key in _COSTS if key in summary and not _is_number(summary[key])]
-    return f"{costs[0]} = {summary[costs[0]]!r} was found; a number fits" if costs else ""
+        if not all(_is_share(share, labels) for share in figures):
+            return f"{name} = {figures!r} was found; shares are numbers"
+    return ""
+
+
+def _wrong_members(members: Any, labels: Mapping[str, str]) -> str:
+    """Return what is wrong with the members of a summary; empty if nothing is wrong."""
+    if not isinstance(members, dict):
+        return f"members = {members!r} was found; a table fits"
+    for share, member in members.items():
+        costs = [member.get(key) for key in ("params", "macs")] if isinstance(member, dict) else [None]
+        if not all(_is_number(cost) for cost in costs) or not _is_share(share, labels):
+            return f"members.{share} = {member!r} was found; params and macs of a share fit"
+    return ""
+
+
+def _is_share(text: str, labels: Mapping[str, str]) -> bool:
+    """Return True if the key of a figure is a number, or has a label."""
+    if text in labels:
+        return True
+    try:
+        return math.isfinite(float(text))
+    except ValueError:
+        return False
+
+
+def damage_of(path: Path) -> list[str]:
+    """Return what is wrong with the files of a finished run, each in words. Empty: nothing is.
+
+    Args:
+        path: Folder of the run, whose summary.json is intact.
+    """
+    found = _read_summary(path)
+    assert found is not None, "the run is finished"
+    summary, checks = found
+    damage = []
+    if "config.toml" in checks and checks["config.toml"] != _checksum((path / "config.toml").read_bytes()):
+        damage.append("config.toml: it is not the one that the run had when it ended")
+    checkpoints = Checkpoints(path / "checkpoint")
+    damage += [f"checkpoint {one}" for one in checkpoints.damage]
+    damage += [f"checkpoint/{name}: no checkpoint lists it" for name in checkpoints.unlisted]
+    if not (path / "checkpoint" / f"{summary['rounds']:08}.json").exists():
+        damage.append(f"checkpoint {summary['rounds']:08}: it is gone")
+    return damage + _damage_of_log(path, summary)
+
+
+def _damage_of_log(path: Path, summary: Mapping[str, Any]) -> list[str]:
+    """Return what is wrong with rounds.jsonl of a finished run. Rounds that the summary calls missing are not."""
+    try:
+        log = _read_log(path)
+    except RecordError as error:
+        return [str(error)]
+    damage = [f"rounds.jsonl: {line}" for line in log.damage]
+    missing = log.missing(summary["rounds"])
+    is_known = [list(gap) for gap in missing] == summary.get("missing_rounds", [])
+    return damage if is_known else [*damage, f"rounds.jsonl: {_are(missing)} missing"]
 
 
 def _is_number(value: object) -> bool:
@@ -356,13 +485,18 @@ def _until(log: RoundLog, manifest: Manifest) -> RoundLog:
     return log.until(manifest.round, manifest.about.get("check"))
 
 
+def _are(missing: Sequence[Gap]) -> str:
+    text = rounds_text(missing)
+    return f"{text} {'are' if text.startswith('rounds') else 'is'}"
+
+
 def _warn_of_missing_rounds(file: Path, log: RoundLog, rounds: int) -> None:
     if missing := log.missing(rounds):
         _log.warning(
             "%s is damaged: %s missing from it. The weights are those of the checkpoint, which is intact. "
             "Sums over rounds leave the missing ones out.",
             file,
-            f"{rounds_text(missing)} {'is' if len(missing) == 1 else 'are'}",
+            _are(missing),
         )
 
 
@@ -661,8 +795,8 @@ def _wrong_about(about: Mapping[str, Any]) -> str:
     if type(threads) is not int or not 1 <= threads <= MAX_THREADS:
         return f"about.threads = {str(threads)[:40]}, and 1 to {MAX_THREADS} fit"
     check = about.get("check", "")
-    if not isinstance(check, str):
-        return "about.check is no text"
+    if not isinstance(check, str) or not isinstance(about.get("config", ""), (str, NoneType)):
+        return "about.check or about.config is no text"
     return _wrong_sample(about["sample"]) if "sample" in about else ""
 
 
@@ -754,8 +888,7 @@ def summarise(run: Run) -> dict[str, Any]:
     last, task = run.grades, run.world.task
     first = sum(record.bytes_first for record in run.records)
     over = [record.link_seconds for record in run.records if record.link_seconds is not None]
-    recorded = {record.round for record in run.records}
-    missing = [number for number in range(1, run.server.round + 1) if number not in recorded]
+    missing = gaps(run.records, run.server.round)
     return {
         "method": registered(METHODS, run.method),
         "model": family.title,

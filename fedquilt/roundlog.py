@@ -14,12 +14,14 @@ from __future__ import annotations
 import hashlib
 import json
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from types import NoneType
 from typing import Any
 
 from fedquilt.round import Record
+
+Gap = tuple[int, int]  # first and last of the rounds that are missing
 
 NUM_DIGITS = 16  # hexadecimal digits of a checksum
 MAX_REASON = 200  # characters of a reason for damage
@@ -58,10 +60,9 @@ class RoundLog:
         """Return the intact lines as the file should have them."""
         return b"".join(line.text + b"\n" for line in self.lines)
 
-    def missing(self, rounds: int) -> list[int]:
+    def missing(self, rounds: int) -> list[Gap]:
         """Return the rounds up to `rounds` that no intact line has."""
-        present = {line.record.round for line in self.lines}
-        return [number for number in range(1, rounds + 1) if number not in present]
+        return gaps(self.records, rounds)
 
     def until(self, rounds: int, check: str | None = None) -> RoundLog:
         """Return the intact lines up to a round.
@@ -184,13 +185,24 @@ def _checksum(previous: str, text: bytes) -> str:
     return hashlib.sha256(previous.encode() + text).hexdigest()[:NUM_DIGITS]
 
 
-def rounds_text(rounds: Sequence[int]) -> str:
-    """Return rounds in words, such as "rounds 1, 4 to 6"."""
-    parts: list[list[int]] = []
-    for number in rounds:
-        if parts and number == parts[-1][-1] + 1:
-            parts[-1].append(number)
-        else:
-            parts.append([number])
-    listed = ", ".join(str(part[0]) if len(part) == 1 else f"{part[0]} to {part[-1]}" for part in parts)
-    return f"round{'s'[: len(rounds) != 1]} {listed}"
+def gaps(records: Iterable[Record], rounds: int) -> list[Gap]:
+    """Return the rounds from 1 to `rounds` without a record, as pairs of the first and the last of each gap.
+
+    Args:
+        records: Records in the order of their rounds.
+        rounds: The last round.
+    """
+    found = []
+    expected = 1
+    for number in (*(record.round for record in records), rounds + 1):
+        if expected < number <= rounds + 1:
+            found.append((expected, number - 1))
+        expected = max(expected, number + 1)
+    return found
+
+
+def rounds_text(missing: Sequence[Sequence[int]]) -> str:
+    """Return gaps in words, such as "rounds 1, 4 to 6"."""
+    listed = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in missing)
+    is_single = len(missing) == 1 and missing[0][0] == missing[0][1]
+    return f"round{'s'[: not is_single]} {listed}"

@@ -87,7 +87,7 @@ class RunRequest(Options):
     config: Config = None  # settings; if not given the demo's, or with --model or --data the method's defaults
     method: Text = None  # a name of `fedquilt list methods`, or file.py:factory
 
-    def __call__(self) -> None:
+    def __call__(self) -> int:
         from fedquilt.cli.show import print_json, progress, say, show_result
 
         self.check_target()
@@ -108,6 +108,11 @@ class RunRequest(Options):
                 print_json(summary, stdout)
             else:
                 show_result(console, summary)
+            if playing.damage:
+                listed = "\n  ".join(playing.damage)
+                where = f"the run in {playing.rounds} is finished and its summary is intact"
+                print(f"RecordError: {where}, but other files are damaged:\n  {listed}", file=sys.stderr)
+        return int(bool(playing.damage))
 
 
 @dataclass(frozen=True)
@@ -328,7 +333,8 @@ class ExportRequest:
             run = load_run(self.run, trust=self.trust)
             whose = "" if self.client is None else f", client {self.client}'s"
             told = ", ".join(map(str, budgets))
-            say(console, f"{self.run} after round {run.server.round}: a model of {told}{whose} as {kind}")
+            source = f"{self.run} after round {run.server.round} (checkpoint/{run.server.round:08}.json)"
+            say(console, f"{source}: a model of {told}{whose} as {kind}")
             asked: dict[str, Any] = {"client": self.client, "norms": self.norms, "robustness": self.robustness}
             asked |= {"format": kind, "force": self.force}
             several = len(budgets) > 1
@@ -338,7 +344,9 @@ class ExportRequest:
                 else [run.export(self.out, budgets[0], **asked)]
             )
             if self.json:
-                print_json([one.to_dict() for one in found] if several else found[0].to_dict(), stdout)
+                used = {"round": run.server.round, "checkpoint": f"checkpoint/{run.server.round:08}.json"}
+                listed = [{**one.to_dict(), **used} for one in found]
+                print_json(listed if several else listed[0], stdout)
             else:
                 show_export(console, found)
 

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 
 MAX_SHOWN_SHARES = 8
+_SHOWN = ("rounds", "members", "metrics", "method", "seconds", "bytes_down", "bytes_up")  # of a summary
 
 
 class Interrupted(KeyboardInterrupt):
@@ -36,6 +37,7 @@ class Playing:
     folder: Folder | None = None
     finished: dict[str, Any] | None = None
     rounds: Path | None = None  # the folder that has its rounds, of one that is finished
+    damage: tuple[str, ...] = ()  # what is wrong with files of a run that is finished
     source: str = ""  # Where the settings come from: a file, the demo or defaults.
 
     @property
@@ -227,7 +229,7 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = Fals
     """
     from fedquilt.config import Experiment, read_settings
     from fedquilt.files import write_text
-    from fedquilt.records import Folder, check_folder
+    from fedquilt.records import Folder, check_folder, damage_of
 
     check_folder(path)
     config = path / "config.toml"
@@ -245,7 +247,7 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = Fals
         if rounds is not None and rounds < finished["rounds"]:  # what was learnt is not unlearnt
             behind = f"the run in {path} has {finished['rounds']} behind it, and this is what they came to."
             print(f"--rounds {rounds} was asked for; {behind}", file=sys.stderr)
-        return Playing(experiment, finished=finished, rounds=path)
+        return Playing(experiment, finished=finished, rounds=path, damage=tuple(damage_of(path)))
     folder = stack.enter_context(Folder.resume(path, experiment.checkpoint))
     run = experiment.prepare()
     if (done := folder.load(run)) > experiment.rounds:
@@ -256,11 +258,17 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = Fals
 
 
 def _summary_of(path: Path) -> dict[str, Any] | None:
-    """Return the summary of a finished run, else None. A damaged one is made again when the run ends."""
+    """Return the summary of a finished run, else None.
+
+    Raises:
+        RecordError: The summary is damaged, or lacks what is shown.
+    """
     from fedquilt.records import read_summary
 
-    try:
-        summary = read_summary(path)
-    except RecordError:
-        return None
-    return summary if summary and {"rounds", "members"} <= summary.keys() else None
+    summary = read_summary(path)
+    missing = [key for key in _SHOWN if summary is not None and key not in summary]
+    if missing:
+        raise RecordError(
+            f"{path / 'summary.json'} is damaged: it has no {missing[0]}. Delete it to finish the run again."
+        )
+    return summary

@@ -7,7 +7,6 @@ of its own (`workers.py`), and its numbers are the same.
 
 from __future__ import annotations
 
-import json
 import logging
 import tomllib
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -23,11 +22,11 @@ from fedquilt.errors import ConfigError, DivergenceError, RecordError
 from fedquilt.experiment import Run
 from fedquilt.files import write_text
 from fedquilt.loop import complete
-from fedquilt.records import Folder, holds_a_run, read, read_summary
+from fedquilt.records import Folder, holds_a_run, read, read_summary, summary_text
 from fedquilt.round import Record
 from fedquilt.round.labels import labels_by_share
 from fedquilt.round.serve import grade
-from fedquilt.roundlog import rounds_text
+from fedquilt.roundlog import gaps, rounds_text
 from fedquilt.settings import write as plain_settings
 from fedquilt.studies.measures import MEASURES, TRAINING
 from fedquilt.studies.plan import PlannedRun
@@ -181,7 +180,7 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
             f"{path / 'rounds.jsonl'} is damaged: its last round is {last}, and that of summary.json "
             f"{summary['rounds']}. {remedy}"
         )
-    if missing := summary.get("missing_rounds"):
+    if missing := gaps(records, last):
         _log.warning("%s has no record of %s. Costs leave them out.", path / "rounds.jsonl", rounds_text(missing))
     return records
 
@@ -307,5 +306,5 @@ def _measured(planned: PlannedRun, path: Path | None, grounds: Grounds) -> Resul
         config = experiment.settled(run, ground).to_toml()
         write_text(path / "config.toml", config)
         remember_code([tomllib.loads(config)])
-        write_text(path / "summary.json", json.dumps(summary, indent=2) + "\n")
+        write_text(path / "summary.json", summary_text(summary, config.encode()))
     return Result(planned.entry, planned.seed, summary)

@@ -29,7 +29,7 @@ from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.fleets import Uniform
 from fedquilt.methods import METHODS
 from fedquilt.models import MODELS
-from fedquilt.records import load
+from fedquilt.records import load, read_summary
 from fedquilt.round.clients import Devices
 from fedquilt.round.link import CODECS
 from fedquilt.round.training.objectives import OBJECTIVES
@@ -434,7 +434,7 @@ def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) ->
     out = own / "deep" / "run"
     summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", str(out))
     rounds = [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
-    assert json.loads((out / "summary.json").read_text()) == summary
+    assert read_summary(out) == summary
     assert [record["round"] for record in rounds] == [1, 2]
     assert ROUND <= set(rounds[0]) <= ROUND | {"accuracy", "metrics", "main", "stacks", "check"}
     assert rounds[-1]["accuracy"] == summary["accuracy"]
@@ -658,7 +658,7 @@ def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixt
 def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     quick = [*TINY[:4], *THREE, "--cohort", "3", "--rounds", "3"]
     found = told(capsys, "run", "--method", "fedavg", *quick, "--out", "c", "--target", "0.01")
-    plain = json.loads(Path("c/summary.json").read_text())
+    plain = read_summary(Path("c"))
     assert plain == {key: value for key, value in found.items() if key not in ("target", "reached")}
     first = json.loads(Path("c/rounds.jsonl").read_text().splitlines()[0])
     sent = first["bytes_down"] + first["bytes_up"]

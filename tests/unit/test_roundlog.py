@@ -112,11 +112,18 @@ def test_values_of_other_types_are_damage() -> None:
 
 def test_the_log_of_another_run_is_not_used() -> None:
     log = roundlog.parse(b"".join(written(3)))
-    assert log.until(2).missing(3) == [3]
+    assert log.until(2).missing(3) == [(3, 3)]
     assert log.until(3, log.check).records == log.records
     assert log.until(3, "0" * 16).records == []
 
 
 def test_rounds_in_words() -> None:
-    assert roundlog.rounds_text([4]) == "round 4"
-    assert roundlog.rounds_text([1, 4, 5, 6, 9]) == "rounds 1, 4 to 6, 9"
+    assert roundlog.rounds_text([(4, 4)]) == "round 4"
+    assert roundlog.rounds_text([(1, 1), (4, 6), (9, 9)]) == "rounds 1, 4 to 6, 9"
+
+
+def test_gaps_are_found_also_if_there_are_too_many_to_list() -> None:
+    assert roundlog.gaps([record(2), record(3), record(6)], 7) == [(1, 1), (4, 5), (7, 7)]
+    assert roundlog.gaps([record(1), record(2)], 2) == []
+    assert roundlog.gaps([record(5)], 3) == [(1, 3)]
+    assert roundlog.gaps([], 2**60) == [(1, 2**60)]
