@@ -26,9 +26,10 @@ import torch
 
 from fedquilt.checks import within
 from fedquilt.errors import RecordError
-from fedquilt.files import TEMPORARY, Blob, Written, make_folder, parse_state, why, write
+from fedquilt.files import TEMPORARY, Blob, Written, make_folder, why, write
 from fedquilt.memory import Memories
 from fedquilt.names import said
+from fedquilt.tensor_files import NO_LIMIT, TensorFile, read_state
 from fedquilt.terms import Server
 
 FORMAT = 1
@@ -244,10 +245,13 @@ class Checkpoints:
         """Return the state of a checkpoint, and what is wrong with the content of its files."""
         server = Server(manifest.round, {}, memory)
         try:
-            state = parse_state(bytearray((self.folder / manifest.server.name).read_bytes()), device)
+            with TensorFile.open(self.folder / manifest.server.name, NO_LIMIT) as file:
+                state = read_state(file, device)
             memory.open(self.folder, manifest.memory)
         except OSError as error:
             return server, f"its files cannot be read: {why(error)}"
+        except RecordError as error:
+            return server, str(error).removesuffix(".")
         except _MALFORMED as error:
             return server, f"its files hold something else than was written: {said(error)}"
         return replace(server, weights=state.weights, slots=state.slots, extras=state.extras), ""

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, ClassVar, Literal, TypeVar
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import fedquilt as fq
 from fedquilt.checkpoint import Checkpointing
@@ -48,6 +48,7 @@ from fedquilt.round.link import CODECS, LOSSES, USUAL_CODEC, BaseCodec, Link, Lo
 from fedquilt.round.training.objectives import OBJECTIVES, Wrapping
 from fedquilt.settings import TABLES, Choice, Problem, Table, label, read, variants, write
 from fedquilt.tasks import TASKS, Task
+from fedquilt.tensor_files import TensorFile, check_finite
 from fedquilt.tracking import TRACKERS, Tracking
 from fedquilt.trust import check_code, is_recorded
 
@@ -288,17 +289,24 @@ def offered(data: Pool, task: Task | None = None) -> dict[str, int]:
     return {**names, "in_features": math.prod(shape), **images}
 
 
-def load_weights(module: nn.Module, file: str) -> None:
-    """Put the weights of a safetensors file or a run's folder into a module; norm statistics may be missing."""
-    from safetensors import SafetensorError
-    from safetensors.torch import load_file
+def load_weights(module: nn.Module, file: str, max_bytes: int = 0, allow_nan: bool = False) -> None:
+    """Put the weights of a safetensors file or a run's folder into a module. Norm statistics may be missing.
 
+    Args:
+        module: The module, whose weights are written over.
+        file: The file, or the folder of a run.
+        max_bytes: Bytes that the file may take in memory. 0: half of the free memory.
+        allow_nan: Accept values that are NaN or infinite.
+
+    Raises:
+        ConfigError: The file cannot be read, or its tensors are not those of the module.
+    """
     try:
-        found = dict(load(file).weights) if Path(file).is_dir() else load_file(file)
-    except (OSError, SafetensorError) as error:
-        raise ConfigError(f"init = {file!r} was asked for; it cannot be read as safetensors: {error}.") from error
+        found = _read_weights(file, max_bytes)
+        if not allow_nan:
+            check_finite(found, file)
     except RecordError as error:
-        raise ConfigError(f"init = {file!r} was asked for: {error}") from error
+        raise ConfigError(f"init = {file!r} was asked for; {error}") from error
     needed, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     held = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
     wrong = [f"{name} is not in the file" for name in needed if name not in found]
@@ -307,10 +315,34 @@ def load_weights(module: nn.Module, file: str) -> None:
             wrong.append(f"{name} is not in the model.{nearest(name, held)}")
         elif held[name].shape != value.shape:
             wrong.append(f"{name} is {tuple(value.shape)} in the file and {tuple(held[name].shape)} in the model")
+        elif problem := _unfit_dtype(value, held[name].dtype):
+            wrong.append(f"{name} {problem}")
     if wrong:
         told = "\n  ".join([*wrong[:5], *([f"… and {len(wrong) - 5} more"] if len(wrong) > 5 else [])])
         raise ConfigError(f"init = {file!r} was asked for; it does not fit {type(module).__name__}:\n  {told}")
     module.load_state_dict(found, strict=False)
+
+
+def _read_weights(file: str, max_bytes: int) -> dict[str, Tensor]:
+    """Return the tensors of a safetensors file, or the server's weights of a run."""
+    if Path(file).is_dir():
+        return dict(load(file).weights)
+    with TensorFile.open(file, max_bytes) as opened:
+        return opened.tensors(torch.device("cpu"))
+
+
+def _unfit_dtype(value: Tensor, dtype: torch.dtype) -> str:
+    """Return why values of a file cannot become those of a module, or nothing."""
+    if value.dtype == dtype:
+        return ""
+    if value.is_complex() or (value.is_floating_point() and not dtype.is_floating_point):
+        return f"is {value.dtype} in the file and {dtype} in the model; real numbers are needed for real numbers."
+    back = value.to(dtype)
+    if dtype.is_floating_point:
+        is_held = bool(back.double().isfinite().all()) or not bool(value.double().isfinite().all())
+    else:
+        is_held = bool((back.to(torch.int64) == value.to(torch.int64)).all())
+    return "" if is_held else f"has values in the file, {value.dtype}, that overflow in the model, {dtype}."
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from fedquilt.axes import Index, Positions
 from fedquilt.data.parts import Array
 from fedquilt.deploy import Shelf, check_nets, has_statistics, norms_of
-from fedquilt.errors import ConfigError, RecordError
+from fedquilt.errors import ConfigError, FormatError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.dual import set_robustness
 from fedquilt.family.ensemble import Ensemble
@@ -20,7 +20,7 @@ from fedquilt.family.faithful import forget_statistics
 from fedquilt.family.norms import BatchStatistics, NormPolicy
 from fedquilt.family.union import alone
 from fedquilt.files import Blob, why, write
-from fedquilt.portable import Note, about, under
+from fedquilt.portable import Note, about, check_names, check_submodel, check_weights, under
 from fedquilt.terms import Budget, Mix, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -85,6 +85,26 @@ class Plan:
             "nets": [{**one.net.to_dict(), "stock": one.stock} for one in self.nets],
             "mixes": [[share, list(nets)] for share, nets in self.mixes.items()],
         }
+
+    def check(self, family: Family, weights: Sequence[Weights], statistics: Sequence[Weights]) -> None:
+        """Refuse nets and tensors of a file that do not fit the family.
+
+        Args:
+            family: What the nets were cut from.
+            weights: Tensors of every stock.
+            statistics: Norm statistics of every net, or nothing.
+
+        Raises:
+            FormatError: They do not fit.
+        """
+        for place, (stock, own) in enumerate(zip(self.stocks, weights, strict=True)):
+            check_submodel(family, stock, f"stock {place}")
+            check_weights(family, stock, own, f"stock {place}")
+        for place, (placed, own) in enumerate(zip(self.nets, statistics, strict=True)):
+            check_submodel(family, placed.net, f"net {place}")
+            check_weights(family, placed.net, own, f"net {place}", is_whole=False)
+            if not _inside(placed.net, self.stocks[placed.stock]):
+                raise FormatError(f"net {place} has channels that its stock {placed.stock} does not have")
 
     @staticmethod
     def from_note(note: Mapping[str, Any]) -> Plan:
@@ -250,14 +270,23 @@ class CustomisableModel(nn.Module):
             assert isinstance(own, _Statistics)
             tensors |= {f"statistics.{place}.{name}": value for name, value in own.values.items()}
         chosen = {"norms": self.norms, "share": self.share, "robustness": self.robustness}
-        return Blob.of(tensors, {**self.note, **self.plan.to_note(), "format": "customisable", **chosen})
+        return Blob.sealed(tensors, {**self.note, **self.plan.to_note(), "format": "customisable", **chosen})
 
     @staticmethod
     def restored(family: Family, tensors: Weights, note: Note) -> CustomisableModel:
-        """What `save` wrote."""
+        """Return the model that `save` wrote.
+
+        Raises:
+            FormatError: Nets or tensors do not fit the family, or each other.
+        """
         plan = Plan.from_note(note)
-        weights = [under(f"stocks.{place}.", tensors) for place in range(len(plan.stocks))]
-        statistics = [under(f"statistics.{place}.", tensors) for place in range(len(plan.nets))]
+        leads = [f"stocks.{place}." for place in range(len(plan.stocks))]
+        leads += [f"statistics.{place}." for place in range(len(plan.nets))]
+        values = [under(lead, tensors) for lead in leads]
+        names = [lead + name for lead, own in zip(leads, values, strict=True) for name in own]
+        check_names(tensors, (), names, "the file")
+        weights, statistics = values[: len(plan.stocks)], values[len(plan.stocks) :]
+        plan.check(family, weights, statistics)
         own = (*plan.to_note(), "format", "norms", "share", "robustness")
         about = {key: value for key, value in note.items() if key not in own}
         made = CustomisableModel(family, plan, weights, statistics, note["norms"], about)

@@ -8,6 +8,7 @@ FedquiltError
 ├── TrainingError     local training failed: names client, round and stage
 │   └── DivergenceError   a loss, a weight or a method's state that is no longer finite
 ├── RecordError       what a run leaves on disk could not be written, or not be read back
+│   └── FormatError       contents of a file that contradict its format; readers add the name of the file
 ├── NotEnoughMemoryError  memory could not be allocated, outside of a client's training
 ├── ExportError       a model that cannot be written in a format, or answers otherwise there
 └── ConfigError       a request that cannot be carried out: unknown names, impossible values
@@ -52,6 +53,10 @@ class DivergenceError(TrainingError):
 
 class RecordError(FedquiltError):
     """What a run leaves on disk could not be written, or not be read back; what was saved before is intact."""
+
+
+class FormatError(RecordError):
+    """Contents of a file contradict its format. The message goes on after "cannot be read: "."""
 
 
 class NotEnoughMemoryError(FedquiltError):

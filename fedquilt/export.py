@@ -21,15 +21,16 @@ from fedquilt import noise
 from fedquilt.customise import CustomisableModel
 from fedquilt.data.parts import Array
 from fedquilt.deploy import Deployed, Shelf, assembled, deployed, norms_of, total_cost, total_share
-from fedquilt.errors import ConfigError, ExportError, RecordError
+from fedquilt.errors import ConfigError, ExportError, FormatError, RecordError
 from fedquilt.family import Family
 from fedquilt.family.ensemble import Ensemble
 from fedquilt.family.norms import NormPolicy
 from fedquilt.family.union import alone
 from fedquilt.family.variants import Variants, VariantSource
-from fedquilt.files import Blob, parse, why, write
+from fedquilt.files import Blob, why, write
 from fedquilt.names import known, said
-from fedquilt.portable import Note, about, family_of, read, under
+from fedquilt.portable import Note, about, check_names, check_submodel, check_weights, family_of, read, under
+from fedquilt.tensor_files import TensorFile
 from fedquilt.terms import Budget, Submodel, Weights
 
 if TYPE_CHECKING:
@@ -162,8 +163,8 @@ def export_sizes(
         model = model.float()
     batches, compared = _samples(run, [size for size in BATCHES if size > 1 or norms_of(run, norms, client).stores])
     data = b"".join(model.blob().chunks())
-    tensors, note = parse(bytearray(data), torch.device("cpu"))
-    again = CustomisableModel.restored(family, tensors, note)
+    file = TensorFile.of(data, str(path))
+    again = CustomisableModel.restored(family, file.tensors(torch.device("cpu"), sealed=True), file.note)
     most = {share: _difference(model.set(share), again.set(share), batches, kind) for share in model.shares}
     size, found = _written(path, data), []
     for share, difference in most.items():
@@ -185,11 +186,34 @@ def _written(path: Path, data: bytes) -> int:
 
 
 def load_model(
-    file: str | Path, factory: nn.Module | Callable[[], nn.Module] | VariantSource, device: str = "cpu"
+    file: str | Path,
+    factory: nn.Module | Callable[[], nn.Module] | VariantSource,
+    device: str = "cpu",
+    allow_nan: bool = False,
+    max_bytes: int = 0,
 ) -> nn.Module:
-    """The model in a safetensors file of `export` or `CustomisableModel.save`; `factory` makes the whole one."""
-    tensors, note = read(file, device)
-    return _restored(tensors, note, family_of(note, factory, file))
+    """Return the model in a safetensors file of `Run.export` or `CustomisableModel.save`.
+
+    The file may come from anyone: no code in it is run, and what it says of itself is checked before memory is
+    allocated. docs/deploy.md lists the checks.
+
+    Args:
+        file: The file.
+        factory: Makes the whole module that was trained, or is that module.
+        device: Device of the weights.
+        allow_nan: Accept weights that are NaN or infinite.
+        max_bytes: Bytes that the file may take in memory. 0: half of the free memory.
+
+    Raises:
+        RecordError: The file is damaged, contradicts itself, or lacks weights.
+        ConfigError: `factory` makes another module than the one that was trained.
+    """
+    tensors, note = read(file, device, allow_nan, max_bytes)
+    family = family_of(note, factory, file)
+    try:
+        return _restored(tensors, note, family)
+    except FormatError as error:
+        raise RecordError(f"the model in {file} was asked for; {error}.") from error
 
 
 def chosen(path: Path, format: str) -> str:
@@ -392,11 +416,12 @@ class Safetensors(Format):
         for place, net in enumerate(nets):
             lead, held = _lead(place, len(model.found.nets)), net.state_dict()
             tensors |= {lead + name: held[name] for name in names if name in held}
-        return b"".join(Blob.of(tensors, model.note).chunks())
+        return b"".join(Blob.sealed(tensors, model.note).chunks())
 
     def read(self, data: bytes, model: Written) -> Answer:
-        tensors, note = parse(bytearray(data), torch.device("cpu"))
-        return _restored(tensors, note, model.found.family).requires_grad_(False)
+        file = TensorFile.of(data, "the file")
+        tensors = file.tensors(torch.device("cpu"), sealed=True)
+        return _restored(tensors, file.note, model.found.family).requires_grad_(False)
 
 
 def _lead(place: int, count: int) -> str:
@@ -408,7 +433,13 @@ def _restored(tensors: Weights, note: Note, family: Family) -> nn.Module:
     if note["format"] == "customisable":
         return CustomisableModel.restored(family, tensors, note)
     nets = tuple(Submodel.from_dict(net) for net in note["nets"])
-    states = tuple(under(_lead(place, len(nets)), tensors) for place in range(len(nets)))
+    leads = [_lead(place, len(nets)) for place in range(len(nets))]
+    states = tuple(under(lead, tensors) for lead in leads)
+    for place, (net, state) in enumerate(zip(nets, states, strict=True)):
+        check_submodel(family, net, f"net {place}")
+        check_weights(family, net, state, f"net {place}")
+    names = [lead + name for lead, state in zip(leads, states, strict=True) for name in state]
+    check_names(tensors, (), names, "the file")
     return assembled(family, nets, states, note["robustness"])
 
 

@@ -2,7 +2,7 @@
 
 The format is written here and not by the safetensors package because a file is streamed (what it holds need not fit
 into memory twice), keeps the order of its tensors, and may hold tensors that share memory. Any reader of the format
-reads it.
+reads it; fedquilt's own is `tensor_files`.
 """
 
 from __future__ import annotations
@@ -16,34 +16,20 @@ from collections.abc import Iterable, Iterator, Mapping
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from fedquilt.errors import RecordError
+from fedquilt.tensor_files import DTYPES, NOTE, SEAL, Bytes, sealing
 from fedquilt.terms import Extras, Slots, Weights
-
-Bytes = bytes | bytearray | memoryview
 
 TEMPORARY = ".tmp"  # how the name of a file ends that is not yet whole
 
-_NAMES = {
-    torch.float64: "F64",
-    torch.float32: "F32",
-    torch.float16: "F16",
-    torch.bfloat16: "BF16",
-    torch.float8_e4m3fn: "F8_E4M3",
-    torch.float8_e5m2: "F8_E5M2",
-    torch.complex64: "C64",
-    torch.int64: "I64",
-    torch.int32: "I32",
-    torch.int16: "I16",
-    torch.int8: "I8",
-    torch.uint8: "U8",
-    torch.bool: "BOOL",
-}
-_DTYPES = {name: dtype for dtype, name in _NAMES.items()}
+Shapes = Mapping[str, tuple[str, tuple[int, ...], int]]  # (dtype, shape, bytes) of tensors by name, in their order
+
+_NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 @dataclass(frozen=True)
@@ -177,12 +163,18 @@ class Blob:
     @staticmethod
     def of(tensors: Mapping[str, Tensor], note: Any) -> Blob:
         """`note` is whatever else JSON can say."""
-        for name, tensor in tensors.items():
-            if tensor.dtype not in _NAMES:
-                known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
-                raise RecordError(f"{name} is {tensor.dtype}, which safetensors cannot hold; it can hold {known}.")
-        shapes = {name: (_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
-        return Blob(header(shapes, note), tuple(tensors.values()))
+        return Blob(header(_shapes(tensors), note), tuple(tensors.values()))
+
+    @staticmethod
+    def sealed(tensors: Mapping[str, Tensor], note: Mapping[str, Any]) -> Blob:
+        """Return tensors whose note has a checksum of all that is in the file, so that any change is noticed."""
+        shapes = _shapes(tensors)
+        note = json.loads(json.dumps(note))  # as it will be read, with lists in place of tuples
+        digest = sealing(_described(shapes), note)
+        values = Blob(b"", tuple(tensors.values()))
+        for chunk in values.chunks():
+            digest.update(chunk)
+        return Blob(header(shapes, {**note, SEAL: digest.hexdigest()}), values.tensors)
 
     @staticmethod
     def of_state(weights: Weights, slots: Slots, extras: Extras, **note: Any) -> Blob:
@@ -203,61 +195,26 @@ class Blob:
             yield tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
 
 
-def header(entries: Mapping[str, tuple[str, tuple[int, ...], int]], note: Any) -> bytes:
-    """How a safetensors file begins; entries are (dtype, shape, bytes) and follow in their order."""
-    described: dict[str, Any] = {"__metadata__": {"fedquilt": json.dumps(note)}}
-    at = 0
-    for name, (dtype, shape, size) in entries.items():
-        described[name] = {"dtype": dtype, "shape": shape, "data_offsets": (at, at + size)}
-        at += size
-    text = json.dumps(described).encode()
+def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _NAMES:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
+            raise RecordError(f"{name} is {tensor.dtype}, which safetensors cannot hold; it can hold {known}.")
+    return {name: (_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+
+
+def header(shapes: Shapes, note: Any) -> bytes:
+    """Return how a safetensors file begins whose tensors follow in the order of `shapes`."""
+    text = json.dumps({"__metadata__": {NOTE: json.dumps(note)}, **_described(shapes)}).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
 
 
-def read_header(begin: Bytes) -> tuple[dict[str, Any], Any, int]:
-    """A file's entries, its note, and where its data begins; `begin` may be the whole file or all of its header."""
-    stop = 8 + int.from_bytes(begin[:8], "little")
-    described = json.loads(bytes(begin[8:stop]))
-    return described, json.loads(described.pop("__metadata__")["fedquilt"]), stop
-
-
-def parse(data: bytearray, device: torch.device) -> tuple[dict[str, Tensor], Any]:
-    """The tensors of a file, settled, and its note."""
-    described, note, begin = read_header(data)
-    tensors = {}
-    for name, entry in described.items():
-        first, last = entry["data_offsets"]
-        tensor = torch.empty(entry["shape"], dtype=_DTYPES[entry["dtype"]])
-        if last > first:
-            raw = torch.frombuffer(data, dtype=torch.uint8, count=last - first, offset=begin + first)
-            tensor.reshape(-1).view(torch.uint8).copy_(raw)
-        tensors[name] = tensor.to(device)
-    return tensors, note
-
-
-class State(NamedTuple):
-    """Return the tensors that `Blob.of_state` was given."""
-
-    weights: dict[str, Tensor]
-    slots: dict[str, dict[str, Tensor]]
-    extras: dict[str, Tensor]
-    note: Any
-
-
-def parse_state(data: bytearray, device: torch.device) -> State:
-    """Read what `Blob.of_state` wrote. Files of earlier versions have no extras."""
-    tensors, note = parse(data, device)
-    weights: dict[str, Tensor] = {}
-    slots: dict[str, dict[str, Tensor]] = {slot: {} for slot in note["slots"]}
-    extras: dict[str, Tensor] = {}
-    for path, value in tensors.items():
-        kind, _, name = path.partition("/")
-        if kind == "weights":
-            weights[name] = value
-        elif kind == "extras":
-            extras[name] = value
-        else:
-            slot, _, name = name.partition("/")
-            slots[slot][name] = value
-    return State(weights, slots, extras, note)
+def _described(shapes: Shapes) -> dict[str, Any]:
+    """Return the entries of a header."""
+    entries: dict[str, Any] = {}
+    end = 0
+    for name, (dtype, shape, size) in shapes.items():
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [end, end + size]}
+        end += size
+    return entries

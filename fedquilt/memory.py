@@ -8,6 +8,7 @@ it cannot be taken for saved state.
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from abc import ABC, abstractmethod
 from collections import OrderedDict
@@ -22,9 +23,11 @@ from weakref import finalize
 
 import torch
 
+from fedquilt.checks import whole
 from fedquilt.errors import RecordError
-from fedquilt.files import Blob, Bytes, Written, header, parse_state, read_header, settled, why, write
+from fedquilt.files import Blob, Written, header, settled, why, write
 from fedquilt.names import said
+from fedquilt.tensor_files import MAX_NOTE_DEPTH, Bytes, TensorFile, bounded_json, read_state
 from fedquilt.terms import Memory, Submodel, in_slots
 
 Key = tuple[int, str]  # client and scope
@@ -277,14 +280,10 @@ class Pack(Log):
 
     def read_entries(self) -> None:
         """Enter what the file's header says."""
-        with self.path.open("rb") as file:
-            length = file.read(8)
-            described, _, begin = read_header(length + file.read(int.from_bytes(length, "little")))
-        sizes = {_key(name): entry["shape"][0] for name, entry in described.items()}
-        is_whole = all(type(size) is int and size >= 0 for size in sizes.values())
-        if not is_whole or begin + sum(sizes.values()) != self.written.size:
-            raise RecordError(f"{self.path.name} has another size than the memories that it lists")
-        self.lay_out(sizes, begin)
+        with self.path.open("rb") as stream:
+            file = TensorFile(stream, os.fstat(stream.fileno()).st_size, str(self.path))
+        for name, entry in file.entries.items():
+            self.enter(_key(name), entry.offset, entry.size)
 
     def read(self, key: Key) -> bytearray:
         # Opened for each: a run may have more packs than a process may have files.
@@ -361,10 +360,12 @@ def encode(memory: Memory) -> Blob:
 
 def decode(data: bytearray, device: torch.device) -> Memory:
     """What `encode` wrote."""
-    state = parse_state(data, device)
-    note = state.note
-    submodel = _submodel(note["submodel"])
-    return Memory(submodel, state.weights, state.slots, note["steps"], note.get("round", -1), state.extras)
+    state = read_state(TensorFile.of(data, "the memory of a client"), device)
+    submodel, steps, last = (state.note.get(key) for key in ("submodel", "steps", "round"))
+    if not isinstance(submodel, str) or not whole(steps):
+        raise RecordError("the memory of a client does not say of which sub-model it is, and after how many steps.")
+    last = -1 if last is None else last  # Earlier versions did not write it.
+    return Memory(_submodel(submodel), state.weights, state.slots, steps, last, state.extras)
 
 
 def _decoded(key: Key, data: bytearray, device: torch.device) -> Memory:
@@ -381,7 +382,7 @@ def _decoded(key: Key, data: bytearray, device: torch.device) -> Memory:
 
 @lru_cache(maxsize=1024)  # clients that hold the same positions hold the same object
 def _submodel(text: str) -> Submodel:
-    return Submodel.from_dict(json.loads(text))
+    return Submodel.from_dict(bounded_json(text.encode(), MAX_NOTE_DEPTH))
 
 
 def _settled(memory: Memory) -> Memory:
@@ -415,4 +416,6 @@ def _name(key: Key) -> str:
 
 def _key(name: str) -> Key:
     client, _, scope = name.partition(":")
+    if not (client.isascii() and client.isdecimal()):
+        raise RecordError(f"a memory of client {client!r} was found; clients are whole numbers.")
     return int(client), scope

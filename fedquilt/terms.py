@@ -10,7 +10,8 @@ from typing import Any
 from torch import Tensor
 
 from fedquilt.axes import Index, Positions
-from fedquilt.errors import BudgetError
+from fedquilt.checks import whole
+from fedquilt.errors import BudgetError, FormatError
 from fedquilt.units import how_to_write, quantity
 
 Weights = Mapping[str, Tensor]
@@ -65,12 +66,40 @@ class Submodel:
 
     @staticmethod
     def from_dict(note: Mapping[str, Any]) -> Submodel:
-        """The inverse of `to_dict`."""
+        """Return the sub-model that `to_dict` described.
+
+        Raises:
+            FormatError: The note is no such description.
+        """
+        _check_note(note)
         widths = tuple((axis, width) for axis, width in note["widths"])
         variant = WHOLE if note["kind"] == _KIND_OF_WHOLE else note["kind"]
         arch = Arch(widths, variant, tuple(note.get("trains", ())))
         index = {axis: Positions(tuple((start, stop) for start, stop in runs)) for axis, runs in note["index"].items()}
         return Submodel(arch, Index(index), note["scope"])
+
+
+def _check_note(note: object) -> None:
+    """Refuse what is no description of a sub-model, before anything is made from it."""
+    if not isinstance(note, Mapping) or not {"widths", "kind", "index", "scope"} <= note.keys():
+        raise FormatError("a sub-model has no widths, kind, index and scope")
+    widths, index, trains = note["widths"], note["index"], note.get("trains", [])
+    if not _is_pairs(widths) or not all(isinstance(axis, str) and whole(width) for axis, width in widths):
+        raise FormatError("the widths of a sub-model are not pairs of an axis and a whole number")
+    if not isinstance(index, Mapping) or not all(_is_runs(runs) for runs in index.values()):
+        raise FormatError("the index of a sub-model does not have runs of positions by axis")
+    if not isinstance(trains, list) or not all(isinstance(part, str) for part in trains):
+        raise FormatError("the parts that a sub-model trains are not names")
+    if not isinstance(note["kind"], str) or not isinstance(note["scope"], str):
+        raise FormatError("the kind or the scope of a sub-model is not text")
+
+
+def _is_runs(runs: object) -> bool:
+    return _is_pairs(runs) and all(whole(start) and whole(stop, start) for start, stop in runs)
+
+
+def _is_pairs(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
 
 
 def in_slots(slots: Slots) -> list[Tensor]:

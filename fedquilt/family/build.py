@@ -163,6 +163,20 @@ def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
     return holder
 
 
+def number_at(holder: Any, path: str) -> int | float | None:
+    """Return the number at a path through modules, configurations and tuples, or None if there is none."""
+    for key in path.split("."):
+        if isinstance(holder, (tuple, list)):
+            holder = holder[int(key)] if key.isdecimal() and int(key) < len(holder) else None
+        elif isinstance(holder, nn.Module) and key in holder._modules:
+            holder = holder._modules[key]
+        else:
+            held = holder if isinstance(holder, dict) else getattr(holder, "__dict__", {})
+            holder = held.get(key)
+    is_number = isinstance(holder, (int, float)) and not isinstance(holder, bool)
+    return holder if is_number and holder > 0 else None
+
+
 def _rescale(value: int | float, full: int, size: int) -> int | float:
     """A number made from a size: the size itself, or a power of it such as an attention scale, d ** -0.5."""
     if isinstance(value, int):

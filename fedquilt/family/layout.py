@@ -4,16 +4,21 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Mapping, ValuesView
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from fedquilt.axes import Axis, Dims, Expr, Positions, axes_in, parse, positions_of, renamed, size_of, write
-from fedquilt.errors import SubmodelError
+from fedquilt.checks import whole
+from fedquilt.errors import FormatError, SubmodelError
 from fedquilt.family.variants import joined, members_of
+from fedquilt.tensor_files import MAX_DIMS, bounded_json
 from fedquilt.terms import WHOLE
 
 CLASS = "class"  # Axis of the classes, which all nets of a union share
+MAX_DEPTH = 4  # Levels of JSON in a layout
+MAX_AXIS_SIZE = 2**24  # Channels of an axis in a layout from outside
+MAX_PARENTHESES = 100  # In the dimensions of one weight
 
 
 @dataclass(frozen=True)
@@ -145,19 +150,30 @@ class Layout:
 
     @staticmethod
     def from_json(text: str) -> Layout:
-        raw: dict[str, Any] = json.loads(text)
-        axes = [Axis(**{**axis, "inner": tuple(axis["inner"])}) for axis in raw["axes"]]
-        return Layout(
+        """Return the layout that `to_json` wrote.
+
+        Raises:
+            FormatError: The text is no such layout.
+        """
+        try:
+            raw = bounded_json(text.encode(), MAX_DEPTH)
+        except UnicodeEncodeError as error:
+            raise FormatError("the layout has characters that are no text") from error
+        _check_tables(raw)
+        axes = [_axis(axis) for axis in raw["axes"]]
+        layout = Layout(
             axes={axis.name: axis for axis in axes},
-            dims={name: parse(dims) for name, dims in raw["dims"].items()},
+            dims={name: _dims(name, dims) for name, dims in raw["dims"].items()},
             ties=raw["ties"],
-            attributes={name: parse(expr)[0] for name, expr in raw["attributes"].items()},
+            attributes={name: _dims(name, expr, count=1)[0] for name, expr in raw["attributes"].items()},
             parts={name: tuple(weights) for name, weights in raw["parts"].items()},
             variants={name: tuple(weights) for name, weights in raw.get("variants", {}).items()},
             class_dim=raw["class_dim"],
             notes=tuple(raw["notes"]),
             nets=tuple(raw.get("nets", ())),
         )
+        _check_names(layout)
+        return layout
 
     @property
     def fingerprint(self) -> str:
@@ -166,3 +182,80 @@ class Layout:
         Notes are left out, because they name lines of the user's files.
         """
         return hashlib.sha256(replace(self, notes=()).to_json().encode()).hexdigest()[:16]
+
+
+# --- layouts from outside -----------------------------------------------------------------------------------------
+
+
+def _check_tables(raw: Any) -> None:
+    """Refuse JSON that does not have the tables and lists of a layout."""
+    needed = {"axes", "dims", "ties", "attributes", "parts", "class_dim", "notes"}
+    if not isinstance(raw, dict) or not needed <= raw.keys() <= needed | {"variants", "nets"}:
+        raise FormatError(f"the layout does not have {', '.join(sorted(needed))}, and variants and nets at most")
+    for key in ("dims", "ties", "attributes"):
+        if not isinstance(raw[key], dict) or not _is_texts(raw[key].values()):
+            raise FormatError(f"{key} of the layout are no JSON object of strings")
+    for key in ("parts", "variants"):
+        table = raw.get(key, {})
+        if not isinstance(table, dict) or not all(_is_texts(names) for names in table.values()):
+            raise FormatError(f"{key} of the layout are no JSON object of lists of names")
+    for key in ("notes", "nets"):
+        if not _is_texts(raw.get(key, [])):
+            raise FormatError(f"{key} of the layout are no list of strings")
+    if not isinstance(raw["axes"], list):
+        raise FormatError("axes of the layout are no list")
+    if not whole(raw["class_dim"]) or raw["class_dim"] > MAX_DIMS:
+        raise FormatError(f"class_dim of the layout is no whole number up to {MAX_DIMS}")
+
+
+def _is_texts(values: object) -> bool:
+    return isinstance(values, (list, ValuesView)) and all(isinstance(value, str) for value in values)
+
+
+def _axis(raw: Any) -> Axis:
+    known = {field.name for field in fields(Axis)}
+    if not isinstance(raw, dict) or not {"name", "size"} <= raw.keys() <= known:
+        raise FormatError(f"an axis of the layout has no name or no size, or more than {', '.join(sorted(known))}")
+    inner = raw.get("inner", [])
+    flags = [raw.get("fixed", False), raw.get("coupled", False)]
+    if not isinstance(raw["name"], str) or not _is_texts(inner) or not all(isinstance(flag, bool) for flag in flags):
+        raise FormatError("an axis of the layout has a name, an inner, a fixed or a coupled of another type")
+    size, least = raw["size"], raw.get("least", 1)
+    if not whole(size, 1) or size > MAX_AXIS_SIZE or not whole(least, 1) or least > size:
+        raise FormatError(
+            f"the axis {raw['name']!r} of the layout has no size from 1 to {MAX_AXIS_SIZE:,}, or no least"
+        )
+    return Axis(**{**raw, "inner": tuple(inner)})
+
+
+def _dims(name: str, text: str, count: int | None = None) -> Dims:
+    """Read the dimensions of a weight. `parse` recurses into parentheses, so that these are counted first."""
+    if text.count("(") > MAX_PARENTHESES:
+        raise FormatError(f"the dimensions of {name} have more than {MAX_PARENTHESES} parentheses")
+    try:
+        dims = parse(text)
+    except ValueError as error:
+        raise FormatError(f"the dimensions of {name} cannot be read: {error}") from error
+    if len(dims) > MAX_DIMS or (count is not None and len(dims) != count):
+        raise FormatError(f"{name} has {len(dims)} dimensions")
+    return dims
+
+
+def _check_names(layout: Layout) -> None:
+    """Refuse a layout that names axes or weights which it does not have."""
+    expressions = [(name, dim) for name, dims in layout.dims.items() for dim in dims]
+    for name, expr in (*expressions, *layout.attributes.items()):
+        if unknown := [axis for axis in axes_in(expr) if axis not in layout.axes]:
+            raise FormatError(f"{name} has the axis {unknown[0]!r}, which the layout does not list")
+    inner = [(axis.name, name) for axis in layout.axes.values() for name in axis.inner if name not in layout.axes]
+    if inner:
+        raise FormatError(
+            f"the axis {inner[0][0]!r} has the inner axis {inner[0][1]!r}, which the layout does not list"
+        )
+    weights = [*layout.ties.values()]
+    for names in (*layout.parts.values(), *layout.variants.values()):
+        weights += names
+    if unknown := [name for name in weights if name not in layout.dims]:
+        raise FormatError(
+            f"the layout has a tie, part or variant with the weight {unknown[0]!r}, which it does not list"
+        )

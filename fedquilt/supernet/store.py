@@ -6,8 +6,8 @@ checksum over all of it. Training checkpoints have the same format and another k
 
 from __future__ import annotations
 
-import hashlib
 import json
+import pickle
 from collections.abc import Mapping
 from dataclasses import asdict
 from dataclasses import fields as dataclass_fields
@@ -18,10 +18,11 @@ import torch
 from torch import Tensor
 
 from fedquilt.errors import ConfigError, RecordError
-from fedquilt.files import Blob, parse, read_header, why, write
+from fedquilt.files import Blob, why, write
 from fedquilt.supernet.elastic import Supernet
 from fedquilt.supernet.space import HEAD, Space
 from fedquilt.supernet.spaces import SPACES
+from fedquilt.tensor_files import TensorFile, check_finite
 
 FORMAT = "fedquilt-supernet"
 VERSION = 1
@@ -107,25 +108,30 @@ def import_weights(space: Space, path: str | Path) -> Supernet:
 
 
 def _read_weights(path: Path) -> dict[str, Tensor]:
-    try:
-        if path.suffix == ".safetensors":
-            from safetensors.torch import load_file
+    """Read tensors by name, and refuse those that are not finite."""
+    if path.suffix == ".safetensors":
+        with TensorFile.open(path) as file:
+            weights = file.tensors(torch.device("cpu"))
+    elif path.suffix in (".pt", ".pth"):
+        weights = _read_pickled(path)
+    else:
+        raise RecordError(f"{path} was given as weights; a .safetensors, .pt or .pth file would work.")
+    check_finite(weights, str(path))
+    return weights
 
-            return load_file(path)
-        if path.suffix in (".pt", ".pth"):
-            weights = torch.load(path, map_location="cpu", weights_only=True)
-            if not _is_state_dict(weights):
-                raise RecordError(f"{path} has no state dict: tensors by name are needed.")
-            return dict(weights)
+
+def _read_pickled(path: Path) -> dict[str, Tensor]:
+    """Read a state dict that `torch.save` wrote."""
+    try:
+        weights = torch.load(path, map_location="cpu", weights_only=True)
     except OSError as error:
         raise RecordError(f"{path} cannot be read: {why(error)}.") from error
-    except RecordError:
-        raise
-    except Exception as error:  # safetensors, zip and unpickling errors have no common class
-        raise RecordError(
-            f"{path} cannot be read as weights: {type(error).__name__}: {error}",
-        ) from error
-    raise RecordError(f"{path} was given as weights; a .safetensors, .pt or .pth file would work.")
+    except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
+        # UnpicklingError: objects other than tensors. RuntimeError: torch's reader of zip files.
+        raise RecordError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
+    if not _is_state_dict(weights):
+        raise RecordError(f"{path} has no state dict: tensors by name are needed.")
+    return dict(weights)
 
 
 def _is_state_dict(value: Any) -> bool:
@@ -152,16 +158,9 @@ def write_tensors(
         about: Further values that JSON can hold.
     """
     note = {"format": FORMAT, "version": VERSION, "kind": kind, "space": space_note(space), **about}
-    blob = Blob.of(tensors, note)
-    entries, note, _ = read_header(blob.head)
-    digest = _digest(entries, note)
-    chunks = blob.chunks()
-    next(chunks)  # the header, which the digest has as values
-    for chunk in chunks:
-        digest.update(chunk)
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        write(path, Blob.of(tensors, {**note, "sha256": digest.hexdigest()}).chunks())
+        write(path, Blob.sealed(tensors, note).chunks())
     except OSError as error:
         raise RecordError(f"{path} could not be written: {why(error)}.") from error
 
@@ -172,41 +171,26 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tenso
     Raises:
         RecordError: The file is truncated, damaged, of another version, or of another kind.
     """
-    try:
-        data = bytearray(path.read_bytes())
-    except OSError as error:
-        raise RecordError(f"{path} cannot be read: {why(error)}.") from error
-    try:
-        entries, note, begin = read_header(data)
-        found, version, checksum = note["format"], note["version"], note.pop("sha256")
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise RecordError(
-            f"{path} is no supernet file, or is damaged at its beginning. "
-            "`fedquilt supernet train` and `import` write such files.",
-        ) from error
-    if found != FORMAT or version != VERSION:
-        raise RecordError(
-            f"{path} is a file of format {found!r}, version {version!r}; this fedquilt reads "
-            f"{FORMAT!r}, version {VERSION}. Train or import the supernet again.",
-        )
-    digest = _digest(entries, note)
-    digest.update(memoryview(data)[begin:])
-    if digest.hexdigest() != checksum:
-        raise RecordError(
-            f"{path} is truncated or damaged: its checksum differs from the one that was written. "
-            "Copy it again, or train again.",
-        )
+    with TensorFile.open(path) as file:
+        note = file.note
+        if not isinstance(note, dict) or not {"format", "version", "kind", "space"} <= note.keys():
+            raise RecordError(
+                f"{path} is no supernet file. `fedquilt supernet train` and `import` write such files.",
+            )
+        found, version = note["format"], note["version"]
+        if found != FORMAT or version != VERSION:
+            raise RecordError(
+                f"{path} is a file of format {found!r}, version {version!r}; this fedquilt reads "
+                f"{FORMAT!r}, version {VERSION}. Train or import the supernet again.",
+            )
+        tensors = file.tensors(torch.device("cpu"), sealed=True)
     if note["kind"] != kind:
         is_checkpoint = note["kind"] == "training"
         remedy = "continue it with --resume" if is_checkpoint else "give its checkpoint"
         raise RecordError(
             f"{path} is a file of kind {note['kind']!r} instead of {kind!r}; {remedy}.",
         )
-    return note, parse(data, torch.device("cpu"))[0]
-
-
-def _digest(entries: Mapping[str, Any], note: Mapping[str, Any]) -> Any:
-    return hashlib.sha256(json.dumps([entries, note], sort_keys=True).encode())
+    return note, tensors
 
 
 def space_note(space: Space) -> dict[str, Any]:

@@ -211,9 +211,9 @@ def test_what_torch_cannot_record_is_told(make_data, tmp_path):
 
 def test_files_that_are_no_models_are_refused(family, play, make_data, tmp_path):
     (tmp_path / "text").write_text("no model at all")
-    with pytest.raises(RecordError, match="no safetensors file which fedquilt wrote"):
+    with pytest.raises(RecordError, match=r"cannot be read as safetensors: its "):
         fq.load_model(tmp_path / "text", net)
-    with pytest.raises(RecordError, match="it cannot be read: No such file"):
+    with pytest.raises(RecordError, match="nothing cannot be read: No such file"):
         fq.load_model(tmp_path / "nothing", net)
     run = play(HeteroFL(), family, make_data(family, (9, 8)), rounds=1, out=tmp_path / "run")
     with pytest.raises(RecordError, match=r"do not say which nets.*fedquilt\.load"):
@@ -221,7 +221,7 @@ def test_files_that_are_no_models_are_refused(family, play, make_data, tmp_path)
     run.export(tmp_path / "model.safetensors", HALF)
     whole = (tmp_path / "model.safetensors").read_bytes()
     (tmp_path / "half").write_bytes(whole[: len(whole) // 2])
-    with pytest.raises(RecordError, match="no safetensors file which fedquilt wrote"):
+    with pytest.raises(RecordError, match=r"cannot be read as safetensors: its "):
         fq.load_model(tmp_path / "half", net)
     with pytest.raises(ConfigError, match=r"was cut from a Sequential; the factory made another Linear.*\n.*0.weight"):
         fq.load_model(tmp_path / "model.safetensors", lambda: nn.Linear(3, 4))

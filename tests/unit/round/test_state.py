@@ -15,7 +15,7 @@ from fedquilt.engines import Vectorised
 from fedquilt.errors import ConfigError, TrainingError
 from fedquilt.family.cut import prefix
 from fedquilt.family.net import Pass
-from fedquilt.files import Blob, parse_state
+from fedquilt.files import Blob
 from fedquilt.methods import FedAvg, HeteroFL
 from fedquilt.round.link import Trip
 from fedquilt.round.merge import ExtrasMean, Fold, Mean, ServerMomentum, Stateful, Sum, as_weights
@@ -24,6 +24,7 @@ from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import TaskLoss, View
 from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
 from fedquilt.round.training.state import Left, MethodState, Trained
+from fedquilt.tensor_files import TensorFile, read_state
 from fedquilt.terms import Client, Job, Memory, Payload, Server, Update
 from tests.conftest import assert_same
 from tests.engines.test_links import LINKS
@@ -155,7 +156,8 @@ def test_state_of_all_kinds_survives_a_stop(link, perceptron, public_data, tmp_p
 
 def test_files_without_extras_are_read():
     blob = Blob.of({"weights/a": torch.ones(2)}, {"round": 3, "slots": []})
-    state = parse_state(bytearray(b"".join(bytes(chunk) for chunk in blob.chunks())), CPU)
+    data = b"".join(bytes(chunk) for chunk in blob.chunks())
+    state = read_state(TensorFile.of(data, "a state"), CPU)
     assert (list(state.weights), state.slots, state.extras) == (["a"], {}, {})
 
 
