@@ -328,7 +328,7 @@ def _read_weights(file: str, max_bytes: int) -> dict[str, Tensor]:
     if Path(file).is_dir():
         return dict(load(file).weights)
     with TensorFile.open(file, max_bytes) as opened:
-        return opened.tensors(torch.device("cpu"))
+        return opened.tensors(torch.device("cpu"), sealed=opened.is_sealed)
 
 
 def _unfit_dtype(value: Tensor, dtype: torch.dtype) -> str:

@@ -114,7 +114,7 @@ def check_note(note: Note) -> None:
         raise FormatError("input_shape of its note is no list of whole numbers above 0")
     if math.prod(shape) > MAX_INPUT_VALUES:
         raise FormatError(f"a sample of shape {shape} has more than {MAX_INPUT_VALUES:,} values")
-    if note.get("input_dtype") not in _INPUT_DTYPES:
+    if note.get("input_dtype") not in list(_INPUT_DTYPES):  # A dictionary would hash what may be a list.
         raise FormatError(f"input_dtype of its note is none of {', '.join(_INPUT_DTYPES)}")
     if note.get("robustness") is not None and not _is_number(note["robustness"]):
         raise FormatError("robustness of its note is no number")
@@ -150,7 +150,7 @@ def _check_plan(note: Note) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
 
 
 def _example_bytes(note: Note) -> int:

@@ -255,6 +255,12 @@ class TensorFile:
         return {key: value for key, value in note.items() if key != SEAL} if isinstance(note, dict) else note
 
     @property
+    def is_sealed(self) -> bool:
+        """Return True if the file has a checksum. Files that others wrote have none."""
+        with self._blame():
+            return NOTE in self.header.metadata and self._seal is not None
+
+    @property
     def _seal(self) -> object:
         note = self.header.note
         return note.get(SEAL) if isinstance(note, dict) else None

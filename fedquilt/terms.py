@@ -94,7 +94,7 @@ def _check_note(note: object) -> None:
         raise FormatError("the kind or the scope of a sub-model is not text")
 
 
-def _is_runs(runs: object) -> bool:
+def _is_runs(runs: Any) -> bool:
     return _is_pairs(runs) and all(whole(start) and whole(stop, start) for start, stop in runs)
 
 

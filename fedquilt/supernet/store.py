@@ -111,7 +111,7 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     """Read tensors by name, and refuse those that are not finite."""
     if path.suffix == ".safetensors":
         with TensorFile.open(path) as file:
-            weights = file.tensors(torch.device("cpu"))
+            weights = file.tensors(torch.device("cpu"), sealed=file.is_sealed)
     elif path.suffix in (".pt", ".pth"):
         weights = _read_pickled(path)
     else:
