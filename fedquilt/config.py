@@ -118,13 +118,14 @@ class Model(Choice):
         names = (DEMO["model"]["name"], "mlp")
         return Model(next((name for name in names if MODELS[name].takes(data.example[0])), names[0]))
 
-    def trace(self, data: Pool, init: str = "", task: Task | None = None) -> Family:
+    def trace(self, data: Pool, init: str = "", task: Task | None = None, max_bytes: int = 0) -> Family:
         """Trace the model for data. Numbers of outputs and sizes that nobody set are those of the data.
 
         Args:
             data: Samples that the model is for.
             init: Weights to start from, as `load_weights` takes them. Empty: those of the seed.
             task: Task that was asked for. None: what the data says of its targets.
+            max_bytes: Bytes that the weights may take in memory. 0: half of the free memory.
         """
         offers = offered(data, task)
 
@@ -135,7 +136,7 @@ class Model(Choice):
             elif self.conditioned:
                 made = fq.conditioned(made)
             if init:
-                load_weights(made, init)
+                load_weights(made, init, max_bytes)
             return made
 
         try:
@@ -153,7 +154,7 @@ class Model(Choice):
             ) from error
 
 
-def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | None = None) -> Family:
+def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | None = None, max_bytes: int = 0) -> Family:
     """Trace a model for data, or several as a union whose nets have the models' names.
 
     Args:
@@ -161,9 +162,10 @@ def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | Non
         data: Samples that they are for.
         init: Weights to start from. Several models start from those of the seed.
         task: Task that was asked for. None: what the data says of its targets.
+        max_bytes: Bytes that the weights may take in memory. 0: half of the free memory.
     """
     if len(models) == 1:
-        return models[0].trace(data, init, task)
+        return models[0].trace(data, init, task, max_bytes)
     if init:
         raise ConfigError(
             f"init = {init!r} was asked for with {len(models)} models; weights of one model can be loaded. Leave init "
@@ -237,8 +239,10 @@ class Source(Choice):
 
     partition: Partition | None = None  # None: to the clients the data itself names, else evenly
     validation: float = 0.0  # Share of every client's training samples that is held back for validation. 0: none
+    max_bytes: int = 0  # Bytes that files of data or of initial weights may take in memory. 0: half of what is free
 
     what: ClassVar[str] = "data set"
+    offers: ClassVar[frozenset[str]] = frozenset({"max_bytes"})
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:
@@ -246,7 +250,7 @@ class Source(Choice):
         return found
 
     def __post_init__(self) -> None:
-        within(self, validation="[0, 1)")
+        within(self, validation="[0, 1)", max_bytes="[0, inf)")
 
     def deal(self, num_clients: int | None, seed: int) -> tuple[FederatedData, Partition | None]:
         """Load the data and deal it to clients, and say how; None: a file of the user's own has dealt it already.
@@ -257,7 +261,7 @@ class Source(Choice):
         return data.with_validation(self.validation), partition
 
     def _dealt(self, num_clients: int | None, seed: int) -> tuple[FederatedData, Partition | None]:
-        found = self.make(Pool)
+        found = self.make(Pool, {"max_bytes": self.max_bytes})
         if isinstance(found, FederatedData):
             if self.partition is not None:
                 raise ConfigError(
@@ -450,7 +454,7 @@ class Experiment:
             fleet = self.fleet.fleet(data.num_clients, self.seed)
             precision = self.engine.precision
             return searched(models[0], data, fleet, self.method, self.seed, precision), fleet
-        family = traced(models, data, self.init, self.task)
+        family = traced(models, data, self.init, self.task, self.data.max_bytes)
         return family, self.fleet.fleet(data.num_clients, self.seed, family)
 
     def prepare(self, ground: Ground | None = None) -> Run:

@@ -362,24 +362,34 @@ def read_state(file: TensorFile, device: torch.device) -> State:
 # --- memory -----------------------------------------------------------------------------------------------------
 
 
+def memory_limit(max_bytes: int = 0) -> int:
+    """Return how many bytes the contents of files may take in memory.
+
+    Args:
+        max_bytes: Bytes that were allowed. 0: half of the free memory, if that can be found out.
+    """
+    from fedquilt.probe import free_memory
+
+    if max_bytes:
+        return max_bytes
+    try:
+        return free_memory() // 2
+    except ConfigError:
+        return NO_LIMIT
+
+
 def too_large(size: int, max_bytes: int = 0) -> str:
     """Return what is wrong with reading so many bytes into memory, or nothing.
 
     Args:
         size: Bytes that the contents of a file take in memory.
-        max_bytes: Bytes that they may take. 0: half of the free memory, if that can be found out.
+        max_bytes: Bytes that they may take. 0: half of the free memory.
     """
-    from fedquilt.probe import free_memory
-
-    if max_bytes:
-        limit = max_bytes
-        bound = f"max_bytes allows {max_bytes:,}"
-    else:
-        try:
-            limit = free_memory() // 2
-        except ConfigError:
-            return ""
-        bound = f"half of the free memory is {limit:,}"
+    limit = memory_limit(max_bytes)
     if size <= limit:
         return ""
-    return f"it takes {size:,} bytes in memory, and {bound}. --max-bytes {size} (max_bytes={size} in Python) reads it."
+    bound = "max_bytes allows" if max_bytes else "half of the free memory is"
+    return (
+        f"it takes {size:,} bytes in memory, and {bound} {limit:,}. --max-bytes {size} (max_bytes={size} in Python) "
+        "reads it."
+    )

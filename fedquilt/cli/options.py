@@ -70,6 +70,7 @@ FLAGS = {
     "clients": "fleet.clients",
     "cohort": "fleet.sample",
     "labels": "data.partition",
+    "max_bytes": "data.max_bytes",
     "lr": "method.local.optimiser.lr",
     "batch_size": "method.local.batch_size",
     "epochs": "method.local.epochs",
@@ -137,6 +138,7 @@ class DataOptions:
     data: Text = None  # a name of `fedquilt list data`, a file or folder, hub:owner/name, or file.py:factory
     clients: Whole = None  # how many; as many as the data has of its own, else 20, if not given
     labels: Whole = None  # classes a client holds
+    max_bytes: Whole = None  # bytes that files of data or weights may take in memory; half of what is free if not given
     seed: Whole = None
     assign: Assignments = ()  # any setting by its path, such as method.shift=2; may be given again
 

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 
 Samples = tuple[Array, Array] | Dataset[Any]  # (inputs, targets), or a Dataset of such pairs
 IGNORED = -100  # a target that counts neither in the loss nor in the accuracy: padding
+MAX_CLASSES = 2**20  # Classes of a data set; a larger number is a label that is none
 Normalise = Literal["auto", "channel", "none"]
 
 _ONE = "one array or tensor of all samples is wanted"
@@ -630,6 +631,11 @@ def _num_classes(name: str, targets: Tensor, test_targets: Tensor, announced: in
         raise DataError(f"{name}: no target counts, because all are {IGNORED}. Give at least one class from 0 on.")
     if 0 < announced <= top:
         raise DataError(f"{name}: there is a target {top}; {announced} classes were announced.")
+    if max(announced, top + 1) > MAX_CLASSES:
+        raise DataError(
+            f"{name}: a target is {top}, which would make {max(announced, top + 1):,} classes; at most "
+            f"{MAX_CLASSES:,} fit. Number the classes from 0 on without gaps, or give their names."
+        )
     return announced or top + 1
 
 

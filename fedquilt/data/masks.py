@@ -18,14 +18,16 @@ from fedquilt.checks import File, whole
 from fedquilt.data import nifti, padding
 from fedquilt.data.federated import IGNORED, Pool
 from fedquilt.data.padding import NormaliseEach, told
-from fedquilt.data.pictures import SUFFIXES, open_image
+from fedquilt.data.pictures import SUFFIXES, image_size, open_image
 from fedquilt.errors import ConfigError, DataError
+from fedquilt.tensor_files import memory_limit, too_large
 
 # Folders of images and masks. The second layout is the Medical Segmentation Decathlon's.
 LAYOUTS = (("images", "masks"), ("imagesTr", "labelsTr"))
 LOSSY = (".jpeg", ".jpg")  # They change values, so that a mask would have other classes.
 MASK_MODES = ("1", "L", "P", "I", "I;16")  # Pillow's modes with one number a pixel.
 DEEP_MODES = ("I", "I;16", "F")  # Pillow's modes with more than 8 bits a pixel.
+MASK_BYTES = 8  # Bytes of a class, which is int64
 TOP_LABEL = 254  # Largest class in a file. 255 is usually white, or marks what does not count.
 
 Files = tuple[Path, Path]  # An image and its mask.
@@ -56,6 +58,7 @@ def masks(
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalise.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
+    max_bytes: int = 0,  # Bytes that all samples may take in memory. 0: half of the free memory.
 ) -> Pool:
     """Images or volumes with masks in a folder: images/a.png and masks/a.png, or a.nii.gz in both.
 
@@ -68,7 +71,19 @@ def masks(
     parts = [_paired(images, marked, domains) for images, marked in mask_folders(root)]
     files = list(chain.from_iterable(parts))
     read, is_volume = _reader(files[0][0], size, grey, canonical)
-    pairs = [_numbered(read(*names), labels, ignored, names[1]) for names in files]
+    if not is_volume:
+        _check_pictures(root, files, size, grey, max_bytes)
+    limit = memory_limit(max_bytes)
+    pairs: list[Pair] = []
+    taken = 0
+    for names in files:
+        pairs.append(_numbered(read(*names), labels, ignored, names[1]))
+        taken += pairs[-1].image.nbytes + pairs[-1].mask.nbytes
+        if taken > limit:
+            raise DataError(
+                f"{root} is not read: its samples up to {names[0]}, {len(pairs)} of {len(files)}, take {taken:,} bytes "
+                f"in memory, and {limit:,} are allowed. --max-bytes (max_bytes=… in Python) allows more."
+            )
     _check_alike(files, pairs)
 
     if is_volume and normalise == "auto" and not mean:
@@ -167,6 +182,17 @@ def _by_stem(folder: Path) -> dict[str, Path]:
             raise DataError(f"{by_stem[stem]} and {file} have the same name up to the ending; remove one of them.")
         by_stem[stem] = file
     return by_stem
+
+
+def _check_pictures(root: Path, files: list[Files], size: int, grey: bool, max_bytes: int) -> None:
+    """Refuse pictures that take too much memory, by their headers."""
+    total = 0
+    for image_file, _ in files:
+        if not _is_volume(image_file):
+            width, height = (size, size) if size else image_size(image_file)
+            total += width * height * ((1 if grey else 3) + MASK_BYTES)
+    if problem := too_large(total, max_bytes):
+        raise DataError(f"{root} has {len(files):,} pictures with masks and is not read: {problem}")
 
 
 def _is_volume(file: Path) -> bool:

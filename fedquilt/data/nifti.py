@@ -115,12 +115,18 @@ def _parsed(file: Path, content: bytes) -> Nifti1Image:
 
 @contextmanager
 def _refused(file: Path) -> Iterator[None]:
-    """Raise whatever goes wrong inside as a `DataError` that names the file.
+    """Raise what nibabel says of a broken header as a `DataError` that names the file.
 
-    For broken headers nibabel raises errors of many classes that have no base in common.
+    Its errors have no base in common. KeyError: an unknown code. OverflowError: an offset or a side without bounds.
     """
+    from nibabel.filebasedimages import ImageFileError
+    from nibabel.orientations import OrientationError
+    from nibabel.spatialimages import HeaderDataError
+    from nibabel.wrapstruct import WrapStructError
+
+    broken = (ImageFileError, HeaderDataError, OrientationError, WrapStructError)
     try:
         with np.errstate(all="ignore"):  # Values that are not finite are refused below.
             yield
-    except Exception as error:
+    except (*broken, OSError, ValueError, TypeError, KeyError, OverflowError) as error:
         raise DataError(f"{file} cannot be read as a NIfTI volume: {said(error)}") from error

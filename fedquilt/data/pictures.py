@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import warnings
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -12,10 +15,12 @@ import torch
 from fedquilt.checks import File
 from fedquilt.data.federated import Normalise, Pool, Scale
 from fedquilt.errors import ConfigError, DataError
+from fedquilt.tensor_files import too_large
 
 if TYPE_CHECKING:
     from PIL.Image import Image
 
+MAX_PIXEL_BYTES = 4  # Bytes of a pixel in Pillow's largest modes
 SUFFIXES = (".bmp", ".jpeg", ".jpg", ".png", ".webp")
 
 
@@ -28,6 +33,7 @@ def images(
     mean: tuple[float, ...] = (),
     std: tuple[float, ...] = (),
     public: float = 0.0,
+    max_bytes: int = 0,  # Bytes that all images may take in memory. 0: half of the free memory.
 ) -> Pool:
     """A folder of images: train/CLASS/… and test/CLASS/…, or CLASS/… alone, of which a fifth is held out.
 
@@ -39,9 +45,13 @@ def images(
     sets = [_files(folder, domains) for folder in folders if folder.is_dir()]
     classes = sorted({file.parent.name for files in sets for file in files})
     homes = sorted({file.parent.parent.name for files in sets for file in files}) if domains else []
-    with open_image(sets[0][0]) as first:
-        shape = (size, size) if size else (first.height, first.width)
-    inputs = [stacked(map(open_image, files), list(map(str, files)), shape, grey, bool(size)) for files in sets]
+    width, height = image_size(sets[0][0])
+    shape = (size, size) if size else (height, width)
+    count = sum(map(len, sets))
+    if problem := too_large(count * shape[0] * shape[1] * (1 if grey else 3), max_bytes):
+        raise DataError(f"{root} has {count:,} images of {shape[0]}×{shape[1]} pixels and is not read: {problem}")
+    opened = partial(open_image, max_bytes=max_bytes)
+    inputs = [stacked(map(opened, files), list(map(str, files)), shape, grey, bool(size)) for files in sets]
     targets = [np.array([classes.index(file.parent.name) for file in files]) for files in sets]
     places = [np.array([homes.index(file.parent.parent.name) for file in files]) for files in sets] if domains else []
     return Pool.of(
@@ -87,20 +97,54 @@ def _files(folder: Path, domains: bool) -> list[Path]:
     return files
 
 
-def open_image(file: Path) -> Image:
-    """Read an image, and refuse a file that is none.
+def image_size(file: Path) -> tuple[int, int]:
+    """Return width and height of an image by its header, without reading its pixels.
 
     Raises:
         ConfigError: Pillow is not installed.
-        DataError: The file cannot be read, or has so many pixels that Pillow refuses it.
+        DataError: The file is no image.
     """
+    with _refused(file), _header_of(file) as image:
+        return image.size
+
+
+def open_image(file: Path, max_bytes: int = 0) -> Image:
+    """Read an image, and refuse a file that is none.
+
+    Args:
+        file: The file.
+        max_bytes: Bytes that its pixels may take. 0: half of the free memory.
+
+    Raises:
+        ConfigError: Pillow is not installed.
+        DataError: The file cannot be read, or has too many pixels.
+    """
+    with _refused(file), _header_of(file) as image:  # which closes the file and keeps the pixels
+        size = image.width * image.height * MAX_PIXEL_BYTES
+        if problem := too_large(size, max_bytes):
+            raise DataError(f"{file} has {image.height}×{image.width} pixels and is not read: {problem}")
+        image.load()  # a file that breaks off says so only now
+    return image
+
+
+def _header_of(file: Path) -> Image:
+    """Open an image. Its size is compared with the memory later, which is why Pillow's own bound is a warning less."""
+    from PIL import Image
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", Image.DecompressionBombWarning)
+        return Image.open(file)
+
+
+@contextmanager
+def _refused(file: Path) -> Iterator[None]:
+    """Raise what Pillow says of a file that is no image, or a broken one, as a `DataError` that names it."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
         raise ConfigError("images need Pillow, which is not installed: pip install 'fedquilt[images]'.") from error
     try:
-        with Image.open(file) as image:  # which closes the file and keeps the pixels
-            image.load()  # a file that breaks off says so only now
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError) as error:
+        yield
+    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError, EOFError) as error:
+        # SyntaxError: a broken chunk of a PNG. OSError and EOFError: it breaks off. ValueError: a broken header.
         raise DataError(f"{file} cannot be read as an image: {error}.") from error
-    return image

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import zipfile
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
@@ -15,6 +14,7 @@ from torch import Tensor
 
 from fedquilt.checks import File
 from fedquilt.data import padding
+from fedquilt.data.arrays import array_names, read_arrays
 from fedquilt.data.federated import Pool, Scale, coded, fifth
 from fedquilt.data.generated import generated
 from fedquilt.data.huggingface import hub
@@ -83,13 +83,14 @@ def npz(
     domains: tuple[str, ...] = (),  # Names of the domains to keep, numbered in this order. Empty: all.
     public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
     multiple_of: int = 1,  # Pad samples with masks to sides that are multiples of it. 1: no effect.
+    max_bytes: int = 0,  # Bytes that the arrays may take in memory. 0: half of the free memory.
 ) -> Pool:
     """Arrays in an .npz file: `x_train`, `y_train`, and what else there is of `x_test`, `y_test`, `client_train` …
 
     Without a test part they may be `x` and `y`. Targets in the shape of images or volumes are
     masks. `shapes_train` has the true shapes of samples that were padded.
     """
-    arrays = _in_parts(_arrays(path))
+    arrays = _in_parts(read_arrays(path, max_bytes))
     if missing := [key for key in ("x_train", "y_train") if key not in arrays]:
         raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
     if ("x_test" in arrays) != ("y_test" in arrays):
@@ -145,30 +146,13 @@ def source(spec: str) -> Callable[..., Pool]:
     if path.is_dir():
         return partial(masks if is_mask_folder(path) else images, spec)
     if path.suffix == ".npz":
-        return partial(text if "text" in _keys(spec) else npz, spec)
+        return partial(text if "text" in array_names(spec) else npz, spec)
     if path.suffix in (".txt", ".json"):
         return partial(text, spec)
     raise DataError(f"the data {spec!r} was asked for; .npz, .txt, .json, a folder of images and hub:owner/name fit.")
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------
-
-
-def _keys(path: str) -> list[str]:
-    """The names of a file's arrays, without reading them."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            return [name.removesuffix(".npy") for name in archive.namelist()]
-    except (OSError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read as an .npz file: {error}.") from error
-
-
-def _arrays(path: str) -> dict[str, np.ndarray]:
-    try:
-        with np.load(path, allow_pickle=False) as file:
-            return {key: file[key] for key in file}
-    except (OSError, ValueError, AttributeError, TypeError, zipfile.BadZipFile, EOFError) as error:
-        raise DataError(f"{path} cannot be read as an .npz file: {error}.") from error
 
 
 def _in_parts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:

@@ -9,9 +9,8 @@ from __future__ import annotations
 
 import json
 import re
-import zipfile
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,8 +20,10 @@ import torch
 from torch import Tensor
 
 from fedquilt.checks import File
+from fedquilt.data.arrays import read_arrays
 from fedquilt.data.federated import IGNORED, Pool, held_out
 from fedquilt.errors import ConfigError, DataError
+from fedquilt.tensor_files import too_large
 
 PAD, OOV, BOS, EOS = range(4)
 SPECIAL = ("<pad>", "<oov>", "<bos>", "<eos>")
@@ -45,13 +46,15 @@ def text(
     long: Cut = "split",
     lower: bool = True,
     count_special: bool = True,
+    max_bytes: int = 0,  # Bytes that the file may take in memory. 0: half of the free memory.
 ) -> Pool:
     """Next-word prediction on a .txt, .json or .npz file; a fifth of every user's texts is held out for testing.
 
     `vocabulary` words and four special tokens are the classes. A text longer than `length` is split into several
     samples, or truncated.
     """
-    return predict_words(_read(Path(path)), None, Path(path).stem, vocabulary, length, long, lower, count_special)
+    texts = _read(Path(path), max_bytes)
+    return predict_words(texts, None, Path(path).stem, vocabulary, length, long, lower, count_special)
 
 
 def predict_words(
@@ -129,43 +132,96 @@ def _windows(
 # --- files ------------------------------------------------------------------------------------------------------
 
 
-def _read(path: Path) -> Texts:
-    try:
-        if path.suffix == ".npz":
-            texts = _from_npz(path)
-        elif path.suffix == ".json":
-            texts = _from_json(path, json.loads(path.read_text(encoding="utf-8")))
-        else:
-            texts = Texts([line for line in path.read_text(encoding="utf-8").splitlines() if line.strip()], None)
-    except (OSError, ValueError, KeyError, zipfile.BadZipFile) as error:
-        raise DataError(f"{path} cannot be read as text: {error}.") from error
+def _read(path: Path, max_bytes: int) -> Texts:
+    if path.suffix == ".npz":
+        texts = _from_npz(path, read_arrays(path, max_bytes))
+    elif path.suffix == ".json":
+        texts = _from_json(path, _json(path, _content(path, max_bytes)))
+    else:
+        lines = _decoded(path, _content(path, max_bytes)).splitlines()
+        texts = Texts([line for line in lines if line.strip()], None)
     if not texts.lines:
         raise DataError(f"{path} has no text in it.")
     return texts
 
 
-def _from_npz(path: Path) -> Texts:
-    """`text`: UTF-8 bytes, one text a line, user after user; `start`: where each user's begin."""
-    with np.load(path, allow_pickle=False) as file:
-        whole, starts = file["text"].tobytes(), file["start"].tolist()
-        names = file["users"].tolist() if "users" in file else [str(user) for user in range(len(starts))]
-    lines, users = [], []
-    for name, first, last in zip(names, starts, [*starts[1:], len(whole)], strict=True):
-        own = [line for line in whole[first:last].decode().splitlines() if line.strip()]
+def _content(path: Path, max_bytes: int) -> bytes:
+    try:
+        if problem := too_large(path.stat().st_size, max_bytes):
+            raise DataError(f"{path} is not read: {problem}")
+        return path.read_bytes()
+    except OSError as error:
+        raise DataError(f"{path} cannot be read as text: {error.strerror or error}.") from error
+
+
+def _decoded(path: Path, content: bytes, place: str = "") -> str:
+    """Return bytes as text, or say which line is none; `place` names a part of a file."""
+    try:
+        return content.decode()
+    except UnicodeDecodeError as error:
+        line = content.count(b"\n", 0, error.start) + 1
+        raise DataError(
+            f"{path} cannot be read as text: line {line}{place} is not UTF-8, because of the byte "
+            f"{content[error.start]:#x} at {error.start:,}. Save the file as UTF-8."
+        ) from error
+
+
+def _json(path: Path, content: bytes) -> Any:
+    try:
+        return json.loads(_decoded(path, content))
+    except RecursionError as error:
+        raise DataError(f"{path} cannot be read as text: its JSON nests too deeply.") from error
+    except ValueError as error:  # JSONDecodeError, with line and column, or a number of more than 4,300 digits
+        raise DataError(f"{path} cannot be read as text: it is no JSON: {error}.") from error
+
+
+def _from_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> Texts:
+    """Read `text`, UTF-8 bytes with one text a line, user after user, and `start`, where each user's begin."""
+    if missing := [key for key in ("text", "start") if key not in arrays]:
+        raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
+    text_, start = arrays["text"], arrays["start"]
+    if text_.dtype != np.uint8 or text_.ndim != 1:
+        raise DataError(
+            f"{path}: the array 'text' is {text_.dtype} of shape {text_.shape}; bytes (uint8) in a row fit."
+        )
+    if start.dtype.kind not in "ui" or start.ndim != 1:
+        raise DataError(
+            f"{path}: the array 'start' is {start.dtype} of shape {start.shape}; whole numbers in a row fit."
+        )
+    ends = [*start.tolist()[1:], len(text_)]
+    for user, (first, last) in enumerate(zip(start.tolist(), ends, strict=True)):
+        if not 0 <= first <= last <= len(text_):
+            raise DataError(
+                f"{path}: the text of user {user} goes from byte {first} to {last} by the array 'start'; it must lie "
+                f"in the {len(text_):,} bytes of 'text', one user after another."
+            )
+    names = arrays.get("users", np.arange(len(start)).astype(str))
+    if names.dtype.kind != "U" or names.shape != start.shape:
+        raise DataError(f"{path}: the array 'users' is {names.dtype} of shape {names.shape}; {len(start)} names fit.")
+
+    lines: list[str] = []
+    users: list[str] = []
+    for name, first, last in zip(names.tolist(), start.tolist(), ends, strict=True):
+        decoded = _decoded(path, text_[first:last].tobytes(), f" of user {name!r}")
+        own = [line for line in decoded.splitlines() if line.strip()]
         lines += own
         users += [name] * len(own)
     return Texts(lines, users)
 
 
 def _from_json(path: Path, found: Any) -> Texts:
-    """{user: [text, …]}, or [{"client": user, "text": text}, …]."""
+    """Read {user: [text, …]}, or [{"client": user, "text": text}, …]."""
     if isinstance(found, dict) and all(isinstance(own, list) for own in found.values()):
         pairs = [(user, one) for user, own in found.items() for one in own]
     elif isinstance(found, list) and all(isinstance(one, dict) and {"client", "text"} <= one.keys() for one in found):
         pairs = [(str(one["client"]), one["text"]) for one in found]
     else:
         pairs = [("", None)]
-    if not all(isinstance(one, str) for _, one in pairs):
-        raise DataError(f'{path} is neither {{user: [text, …]}} nor [{{"client": user, "text": text}}, …].')
+    wrong = [place for place, (_, one) in enumerate(pairs) if not isinstance(one, str)]
+    if wrong:
+        raise DataError(
+            f'{path} is neither {{user: [text, …]}} nor [{{"client": user, "text": text}}, …]: entry {wrong[0]} is no '
+            "text."
+        )
     pairs = [(user, one) for user, one in pairs if one.strip()]
     return Texts([one for _, one in pairs], [user for user, _ in pairs])

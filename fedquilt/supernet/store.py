@@ -190,6 +190,13 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tenso
         raise RecordError(
             f"{path} is a file of kind {note['kind']!r} instead of {kind!r}; {remedy}.",
         )
+    space = note["space"]
+    if (
+        not isinstance(space, dict)
+        or not isinstance(space.get("name"), str)
+        or not isinstance(space.get("fields"), dict)
+    ):
+        raise RecordError(f"{path} does not say which space it is of: a name and fields are needed.")
     return note, tensors
 
 

@@ -329,6 +329,12 @@ def test_files_that_are_no_supernets_are_refused(tmp_path):
     other.write_bytes(b"".join(bytes(chunk) for chunk in Blob.of({"a": torch.zeros(2)}, [1]).chunks()))
     with pytest.raises(RecordError, match="is no supernet file"):
         load_supernet(other)
+    note = {"format": "fedquilt-supernet", "version": 1, "kind": "supernet"}
+    for space in (3, {}, {"name": 3, "fields": {}}, {"name": "tiny", "fields": []}):
+        blob = Blob.sealed({"a": torch.zeros(2)}, {**note, "space": space})
+        other.write_bytes(b"".join(bytes(chunk) for chunk in blob.chunks()))
+        with pytest.raises(RecordError, match="does not say which space it is of"):
+            load_supernet(other)
     other.write_text(json.dumps({"a": 1}))
     with pytest.raises(RecordError, match="cannot be read as safetensors: its header should have"):
         load_supernet(other)
