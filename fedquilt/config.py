@@ -310,7 +310,7 @@ def load_weights(module: nn.Module, file: str, max_bytes: int = 0, allow_nan: bo
         if not allow_nan:
             check_finite(found, file)
     except RecordError as error:
-        raise ConfigError(f"init = {file!r} was asked for; {error}") from error
+        raise ConfigError(f"init = {file!r} was asked for: {error}") from error
     needed, buffers = dict(module.named_parameters()), dict(module.named_buffers())
     held = {**buffers, **dict(module.named_parameters(remove_duplicate=False))}
     wrong = [f"{name} is not in the file" for name in needed if name not in found]

@@ -163,8 +163,8 @@ def export_sizes(
         model = model.float()
     batches, compared = _samples(run, [size for size in BATCHES if size > 1 or norms_of(run, norms, client).stores])
     data = b"".join(model.blob().chunks())
-    file = TensorFile.of(data, str(path))
-    again = CustomisableModel.restored(family, file.tensors(torch.device("cpu"), sealed=True), file.note)
+    written = TensorFile.of(data, str(path))
+    again = CustomisableModel.restored(family, written.tensors(torch.device("cpu"), sealed=True), written.note)
     most = {share: _difference(model.set(share), again.set(share), batches, kind) for share in model.shares}
     size, found = _written(path, data), []
     for share, difference in most.items():

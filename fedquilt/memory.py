@@ -23,7 +23,6 @@ from weakref import finalize
 
 import torch
 
-from fedquilt.checks import whole
 from fedquilt.errors import RecordError
 from fedquilt.files import Blob, Written, header, settled, why, write
 from fedquilt.names import said
@@ -361,10 +360,10 @@ def encode(memory: Memory) -> Blob:
 def decode(data: bytearray, device: torch.device) -> Memory:
     """What `encode` wrote."""
     state = read_state(TensorFile.of(data, "the memory of a client"), device)
-    submodel, steps, last = (state.note.get(key) for key in ("submodel", "steps", "round"))
-    if not isinstance(submodel, str) or not whole(steps):
+    submodel, steps = state.note.get("submodel"), state.note.get("steps")
+    last = state.note.get("round", -1)  # Earlier versions did not write it.
+    if not isinstance(submodel, str) or not isinstance(steps, int) or not isinstance(last, int):
         raise RecordError("the memory of a client does not say of which sub-model it is, and after how many steps.")
-    last = -1 if last is None else last  # Earlier versions did not write it.
     return Memory(_submodel(submodel), state.weights, state.slots, steps, last, state.extras)
 
 

@@ -7,11 +7,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
 
 import fedquilt as fq
+from fedquilt.cli.options import Options
 from fedquilt.config import (
     DEMO,
     Experiment,
@@ -29,7 +31,7 @@ from fedquilt.config import (
     read_toml,
 )
 from fedquilt.data import Domains, Iid, Labels, Natural, Partition, Pool
-from fedquilt.errors import ConfigError
+from fedquilt.errors import ConfigError, DataError
 from fedquilt.fleets import Uniform
 from fedquilt.methods import METHODS, FedAvg, FedBN, FedRolex, HeteroFL
 from fedquilt.models import MODELS
@@ -554,7 +556,7 @@ def test_runs_may_start_from_a_file_of_weights(own: Path) -> None:
     assert "0.bias is not in the file" in told
     assert "0.bais is not in the model. Did you mean '0.bias'?" in told
     assert "0.weight is (2, 2) in the file and (8, 4) in the model" in told
-    with pytest.raises(ConfigError, match="it cannot be read as safetensors"):
+    with pytest.raises(ConfigError, match="cannot be read as safetensors: its header"):
         small(init="mine.py").prepare()
 
 
@@ -596,7 +598,27 @@ def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -
     load_weights(module, str(tmp_path / "x.safetensors"))
 
 
+def test_initial_weights_may_take_as_many_bytes_as_data(own: Path) -> None:
+    small(rounds=1).prepare().train(1).save("one")
+    (weights,) = Path("one/checkpoint").glob("0*.safetensors")
+    with pytest.raises(ConfigError, match=r"init = .* takes .* bytes in memory, and max_bytes allows 99\. --max-bytes"):
+        small(init=str(weights), data={"name": "mine.py:pool", "max_bytes": 99}).prepare()
+
+
 # --- data -------------------------------------------------------------------------------------------------------
+
+
+def test_data_may_take_so_many_bytes(tmp_path: Path) -> None:
+    np.savez(tmp_path / "x.npz", x_train=np.zeros((10, 100)), y_train=np.arange(10) % 2)
+    size = 8 * 10 * 101
+    named = {"name": str(tmp_path / "x.npz"), "partition": "iid"}
+    options = Options(data=named["name"], max_bytes=size - 1)
+    settings, asked = options.layers({"method": "fedavg"})
+    assert (settings["data"]["max_bytes"], asked["data.max_bytes"]) == (size - 1, "--max-bytes")
+    with pytest.raises(DataError, match=rf"takes {size:,} bytes in memory, and max_bytes allows {size - 1:,}"):
+        Experiment.of({"method": "fedavg", "data": {**named, "max_bytes": size - 1}}).data.deal(2, 0)
+    assert dealt(Experiment.of({"method": "fedavg", "data": {**named, "max_bytes": size}}).data, 2) == (2, Iid())
+    assert "max_bytes" in refused(data={**named, "max_bytes": -1})
 
 
 def dealt(source: Source, clients: int | None = None) -> tuple[int, Partition | None]:

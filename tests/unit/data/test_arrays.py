@@ -7,11 +7,15 @@ import struct
 import zipfile
 from pathlib import Path
 
+import nibabel
 import numpy as np
 import pytest
+from PIL import Image
+from PIL.PngImagePlugin import PngImageFile
 
-from fedquilt.data import npz, source
+from fedquilt.data import images, masks, npz, source, text
 from fedquilt.data.arrays import array_names, read_arrays
+from fedquilt.data.pictures import open_image
 from fedquilt.errors import DataError
 
 
@@ -163,3 +167,119 @@ def test_a_label_that_is_none_is_refused(tmp_path):
     np.savez(tmp_path / "x.npz", x_train=np.zeros((10, 2)), y_train=np.r_[np.arange(9), 10**9])
     with pytest.raises(DataError, match=r"x: a target is 1000000000, .* at most 1,048,576 fit"):
         npz(str(tmp_path / "x.npz"))
+
+
+# --- images and text ----------------------------------------------------------------------------------------------
+
+
+def picture(path: Path, size: tuple[int, int] = (4, 4)) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    Image.new("RGB", size).save(path)
+    return path
+
+
+def test_images_are_measured_by_their_headers(tmp_path, monkeypatch):
+    for number in range(5):
+        picture(tmp_path / "ant" / f"{number}.png")
+        picture(tmp_path / "bee" / f"{number}.png")
+    with pytest.raises(
+        DataError, match=r"10 images of 4×4 pixels and is not read: it takes 480 bytes.*--max-bytes 480 "
+    ):
+        images(str(tmp_path), max_bytes=479)
+    assert len(images(str(tmp_path), max_bytes=480).targets) == 8
+    large = picture(tmp_path / "bee" / "3.png", (40, 40))
+    monkeypatch.setattr(PngImageFile, "load", lambda self: pytest.fail("pixels were read"))
+    with pytest.raises(DataError, match=r"3\.png has 40×40 pixels and is not read: it takes 6,400 bytes"):
+        open_image(large, max_bytes=6_399)
+
+
+def test_what_pillow_refuses_is_told(tmp_path, monkeypatch):
+    file = picture(tmp_path / "x.png", (50, 50))
+    whole = file.read_bytes()
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)
+    with pytest.raises(DataError, match=r"x\.png cannot be read as an image: Image size \(2500 pixels\) exceeds"):
+        open_image(file)  # DecompressionBombError
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2_000)
+    assert open_image(file).size == (50, 50)  # no more than a DecompressionBombWarning
+    monkeypatch.undo()
+    file.write_bytes(b"no image")
+    with pytest.raises(DataError, match=r"x\.png cannot be read as an image: cannot identify"):
+        open_image(file)
+    file.write_bytes(whole[:60])
+    with pytest.raises(DataError, match=r"x\.png cannot be read as an image"):
+        open_image(file)
+    noise = np.random.default_rng(0).integers(0, 256, (200, 200, 3), dtype=np.uint8)
+    Image.fromarray(noise).save(file)
+    place = file.read_bytes().rindex(b"IDAT")
+    changed(file, place, b"\1\2\3\4")
+    with pytest.raises(DataError, match=r"x\.png cannot be read as an image: broken PNG file"):  # SyntaxError
+        open_image(file)
+
+
+def test_masks_are_measured_too(tmp_path):
+    for number in range(5):
+        picture(tmp_path / "images" / f"{number}.png")
+        (tmp_path / "masks").mkdir(exist_ok=True)
+        Image.fromarray(np.eye(4, dtype=np.uint8)).save(tmp_path / "masks" / f"{number}.png")
+    size = 5 * 16 * (3 + 8)
+    with pytest.raises(DataError, match=rf"5 pictures with masks and is not read: it takes {size} bytes"):
+        masks(str(tmp_path), max_bytes=size - 1)
+    assert masks(str(tmp_path), max_bytes=size).num_classes == 2
+
+
+def test_volumes_are_counted_while_they_are_read(tmp_path):
+    for folder in ("images", "masks"):
+        (tmp_path / folder).mkdir()
+        for number in range(5):
+            values = np.arange(8, dtype=np.uint8).reshape(2, 2, 2) % 2
+            nibabel.Nifti1Image(values, np.eye(4)).to_filename(tmp_path / folder / f"{number}.nii.gz")
+    with pytest.raises(DataError, match=r"its samples up to .*2\.nii\.gz, 3 of 5, take 288 bytes.*--max-bytes"):
+        masks(str(tmp_path), max_bytes=200)
+    assert masks(str(tmp_path), max_bytes=480).num_classes == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("x.txt", b"one\ntwo \xff three", "line 2 is not UTF-8, because of the byte 0xff at 8"),
+        ("x.json", b'{"ann": ["\xff"]}', "line 1 is not UTF-8"),
+        ("x.json", b"[" * 100_000, "its JSON nests too deeply"),
+        ("x.json", b'{"ann": [', "it is no JSON: Expecting value: line 1 column 10"),
+        ("x.json", b'{"ann": [%s]}' % (b"9" * 5000), "it is no JSON: Exceeds the limit"),
+        ("x.json", b'{"ann": ["one", 2]}', "entry 1 is no text"),
+        ("x.txt", b" \n \n", "has no text in it"),
+    ],
+)
+def test_broken_text_is_told_by_its_place(tmp_path, name, content, message):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message):
+        text(str(tmp_path / name))
+
+
+def test_text_larger_than_allowed_is_refused(tmp_path):
+    (tmp_path / "x.txt").write_text("to be or not\n" * 10)
+    with pytest.raises(DataError, match="it takes 130 bytes in memory, and max_bytes allows 100"):
+        text(str(tmp_path / "x.txt"), max_bytes=100)
+    assert len(text(str(tmp_path / "x.txt"), max_bytes=130).targets) == 8
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"start": None}, "has no start. Found: text"),
+        ({"text": np.zeros(4)}, "the array 'text' is float64"),
+        ({"text": np.zeros((2, 2), np.uint8)}, r"the array 'text' is uint8 of shape \(2, 2\)"),
+        ({"start": np.array([0.0])}, "the array 'start' is float64"),
+        ({"start": np.array([0, 99])}, "the text of user 0 goes from byte 0 to 99"),
+        ({"start": np.array([4, 2])}, "the text of user 0 goes from byte 4 to 2"),
+        ({"start": np.array([-3, 2])}, "the text of user 0 goes from byte -3 to 2"),
+        ({"users": np.array(["ann"])}, r"the array 'users' is <U3 of shape \(1,\); 2 names fit"),
+        ({"users": np.array([1, 2])}, "the array 'users' is int64"),
+        ({"text": np.array([97, 98, 97, 255, 97], np.uint8)}, "line 1 of user '1' is not UTF-8"),
+    ],
+)
+def test_broken_arrays_of_text_are_told_by_user(tmp_path, change, message):
+    arrays = {"text": np.frombuffer(b"one\ntwo\n", np.uint8), "start": np.array([0, 3]), **change}
+    np.savez(tmp_path / "x.npz", **{name: array for name, array in arrays.items() if array is not None})
+    with pytest.raises(DataError, match=rf"x\.npz.*{message}"):
+        text(str(tmp_path / "x.npz"))
