@@ -358,6 +358,8 @@ def _wrong_in(summary: Any, checks: Any) -> str:
         return "it holds no object, or its checksums are none"
     if checks and checks.get("summary.json") != _checksum(_sorted_json(summary)):
         return "its checksum differs"
+    if any(isinstance(value, dict) and "summary.json" in value for value in summary.values()):
+        return "its checksums are not under the key check"
     rounds = summary.get("rounds", 0)
     if type(rounds) is not int:
         return f"rounds = {rounds!r} was found; a whole number fits"
@@ -378,9 +380,7 @@ def _wrong_figures(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str
     metrics = summary.get("metrics", {})
     if not isinstance(metrics, dict):
         return f"metrics = {metrics!r} was found; a table fits"
-    if "accuracy" in summary:
-        metrics = {**metrics, "accuracy": summary["accuracy"]}
-    for name, figures in metrics.items():
+    for name, figures in (*metrics.items(), ("accuracy", summary.get("accuracy", {}))):
         if not isinstance(figures, dict) or not all(_is_number(figure) for figure in figures.values()):
             return f"{name} = {figures!r} was found; a number for each share fits"
         if not all(_is_share(share, labels) for share in figures):

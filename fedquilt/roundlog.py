@@ -195,8 +195,9 @@ def gaps(records: Iterable[Record], rounds: int) -> list[Gap]:
     found = []
     expected = 1
     for number in (*(record.round for record in records), rounds + 1):
-        if expected < number <= rounds + 1:
-            found.append((expected, number - 1))
+        last = min(number - 1, rounds)
+        if expected <= last:
+            found.append((expected, last))
         expected = max(expected, number + 1)
     return found
 

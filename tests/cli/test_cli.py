@@ -6,6 +6,7 @@ import errno
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -563,6 +564,42 @@ def test_a_full_disk_fails_the_run_and_says_so(
     said = capsys.readouterr()
     assert said.out == ""
     assert said.err.startswith("RecordError: d/summary.json could not be written: No space left on device")
+
+
+def test_a_finished_run_with_damaged_files_shows_its_summary_and_says_so(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", "d")
+    file = Path("d/checkpoint/00000002.safetensors")
+    file.write_bytes(file.read_bytes()[:-1])
+    assert main(["run", "--resume", "d", "--json"]) == 1
+    said = capsys.readouterr()
+    assert json.loads(said.out) == summary
+    assert said.err.startswith("RecordError: the run in d is finished and its summary is intact, but other files are")
+    assert "checkpoint 00000002: 00000002.safetensors has" in said.err
+
+
+@pytest.mark.parametrize(("old", "new"), [('"members"', '"membars"'), ('"rounds": 1', '"rounds": 2'), ("{", "[")])
+def test_a_damaged_summary_is_an_error_that_names_it(
+    own: Path, capsys: pytest.CaptureFixture[str], old: str, new: str
+) -> None:
+    told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
+    file = Path("d/summary.json")
+    text = file.read_text()
+    assert old in text
+    file.write_text(text.replace(old, new, 1))
+    assert main(["run", "--resume", "d"]) == 1
+    assert "d/summary.json is damaged" in capsys.readouterr().err
+    file.unlink()
+    assert told(capsys, "run", "--resume", "d")["rounds"] == 1
+
+
+def test_a_summary_of_another_run_is_noticed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for name in ("a", "b"):
+        told(capsys, "run", *TINY, "--rounds", "1", "--seed", str(len(name) + ord(name)), "--out", name)
+    shutil.copy("a/summary.json", "b/summary.json")
+    assert main(["run", "--resume", "b"]) == 1
+    assert "config.toml: it is not the one that the run had when it ended" in capsys.readouterr().err
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------

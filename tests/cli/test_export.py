@@ -56,7 +56,7 @@ def test_a_run_becomes_a_file(format, here, capsys):
     assert "model was asked for; it is there already. --force" in capsys.readouterr().err
     assert main(["export", "splitmix", "--format", format, "--out", "model", "--force"]) == 0
     printed = capsys.readouterr().out
-    assert "splitmix after round 1: a model of share 1 as" in printed
+    assert "splitmix after round 1 (checkpoint/00000001.json): a model of share 1 as" in printed
     assert "memory to run" in printed
     assert "8 nets whose logits are averaged; norms: post; read back, its answers to test samples differ" in printed
 
@@ -77,12 +77,24 @@ def test_budgets_and_clients(here, capsys):
     assert "no member fits the budget params 3" in capsys.readouterr().err
 
 
+def test_an_export_names_the_checkpoint_that_it_used(here, capsys):
+    """The newest one is damaged, so that it is the one before."""
+    manifest = Path("heterofl/checkpoint/00000001.json")
+    assert told(capsys, "export", "heterofl", "--out", "a.safetensors")["checkpoint"] == f"checkpoint/{manifest.name}"
+    manifest.write_text(100_000 * "[")
+    found = told(capsys, "export", "heterofl", "--out", "b.safetensors")
+    assert (found["round"], found["checkpoint"]) == (0, "checkpoint/00000000.json")
+
+
 @pytest.mark.parametrize("method", ["heterofl", pytest.param("splitmix", marks=pytest.mark.slow)])
 def test_several_shares_are_one_file(method, here, capsys):
     shares = ["--share", "1", "--share", "0.5", "--share", "0.25"]
     assert main(["export", method, *shares, "--out", "all.safetensors"]) == 0
     printed = capsys.readouterr().out
-    assert f"{method} after round 1: a model of share 1, share 0.5, share 0.25 as safetensors" in printed
+    assert (
+        f"{method} after round 1 (checkpoint/00000001.json): a model of share 1, share 0.5, share 0.25 as safetensors"
+        in printed
+    )
     assert ("up to 8 nets whose logits are averaged" in printed) == (method == "splitmix")
     found = told(capsys, "export", method, *shares, "--out", "all.safetensors", "--force")
     assert [one["share"] for one in found] == [1.0, 0.5, 0.25]

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 
 from fedquilt import files, memory
 from fedquilt.axes import Index, Positions
-from fedquilt.checkpoint import Checkpointing, Checkpoints, Manifest
+from fedquilt.checkpoint import Checkpointing, Checkpoints, Manifest, _digest
 from fedquilt.errors import ConfigError, RecordError
 from fedquilt.memory import Memories, decode, encode
 from fedquilt.terms import Arch, Memory, Server, Submodel
@@ -413,10 +413,87 @@ def test_another_format_is_refused_by_name():
     plain = json.loads(Manifest(1, files.Written("a", 1, ""), (), {}).to_json())
     plain["format"] = 99
     del plain["sha256"]
-    from fedquilt.checkpoint import _digest
-
     with pytest.raises(ValueError, match="another version of fedquilt"):
         Manifest.from_json(json.dumps({**plain, "sha256": _digest(plain)}))
+
+
+def altered(path: Path, **changes: object) -> None:
+    """Change values of a manifest, and correct its checksum."""
+    plain = {**json.loads(path.read_text()), **changes}
+    del plain["sha256"]
+    path.write_text(json.dumps({**plain, "sha256": _digest(plain)}))
+
+
+@pytest.mark.parametrize(
+    "name", ["../outside.safetensors", "/tmp/outside.safetensors", "", ".", "..", "lock", "x\x00.safetensors", 3, None]
+)
+def test_a_manifest_cannot_name_a_file_outside_of_its_folder(tmp_path, name, caplog):
+    checkpoints = Checkpoints(tmp_path / "c")
+    for round in (1, 2):
+        checkpoints.save(server(round, small()), {})
+    newest = tmp_path / "c" / "00000002.safetensors"
+    (tmp_path / "outside.safetensors").write_bytes(newest.read_bytes())
+    listed = json.loads((tmp_path / "c" / "00000002.json").read_text())["server"]
+    altered(tmp_path / "c" / "00000002.json", server={**listed, "name": name})
+    assert Checkpoints(tmp_path / "c").load(small(), CPU)[0].round == 1
+    assert "which no file of a checkpoint is" in caplog.text
+
+
+@pytest.mark.parametrize("text", [100_000 * "[", 100_000 * '{"a":', "[]", "3", "", "\x00"])
+def test_a_manifest_that_is_none_is_named_and_the_one_before_used(tmp_path, text, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    checkpoints.save(server(1, small()), {})
+    (tmp_path / "99999999.json").write_text(text)
+    assert Checkpoints(tmp_path).load(small(), CPU)[0].round == 1
+    assert "99999999.json is not what was written" in caplog.text
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"round": "x"}, {"round": -1}, {"round": True}, {"round": 7}, {"memory": {}}, {"memory": [3]}, {"server": None}],
+)
+def test_values_of_a_manifest_are_checked_although_its_checksum_is_right(tmp_path, changes, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    for round in (1, 2):
+        checkpoints.save(server(round, small()), {})
+    altered(tmp_path / "00000002.json", **changes)
+    assert Checkpoints(tmp_path).load(small(), CPU)[0].round == 1
+    assert "00000002.json is not what was written" in caplog.text
+
+
+def test_files_with_other_content_and_the_right_checksum_are_passed_over(tmp_path, caplog):
+    checkpoints = Checkpoints(tmp_path)
+    for round in (1, 2):
+        checkpoints.save(server(round, small()), {})
+    written = files.write(tmp_path / "00000002.safetensors", [b"\x05\x00\x00\x00\x00\x00\x00\x00[[[[["])
+    altered(tmp_path / "00000002.json", server=vars(written))
+    assert Checkpoints(tmp_path).load(small(), CPU)[0].round == 1
+    assert "its files hold something else than was written" in caplog.text
+
+
+def test_a_pack_that_lists_other_sizes_than_it_has_is_passed_over(tmp_path, caplog):
+    kept, checkpoints = small(1 << 20), Checkpoints(tmp_path)
+    checkpoints.save(server(1, kept), {})
+    kept[0, ""] = remembered(2)
+    checkpoints.save(server(2, kept), {})
+    head = files.header({"0:": ("U8", (10**15,), 10**15)}, None)
+    written = files.write(tmp_path / "memory-00000002.safetensors", [head])
+    altered(tmp_path / "00000002.json", memory=[vars(written)])
+    assert Checkpoints(tmp_path).load(small(), CPU)[0].round == 1
+    assert "another size than the memories that it lists" in caplog.text
+
+
+def test_a_memory_that_is_none_names_the_client(tmp_path):
+    kept, checkpoints = small(1 << 20), Checkpoints(tmp_path)
+    kept[7, ""] = remembered(1)
+    checkpoints.save(server(1, kept), {})
+    head = files.header({"7:": ("U8", (4,), 4)}, None)
+    written = files.write(tmp_path / "memory-00000001.safetensors", [head, b"oops"])
+    altered(tmp_path / "00000001.json", memory=[vars(written)])
+    again = small()
+    Checkpoints(tmp_path).load(again, CPU)
+    with pytest.raises(RecordError, match="the memory of client 7 on disk is not what was written"):
+        again[7, ""]
 
 
 @pytest.mark.parametrize("part", range(3))

@@ -523,6 +523,132 @@ def test_a_log_that_an_earlier_version_began_goes_on_with_checksums(start, tmp_p
     assert [record["round"] for record in lines(out)] == [3, 4, 5, 6]
 
 
+def alter_manifest(file: Path, **about: object) -> None:
+    """Change what a manifest says about its run, and correct its checksum."""
+    plain = json.loads(file.read_text())
+    del plain["sha256"]
+    plain["about"] |= about
+    file.write_text(json.dumps({**plain, "sha256": checkpoint._digest(plain)}))
+
+
+@pytest.mark.parametrize(
+    "about",
+    [
+        *({"threads": "x"}, {"threads": 0}, {"threads": 10**6}, {"run": None}, {"run": [1]}, {"here": 3}, {"check": 3}),
+        *({"engine": {"train": "x"}}, {"engine": {"memory": "x"}}, {"engine": {"memory": -1}}, {"engine": None}),
+        *(
+            {"sample": {"shape": [10**20], "dtype": "float32", "classes": 0}},
+            {"sample": {"shape": [], "dtype": "load"}},
+        ),
+    ],
+    ids=str,
+)
+def test_a_manifest_sets_nothing_that_a_run_would_not_have_written(start, tmp_path, about, caplog, monkeypatch):
+    """Its checksum is right. The checkpoint before is used, and neither threads nor the engine are changed."""
+    out = tmp_path / "run"
+    whole = start(rounds=3, engine="vectorised")
+    start(rounds=2, out=out, engine="vectorised")
+    alter_manifest(out / "checkpoint" / "00000002.json", **about)
+    again = start(rounds=3, out=out, resume=True, engine="vectorised")
+    assert "Checkpoint 00000002: " in caplog.text
+    assert "Going on from round 1 instead" in caplog.text
+    assert_same(whole, again, atol=0)
+    assert callable(again.engine.train)
+
+
+def test_a_checkpoint_with_other_weights_than_the_model_is_passed_over(start, tmp_path, caplog):
+    out = tmp_path / "run"
+    whole = start(rounds=3)
+    start(rounds=2, out=out)
+    folder = out / "checkpoint"
+    state = files.parse_state(bytearray((folder / "00000002.safetensors").read_bytes()), torch.device("cpu"))
+    name = next(iter(state.weights))
+    state.weights[name] = torch.zeros(1)
+    written = files.write(
+        folder / "00000002.safetensors", files.Blob.of_state(state.weights, state.slots, state.extras).chunks()
+    )
+    plain = json.loads((folder / "00000002.json").read_text())
+    del plain["sha256"]
+    plain["server"] = vars(written)
+    (folder / "00000002.json").write_text(json.dumps({**plain, "sha256": checkpoint._digest(plain)}))
+    again = start(rounds=3, out=out, resume=True)
+    assert f"Checkpoint 00000002: {name} is torch.float32 [1]" in caplog.text
+    assert_same(whole, again, atol=0)
+
+
+def test_settings_that_are_not_those_of_the_checkpoint_are_said(start, tmp_path, caplog):
+    out = tmp_path / "run"
+    start(rounds=1, out=out)
+    start(rounds=2, out=out, resume=True)
+    assert "config.toml" not in caplog.text
+    (out / "config.toml").write_text((out / "config.toml").read_text().replace("PreResNet", "PreResNot"))
+    start(rounds=3, out=out, resume=True)
+    assert "config.toml is not the one that the checkpoint was written with" in caplog.text
+
+
+def test_every_flipped_bit_of_a_summary_is_harmless_or_an_error(start, tmp_path):
+    out = tmp_path / "run"
+    start(rounds=1, out=out)
+    file = out / "summary.json"
+    intact, summary = file.read_bytes(), records.read_summary(out)
+    found = 0
+    for place in range(0, len(intact), 7):
+        harmed = bytearray(intact)
+        harmed[place] ^= 1 << place % 8
+        file.write_bytes(harmed)
+        read = None
+        with suppress(RecordError):
+            read = records.read_summary(out)
+        assert read in (None, summary)
+        found += read is None
+    assert found > len(intact) // 7 // 2
+
+
+@pytest.mark.parametrize(
+    "change",
+    [
+        *({"rounds": None}, {"members": 3}, {"members": {"1.0": {}}}, {"members": {"x": {"params": 1, "macs": 1}}}),
+        *({"metrics": {"accuracy": {"x": 1.0}}}, {"labels": [1]}, {"main": 3}, {"seconds": "x"}, {"note": {}}),
+        {"bytes_up": [1]},
+    ],
+    ids=str,
+)
+def test_a_summary_without_checksums_is_checked_for_what_a_run_writes(start, tmp_path, change):
+    out = tmp_path / "run"
+    run = start(rounds=1, out=out)
+    (out / "summary.json").write_text(json.dumps({**run.summary, **change}))
+    with pytest.raises(RecordError, match=r"summary\.json is damaged: .* Delete it to finish the run again"):
+        records.read_summary(out)
+    (out / "summary.json").write_text(json.dumps(run.summary))  # as earlier versions wrote it
+    assert records.read_summary(out) == run.summary
+
+
+def test_a_summary_that_is_nested_deeply_is_an_error(tmp_path):
+    (tmp_path / "summary.json").write_text(100_000 * "[")
+    with pytest.raises(RecordError, match=r"summary\.json is damaged: "):
+        records.read_summary(tmp_path)
+
+
+def test_damage_of_a_finished_run_is_listed(start, tmp_path):
+    out = tmp_path / "run"
+    start(rounds=3, out=out)
+    assert records.damage_of(out) == []
+    harm(out, 1)
+    (out / "checkpoint" / "00000002.json").unlink()
+    with (out / "checkpoint" / "00000003.safetensors").open("ab") as file:
+        file.write(b"x")
+    (out / "config.toml").write_text("")
+    told = "\n".join(records.damage_of(out))
+    for words in (
+        "config.toml: it is not the one that the run had when it ended",
+        "checkpoint 00000003: 00000003.safetensors has",
+        "checkpoint/00000002.safetensors: no checkpoint lists it",
+        "rounds.jsonl: line 2: its checksum differs",
+        "rounds.jsonl: round 2 is missing",
+    ):
+        assert words in told
+
+
 def make_link(path: Path, outside: Path) -> None:
     path.unlink(missing_ok=True)
     path.symlink_to(outside)
