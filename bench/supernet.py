@@ -8,8 +8,8 @@ test images on which members are compared in the end. Prints
 
 - Spearman's rank correlation of predicted and measured accuracy on 100 members that the predictor was not fitted on,
   and on 50 whose multiply-adds differ by less than 5 %;
-- at three limits and for three seeds, the accuracy of the members that the search ranks highest, and of as many random
-  draws with at least 90 % of the limit;
+- at three limits, the accuracy of the members that the search ranks highest, and of as many random draws with at least
+  90 % of the limit, for three seeds;
 - the utilisation of fleets with the mean limits of RaFL's Table 3.
 """
 
@@ -18,7 +18,7 @@ from __future__ import annotations
 import argparse
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -44,7 +44,7 @@ from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.mobilenet import InvertedStage
 from fedquilt.supernet.predictor import rank_correlation
 from fedquilt.supernet.scoring import MAX_CALIBRATION, MAX_VALIDATION, MeasuredAccuracy, Validation, fit_score
-from fedquilt.supernet.search import Options, Search
+from fedquilt.supernet.search import Found, Options, Search
 from fedquilt.supernet.service import SearchService
 
 Labelled = tuple[Tensor, Tensor]  # stored images and their targets
@@ -53,7 +53,7 @@ NUM_HELD_OUT = 100  # members on which the predictor is tested
 NUM_NEAR = 50  # members with multiply-adds that differ by less than `NEAR`
 NEAR = 0.05
 NUM_TRIED = 10  # members that are compared at each limit, of the search and of random draws
-SEEDS = (0, 1, 2)  # of the measured sample, the search and the draws
+SEEDS = (0, 1, 2)  # of the random draws
 PUBLIC = 0.6  # of the training images of digits, on which the supernet is trained
 LIMITS = (0.3, 0.45, 0.6)  # between the multiply-adds of the smallest member, 0, and the largest, 1
 TABLE_3 = (("resnet50", 48.0e6), ("resnet50", 79.7e6), ("mobilenetv3", 13.6e6), ("mobilenetv3", 15.5e6))
@@ -107,12 +107,6 @@ def validations(pool: Pool, labels: str, data: SupernetData, device: torch.devic
     return sets
 
 
-def fitted(meter: Meter, measured: MeasuredAccuracy, num_measured: int, seed: int) -> Search:
-    """Return a search by a predictor that is fitted on a sample of measured members."""
-    score = fit_score(Search(meter), measured, num_measured, seed)
-    return Search(meter, score, Options(seed=seed), measured)
-
-
 def near(search: Search, without: set[Config]) -> list[Config]:
     """Draw members whose multiply-adds differ by less than `NEAR`, in the middle of the range."""
     low, high = (search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest))
@@ -138,42 +132,28 @@ def report_predictor(search: Search, accuracy: MeasuredAccuracy, num_measured: i
         print(f"{title}: {len(configs)} members, {spread}, rank correlation {ranks:.2f} (of multiply-adds {macs:.2f})")
 
 
-def report_search(searches: Sequence[Search], compared: MeasuredAccuracy) -> None:
-    """Print accuracies of searched and of random members at some limits.
-
-    Args:
-        searches: Searches that differ in the seeds of the measured sample, the evolution and the draws.
-        compared: Accuracies on images that no search has used.
-    """
-    space, meter = searches[0].space, searches[0].meter
-    low, high = (meter.cost(config).macs for config in (space.smallest, space.largest))
+def report_search(search: Search, compared: MeasuredAccuracy) -> None:
+    """Print accuracies of searched and of random members at some limits, on images that the search has not used."""
+    low, high = (search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest))
     for place in LIMITS:
         limits = Limits(macs=low + place * (high - low))
-        print(
-            f"limit {limits.macs:,.0f} multiply-adds, best and mean of {NUM_TRIED}, and the one chosen by measurement"
-        )
-        results = np.asarray([compare(search, limits, compared) for search in searches])  # (seed, group, figure)
-        for group, title in enumerate(("searched", "random")):
-            rows = [
-                " ".join(f"{figure:.2%}" for figure in row) for row in [*results[:, group], results[:, group].mean(0)]
-            ]
-            print(f"  {title:8} by seed: {', '.join(rows[:-1])}; mean: {rows[-1]}")
+        print(f"limit {limits.macs:,.0f} multiply-adds, {NUM_TRIED} members each")
+        began = time.perf_counter()
+        found = search.top(limits, NUM_TRIED)
+        print(f"  searched in {time.perf_counter() - began:.1f} s: {summary(found, search, compared)}")
+        for seed in SEEDS:
+            options = Options(strategy="random", tolerance=0.1, draws=100_000, seed=seed)
+            drawn = search.with_options(options).top(limits, NUM_TRIED)
+            print(f"  random, seed {seed}: {summary(drawn, search, compared)}")
 
 
-def compare(search: Search, limits: Limits, compared: MeasuredAccuracy) -> list[list[float]]:
-    """Return best, mean and chosen accuracy of searched and of random members, each as a list.
-
-    The chosen member of both groups is the most accurate on the images that the search measures members on.
-    """
+def summary(members: Sequence[Found], search: Search, compared: MeasuredAccuracy) -> str:
+    """Return the best and the mean accuracy of members, and that of the one chosen by the search's own images."""
     assert search.measure is not None
-    options = replace(search.options, strategy="random", tolerance=0.1, draws=100_000)
-    groups = []
-    for members in (search.top(limits, NUM_TRIED), search.with_options(options).top(limits, NUM_TRIED)):
-        configs = [member.config for member in members]
-        accuracies = [compared(config) for config in configs]
-        chosen = max(configs, key=search.measure)
-        groups.append([max(accuracies), float(np.mean(accuracies)), compared(chosen)])
-    return groups
+    configs = [member.config for member in members]
+    accuracies = [compared(config) for config in configs]
+    chosen = compared(max(configs, key=search.measure))
+    return f"best {max(accuracies):.2%}, mean {np.mean(accuracies):.2%}, chosen by measurement {chosen:.2%}"
 
 
 def report_utilization() -> None:
@@ -207,9 +187,10 @@ def main() -> None:
     space = supernet.space
     print(f"{space.name}: largest member {compared(space.largest):.2%}, smallest {compared(space.smallest):.2%}")
 
-    searches = [fitted(Meter(space), measured, asked.measured, seed) for seed in SEEDS]
-    report_predictor(searches[0], compared, asked.measured)
-    report_search(searches, compared)
+    plain = Search(Meter(space))
+    search = Search(plain.meter, fit_score(plain, measured, asked.measured), measure=measured)
+    report_predictor(search, compared, asked.measured)
+    report_search(search, compared)
     report_utilization()
 
 
