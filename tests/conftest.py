@@ -192,8 +192,9 @@ def with_local(method: Method, **changes: Any) -> Method:
     return method.with_local(**changes)
 
 
-# Relatives of FedResCuE, which share its learner and its nested nets. Their variants run in `make test-all`.
-RELATIVES = ("fedseq", "fedrush", "fedslim", "fjord")
+# Relatives of FedResCuE, which share its learner and its nested nets, and of FedAvg with a server optimizer, for which
+# FedYogi runs. Their variants run in `make test-all`.
+RELATIVES = ("fedseq", "fedrush", "fedslim", "fjord", "fedavgm", "fedadam")
 # Methods that cut one model. The others need a union, and have tests of their own: RaFL.
 CUTTING = {name: kind for name, kind in METHODS.items() if not kind.trains_pairs}
 QUICK_METHODS = [pytest.param(name, marks=pytest.mark.slow if name in RELATIVES else ()) for name in CUTTING]

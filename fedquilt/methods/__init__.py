@@ -7,6 +7,7 @@ from fedquilt.methods.feddf import FedDF
 from fedquilt.methods.feddropout import FedDropout
 from fedquilt.methods.fedet import FedET
 from fedquilt.methods.fednova import FedNova
+from fedquilt.methods.fedopt import FedAdam, FedAvgM, FedYogi
 from fedquilt.methods.fedprox import FedProx
 from fedquilt.methods.fedrescue import FedResCuE, FedRush, FedSeq, FedSlim
 from fedquilt.methods.fedrolex import FedRolex
@@ -22,6 +23,9 @@ from fedquilt.methods.splitmix import SplitMix
 
 METHODS: dict[str, type[Method]] = {
     "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "fedadam": FedAdam,
+    "fedyogi": FedYogi,
     "fedprox": FedProx,
     "fednova": FedNova,
     "scaffold": Scaffold,
@@ -47,7 +51,9 @@ METHODS: dict[str, type[Method]] = {
 __all__ = [
     "DSFL",
     "METHODS",
+    "FedAdam",
     "FedAvg",
+    "FedAvgM",
     "FedBN",
     "FedDF",
     "FedDropout",
@@ -59,6 +65,7 @@ __all__ = [
     "FedRush",
     "FedSeq",
     "FedSlim",
+    "FedYogi",
     "FjORD",
     "HeteroFL",
     "LocalOnly",

@@ -20,7 +20,7 @@ from fedquilt.round.budgets import learner_of
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
 from fedquilt.round.labels import bounds_label, share_key, share_label, short_share
-from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, Weighting
+from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, ServerYogi, Weighting
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.server import TrainServer
@@ -42,7 +42,7 @@ class Method:
 
     local: Local = Local()
     weighting: Weighting = "data"  # What a client counts by in the mean; updates: its optimizer steps in all rounds
-    server: Plain | ServerMomentum | ServerAdam = Plain()  # takes the mean, or steps towards it
+    server: Plain | ServerMomentum | ServerAdam | ServerYogi = Plain()  # takes the mean, or steps towards it
 
     paper: ClassVar[str] = ""
     presets: ClassVar[Presets] = {}  # settings that depart from the defaults, by name

@@ -23,7 +23,7 @@ from fedquilt.methods.fedavg import FedAvg
 from fedquilt.methods.method import Method, Presets
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
-from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, Weighting
+from fedquilt.round.merge import Fold, Plain, ServerAdam, ServerMomentum, ServerYogi, Weighting
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import Passes, View, Wrapping
@@ -60,7 +60,7 @@ class ProgFed(Method):
 
     local: Local = field(init=False, repr=False, compare=False, metadata={"setting": False})
     weighting: Weighting = field(init=False, repr=False, compare=False, metadata={"setting": False})
-    server: Plain | ServerMomentum | ServerAdam = field(
+    server: Plain | ServerMomentum | ServerAdam | ServerYogi = field(
         init=False, repr=False, compare=False, metadata={"setting": False}
     )
     over: Method = FedAvg(weighting="uniform")  # Method that trains every stage; line 20 is FedAvg with uniform weights

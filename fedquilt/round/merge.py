@@ -112,6 +112,38 @@ class ServerAdam:
 
 
 @dataclass(frozen=True)
+class ServerYogi:
+    """FedYogi (Reddi et al. 2021, algorithm 2).
+
+        m ← β1 m + (1 − β1) Δ
+        v ← v − (1 − β2) Δ² sign(v − Δ²)
+        x ← x + η m / (√v + τ)
+
+    Δ is the change from the server's weights to the mean. The mean square v decreases by at most (1 − β2) Δ² in a
+    step, so that it falls more slowly than in `ServerAdam`. The paper starts v at τ² or more. Here m and v start at 0,
+    as in `ServerAdam`, without bias correction.
+    """
+
+    lr: float = 0.01  # Learning rate η of the server
+    beta1: float = 0.9  # Share of the mean change that is kept
+    beta2: float = 0.99  # One minus the rate at which the mean square changes
+    tau: float = 1e-3  # Added to the root of the mean square; a larger one makes steps less adaptive
+
+    def __post_init__(self) -> None:
+        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", tau="(0, inf)")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
+        mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
+        squared = change.square()
+        square = slots["square"] - (1 - self.beta2) * squared * torch.sign(slots["square"] - squared)
+        return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
+
+
+@dataclass(frozen=True)
 class ServerStep:
     """Go a part of the way to the mean, or beyond it; lr 1 gives the mean."""
 

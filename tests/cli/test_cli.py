@@ -674,7 +674,7 @@ def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFix
     assert "whatever its budget" not in capsys.readouterr().out
     listed = told(capsys, "list", "methods")
     assert {name for name, entry in listed.items() if "whatever its budget" in entry["note"]} == {
-        *("fedavg", "fedprox", "fednova", "fedbn", "progfed")
+        *("fedavg", "fedavgm", "fedadam", "fedyogi", "fedprox", "fednova", "fedbn", "progfed")
     }
 
 
@@ -897,15 +897,19 @@ def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
     """`local.optimiser.beta1 (adam)` is an option of Adam, with the default that it has."""
     from fedquilt.cli.listing import options
     from fedquilt.config import assign
+    from fedquilt.round.merge import Plain
+    from fedquilt.settings import label
 
     listed = options("methods", name)
     # What belongs to the method that ProgFed trains with is set below its name, or as if it were ProgFed's own.
     rows = {path.removeprefix("over."): row for path, row in listed.items() if path.count("(") == 1}
     needed = {"local.schedule.milestones (steps)": "[3]", "local.schedule.rounds (cosine)": "9"}
-    assert {"local.optimiser.beta1 (adam)", "local.schedule.factor (steps)", "server.tau (server_adam)", *needed} <= {
-        *rows
-    }
-    others = {"adam", "steps", "cosine", "server_momentum", "server_adam"}
+    own_server = METHODS[name]().server if name in ("fedavgm", "fedadam", "fedyogi") else Plain()
+    servers = {"server_momentum", "server_adam", "server_yogi"} - {label(type(own_server))}
+    last_options = {"server_momentum": "momentum", "server_adam": "tau", "server_yogi": "tau"}
+    server_rows = {f"server.{last_options[server]} ({server})" for server in servers}
+    assert {"local.optimiser.beta1 (adam)", "local.schedule.factor (steps)", *server_rows, *needed} <= {*rows}
+    others = {"adam", "steps", "cosine"} | servers
     for other in sorted(others - ({"adam"} if name == "scaffold" else set())):  # which takes plain SGD alone
         own = {path.split()[0]: row for path, row in rows.items() if f" ({other})" in path}
         values = {path: needed.get(f"{path} ({other})", row["default"]) for path, row in own.items()}

@@ -5,9 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 import pytest
+import torch
 
 import fedquilt as fq
-from fedquilt.methods import FedAvg, FedNova, FedProx, FedResCuE, FedRolex, FedSeq, HeteroFL, SplitMix
+from fedquilt.methods import FedAvg, FedAvgM, FedNova, FedProx, FedResCuE, FedRolex, FedSeq, HeteroFL, SplitMix
+from fedquilt.round.merge import ServerMomentum
 from tests.conftest import LOCAL, assert_same, with_local
 
 PLAIN = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.0))
@@ -71,6 +73,17 @@ def test_reductions(name, family, engine, play, make_data):
         named = {name.removeprefix("base0/"): value for name, value in runs[0].server.weights.items()}
         runs[0].server = replace(runs[0].server, weights=named)
     assert_same(*runs, atol=atol)
+
+
+def test_fedavgm_with_rate_1_and_without_momentum_is_fedavg(perceptron, play, make_data):
+    data = make_data(perceptron, RAGGED)
+    momentum_run, mean_run = (
+        play(with_local(method, batch_size=4), perceptron, data, (1.0,))
+        for method in (FedAvgM(server=ServerMomentum(lr=1.0, momentum=0.0)), FedAvg())
+    )
+    weights = [dict(run.server.weights) for run in (momentum_run, mean_run)]
+    torch.testing.assert_close(*weights, rtol=0, atol=1e-12)
+    assert set(momentum_run.server.slots) == {"momentum"}
 
 
 @pytest.mark.parametrize(

@@ -332,7 +332,7 @@ def test_nothing_is_said_where_every_device_holds_the_net(perceptron, play, make
 
 def test_which_methods_ignore_budgets():
     ignoring = [name for name, kind in METHODS.items() if kind().ignores_budgets]
-    assert ignoring == ["fedavg", "fedprox", "fednova", "fedbn", "progfed"]
+    assert ignoring == ["fedavg", "fedavgm", "fedadam", "fedyogi", "fedprox", "fednova", "fedbn", "progfed"]
     assert not METHODS["progfed"](over=METHODS["heterofl"]()).ignores_budgets
 
     class Own(FedAvg):

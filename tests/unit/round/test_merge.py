@@ -16,7 +16,7 @@ from torch import Tensor
 
 from fedquilt.axes import Index, Positions, size_of
 from fedquilt.methods import SplitMix
-from fedquilt.round.merge import Mean, Plain, ServerAdam, ServerMomentum, client_weight
+from fedquilt.round.merge import Mean, Plain, ServerAdam, ServerMomentum, ServerYogi, client_weight
 from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
 from tests.unit.family import cuts
 
@@ -333,7 +333,26 @@ def test_server_adam_is_fedadam_without_bias_correction():
         torch.testing.assert_close(new, old + 0.1 * m / (v.sqrt() + 1e-3), rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("optimiser", [ServerMomentum(), ServerAdam()])
+def test_server_yogi_is_fedyogi():
+    """Reddi et al. 2021, algorithm 2: v ← v − (1 − β2) Δ² sign(v − Δ²)."""
+    weights, means, _ = three_rounds(ServerYogi(lr=0.1, beta1=0.9, beta2=0.99, tau=1e-3))
+    m = v = torch.zeros_like(weights[0])
+    for old, told, new in zip(weights, means, weights[1:], strict=False):
+        change = told - old
+        m = 0.9 * m + 0.1 * change
+        v = torch.where(v > change**2, v - 0.01 * change**2, v + 0.01 * change**2)
+        torch.testing.assert_close(new, old + 0.1 * m / (v.sqrt() + 1e-3), rtol=0, atol=1e-14)
+
+
+def test_yogis_mean_square_falls_slower_than_adams():
+    """By hand: v = 1 and Δ = 0.1 give 1 − 0.01 · 0.01 for Yogi, and 0.99 + 0.01 · 0.01 for Adam."""
+    slots = {"mean": torch.zeros(1, dtype=torch.float64), "square": torch.ones(1, dtype=torch.float64)}
+    change = torch.tensor([0.1], dtype=torch.float64)
+    assert ServerYogi().step(change, slots)[1]["square"].item() == pytest.approx(0.9999, abs=1e-15)
+    assert ServerAdam().step(change, slots)[1]["square"].item() == pytest.approx(0.9901, abs=1e-15)
+
+
+@pytest.mark.parametrize("optimiser", [ServerMomentum(), ServerAdam(), ServerYogi()])
 def test_untouched_positions_keep_weights_and_slots_under_server_optimisers(optimiser):
     submodel = Submodel(Arch((("a", 2),)), Index({"a": Positions.window(3, 2, 4)}))
     _, _, now = three_rounds(optimiser)
