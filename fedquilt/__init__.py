@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from fedquilt.round.link import Clock, Codec, Columns, Link, Wireless
     from fedquilt.round.training.augmentation import Intensity
     from fedquilt.round.training.local import Local
-    from fedquilt.round.training.optimizers import SGD, Adam
+    from fedquilt.round.training.optimizers import SGD, Adam, AdamW
     from fedquilt.round.training.schedules import Constant, Cosine, Steps
     from fedquilt.studies.study import Study, study
     from fedquilt.terms import Arch, Budget, Client, Job, Payload, Server, Submodel, Update
@@ -55,7 +55,7 @@ _HOMES = {
     "fedquilt.round.link": ("Clock", "Codec", "Columns", "Link", "Wireless"),
     "fedquilt.round.training.augmentation": ("Intensity",),
     "fedquilt.round.training.local": ("Local",),
-    "fedquilt.round.training.optimizers": ("SGD", "Adam"),
+    "fedquilt.round.training.optimizers": ("SGD", "Adam", "AdamW"),
     "fedquilt.round.training.schedules": ("Constant", "Cosine", "Steps"),
     "fedquilt.studies.study": ("Study", "study"),
     "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update"),
@@ -81,6 +81,7 @@ __all__ = [
     "PGD",
     "SGD",
     "Adam",
+    "AdamW",
     "AdversarialTraining",
     "Arch",
     "Budget",

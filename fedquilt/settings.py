@@ -521,11 +521,14 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
 
 
 def label(kind: type) -> str:
-    """The name of a class in files: that of its registry, else its own in lower case, else `file.py:Class`."""
+    """Return the name of a class in files: that of its registry, else its own in lower case, else `file.py:Class`.
+
+    `ServerAdam` is `server_adam`. A capital at the end belongs to the word before it: `AdamW` is `adamw`.
+    """
     for base, table in TABLES.items():
         if issubclass(kind, base):
             return next((name for name, one in table.kinds.items() if one is kind), None) or name_of(kind)
-    return re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", kind.__name__).lower()
+    return re.sub(r"(?<=[a-z0-9])(?=[A-Z].)", "_", kind.__name__).lower()
 
 
 def described(kind: Callable[..., Any]) -> dict[str, dict[str, Any]]:

@@ -92,7 +92,7 @@ from fedquilt.round.training.objectives import (
     View,
     Wrapping,
 )
-from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.round.training.optimizers import SGD, Adam, AdamW
 from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
 from fedquilt.round.training.public import POSITIONS, ROUND, drawn_positions, num_drawn
 from fedquilt.round.training.regions import Between, Everywhere, Part, Region, WithinVariant
@@ -128,6 +128,7 @@ __all__ = [
     "TEACHER",
     "WHOLE",
     "Adam",
+    "AdamW",
     "Adversarial",
     "AdversarialTraining",
     "All",

@@ -68,6 +68,7 @@ def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(family, nor
     "changes",
     [
         {"optimiser": fq.Adam(lr=0.01, decay=1e-3)},
+        {"optimiser": fq.AdamW(lr=0.01)},
         {"optimiser": fq.SGD(lr=0.1, momentum=0.9, nesterov=True, clip=0.5)},
         {"epochs": 2, "last_batch": "drop"},
         {"last_batch": "merge"},

@@ -336,6 +336,7 @@ SETTING_RUNS = {
     "fedbn-tracked": Case(FedBN(), local={"norm": "tracked"}, rounds=3),
     # Optimizers of clients.
     "adam": Case(FedRolex(), local={"optimiser": fq.Adam(lr=0.01)}),
+    "adamw": Case(FedRolex(), local={"optimiser": fq.AdamW(lr=0.01)}),
     "nesterov-decay": Case(FedRolex(), local={"optimiser": fq.SGD(0.03, 0.9, True, 1e-2)}),
     "clip": Case(FedRolex(), local={"optimiser": fq.SGD(lr=0.03, clip=0.5)}),
     "cosine": Case(FedRolex(), local={"schedule": fq.Cosine(3)}, rounds=3),

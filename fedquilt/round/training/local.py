@@ -20,7 +20,7 @@ from fedquilt.round.training.objectives import (
     around,
     found_wrapper,
 )
-from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.round.training.optimizers import SGD, Adam, AdamW
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 
 LastBatch = Literal["keep", "drop", "merge"]
@@ -31,7 +31,7 @@ Masked = Literal["", "client", "batch"]
 class Local:
     """Settings of local training, the same for every method."""
 
-    optimiser: SGD | Adam = SGD()  # of a client
+    optimiser: SGD | Adam | AdamW = SGD()  # Optimizer that clients use
     schedule: Constant | Steps | Cosine = Constant()  # of its learning rate, over the rounds
     epochs: int = 1  # over its data, a round
     batch_size: int = 32  # samples a step

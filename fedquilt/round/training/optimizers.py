@@ -129,20 +129,10 @@ class Adam:
         self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
     ) -> tuple[State, OptimiserState]:
         assert not isinstance(lr, Tensor), "a learning rate on the device is for `update_`"
-        names = list(grads)
-        change, values = [grads[n] for n in names], [weights[n] for n in names]
         if self.decay:
-            change = list(torch._foreach_add(change, values, alpha=self.decay))
-        means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - self.beta1)
-        squares = list(torch._foreach_mul([slots["square"][n] for n in names], self.beta2))
-        torch._foreach_addcmul_(squares, change, change, 1 - self.beta2)
-        bias1, bias2 = 1 - self.beta1 ** (step + 1), 1 - self.beta2 ** (step + 1)
-        scale = list(torch._foreach_sqrt(squares))
-        torch._foreach_div_(scale, math.sqrt(bias2))
-        torch._foreach_add_(scale, self.eps)
-        moved = torch._foreach_addcdiv(values, means, scale, -lr / bias1)
-        new_slots = {"mean": dict(zip(names, means, strict=True)), "square": dict(zip(names, squares, strict=True))}
-        return dict(zip(names, moved, strict=True)), new_slots
+            decayed = torch._foreach_add(list(grads.values()), [weights[n] for n in grads], alpha=self.decay)
+            grads = dict(zip(grads, decayed, strict=True))
+        return _adam_step(self, weights, slots, grads, lr, step)
 
     def update_(
         self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
@@ -164,7 +154,94 @@ class Adam:
         )
 
     def pace(self, steps: int, lr: float, mu: float) -> float:
-        raise ConfigError(
-            "FedNova was asked to normalise steps of Adam; its effective step count is defined for SGD. "
-            "Use SGD locally, or another method."
+        raise _no_pace("Adam")
+
+
+@dataclass(frozen=True)
+class AdamW:
+    """torch.optim.AdamW: Adam with decoupled weight decay (Loshchilov and Hutter, ICLR 2019).
+
+    Every step first shrinks the weights by `lr * decay`. The decay does not enter the mean and the mean square of the
+    gradients. With decay 0 this is `Adam`.
+    """
+
+    lr: float = 1e-3  # Learning rate
+    beta1: float = 0.9  # Share of the mean gradient that a step keeps
+    beta2: float = 0.999  # Share of the mean square gradient that a step keeps
+    eps: float = 1e-8  # Added to the root of the mean square
+    decay: float = 0.01  # Weight decay, multiplied by the learning rate and the weights; 0: none
+    clip: float = 0.0  # Bound on the norm of the whole gradient; 0: none
+
+    ages: ClassVar[bool] = True
+
+    def __post_init__(self) -> None:
+        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", eps="(0, inf)", decay="[0, inf)", clip="[0, inf)")
+
+    @property
+    def slots(self) -> tuple[str, ...]:
+        return ("mean", "square")
+
+    def update(
+        self, weights: State, slots: OptimiserState, grads: State, lr: float | Tensor, step: int
+    ) -> tuple[State, OptimiserState]:
+        assert not isinstance(lr, Tensor), "a learning rate on the device is for `update_`"
+        if self.decay:
+            decayed = torch._foreach_mul([weights[n] for n in grads], 1 - lr * self.decay)
+            weights = dict(zip(grads, decayed, strict=True))
+        return _adam_step(self, weights, slots, grads, lr, step)
+
+    def update_(
+        self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
+    ) -> None:
+        torch._fused_adamw_(
+            weights,
+            grads,
+            slots["mean"],
+            slots["square"],
+            [],
+            [step] * len(weights),
+            lr=lr,
+            beta1=self.beta1,
+            beta2=self.beta2,
+            weight_decay=self.decay,
+            eps=self.eps,
+            amsgrad=False,
+            maximize=False,
         )
+
+    def pace(self, steps: int, lr: float, mu: float) -> float:
+        raise _no_pace("AdamW")
+
+
+def _adam_step(
+    optimizer: Adam | AdamW, weights: State, slots: OptimiserState, grads: State, lr: float, step: int
+) -> tuple[State, OptimiserState]:
+    """Return weights and slots after Adam's step with bias correction, without weight decay.
+
+    Args:
+        optimizer: Provides beta1, beta2 and eps.
+        weights: Weights before the step, by name. Names that `grads` lacks are left out.
+        slots: Mean and mean square of the gradients, by name.
+        grads: Gradients by name.
+        lr: Learning rate of this step.
+        step: Number of steps before this one.
+    """
+    names = list(grads)
+    change, values = [grads[n] for n in names], [weights[n] for n in names]
+    means = torch._foreach_lerp([slots["mean"][n] for n in names], change, 1 - optimizer.beta1)
+    squares = list(torch._foreach_mul([slots["square"][n] for n in names], optimizer.beta2))
+    torch._foreach_addcmul_(squares, change, change, 1 - optimizer.beta2)
+    bias1, bias2 = 1 - optimizer.beta1 ** (step + 1), 1 - optimizer.beta2 ** (step + 1)
+    scale = list(torch._foreach_sqrt(squares))
+    torch._foreach_div_(scale, math.sqrt(bias2))
+    torch._foreach_add_(scale, optimizer.eps)
+    moved = torch._foreach_addcdiv(values, means, scale, -lr / bias1)
+    new_slots = {"mean": dict(zip(names, means, strict=True)), "square": dict(zip(names, squares, strict=True))}
+    return dict(zip(names, moved, strict=True)), new_slots
+
+
+def _no_pace(name: str) -> ConfigError:
+    return ConfigError(
+        f"FedNova was asked to normalise steps of {name}; its effective step count is defined for SGD. "
+        "Use SGD locally, or another method."
+    )

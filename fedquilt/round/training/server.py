@@ -10,7 +10,7 @@ from torch import Tensor
 
 from fedquilt import noise
 from fedquilt.checks import one_of, within
-from fedquilt.round.training.optimizers import SGD, Adam
+from fedquilt.round.training.optimizers import SGD, Adam, AdamW
 from fedquilt.round.training.schedules import Cosine
 from fedquilt.terms import Server, Submodel
 
@@ -33,7 +33,7 @@ class ServerTraining:
     labels.
     """
 
-    optimiser: SGD | Adam = Adam(lr=1e-3)  # Optimizer of the server's nets; it starts anew in every round
+    optimiser: SGD | Adam | AdamW = Adam(lr=1e-3)  # Optimizer of the server's nets; it starts anew in every round
     batch_size: int = 128  # Public samples in a step
     steps: int = 100  # Most steps of a net in a round; 0: the server does not learn, and needs no public samples
     check_every: int = 20  # Steps between two comparisons with the teacher

@@ -27,7 +27,7 @@ from fedquilt.round.training.filters import All, Nothing, Parts
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, Summed, TaskLoss, View
-from fedquilt.round.training.optimizers import SGD, Adam, State
+from fedquilt.round.training.optimizers import SGD, Adam, AdamW, State
 from fedquilt.round.training.regions import Between, Everywhere, Part
 from fedquilt.round.training.schedules import Constant, Cosine, Steps
 from fedquilt.round.training.state import Received
@@ -99,6 +99,11 @@ TORCH = {
         Adam(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, decay=0.1),
         lambda p: torch.optim.Adam(p, 0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.1),
     ),
+    "adamw": (AdamW(lr=0.05), lambda p: torch.optim.AdamW(p, 0.05)),
+    "adamw-decay": (
+        AdamW(lr=0.05, beta1=0.8, beta2=0.95, eps=1e-6, decay=0.5),
+        lambda p: torch.optim.AdamW(p, 0.05, betas=(0.8, 0.95), eps=1e-6, weight_decay=0.5),
+    ),
 }
 
 
@@ -137,9 +142,25 @@ def test_one_step_by_hand():
     assert float(slots["momentum"]["w"]) == 4
 
 
-def test_fednovas_pace_is_refused_for_adam():
-    with pytest.raises(ConfigError, match="FedNova"):
-        Adam().pace(3, 0.1, 0.0)
+@pytest.mark.parametrize("optimizer", [Adam(decay=0.1), AdamW(decay=0.5)], ids=["adam", "adamw"])
+def test_adams_step_in_place_is_its_step(optimizer):
+    seeded = torch.Generator().manual_seed(1)
+    weight, grad, mean = (torch.randn(3, dtype=torch.float64, generator=seeded) for _ in range(3))
+    square = mean.square()
+    slots = {"mean": {"w": mean}, "square": {"w": square}}
+    moved, after = optimizer.update({"w": weight}, slots, {"w": grad}, lr=0.1, step=4)
+
+    in_place = [tensor.clone() for tensor in (weight, mean, square)]
+    stacked = {"mean": [in_place[1]], "square": [in_place[2]]}
+    optimizer.update_([in_place[0]], stacked, [grad], torch.tensor(0.1, dtype=torch.float64), torch.tensor(5.0))
+    expected = [moved["w"], after["mean"]["w"], after["square"]["w"]]
+    torch.testing.assert_close(in_place, expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("optimizer", [Adam(), AdamW()], ids=["Adam", "AdamW"])
+def test_fednovas_pace_is_refused_for_adam(optimizer):
+    with pytest.raises(ConfigError, match=f"FedNova was asked to normalise steps of {type(optimizer).__name__};"):
+        optimizer.pace(3, 0.1, 0.0)
 
 
 def test_schedules():
@@ -385,8 +406,9 @@ def test_part_is_by_the_layouts_parts(residual):
         SGD(lr=0.1, momentum=0.9, nesterov=True, decay=0.1),
         SGD(lr=0.1, momentum=0.0, decay=0.1),
         Adam(lr=0.1, decay=0.1),
+        AdamW(lr=0.1, decay=0.1),
     ],
-    ids=["sgd", "plain", "adam"],
+    ids=["sgd", "plain", "adam", "adamw"],
 )
 @pytest.mark.parametrize("share", [1.0, 0.5])
 def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perceptron):
@@ -428,7 +450,7 @@ def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
 
 def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
     """A part the model does not have: a net without norms, say."""
-    for optimiser in (SGD(), Adam()):
+    for optimiser in (SGD(), Adam(), AdamW()):
         learner, state = learner_of(optimiser=optimiser), doubles(perceptron)
         slots = learner.start_slots(state, perceptron.member(perceptron.whole))
         grads = {name: torch.ones_like(state[name]) for name in perceptron.trainable}
