@@ -285,7 +285,7 @@ def check_folder(path: Path) -> None:
         refuse_special(inside)
         for file in (*names, *(inside.iterdir() if inside.is_dir() else ())):
             refuse_special(file)
-    except OSError as error:
+    except FileExistsError as error:
         raise RecordError(
             f"the folder {path} was asked for; {why(error)}. Only plain files are used, so that nothing outside of the "
             "folder is read or changed."

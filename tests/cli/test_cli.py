@@ -58,6 +58,7 @@ SUMMARY = {
     "higher_is_better",
     "percent",
     "members",
+    "devices",
     "note",
     "fedquilt",
 }
@@ -414,8 +415,9 @@ def test_every_flag_is_a_setting(own: Path) -> None:
         "method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised", "device": "cpu",
         "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
         "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",), "link": "lq8", "task": "classification",
+        "max_bytes": 10**9,
     }  # fmt: skip
-    assert values.keys() == FLAGS.keys()
+    assert {*values, "supernet"} == FLAGS.keys()  # A supernet stands in the place of a model.
     experiment = COMMANDS["run"](**values).experiment("a.toml", "fedavg")
     assert experiment.names == {"method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised"}
     local = experiment.method.local
@@ -791,7 +793,7 @@ def test_tables_of_papers_are_listed(capsys: pytest.CaptureFixture[str]) -> None
     assert "80.14" not in capsys.readouterr().out
     assert main(["list", "papers", "fedrolx"]) == 2
     said = capsys.readouterr().err
-    known = "distillation, fedrescue, fedrolex, progfed, splitmix"
+    known = "distillation, fedrescue, fedrolex, progfed, rafl, splitmix"
     assert f"Did you mean 'fedrolex'? Known: {known}. `fedquilt list papers` shows all." in said
     assert main(["list", "papers", "fedrolex/tabel4"]) == 2
     said = capsys.readouterr().err
