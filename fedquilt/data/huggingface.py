@@ -15,7 +15,7 @@ import torch
 
 from fedquilt.data.federated import Normalise, Pool, Scale, coded
 from fedquilt.data.parts import Parts
-from fedquilt.data.pictures import stacked
+from fedquilt.data.pictures import image_errors, stacked
 from fedquilt.data.words import Texts, predict_words
 from fedquilt.errors import ConfigError, DataError
 from fedquilt.names import known
@@ -142,11 +142,13 @@ class _Columns:
         return array.astype(np.float32) if array.dtype.kind == "f" else array
 
     def _pictures(self, rows: Dataset, size: int) -> np.ndarray:
+        """Return images, which `datasets` decodes when they are asked for."""
         column = rows[self.inputs[0]]
-        first = column[0]
-        shape = (size, size) if size else (first.height, first.width)
         names = [f"image {place} of {self.path}" for place in range(len(rows))]
-        return stacked(column, names, shape, first.mode in ("1", "L", "I", "I;16", "F"), bool(size))
+        with image_errors(f"an image of {self.path}"):
+            first = column[0]
+            shape = (size, size) if size else (first.height, first.width)
+            return stacked(column, names, shape, first.mode in ("1", "L", "I", "I;16", "F"), bool(size))
 
 
 def _listed(names: str) -> list[str]:

@@ -104,7 +104,7 @@ def image_size(file: Path) -> tuple[int, int]:
         ConfigError: Pillow is not installed.
         DataError: The file is no image.
     """
-    with _refused(file), _header_of(file) as image:
+    with image_errors(str(file)), _header_of(file) as image:
         return image.size
 
 
@@ -119,7 +119,7 @@ def open_image(file: Path, max_bytes: int = 0) -> Image:
         ConfigError: Pillow is not installed.
         DataError: The file cannot be read, or has too many pixels.
     """
-    with _refused(file), _header_of(file) as image:  # which closes the file and keeps the pixels
+    with image_errors(str(file)), _header_of(file) as image:  # which closes the file and keeps the pixels
         size = image.width * image.height * MAX_PIXEL_BYTES
         if problem := too_large(size, max_bytes):
             raise DataError(f"{file} has {image.height}×{image.width} pixels and is not read: {problem}")
@@ -137,8 +137,8 @@ def _header_of(file: Path) -> Image:
 
 
 @contextmanager
-def _refused(file: Path) -> Iterator[None]:
-    """Raise what Pillow says of a file that is no image, or a broken one, as a `DataError` that names it."""
+def image_errors(title: str) -> Iterator[None]:
+    """Raise what Pillow says of a broken image, or of no image at all, as a `DataError` that names it."""
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
@@ -147,4 +147,4 @@ def _refused(file: Path) -> Iterator[None]:
         yield
     except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError, EOFError) as error:
         # SyntaxError: a broken chunk of a PNG. OSError and EOFError: it breaks off. ValueError: a broken header.
-        raise DataError(f"{file} cannot be read as an image: {error}.") from error
+        raise DataError(f"{title} cannot be read as an image: {error}.") from error

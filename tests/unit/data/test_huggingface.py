@@ -83,6 +83,12 @@ def test_folders_of_images(tmp_path):
     assert pool.inputs.shape == (8, 3, 6, 4)
     assert torch.equal(pool.inputs[:, 0, 0, 0] == 20, pool.targets == 1)
     assert hub("imagefolder", folder=str(tmp_path / "pictures"), size=8).inputs.shape == (8, 3, 8, 8)
+    for label in ("cat", "dog"):
+        broken = tmp_path / "broken" / label / "0.png"
+        broken.parent.mkdir(parents=True)
+        broken.write_bytes(b"no image")
+    with pytest.raises(DataError, match="an image of imagefolder cannot be read as an image: cannot identify"):
+        hub("imagefolder", folder=str(tmp_path / "broken"))
 
 
 def test_a_folder_on_disk_is_asked_for_like_a_name_of_the_hub(tmp_path):
