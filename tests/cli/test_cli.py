@@ -412,7 +412,7 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     Path("a.toml").write_text(SETTINGS)
     Path("x").touch()
     values: dict[str, Any] = {
-        "method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised", "device": "cpu",
+        "method": "fedavg", "model": ("tiny_resnet",), "data": "digits", "engine": "vectorised", "device": "cpu",
         "precision": "fp64", "rounds": 7, "seed": 8, "init": "x", "clients": 9, "cohort": 0.25, "labels": 4,
         "lr": 0.7, "batch_size": 3, "epochs": 5, "track": ("tensorboard",), "link": "lq8", "task": "classification",
         "max_bytes": 10**9,
