@@ -219,7 +219,7 @@ class Folder:
         """Save the last state, and how the run ended."""
         self._save()
         try:
-            text = summary_text(summary, (self.path / "config.toml").read_bytes())
+            text = summary_text(summary, (self.path / "config.toml").read_bytes(), self._check)
             write(self.path / "summary.json", [text.encode()])
         except OSError as error:
             raise RecordError(f"{self.path}/summary.json could not be written: {why(error)}.") from error
@@ -292,14 +292,15 @@ def check_folder(path: Path) -> None:
         ) from error
 
 
-def summary_text(summary: Mapping[str, Any], config: bytes) -> str:
-    """Return the text of summary.json, with checksums of the summary and of the settings that it belongs to.
+def summary_text(summary: Mapping[str, Any], config: bytes, log: str = "") -> str:
+    """Return the text of summary.json, with checksums of the summary, and of the settings and log that it belongs to.
 
     Args:
         summary: A run in one object.
         config: Content of config.toml.
+        log: Checksum of the last line of rounds.jsonl. Empty: there is no line.
     """
-    checks = {"config.toml": _checksum(config), "summary.json": _checksum(_sorted_json(summary))}
+    checks = {"config.toml": _checksum(config), "rounds.jsonl": log, "summary.json": _checksum(_sorted_json(summary))}
     return json.dumps({**summary, "check": checks}, indent=2) + "\n"
 
 
@@ -426,16 +427,24 @@ def damage_of(path: Path) -> list[str]:
     damage += [f"checkpoint/{name}: no checkpoint lists it" for name in checkpoints.unlisted]
     if not (path / "checkpoint" / f"{summary['rounds']:08}.json").exists():
         damage.append(f"checkpoint {summary['rounds']:08}: it is gone")
-    return damage + _damage_of_log(path, summary)
+    return damage + _damage_of_log(path, summary, checks.get("rounds.jsonl"))
 
 
-def _damage_of_log(path: Path, summary: Mapping[str, Any]) -> list[str]:
-    """Return what is wrong with rounds.jsonl of a finished run. Rounds that the summary calls missing are not."""
+def _damage_of_log(path: Path, summary: Mapping[str, Any], check: str | None) -> list[str]:
+    """Return what is wrong with rounds.jsonl of a finished run.
+
+    Args:
+        path: Folder of the run.
+        summary: Its summary. Rounds that it calls missing are no damage.
+        check: Checksum of the last line. None: it is not known.
+    """
     try:
         log = _read_log(path)
     except RecordError as error:
         return [str(error)]
     damage = [f"rounds.jsonl: {line}" for line in log.damage]
+    if check not in (None, log.check):
+        damage.append("rounds.jsonl: its last line is not the one that the run wrote last")
     missing = log.missing(summary["rounds"])
     is_known = [list(gap) for gap in missing] == summary.get("missing_rounds", [])
     return damage if is_known else [*damage, f"rounds.jsonl: {_are(missing)} missing"]

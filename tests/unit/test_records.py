@@ -100,7 +100,7 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     assert [record["round"] for record in lines(out)] == [1, 2, 3, 4]
     assert ["accuracy" in record for record in lines(out)] == [False, True, False, True]
     summary = json.loads((out / "summary.json").read_text())
-    assert summary.pop("check").keys() == {"config.toml", "summary.json"}
+    assert summary.pop("check").keys() == {"config.toml", "rounds.jsonl", "summary.json"}
     assert summary == run.summary == records.read_summary(out)
     assert list(summary) == [
         *("method", "model", "data", "engine", "precision", "seed", "rounds", "seconds", "bytes_down", "bytes_up"),
@@ -627,6 +627,13 @@ def test_a_summary_that_is_nested_deeply_is_an_error(tmp_path):
     (tmp_path / "summary.json").write_text(100_000 * "[")
     with pytest.raises(RecordError, match=r"summary\.json is damaged: "):
         records.read_summary(tmp_path)
+
+
+def test_the_log_of_another_run_in_a_finished_one_is_noticed(start, tmp_path):
+    for name, seed in (("run", 0), ("other", 1)):
+        start(rounds=2, out=tmp_path / name, seed=seed)
+    (tmp_path / "other" / "rounds.jsonl").rename(tmp_path / "run" / "rounds.jsonl")
+    assert records.damage_of(tmp_path / "run") == ["rounds.jsonl: its last line is not the one that the run wrote last"]
 
 
 def test_damage_of_a_finished_run_is_listed(start, tmp_path):
