@@ -28,7 +28,7 @@ _WORTH = 10  # times that long a run must be for processes to be tried
 
 
 def quickest(experiment: Experiment, ground: Ground) -> Machine:
-    """How to train: of the ways there are here, the one whose short round took least."""
+    """Choose the fastest engine on this machine by a short round with each; for the command line and files."""
     size = BATCHES * experiment.method.local.batch_size
     short = replace(ground, data=replace(ground.data, parts=ground.data.parts.head(size)), engines={})
     part = len(short.data.parts.order) / max(1, len(ground.data.parts.order))

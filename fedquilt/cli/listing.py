@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from dataclasses import MISSING, fields
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.names import known
+from fedquilt.errors import ConfigError
+from fedquilt.names import find, is_file, is_in_module, known
 from fedquilt.settings import described, leaves, write
 
 if TYPE_CHECKING:
@@ -40,7 +42,7 @@ def entries(what: str, name: str = "", with_stages: bool = False) -> dict[str, E
 
     Args:
         what: A name of `LISTS`.
-        name: Name of one entry. Empty: all of them.
+        name: Name of one entry, or `file.py:Class` for a method. Empty: all of them.
         with_stages: One model has its stages too, which takes a while.
     """
     about: Callable[[Any], Entry] = _ABOUT.get(what, _plain)
@@ -86,11 +88,27 @@ def options(what: str, name: str) -> dict[str, Entry]:
 
 
 def _known(what: str, name: str) -> Any:
+    if what == "methods" and (is_file(name) or is_in_module(name)):
+        return _own_method(name)
     return known(_table(what), name, _NOUNS.get(what, what.removesuffix("s")))
+
+
+def _own_method(name: str) -> type[Method]:
+    """Return the class of a method in a file or a module."""
+    from fedquilt.methods import METHODS, Method
+
+    kind = find(METHODS, name, "method")
+    if not (isinstance(kind, type) and issubclass(kind, Method)):
+        raise ConfigError(
+            f"list methods {name} was asked for; that is no class of a method, and has no settings to list. "
+            "A class derived from fedquilt.methods.Method would work."
+        )
+    return kind
 
 
 def _table(what: str) -> Mapping[str, Any]:
     import fedquilt.config  # noqa: F401  # which says what settings are chosen by name
+    from fedquilt.config import AUTO
     from fedquilt.data import DATA, PARTITIONS
     from fedquilt.engines import ENGINES
     from fedquilt.export import FORMATS
@@ -103,6 +121,7 @@ def _table(what: str) -> Mapping[str, Any]:
     from fedquilt.studies.papers import presets
     from fedquilt.tasks import METRICS, TASKS
     from fedquilt.tracking import TRACKERS
+    from fedquilt.trial import quickest
 
     tables: tuple[Mapping[str, Any], ...] = (
         METHODS,
@@ -114,7 +133,7 @@ def _table(what: str) -> Mapping[str, Any]:
         FLEETS,
         LINKS,
         CODECS,
-        ENGINES,
+        {**ENGINES, AUTO: quickest},
         TRACKERS,
         FORMATS,
         NORM_POLICIES,
@@ -153,7 +172,11 @@ def _paper_table(name: str) -> Entry:
 
 
 def _method(kind: type[Method]) -> Entry:
-    return {"paper": kind.paper, **_plain(kind), "note": kind().note, "presets": list(kind.presets)}
+    has_defaults = all(
+        field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind) if field.init
+    )
+    note = kind().note if has_defaults else ""
+    return {"paper": kind.paper, **_plain(kind), "note": note, "presets": list(kind.presets)}
 
 
 def _model(spec: ModelSpec) -> Entry:
@@ -184,10 +207,10 @@ def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
     return tables
 
 
-def _engine(kind: type) -> Entry:
+def _engine(kind: Callable[..., Any]) -> Entry:
     from fedquilt.config import Machine
 
-    return {"summary": _first_line(kind), **described(Machine)}
+    return {"summary": _summary(kind), **described(Machine)}
 
 
 def _link(link: Link) -> Entry:
@@ -205,11 +228,13 @@ def _metric(kind: type[Metric]) -> Entry:
 
 
 def _plain(kind: Callable[..., Any]) -> Entry:
-    return {"summary": _first_line(kind), **described(kind)}
+    return {"summary": _summary(kind), **described(kind)}
 
 
-def _first_line(thing: object) -> str:
-    return (thing.__doc__ or "").strip().split("\n")[0]
+def _summary(thing: object) -> str:
+    """Return the first paragraph of a docstring in one line."""
+    paragraph, _, _ = (thing.__doc__ or "").strip().partition("\n\n")
+    return " ".join(paragraph.split())
 
 
 _NOUNS = {"data": "data set", "norms": "norm policy"}  # what one entry of a list is called

@@ -41,9 +41,9 @@ class Progressive(Drawn):
 
 @dataclass(frozen=True)
 class FedResCuE(Nested):
-    """For every batch, S nested nets learn in turn, each only what lies outside of the one before, from the labels and
-    from the client's largest net as it stood before the batch; then the whole net learns (algorithm 1).
+    """Nested nets learn each batch in turn, each only what lies outside of the one before it (algorithm 1).
 
+    S nets learn from the labels and from the client's largest net as it was before the batch. The whole net is last.
     What is uploaded is averaged over those whose upload covers it (equation 4); what a link lost of a download comes
     from the client's own last round (equation 5), which every method has under a lossy link.
     """

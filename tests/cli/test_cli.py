@@ -26,6 +26,7 @@ import fedquilt as fq
 from fedquilt.cli import COMMANDS, main
 from fedquilt.cli.options import FLAGS, _given_once, refuse_repeated
 from fedquilt.config import Experiment
+from fedquilt.engines import ENGINES
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.fleets import Uniform
 from fedquilt.methods import METHODS
@@ -116,6 +117,29 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
+OWN_METHOD = '''
+from dataclasses import dataclass
+
+import fedquilt as fq
+
+
+@dataclass(frozen=True)
+class Slow(fq.methods.FedAvg):
+    """FedAvg with a pause after every round."""
+
+    pause: float = 0.0  # Seconds between rounds. 0 gives FedAvg.
+
+
+@dataclass(frozen=True, kw_only=True)
+class Needy(Slow):
+    """Slow, with a number of pauses that has to be given."""
+
+    pauses: int  # Pauses after a round.
+
+
+def slow():
+    return Slow(pause=1.0)
+'''
 THREE = ["--set", "fleet.budgets.shares=[1.0,0.5,0.25]"]
 TINY = ["--model", "mine.py:net", "--data", "mine.py:data", "--method", "fedavg", "--cohort", "3"]
 
@@ -740,6 +764,33 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
         assert set(entry["defaults"]) == set(entry["options"]), name
 
 
+def test_an_own_method_is_listed_with_its_options(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (own / "slow.py").write_text(OWN_METHOD)
+    entry = told(capsys, "list", "methods", "slow.py:Slow")["slow.py:Slow"]
+    assert entry["summary"] == "FedAvg with a pause after every round."
+    assert entry["help"]["pause"] == "Seconds between rounds. 0 gives FedAvg."
+
+    assert main(["list", "methods", "slow.py:Slow"]) == 0
+    rows = [" ".join(line.split()) for line in capsys.readouterr().out.splitlines()]
+    assert "pause float 0.0 Seconds between rounds. 0 gives FedAvg." in rows
+
+    needy = told(capsys, "list", "methods", "slow.py:Needy")["slow.py:Needy"]
+    assert (needy["options"]["pauses"], "pauses" in needy["defaults"]) == ("int", False)
+
+    assert main(["list", "methods", "slow.py:slow"]) == 2
+    assert "list methods slow.py:slow was asked for; that is no class of a method" in capsys.readouterr().err
+    assert main(["list", "methods", "slow.py:Slo"]) == 2
+    assert "Did you mean 'Slow'?" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("what", ["methods", "data", "partitions", "tasks", "metrics", "fleets", "engines", "trackers"])
+def test_listed_summaries_are_whole_sentences(what: str) -> None:
+    from fedquilt.cli.listing import entries
+
+    cut = {name: entry["summary"] for name, entry in entries(what).items() if entry["summary"][-1] not in ".…"}
+    assert not cut
+
+
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     listed = told(capsys, "list")
     assert list(listed) == [
@@ -771,7 +822,7 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed["partitions"]["labels"]["defaults"]["labels"] == 2
     assert listed["fleets"]["two_level"]["defaults"]["rho"] == 0.5
     assert main(["list", "engines"]) == 0
-    assert capsys.readouterr().out.splitlines()[1].split()[0] == "sequential"
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [*ENGINES, "auto"]
     assert main(["list", "method"]) == 2
     assert "Did you mean 'methods'?" in capsys.readouterr().err
 
