@@ -139,7 +139,7 @@ class DataOptions:
     clients: Whole = None  # how many; as many as the data has of its own, else 20, if not given
     labels: Whole = None  # classes a client holds
     max_bytes: Whole = None  # bytes that files of data or weights may take in memory; half of what is free if not given
-    seed: Whole = None
+    seed: Whole = None  # random seed; if not given, that of the settings file, else 0
     assign: Assignments = ()  # any setting by its path, such as method.shift=2; may be given again
 
     def layers(self, base: Settings, method: str | None = None) -> tuple[Settings, dict[str, str]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 import sys
 from collections.abc import Sequence
 from contextlib import ExitStack
@@ -80,7 +81,7 @@ class Playing:
         far = f"The run was stopped after round {self.run.server.round} of {self.experiment.rounds}."
         if self.folder is None:
             return f"{far} Nothing of it is kept; with --out DIR it could be resumed."
-        return f"{far} Go on with: fedquilt run --resume {self.folder.path}"
+        return f"{far} Go on with: {shlex.join(['fedquilt', 'run', '--resume', str(self.folder.path)])}"
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -233,6 +234,9 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = Fals
 
     check_folder(path)
     config = path / "config.toml"
+    if not config.exists():
+        found = "there is no run in it" if path.is_dir() else "there is no such folder"
+        raise ConfigError(f"--resume {path} was asked for; {found}.")
     settings = read_settings(config, trust, recorded=True)
     if "python" in settings:
         raise ConfigError(

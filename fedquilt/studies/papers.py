@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 import re
+import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from difflib import get_close_matches
@@ -213,7 +214,8 @@ def missing_supernet(file: str, space: str, folder: Path, preset: str) -> DataEr
         folder: Folder in which the file was looked for.
         preset: Name of the table.
     """
-    command = f"fedquilt supernet train {space or 'SPACE'} --data public.npz --out {folder / file}"
+    arguments = [space or "SPACE", "--data", "public.npz", "--out", str(folder / file)]
+    command = shlex.join(["fedquilt", "supernet", "train", *arguments])
     return DataError(
         f"{preset} was asked for: the supernet {folder / file} is needed; there is no such file. `{command}` makes "
         f"one from public images. --rows runs the rows that need none, and --data-folder or {DATA_VARIABLE} names "

@@ -17,6 +17,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import zlib
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -381,9 +382,10 @@ def runs_outside_a_study(folder: Path) -> str:
     names = sorted(file.parent.name for file in folder.glob("*/rounds.jsonl"))
     if not names:
         return ""
+    command = shlex.join(["fedquilt", "run", "--resume", str(folder / names[0])])
     return (
         f" It has the runs {', '.join(names)}, which an earlier version or `fedquilt run` wrote. Continue each with "
-        f"fedquilt run --resume {folder / names[0]}, or name another folder for a study."
+        f"{command}, or name another folder for a study."
     )
 
 

@@ -13,6 +13,7 @@ import sys
 import time
 import tomllib
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -500,7 +501,10 @@ def test_a_run_goes_on_with_its_own_settings(own: Path, capsys: pytest.CaptureFi
     assert main(["run", "--resume", "d", "--seed", "3", "--set", "rounds=3"]) == 2
     assert "--resume d was asked for together with --seed, --set" in capsys.readouterr().err
     assert main(["run", "--resume", "absent"]) == 2
-    assert "absent/config.toml was asked for; it cannot be read: No such file" in capsys.readouterr().err
+    assert "--resume absent was asked for; there is no such folder." in capsys.readouterr().err
+    Path("empty").mkdir()
+    assert main(["run", "--resume", "empty"]) == 2
+    assert "--resume empty was asked for; there is no run in it." in capsys.readouterr().err
     Experiment.of(tomllib.loads(Path("d/config.toml").read_text())).prepare().save("scripted")
     assert main(["run", "--resume", "scripted"]) == 2
     assert "that run was begun by a script" in capsys.readouterr().err
@@ -516,8 +520,8 @@ def test_an_interrupted_run_says_how_to_go_on(
     own: Path, by: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """It ends with status 130 and a checkpoint, and resumed it comes to what it would have come to."""
-    rounds = own / "d" / "rounds.jsonl"
-    with started("run", *TINY, "--rounds", "3000", "--out", "d", "--json", cwd=own) as process:
+    rounds = own / "a run" / "rounds.jsonl"
+    with started("run", *TINY, "--rounds", "3000", "--out", "a run", "--json", cwd=own) as process:
         until = time.monotonic() + 60
         while not (rounds.is_file() and rounds.read_text().count("\n") > 2):
             assert time.monotonic() < until
@@ -529,11 +533,11 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert out == ""
     assert "Traceback" not in err
     done = rounds.read_text().count("\n")
-    assert f"The run was stopped after round {done} of 3000. Go on with: fedquilt run --resume d" in err
-    assert load("d").round == done
-    assert told(capsys, "run", "--resume", "d", "--rounds", str(done + 2))["rounds"] == done + 2
+    assert f"The run was stopped after round {done} of 3000. Go on with: fedquilt run --resume 'a run'" in err
+    assert load("a run").round == done
+    assert told(capsys, "run", "--resume", "a run", "--rounds", str(done + 2))["rounds"] == done + 2
     told(capsys, "run", *TINY, "--rounds", str(done + 2), "--out", "whole")
-    ours, theirs = load("d").weights, load("whole").weights
+    ours, theirs = load("a run").weights, load("whole").weights
     for name, weight in ours.items():
         assert torch.equal(weight, theirs[name])
 
@@ -789,6 +793,27 @@ def test_listed_summaries_are_whole_sentences(what: str) -> None:
 
     cut = {name: entry["summary"] for name, entry in entries(what).items() if entry["summary"][-1] not in ".…"}
     assert not cut
+
+
+def test_the_seed_has_help(capsys: pytest.CaptureFixture[str]) -> None:
+    with suppress(SystemExit):
+        main(["run", "--help"])
+    text = " ".join(capsys.readouterr().out.replace("│", " ").split())
+    assert "random seed; if not given, that of the settings file, else 0" in text
+
+
+def test_commands_to_copy_are_quoted_for_the_shell(tmp_path: Path) -> None:
+    from fedquilt.data.prepare import missing_message
+    from fedquilt.studies.papers import missing_supernet
+    from fedquilt.studies.plan import runs_outside_a_study
+
+    folder = tmp_path / "with space"
+    (folder / "a run").mkdir(parents=True)
+    (folder / "a run" / "rounds.jsonl").touch()
+    assert f"fedquilt run --resume '{folder}/a run'," in runs_outside_a_study(folder)
+    assert f"`fedquilt data prepare cifar10 --out '{folder}'` prepares it" in missing_message("cifar10", folder)
+    made = str(missing_supernet("net.safetensors", "", folder, "rafl/table1"))
+    assert f"`fedquilt supernet train SPACE --data public.npz --out '{folder}/net.safetensors'` makes" in made
 
 
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:

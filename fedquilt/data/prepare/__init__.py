@@ -7,6 +7,7 @@ against the public hosts.
 from __future__ import annotations
 
 import io
+import shlex
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -133,7 +134,8 @@ def missing_message(name: str, folder: str | Path = FOLDER) -> str:
             f"{', '.join(DATA_SETS)}."
         )
     data_set = DATA_SETS[name]
+    command = shlex.join(["fedquilt", "data", "prepare", name, "--out", str(folder)])
     return (
         f"{file} is needed; there is no such file. It holds {data_set.title}. Source: {data_set.source}. "
-        f"`fedquilt data prepare {name} --out {folder}` prepares it."
+        f"`{command}` prepares it."
     )
