@@ -16,6 +16,7 @@ from fedquilt.cli import main
 from fedquilt.config import Experiment
 from fedquilt.errors import ConfigError
 from fedquilt.methods import METHODS
+from fedquilt.tasks import TASKS
 from tests.conftest import shortened
 
 ROOT = Path(__file__).parents[2]
@@ -35,6 +36,21 @@ def test_ten_lines_of_python_train_a_federation(capsys: pytest.CaptureFixture[st
     assert str(accuracy) in capsys.readouterr().out
     assert accuracy["1.0"] > 0.9
     assert accuracy["0.25"] > 0.8
+
+
+def test_limitations_name_every_task() -> None:
+    """The section names each task in words. A task that is added has to be added there."""
+    words = {
+        "classification": "classification",
+        "next_token": "next-token prediction",
+        "regression": "regression",
+        "multilabel": "several labels per sample",
+        "segmentation": "segmentation",
+    }
+    section = README.partition("## Limitations")[2].partition("\n## ")[0]
+    assert set(words) == set(TASKS)
+    for text in (*words.values(), "Simulation only", "one input tensor", "in memory", "no secure aggregation"):
+        assert text in section
 
 
 def test_commands_run_as_written(
