@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import logging
 import math
 import re
 from abc import ABC, abstractmethod
@@ -24,6 +25,8 @@ from fedquilt.units import how_to_write, quantity
 
 if TYPE_CHECKING:
     from fedquilt.family import Family
+
+_log = logging.getLogger(__name__)
 
 Which = NDArray[np.int32]  # of each client, the place of its budget among the kinds
 Deal = tuple[tuple[Budget, ...], Which]
@@ -75,6 +78,13 @@ def in_portions(kinds: Sequence[Budget | float], portions: Sequence[float], num_
     return _budgets(kinds), np.searchsorted(bounds, middles).astype(np.int32)
 
 
+def warn_of_portions(portions: Sequence[float]) -> None:
+    """Warn if portions of the clients do not sum to 1."""
+    total = sum(portions)
+    if not math.isclose(total, 1, rel_tol=1e-6):
+        _log.warning("the portions of the fleet's budgets sum to %g, not to 1. Each is divided by this sum.", total)
+
+
 def _budgets(kinds: Sequence[Budget | float]) -> tuple[Budget, ...]:
     try:
         return tuple(kind if isinstance(kind, Budget) else Budget(share=float(kind)) for kind in kinds)
@@ -115,6 +125,7 @@ class Income(Budgets):
             )
 
     def deal(self, num_clients: int, seed: int = 0) -> Deal:
+        warn_of_portions(self.portions)
         return in_portions(FIVE_SHARES, self.portions, num_clients)
 
 

@@ -11,7 +11,7 @@ import numpy as np
 from fedquilt import noise
 from fedquilt.checks import missing, outside, refuse, whole
 from fedquilt.errors import BudgetError, ConfigError
-from fedquilt.fleets import FIVE_SHARES, FLEETS, Budgets, Deal, Uniform, Which, in_portions, in_turn
+from fedquilt.fleets import FIVE_SHARES, FLEETS, Budgets, Deal, Uniform, Which, in_portions, in_turn, warn_of_portions
 from fedquilt.names import known
 from fedquilt.round.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.terms import Budget, Client
@@ -73,6 +73,7 @@ class Fleet:
         """Clients in given proportions, neighbours alike: `{1.0: 0.2, 0.5: 0.4, 0.25: 0.4}`."""
         _check_count(num_clients)
         dealt = in_portions(list(portions), list(portions.values()), num_clients)
+        warn_of_portions(list(portions.values()))
         return _fleet(dealt, sample, dynamic, available, seed)
 
     @property

@@ -33,6 +33,20 @@ def test_budgets_of_any_kind_are_dealt_as_shares_are():
     assert fleet.counts == {large: 2, small: 1, fq.Budget(share=1.0): 1}
 
 
+@pytest.mark.parametrize("portions", [{1.0: 1.0, 0.5: 1.0}, {1.0: 0.3, 0.5: 0.3}])
+def test_portions_that_do_not_sum_to_1_are_pointed_out(portions, caplog):
+    fleet = fq.Fleet.mixed(portions, 10)
+    assert f"portions of the fleet's budgets sum to {sum(portions.values()):g}, not to 1." in caplog.text
+    assert sorted(fleet.counts.values()) == [5, 5]
+
+
+@pytest.mark.parametrize("portions", [{1.0: 0.3, 0.5: 0.7}, dict.fromkeys((1.0, 0.5, 0.25), 1 / 3)])
+def test_nothing_is_said_of_portions_that_sum_to_1(portions, caplog):
+    fq.Fleet.mixed(portions, 10)
+    fq.Fleet.of(Income(), 10)
+    assert not caplog.text
+
+
 def test_kinds_are_those_somebody_has_in_order_of_appearance_each_once():
     assert [b.share for b in fq.Fleet.mixed({1.0: 0, 0.5: 0.3, 0.25: 0.7}, 10).kinds] == [0.5, 0.25]
     twice = fq.Fleet.of([0.5, 1.0, 0.5], 6, 1)
