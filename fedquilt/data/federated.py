@@ -178,6 +178,7 @@ class Pool:
             raise DataError(f"{name}: training inputs are {x.dtype} and test inputs {tx.dtype}; they must be alike.")
         if y.dtype != ty.dtype:
             raise DataError(f"{name}: training targets are {y.dtype} and test targets {ty.dtype}; they must be alike.")
+        _warn_of_nan(tx, name)
         num_classes = _num_classes(name, y, ty, num_classes)
         return Pool(
             x,
@@ -234,6 +235,7 @@ class Pool:
         _check_parts(own, len(self.targets), "training")
         if len(empty := (own.sizes == 0).nonzero()):
             raise DataError(f"client {int(empty[0])} has no data. Leave it out, or give it at least one sample.")
+        _warn_of_repeats(own, len(self.targets), self.name)
         tests = None if test_parts is None else Parts.of(test_parts, len(self.test_targets))
         if tests is not None:
             if len(tests) != len(own):
@@ -699,6 +701,39 @@ def _check_parts(parts: Parts, count: int, what: str) -> None:
         place = int(wrong[0])
         client = int(torch.searchsorted(parts.offsets, place, right=True)) - 1
         raise DataError(f"client {client} holds sample {int(parts.order[place])}; the {what} set has {count}.")
+
+
+def _warn_of_repeats(parts: Parts, count: int, name: str) -> None:
+    """Warn if training samples are listed more than once, for one client or for several."""
+    times = torch.bincount(parts.order, minlength=count)
+    repeated = (times > 1).nonzero().flatten()
+    if not len(repeated):
+        return
+    owners = parts.owners[parts.order == repeated[0]].tolist()
+    _log.warning(
+        "%d of the %d training samples of %s are listed more than once, and are trained on as often. Sample %d is "
+        "listed for clients %s.",
+        len(repeated),
+        count,
+        name,
+        int(repeated[0]),
+        ", ".join(map(str, owners)),
+    )
+
+
+def _warn_of_nan(test_inputs: Tensor, name: str) -> None:
+    """Warn if test samples hold NaN or infinite values, because models predict them wrongly."""
+    if not test_inputs.is_floating_point():
+        return
+    is_finite = test_inputs.isfinite().reshape(len(test_inputs), -1).all(1)
+    if not bool(is_finite.all()):
+        _log.warning(
+            "%d of the %d test samples of %s hold values that are not finite (NaN or infinite). Predictions for them "
+            "count as wrong. Leave out these samples, or fill in the values.",
+            int((~is_finite).sum()),
+            len(test_inputs),
+            name,
+        )
 
 
 def held_out(count: int, groups: Tensor | None, name: str, what: str = "samples") -> tuple[Tensor, Tensor]:

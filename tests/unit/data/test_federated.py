@@ -285,6 +285,30 @@ def test_what_goes_along_is_checked_too(wrong, message):
 # --- without a test part ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize(
+    ("parts", "clients"), [([[0, 1, 2], [2, 3]], "0, 1"), ([[0, 1], [2, 2]], "1, 1")], ids=["overlap", "duplicate"]
+)
+def test_samples_that_are_listed_twice_are_pointed_out(parts, clients, caplog):
+    samples = (np.zeros((4, 3), np.float32), np.array([0, 1, 0, 1]))
+    fq.FederatedData.of(samples, samples, parts, name="mine")
+    assert "1 of the 4 training samples of mine are listed more than once" in caplog.text
+    assert f"Sample 2 is listed for clients {clients}." in caplog.text
+
+
+def test_nothing_is_said_of_parts_without_repeats(caplog):
+    samples = (np.zeros((4, 3), np.float32), np.array([0, 1, 0, 1]))
+    fq.FederatedData.of(samples, samples, [[0, 2], [3]])
+    assert not caplog.text
+
+
+@pytest.mark.parametrize("value", [np.nan, np.inf])
+def test_test_samples_that_are_not_finite_are_pointed_out(value, caplog):
+    train, test = np.zeros((4, 3), np.float32), np.zeros((4, 3), np.float32)
+    test[[1, 3], 0] = value
+    Pool.of((train, np.array([0, 1, 0, 1])), (test, np.array([0, 1, 0, 1])), name="mine")
+    assert "2 of the 4 test samples of mine hold values that are not finite" in caplog.text
+
+
 def test_without_a_test_part_a_fifth_is_held_out_and_it_is_said(caplog):
     with caplog.at_level(logging.WARNING):
         pool = Pool.of((torch.arange(20.0)[:, None], torch.arange(20)), name="mine", num_classes=20)
