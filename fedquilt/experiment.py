@@ -51,7 +51,7 @@ from fedquilt.round.training.check import check_objectives, has_own_objective
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.step import Batch
 from fedquilt.tasks import Task, check_task, find_task, infer, is_own
-from fedquilt.terms import Budget, Client, Job, Server
+from fedquilt.terms import Arch, Budget, Client, Job, Server
 from fedquilt.tracking import Tracking
 
 if TYPE_CHECKING:
@@ -372,6 +372,7 @@ def prepare(
         options = EngineOptions(device_of(device), precision)
         engine = known(ENGINES, engine, "engine").create(data, options)
     task = found_task(task, family, data)
+    _warn_of_outputs(task, family, data)
     world = World(family, seed, engine.precision, engine.data.public_samples, task, fleet.num_clients)
     federation = Federation(world, method, link)
     link.check_codec(world, engine.device)
@@ -409,6 +410,20 @@ def found_task(task: Task | str | None, family: Family, data: Pool) -> Task:
         return find_task(task).settled(shape)
     _check_kind("run", task, Task, "fq.tasks.Regression()")
     return task.settled(shape)
+
+
+def _warn_of_outputs(task: Task, family: Family, data: Pool) -> None:
+    """Warn if the model has outputs for classes that the data does not have."""
+    if not (task.has_classes and data.num_classes):
+        return
+    num_classes = task.num_outputs(data.targets, data.num_classes)
+    if family.num_outputs > num_classes:
+        _log.warning(
+            "the model has %d outputs, and %s has %d classes. No sample has a class for the other outputs.",
+            family.num_outputs,
+            data.name,
+            num_classes,
+        )
 
 
 def _check_task(federation: Federation, engine: Simulation) -> None:
@@ -464,16 +479,49 @@ def _check_budgets(federation: Federation, server: Server, fleet: Fleet, engine:
     if less and not world.family.whole.widths:
         notes = " ".join(world.family.layout.notes)
         _log.warning("nothing of the model can be cut: devices train the whole of it, also for %s. %s", less[0], notes)
+    draws_from_torch = False
     for budget in fleet.kinds[:_FEW]:
         first = fleet.first(budget)
         client = Client(first, budget, engine.size(first))
         for state in _turns(federation, server):
             try:
-                method.fit(budget, world)
+                fitted = method.fit(budget, world)
+                before = torch.get_rng_state()
                 plan = planned(method, state, client, world)
             except BudgetError as error:
                 raise BudgetError(f"client {client.id}: {error}") from error
+            draws_from_torch |= not torch.equal(torch.get_rng_state(), before)
             check_budgets(method, [Job(client, submodel, state.round) for submodel in plan], world)
+        if not method.ignores_budgets:
+            _warn_of_single_channels(budget, fitted, world)
+    if draws_from_torch:
+        _log.warning(
+            "%s.plan draws from torch's global generator. Its plans differ between repeated, resumed and distributed "
+            "runs. fedquilt.noise draws by keys such as noise.key(world.seed, server.round, client.id).",
+            type(method).__name__,
+        )
+
+
+def _warn_of_single_channels(budget: Budget, fitted: Arch, world: World) -> None:
+    """Warn if a share is less than one channel of some axes, so that one channel is trained there."""
+    if budget.share is None:
+        return
+    whole = world.family.whole.sizes
+    narrow = [
+        axis
+        for axis, width in fitted.widths
+        if width == 1 and whole.get(axis, 1) > 1 and budget.share * whole[axis] < 1
+    ]
+    if narrow:
+        _log.warning(
+            "a share of %g is less than one channel on %d of %d axes, such as %r with %d channels. One channel is "
+            "trained there.",
+            budget.share,
+            len(narrow),
+            len(fitted.widths),
+            narrow[0],
+            whole[narrow[0]],
+        )
 
 
 def _turns(federation: Federation, server: Server) -> list[Server]:

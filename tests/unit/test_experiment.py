@@ -25,7 +25,7 @@ from fedquilt.errors import (
     TrainingError,
 )
 from fedquilt.family.cut import prefix
-from fedquilt.methods import FedAvg, FedRolex, HeteroFL, LocalOnly, SplitMix
+from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, LocalOnly, SplitMix
 from fedquilt.round.client import send
 from fedquilt.terms import Job, Payload
 from tests.conftest import LOCAL, assert_same, assert_same_grades, with_local
@@ -544,6 +544,40 @@ def test_samples_that_are_no_numbers_are_no_memory(perceptron, make_data):
     family = fq.trace(lambda: nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 3)), data.example)
     with pytest.raises(TrainingError, match=r"nan|not finite|numbers"):
         fq.run(FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2), rounds=1)
+
+
+def test_outputs_without_a_class_are_pointed_out(caplog):
+    samples = (torch.zeros(6, 4), torch.tensor([0, 1, 2, 0, 1, 2]))
+    data = fq.FederatedData.of(samples, samples, [[0, 1, 2], [3, 4, 5]], name="mine")
+    for outputs in (3, 5):
+        assert not caplog.text
+        family = fq.trace(lambda outputs=outputs: nn.Linear(4, outputs), torch.zeros(2, 4))
+        fq.prepare(FedAvg(), family, data, fq.Fleet.of((1.0,), 2, 2))
+    assert "the model has 5 outputs, and mine has 3 classes." in caplog.text
+
+
+def test_a_share_of_less_than_one_channel_is_pointed_out(perceptron, make_data, caplog):
+    data = make_data(perceptron, (6, 6))
+    for shares in ((1.0, 0.5), (1.0, 0.0001)):
+        assert "less than one channel" not in caplog.text
+        fq.prepare(HeteroFL(), perceptron, data, fq.Fleet.of(shares, 2, 2))
+    assert "a share of 0.0001 is less than one channel on " in caplog.text
+
+
+class Drawing(HeteroFL):
+    """HeteroFL whose plan draws from torch's generator, though it does not use the number."""
+
+    def plan(self, server, client, world):
+        torch.rand(1)
+        return super().plan(server, client, world)
+
+
+def test_a_plan_that_draws_from_torchs_generator_is_pointed_out(perceptron, make_data, caplog):
+    data = make_data(perceptron, (6, 6))
+    for method in (HeteroFL(), FedRolex(), SplitMix(), FedDropout(), Drawing()):
+        assert "global generator" not in caplog.text
+        fq.prepare(method, perceptron, data, fq.Fleet.of((1.0, 0.5), 2, 2))
+    assert "Drawing.plan draws from torch's global generator." in caplog.text
 
 
 def test_a_model_that_cannot_be_cut_is_pointed_out_where_devices_are_smaller(make_data, caplog):
