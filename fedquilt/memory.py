@@ -375,6 +375,8 @@ def _decoded(key: Key, data: bytearray, device: torch.device) -> Memory:
     """
     try:
         return decode(data, device)
+    except RecordError as error:
+        raise RecordError(f"the memory of client {key[0]} on disk is not what was written: {error}") from error
     except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
         raise RecordError(f"the memory of client {key[0]} on disk is not what was written: {said(error)}.") from error
 

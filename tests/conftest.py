@@ -27,6 +27,7 @@ from fedquilt.models import PreResNet, TransformerLM
 from fedquilt.round import Record
 from fedquilt.round.client import Start, memory_of, receive
 from fedquilt.round.training.server import ServerTraining
+from tests.long_variants import LONG_VARIANTS
 
 torch.set_num_threads(1)
 if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background; some tests press ctrl-C
@@ -38,6 +39,13 @@ os.environ["XDG_CONFIG_HOME"] = _CONFIG_FOLDER.name
 
 # What every engine must do is asked of these for everything there is; `ray` needs a cluster and has test_ray.py.
 LOCAL = {name: kind for name, kind in ENGINES.items() if name != "ray"}
+
+
+@pytest.hookimpl(tryfirst=True)  # Before tests are chosen by their marks.
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    for item in items:
+        if item.nodeid.startswith(LONG_VARIANTS):
+            item.add_marker(pytest.mark.slow)
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:

@@ -420,7 +420,8 @@ def test_a_flag_of_several_values_is_given_once(capsys: pytest.CaptureFixture[st
     said = "--grid method.local.epochs=1, 2 was asked for; write values without spaces: method.local.epochs=1,2."
     assert capsys.readouterr().err == f"ConfigError: {said}\n"
     assert main(["compare", "--resume", "folder", "--seeds", "5"]) == 2
-    said = "--rounds (to train longer), --target, --jobs, --baseline, --metric, --format, --yes and --json go with it."
+    flags = "--target, --jobs, --baseline, --metric, --format, --yes, --trust and --json"
+    said = f"--rounds (to train longer), {flags} go with it."
     assert said in capsys.readouterr().err
 
 
@@ -941,7 +942,7 @@ def test_links_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
 def test_one_of_them_is_listed_with_all_one_can_set(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["list", "methods", "fedrolex"]) == 0
     rows = {line.split()[0]: line for line in capsys.readouterr().out.splitlines() if line}
-    assert rows["local.optimiser"].split()[1:5] == ["sgd", "|", "adam", "sgd"]
+    assert rows["local.optimiser"].split()[1:7] == ["sgd", "|", "adam", "|", "adamw", "sgd"]
     assert "channels the window moves each round" in rows["shift"]
     assert "fedrolex-cifar10-low | " in rows["preset"]
     assert main(["list", "data", "digits"]) == 0

@@ -115,7 +115,7 @@ def test_members_of_a_file_are_measured(folder, capsys):
     assert "5 classes; it was trained for 4" in capsys.readouterr().err
     assert main([*command[:-1], "1"]) == 2
     assert "--members 1 was asked for" in capsys.readouterr().err
-    np.savez("large.npz", x_train=np.zeros((4, 9, 9, 1), np.uint8), y_train=np.arange(4))
+    np.savez("large.npz", x_train=np.zeros((20, 9, 9, 1), np.uint8), y_train=np.arange(20) % 4)
     assert main(["supernet", "measure", "net.safetensors", "--data", "large.npz"]) == 2
     assert "images of shape (1, 9, 9); they take (1, 8, 8)" in capsys.readouterr().err
 
@@ -155,7 +155,7 @@ def test_a_damaged_file_is_refused(folder, capsys):
     data = Path("net.safetensors").read_bytes()
     Path("net.safetensors").write_bytes(data[:-1])
     assert main(["supernet", "show", "net.safetensors"]) == 1
-    assert "is truncated or damaged" in capsys.readouterr().err
+    assert "net.safetensors cannot be read as safetensors: its tensors need" in capsys.readouterr().err
 
 
 def test_a_space_in_a_file_is_trained(folder, capsys):

@@ -468,7 +468,7 @@ def test_files_with_other_content_and_the_right_checksum_are_passed_over(tmp_pat
     written = files.write(tmp_path / "00000002.safetensors", [b"\x05\x00\x00\x00\x00\x00\x00\x00[[[[["])
     altered(tmp_path / "00000002.json", server=vars(written))
     assert Checkpoints(tmp_path).load(small(), CPU)[0].round == 1
-    assert "its files hold something else than was written" in caplog.text
+    assert "its header cannot be read: it nests deeper than 3 levels" in caplog.text
 
 
 def test_a_pack_that_lists_other_sizes_than_it_has_is_passed_over(tmp_path, caplog):
@@ -480,7 +480,7 @@ def test_a_pack_that_lists_other_sizes_than_it_has_is_passed_over(tmp_path, capl
     written = files.write(tmp_path / "memory-00000002.safetensors", [head])
     altered(tmp_path / "00000002.json", memory=[vars(written)])
     assert Checkpoints(tmp_path).load(small(), CPU)[0].round == 1
-    assert "another size than the memories that it lists" in caplog.text
+    assert "its tensors need 1,000,000,000,000,000 bytes of data, and the file has 0" in caplog.text
 
 
 def test_a_memory_that_is_none_names_the_client(tmp_path):

@@ -29,6 +29,7 @@ from fedquilt.records import Folder, undisturbed
 from fedquilt.round import Grades, Record
 from fedquilt.round.availability import Diurnal, Trace
 from fedquilt.round.merge import ServerAdam
+from fedquilt.tensor_files import NO_LIMIT, TensorFile, read_state
 from tests.conftest import assert_same, with_local
 
 EVERY = Checkpointing(rounds=1)
@@ -561,7 +562,8 @@ def test_a_checkpoint_with_other_weights_than_the_model_is_passed_over(start, tm
     whole = start(rounds=3)
     start(rounds=2, out=out)
     folder = out / "checkpoint"
-    state = files.parse_state(bytearray((folder / "00000002.safetensors").read_bytes()), torch.device("cpu"))
+    with TensorFile.open(folder / "00000002.safetensors", NO_LIMIT) as file:
+        state = read_state(file, torch.device("cpu"))
     name = next(iter(state.weights))
     state.weights[name] = torch.zeros(1)
     written = files.write(
