@@ -108,7 +108,9 @@ CASES: dict[str, Callable[[], Times]] = {
 
 def measured(case: str, tree: Path) -> Times:
     """Run a case on a tree, in a process that imports the tree's package and scripts."""
-    path = os.pathsep.join(filter(None, (str(tree), str(tree / "bench"), os.environ.get("PYTHONPATH", ""))))
+    path = os.pathsep.join(
+        filter(None, (str(tree), str(tree / "bench"), os.environ.get("PYTHONPATH", "")))
+    )
     command = [sys.executable, __file__, str(tree), "--child", case]
     # Without PYTHONSAFEPATH the folder of this script would come first, whatever the tree.
     environment = {**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"}
@@ -118,7 +120,9 @@ def measured(case: str, tree: Path) -> Times:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("other", type=Path, help="the other checkout")
     parser.add_argument("--only", nargs="+", default=CPU_CASES, choices=CASES)
     parser.add_argument("--times", type=int, default=5)
@@ -136,7 +140,9 @@ def main() -> None:
                 taken[name].append(measured(case, trees[name]))
                 print(f"    {case}, {name}: {taken[name][-1]}", file=sys.stderr, flush=True)
         for line in taken["this"][0]:
-            other, this = (statistics.median(one[line] for one in taken[name]) for name in ("other", "this"))
+            other, this = (
+                statistics.median(one[line] for one in taken[name]) for name in ("other", "this")
+            )
             print(f"{line:<36}{other:>10.4g}{this:>10.4g}{this / other:>8.2f}", flush=True)
 
 

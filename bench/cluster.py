@@ -31,8 +31,15 @@ WARM = 2  # rounds that are not counted
 def in_chunks(run: fq.Run, chunks: int) -> float:
     """Seconds that `vectorised` takes for the next round's jobs, chunk by chunk; nothing comes of it."""
     method, server, engine = run.method, run.server, run.engine
-    cohort = [run.fleet.client(id, server.round, 0, engine.data.size(id)) for id in run.fleet.cohort(server.round, 0)]
-    jobs = [Job(one, submodel, server.round) for one in cohort for submodel in method.plan(server, one, run.world)]
+    cohort = [
+        run.fleet.client(id, server.round, 0, engine.data.size(id))
+        for id in run.fleet.cohort(server.round, 0)
+    ]
+    jobs = [
+        Job(one, submodel, server.round)
+        for one in cohort
+        for submodel in method.plan(server, one, run.world)
+    ]
     began = time.perf_counter()
     for chunk in cut(jobs, chunks):
         engine.train(run.federation, server, chunk, method.fold(server, run.world))
@@ -49,13 +56,17 @@ def prepare(clients: int, samples: int, workers: int = 0, chunks: int = 8) -> fq
     family = fq.trace(lambda: PreResNet((1, 1, 1), 10, 3, widths=(16, 32, 64)), data.example)
     fleet = fq.Fleet.of((1.0, 0.5, 0.25), clients, clients)
     engine = Ray(data, cluster=Cluster(workers=workers), chunks=chunks) if workers else "vectorised"
-    return fq.prepare(fq.methods.HeteroFL(), family, data, fleet, engine, evaluation=fq.Evaluation(every=0))
+    return fq.prepare(
+        fq.methods.HeteroFL(), family, data, fleet, engine, evaluation=fq.Evaluation(every=0)
+    )
 
 
 def play(run: fq.Run) -> float:
     """Seconds of the next round. One more is announced than is played: the last would be evaluated."""
     rounds = run.server.round + 2
-    played = fq.round.play(run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation)
+    played = fq.round.play(
+        run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation
+    )
     run.server = played.server
     return played.record.seconds
 
@@ -72,16 +83,26 @@ def compare(clients: int = 20, samples: int = 64, rounds: int = 8, chunks: int =
         for name, run in runs.items():
             taken[name].append(play(run))
     state = sum(weight.nbytes for weight in runs["vectorised"].server.weights.values())
-    print(f"{clients} clients of {samples} images, {state / 1e6:.1f} MB of weights, {chunks} chunks")
+    print(
+        f"{clients} clients of {samples} images, {state / 1e6:.1f} MB of weights, {chunks} chunks"
+    )
     one = {name: statistics.median(seconds[WARM:]) for name, seconds in taken.items()}
     for name, seconds in one.items():
-        print(f"{name:<24}{1e3 * seconds:>9.1f} ms a round {seconds / one['vectorised']:>7.2f} times")
-    print(f"started: {taken['ray, 1 worker'][0]:.1f} s for the first round with a cluster of its own")
-    print(f"a round's overhead with one worker: {1e3 * (one['ray, 1 worker'] - one[chunked]):.0f} ms")
+        print(
+            f"{name:<24}{1e3 * seconds:>9.1f} ms a round {seconds / one['vectorised']:>7.2f} times"
+        )
+    print(
+        f"started: {taken['ray, 1 worker'][0]:.1f} s for the first round with a cluster of its own"
+    )
+    print(
+        f"a round's overhead with one worker: {1e3 * (one['ray, 1 worker'] - one[chunked]):.0f} ms"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=20, help="all of them in every round")
     parser.add_argument("--samples", type=int, default=64, help="a client")
     parser.add_argument("--rounds", type=int, default=8)

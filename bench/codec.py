@@ -14,8 +14,13 @@ import fedquilt as fq
 from fedquilt.round.link import ChangeSpec
 
 COUNT, TENSORS = 1_000_000, 10
-CODECS = {name: fq.Link.preset(name).codec for name in ("lq8", "lq4", "lq2", "sp25", "sp10", "lq8+sp25")}
-CODECS |= {"lq8, rotated": fq.Codec(8, rotate=True), "lq8+sp25, rotated": fq.Codec(8, 0.25, rotate=True)}
+CODECS = {
+    name: fq.Link.preset(name).codec for name in ("lq8", "lq4", "lq2", "sp25", "sp10", "lq8+sp25")
+}
+CODECS |= {
+    "lq8, rotated": fq.Codec(8, rotate=True),
+    "lq8+sp25, rotated": fq.Codec(8, 0.25, rotate=True),
+}
 
 
 def main() -> None:

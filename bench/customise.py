@@ -25,7 +25,10 @@ import fedquilt as fq
 from fedquilt.customise import resident_bytes
 
 SHARES = (1.0, 1 / 2, 1 / 4, 1 / 8)
-METHODS = {"nested (HeteroFL)": fq.methods.HeteroFL(), "base nets (Split-Mix)": fq.methods.SplitMix()}
+METHODS = {
+    "nested (HeteroFL)": fq.methods.HeteroFL(),
+    "base nets (Split-Mix)": fq.methods.SplitMix(),
+}
 
 
 def milliseconds(repeats: int, *works: Callable[[], object]) -> list[float]:
@@ -64,7 +67,9 @@ def main() -> None:
     def module() -> torch.nn.Module:
         return spec.factory(num_classes=NUM_CLASSES)
 
-    data = fq.data.Pool.of(images(64, *spec.input_shape), images(32, *spec.input_shape, seed=1)).deal(2)
+    data = fq.data.Pool.of(
+        images(64, *spec.input_shape), images(32, *spec.input_shape, seed=1)
+    ).deal(2)
     family = fq.trace(module, data.example)
     inputs = data.test_samples(torch.arange(asked.batch) % 32)
     with tempfile.TemporaryDirectory() as folder, torch.no_grad():
@@ -87,7 +92,9 @@ def main() -> None:
                 thousand, load, whole = milliseconds(
                     asked.repeats, *works, partial(fq.load_model, file, family._module)
                 )
-                forward, plain = milliseconds(asked.repeats, partial(model.set(share), inputs), partial(alone, inputs))
+                forward, plain = milliseconds(
+                    asked.repeats, partial(model.set(share), inputs), partial(alone, inputs)
+                )
                 there, worst = thousand / 1000, float((model(inputs) - alone(inputs)).abs().max())
                 print(
                     f"{share:<22g}{there:>8.4f} ms{load:>8.1f} ms{whole:>9.1f} ms{load / there:>8,.0f} times"

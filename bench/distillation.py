@@ -27,7 +27,9 @@ from fedquilt.round import Record
 SHARES = (1.0, 0.5, 0.25)
 
 
-def records(method: Method, family: fq.Family, data: fq.FederatedData, asked: argparse.Namespace) -> list[Record]:
+def records(
+    method: Method, family: fq.Family, data: fq.FederatedData, asked: argparse.Namespace
+) -> list[Record]:
     """Train and return the record of every round but the first, in which steps are recorded."""
     fleet = fq.Fleet.of(SHARES, data.num_clients, sample=data.num_clients)
     run = fq.run(
@@ -47,7 +49,9 @@ def plain_loop(family: fq.Family, public: torch.Tensor, how: ServerTraining, dev
     """Return the seconds that a plain loop takes to distil one net of each share for all steps."""
     public = public.to(device)
     rows = torch.randn(len(public), family.num_classes, device=device)
-    nets = [family.module(family.fit(fq.Budget(share=share))).to(device).train() for share in SHARES]
+    nets = [
+        family.module(family.fit(fq.Budget(share=share))).to(device).train() for share in SHARES
+    ]
     order = torch.Generator().manual_seed(0)
     began = time.perf_counter()
     for net in nets:
@@ -70,7 +74,9 @@ def main() -> None:
     parser.add_argument("--samples", type=int, default=64, help="samples of a client")
     parser.add_argument("--public", type=int, default=512, help="public samples")
     parser.add_argument("--batch-size", type=int, default=16, help="batch size of clients")
-    parser.add_argument("--steps", type=int, default=40, help="steps of every net of the server in a round")
+    parser.add_argument(
+        "--steps", type=int, default=40, help="steps of every net of the server in a round"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
@@ -78,7 +84,9 @@ def main() -> None:
     print(machine())
 
     spec, count = MODELS[asked.model], asked.clients * asked.samples
-    inputs = torch.randn(count + asked.public, *spec.input_shape, generator=torch.Generator().manual_seed(0))
+    inputs = torch.randn(
+        count + asked.public, *spec.input_shape, generator=torch.Generator().manual_seed(0)
+    )
     own, public = inputs[:count], inputs[count:]
     targets = torch.arange(count) % 10
     pool = fq.data.Pool.of((own, targets), (own[:10], targets[:10]), public=public)
@@ -93,7 +101,9 @@ def main() -> None:
         DSFL(prototypes=SHARES, server_training=how),
         FedET(prototypes=SHARES[1:], server_training=how),
     ]
-    print(f"{asked.model}, {asked.clients} clients of {asked.samples} samples, {asked.public} public samples")
+    print(
+        f"{asked.model}, {asked.clients} clients of {asked.samples} samples, {asked.public} public samples"
+    )
     print(f"{'':<24}{'seconds':>10}{'ratio':>8}{'server':>10}{'steps':>8}")
     baseline = server = 0.0
     for method in methods:
@@ -105,7 +115,9 @@ def main() -> None:
             server = own_seconds
         name = f"{type(method).__name__}{' (baseline)' if method is methods[0] else ''}"
         ratio = seconds / baseline
-        print(f"{name:<24}{seconds:>10.3f}{ratio:>8.2f}{own_seconds:>10.3f}{found[-1].server_steps:>8}")
+        print(
+            f"{name:<24}{seconds:>10.3f}{ratio:>8.2f}{own_seconds:>10.3f}{found[-1].server_steps:>8}"
+        )
 
     loops = [plain_loop(family, public, how, asked.device) for _ in range(3)]
     print(f"\n{'FedDF, the server alone':<24}{'seconds':>10}{'ratio':>8}")

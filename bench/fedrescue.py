@@ -39,12 +39,25 @@ BATCH = 32
 class Eager:
     """One client, everything that can be built once built once."""
 
-    def __init__(self, family: fq.Family, arch: Arch, learner: Learner, precision: Precision, device: str) -> None:
-        self.family, self.arch, self.learner, self.precision, self.device = family, arch, learner, precision, device
+    def __init__(
+        self, family: fq.Family, arch: Arch, learner: Learner, precision: Precision, device: str
+    ) -> None:
+        self.family, self.arch, self.learner, self.precision, self.device = (
+            family,
+            arch,
+            learner,
+            precision,
+            device,
+        )
         self.net = batch_norms(family.module(arch)).to(device).train()
         sgd = learner.local.optimiser
         assert isinstance(sgd, fq.SGD)
-        settings = {"lr": sgd.lr, "momentum": sgd.momentum, "weight_decay": sgd.decay, "nesterov": sgd.nesterov}
+        settings = {
+            "lr": sgd.lr,
+            "momentum": sgd.momentum,
+            "weight_decay": sgd.decay,
+            "nesterov": sgd.nesterov,
+        }
         self.optimiser = torch.optim.SGD(self.net.parameters(), fused=True, **settings)
         self.nested: dict[float, nn.Module] = {}
         self.masks: dict[Between, list[Tensor]] = {}
@@ -71,7 +84,10 @@ class Eager:
                 if isinstance(part, Distilled):
                     assert taught is not None
                     loss = loss + F.kl_div(
-                        known[share].log_softmax(1), taught.log_softmax(1), reduction="batchmean", log_target=True
+                        known[share].log_softmax(1),
+                        taught.log_softmax(1),
+                        reduction="batchmean",
+                        log_target=True,
                     )
                 else:
                     loss = loss + F.cross_entropy(known[share], y)
@@ -102,7 +118,9 @@ class Eager:
         if moves not in self.masks:
             names = [name for name, _ in self.net.named_parameters()]
             masks = [moves.mask(self.family.member(self.arch), name) for name in names]
-            self.masks[moves] = [torch.as_tensor(mask, device=self.device).float() for mask in masks]
+            self.masks[moves] = [
+                torch.as_tensor(mask, device=self.device).float() for mask in masks
+            ]
         return self.masks[moves]
 
     def _rough(self) -> torch.autocast:
@@ -129,32 +147,48 @@ def compare(
     torch.backends.cuda.matmul.allow_tf32 = torch.backends.cudnn.allow_tf32 = precision == "tf32"
     torch.backends.cudnn.benchmark = True
     here = engine.data
-    eager = [Eager(family, job.submodel.arch, own, precision, device) for job, own in zip(jobs, learners, strict=True)]
+    eager = [
+        Eager(family, job.submodel.arch, own, precision, device)
+        for job, own in zip(jobs, learners, strict=True)
+    ]
 
     def one_by_one() -> None:
         for client, own in enumerate(eager):
             for step in range(images // BATCH):
-                rows = torch.arange(client * images + step * BATCH, client * images + (step + 1) * BATCH)
+                rows = torch.arange(
+                    client * images + step * BATCH, client * images + (step + 1) * BATCH
+                )
                 own.learn(here.samples(rows.to(device)), here.targets[rows.to(device)], step)
 
     base = median(one_by_one, times, 1)
     began = time.perf_counter()
     engine.train(federation, server, jobs, method.fold(server, world))
     print(f"    first epoch {time.perf_counter() - began:.1f} s", flush=True)
-    ours = median(lambda: engine.train(federation, server, jobs, method.fold(server, world)), times, 1)
+    ours = median(
+        lambda: engine.train(federation, server, jobs, method.fold(server, world)), times, 1
+    )
     return base, ours
 
 
 def main() -> None:
-    asked, precisions = versus(methods="fedrescue", batches=15)  # of an epoch; a fifth of CIFAR-10 gives 16
+    asked, precisions = versus(
+        methods="fedrescue", batches=15
+    )  # of an epoch; a fifth of CIFAR-10 gives 16
     family = fq.trace(fq.models.MODELS["rescue_resnet"].factory, torch.zeros(2, 3, 32, 32))
     for precision in precisions:
         for name in asked.methods.split(","):
             for what, shares in COHORTS.items():
                 images = asked.batches * BATCH
-                base, ours = compare(METHODS[name], shares, family, images, precision, asked.device, asked.times)
-                each = [f"{taken:.0f} ms, {taken / asked.batches:.1f} a batch" for taken in (base, ours)]
-                print(f"{name}, {what}, {precision}: one client after another {each[0]}; ours {each[1]}", end=": ")
+                base, ours = compare(
+                    METHODS[name], shares, family, images, precision, asked.device, asked.times
+                )
+                each = [
+                    f"{taken:.0f} ms, {taken / asked.batches:.1f} a batch" for taken in (base, ours)
+                ]
+                print(
+                    f"{name}, {what}, {precision}: one client after another {each[0]}; ours {each[1]}",
+                    end=": ",
+                )
                 print(f"{base / ours:.1f} times", flush=True)
 
 

@@ -73,7 +73,13 @@ class Work:
 
 WORKS = (
     Work("trivial", Linear, (1, 8, 8), samples=8, batch=8),
-    Work("real", partial(PreResNet, (1, 1, 1), 10, 3, widths=(16, 32, 64)), (3, 16, 16), samples=100, batch=10),
+    Work(
+        "real",
+        partial(PreResNet, (1, 1, 1), 10, 3, widths=(16, 32, 64)),
+        (3, 16, 16),
+        samples=100,
+        batch=10,
+    ),
 )
 
 
@@ -99,7 +105,9 @@ class Turns:
         parts = list(torch.split(torch.arange(clients * work.samples), work.samples))
         data = fq.FederatedData.of(pool, pool, parts)
         family, fleet = fq.trace(work.make, data.example), fq.Fleet.of([1.0], clients, clients)
-        self.run = fq.prepare(FedAvg(local=work.local), family, data, fleet, evaluation=fq.Evaluation(every=0))
+        self.run = fq.prepare(
+            FedAvg(local=work.local), family, data, fleet, evaluation=fq.Evaluation(every=0)
+        )
         self.theirs: list[float] = []
         self.ours: list[float] = []
         self._began = time.perf_counter()
@@ -111,17 +119,27 @@ class Turns:
     def done(self) -> None:
         """A round of the framework is over."""
         self.theirs.append(time.perf_counter() - self._began)
-        run, rounds = self.run, self.run.server.round + 2  # one more is announced than is played: none is the last
-        played = fq.round.play(run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation)
+        run, rounds = (
+            self.run,
+            self.run.server.round + 2,
+        )  # one more is announced than is played: none is the last
+        played = fq.round.play(
+            run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation
+        )
         run.server = played.server
         self.ours.append(played.record.seconds)
         self._began = time.perf_counter()
 
     def tell(self, work: Work, framework: str, weights: Mapping[str, Tensor]) -> None:
         theirs, ours = (statistics.median(taken[1:]) for taken in (self.theirs, self.ours))
-        gap = max(float((value - weights[name]).abs().max()) for name, value in self.run.server.weights.items())
+        gap = max(
+            float((value - weights[name]).abs().max())
+            for name, value in self.run.server.weights.items()
+        )
         if not gap < APART:
-            raise RuntimeError(f"{framework} did not do the same work: its weights are {gap:.0e} from fedquilt's.")
+            raise RuntimeError(
+                f"{framework} did not do the same work: its weights are {gap:.0e} from fedquilt's."
+            )
         print(
             f"{work.name:<9}{framework:<9}{1e3 * theirs:>10.1f} ms{1e3 * ours:>10.1f} ms{theirs / ours:>8.1f} times"
             f"{self.theirs[0] - theirs:>9.1f} s{gap:>11.0e}",
@@ -155,7 +173,10 @@ def in_flower(work: Work, clients: int, rounds: int, cores: int) -> None:
     def train(message: Message, context: Context) -> Message:
         torch.set_num_threads(1)
         net = work.net()
-        received, config = message.content.array_records["arrays"], message.content.config_records["config"]
+        received, config = (
+            message.content.array_records["arrays"],
+            message.content.config_records["config"],
+        )
         net.load_state_dict(received.to_torch_state_dict())
         client, round = context.node_config["partition-id"], config["server-round"]
         assert isinstance(client, int)
@@ -171,10 +192,15 @@ def in_flower(work: Work, clients: int, rounds: int, cores: int) -> None:
                 turns.done()
                 last.update(arrays.to_torch_state_dict())
 
-        strategy = FlowerFedAvg(fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients)
+        strategy = FlowerFedAvg(
+            fraction_evaluate=0.0, min_train_nodes=clients, min_available_nodes=clients
+        )
         strategy.start(grid, ArrayRecord(turns.weights), num_rounds=rounds + 1, evaluate_fn=after)
 
-    own = {"address": "local", "_node_ip_address": "127.0.0.1"}  # not somebody's cluster that happens to be there
+    own = {
+        "address": "local",
+        "_node_ip_address": "127.0.0.1",
+    }  # not somebody's cluster that happens to be there
     backend: Any = {
         "init_args": {**own, "num_cpus": cores, "include_dashboard": False, "log_to_driver": False},
         "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
@@ -240,15 +266,21 @@ FRAMEWORKS = {"flwr": in_flower, "pfl": in_pfl}
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, default=20, help="all of them in every round")
     parser.add_argument("--rounds", type=int, default=5, help="after the first")
     parser.add_argument("--cores", type=int, default=1)
     asked = parser.parse_args()
     torch.set_num_threads(asked.cores)
-    print(f"{asked.clients} clients; a round{'':<3}framework     fedquilt{'':>15}start   weights apart")
+    print(
+        f"{asked.clients} clients; a round{'':<3}framework     fedquilt{'':>15}start   weights apart"
+    )
     for package, play in FRAMEWORKS.items():
-        if importlib.util.find_spec(package) is None or (package == "flwr" and importlib.util.find_spec("ray") is None):
+        if importlib.util.find_spec(package) is None or (
+            package == "flwr" and importlib.util.find_spec("ray") is None
+        ):
             print(f"{package} is not installed: left out (pip install -e '.[bench]')")
             continue
         for work in WORKS:

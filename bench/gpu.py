@@ -79,13 +79,20 @@ def images(clients: int, test: int = 1000) -> fq.FederatedData:
     """Random CIFAR-like images, two labels a client."""
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(clients * IMAGES, 3, 32, 32, generator=generator)
-    y = (torch.arange(clients).repeat_interleave(IMAGES) + torch.randint(0, 2, (len(x),), generator=generator)) % 10
-    return fq.FederatedData.of((x, y), (x[:test], y[:test]), list(torch.arange(len(x)).split(IMAGES)))
+    y = (
+        torch.arange(clients).repeat_interleave(IMAGES)
+        + torch.randint(0, 2, (len(x),), generator=generator)
+    ) % 10
+    return fq.FederatedData.of(
+        (x, y), (x[:test], y[:test]), list(torch.arange(len(x)).split(IMAGES))
+    )
 
 
 def words(clients: int, length: int = 20) -> fq.FederatedData:
     """Random next-word samples."""
-    text = torch.randint(0, 10_000, (clients * IMAGES, length + 1), generator=torch.Generator().manual_seed(0))
+    text = torch.randint(
+        0, 10_000, (clients * IMAGES, length + 1), generator=torch.Generator().manual_seed(0)
+    )
     x, y = text[:, :-1].contiguous(), text[:, 1:].contiguous()
     return fq.FederatedData.of((x, y), (x[:100], y[:100]), list(torch.arange(len(x)).split(IMAGES)))
 
@@ -104,11 +111,19 @@ class Eager:
         self.data = case.data.to(DEVICE, torch.float32)
         arches = [family.fit(fq.Budget(share=share)) for share in case.shares]
         self.nets = [batch_norms(family.module(arch)).to(DEVICE).train() for arch in arches]
-        settings = {"lr": OPTIMISER.lr, "momentum": OPTIMISER.momentum, "weight_decay": OPTIMISER.decay}
-        self.optimisers = [torch.optim.SGD(net.parameters(), fused=True, **settings) for net in self.nets]
+        settings = {
+            "lr": OPTIMISER.lr,
+            "momentum": OPTIMISER.momentum,
+            "weight_decay": OPTIMISER.decay,
+        }
+        self.optimisers = [
+            torch.optim.SGD(net.parameters(), fused=True, **settings) for net in self.nets
+        ]
         if case.phases == 2:
             self.inner = [family.member(arch).nested(0.5) for arch in arches]
-            self.halves = [batch_norms(family.module(inner)).to(DEVICE).train() for inner in self.inner]
+            self.halves = [
+                batch_norms(family.module(inner)).to(DEVICE).train() for inner in self.inner
+            ]
             self.insides = [self._inside(arch) for arch in arches]
             self.outsides = [[1 - mask for mask in inside] for inside in self.insides]
 
@@ -116,7 +131,8 @@ class Eager:
         """1 where a weight belongs to the nested half."""
         masks = Between(0.0, 0.5)
         return [
-            masks.mask(self.case.family.member(arch), name).to(DEVICE).float() for name in self.case.family.trainable
+            masks.mask(self.case.family.member(arch), name).to(DEVICE).float()
+            for name in self.case.family.trainable
         ]
 
     def step(self) -> None:
@@ -142,7 +158,9 @@ class Eager:
     def _half(self, client: int, x: Tensor) -> Tensor:
         family, own = self.case.family, dict(self.nets[client].named_parameters())
         held = fq.family.cut.prefix(family.fit(fq.Budget(share=self.case.shares[client]))).index
-        weights = family.cutter.narrow({name: own[name] for name in family.trainable}, held, self.inner[client].index)
+        weights = family.cutter.narrow(
+            {name: own[name] for name in family.trainable}, held, self.inner[client].index
+        )
         logits: Tensor = torch.func.functional_call(self.halves[client], weights, (x,))
         return logits
 
@@ -192,8 +210,12 @@ def ours(case: Case, precision: Precision) -> tuple[float, float]:
 def compare(case: Case, precision: Precision, rate: float) -> None:
     base = median(Eager(case, precision).step, 10)
     step, whole = ours(case, precision)
-    macs = sum(case.family.cost(case.family.fit(fq.Budget(share=share))).macs for share in case.shares)
-    rates = 6 * macs * BATCH / (step * 1e-3)  # forward, and twice that backward; two operations a multiply-add
+    macs = sum(
+        case.family.cost(case.family.fit(fq.Budget(share=share))).macs for share in case.shares
+    )
+    rates = (
+        6 * macs * BATCH / (step * 1e-3)
+    )  # forward, and twice that backward; two operations a multiply-add
     print(
         f"({case.name}) {len(case.shares)} clients, {precision}: eager {base:.1f} ms, recorded step {step:.2f} ms "
         f"({base / step:.1f} times), in a whole round's training {whole:.2f} ms ({base / whole:.1f} times)"
@@ -228,7 +250,9 @@ class EagerRounds(Eager):
     def round(self) -> None:
         family, method = self.case.family, self.case.method
         fold = Mean(family.cutter).begin(self.server)
-        clients = [Client(id, fq.Budget(share=share), IMAGES) for id, share in enumerate(self.case.shares)]
+        clients = [
+            Client(id, fq.Budget(share=share), IMAGES) for id, share in enumerate(self.case.shares)
+        ]
         for place, client in enumerate(clients):
             submodel = method.plan(self.server, client, self.world)[0]
             net, own = self.nets[place], dict(self.nets[place].named_parameters())
@@ -242,11 +266,16 @@ class EagerRounds(Eager):
             sent = {name: own[name].detach() for name in family.trainable}
             fold.add(Update(Job(client, submodel, 0), (Payload(submodel, sent),), IMAGES // BATCH))
             net.train()
-        self.server = replace(self.server, round=self.server.round + 1, weights=fold.finish(self.server)[0])
+        self.server = replace(
+            self.server, round=self.server.round + 1, weights=fold.finish(self.server)[0]
+        )
 
     def evaluate(self) -> None:
         """The test set at every share; before that, if the policy says so, norms measured over the training data."""
-        with torch.no_grad(), torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16"):
+        with (
+            torch.no_grad(),
+            torch.autocast("cuda", torch.bfloat16, enabled=self.precision == "bf16"),
+        ):
             for share in dict.fromkeys(self.case.shares):
                 budget = fq.Budget(share=share)
                 self._test(*self.case.method.deploy(self.server, budget, self.world))
@@ -265,7 +294,9 @@ class EagerRounds(Eager):
             batch_norms(net)
         hits = torch.zeros((), device=DEVICE)
         for rows in torch.arange(len(self.data.test_targets), device=DEVICE).split(EXAM):
-            hits += (net(self.data.test_samples(rows)).argmax(1) == self.data.test_targets[rows]).sum()
+            hits += (
+                net(self.data.test_samples(rows)).argmax(1) == self.data.test_targets[rows]
+            ).sum()
 
 
 def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int = 10) -> None:
@@ -276,7 +307,9 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     case.family.cutter.flat = None
     fleet = fq.Fleet.of(SHARES, 100, 10)
     how = fq.Evaluation(every, EXAM)
-    run = fq.prepare(case.method, case.family, data, fleet, device="cuda", precision=precision, evaluation=how)
+    run = fq.prepare(
+        case.method, case.family, data, fleet, device="cuda", precision=precision, evaluation=how
+    )
     run.engine.memory = MEMORY
     began = time.perf_counter()
     run.train(every)
@@ -284,8 +317,13 @@ def whole_rounds(case: Case, precision: Precision, rounds: int = 20, every: int 
     first = time.perf_counter() - began
     run.train(3 * every + rounds)
     # Medians: now and then a cohort has more clients of a share than any before, and another unit is recorded.
-    plain = 1e3 * statistics.median(r.seconds for r in run.records[-rounds:] if not r.grades.accuracy)
-    tested = 1e3 * statistics.median(r.seconds for r in run.records[-rounds:] if r.grades.accuracy) - plain
+    plain = 1e3 * statistics.median(
+        r.seconds for r in run.records[-rounds:] if not r.grades.accuracy
+    )
+    tested = (
+        1e3 * statistics.median(r.seconds for r in run.records[-rounds:] if r.grades.accuracy)
+        - plain
+    )
     against, whole = base + exam / every, plain + tested / every
     norms = "static norms" if case.method.local.norm.measures else "test-batch norms"
     print(
@@ -304,10 +342,13 @@ def main() -> None:
     if not torch.cuda.is_available():
         raise SystemExit("this benchmark needs a GPU; torch finds no CUDA here.")
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
-    print(f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}")
+    print(
+        f"{torch.cuda.get_device_name()}, torch {torch.__version__}, Python {platform.python_version()}"
+    )
     resnet = fq.trace(fq.models.MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
     language = fq.trace(
-        partial(fq.models.MODELS["transformer_lm"].factory, max_length=20), torch.zeros(2, 20, dtype=torch.int64)
+        partial(fq.models.MODELS["transformer_lm"].factory, max_length=20),
+        torch.zeros(2, 20, dtype=torch.int64),
     )
     mixed = [share for share in SHARES for _ in range(2)]
     hetero = HeteroFL(local=LOCAL)

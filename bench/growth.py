@@ -22,7 +22,11 @@ from fedquilt.round import Record
 
 
 def records(
-    method: Method, family: fq.Family, data: fq.FederatedData, rounds: int, asked: argparse.Namespace
+    method: Method,
+    family: fq.Family,
+    data: fq.FederatedData,
+    rounds: int,
+    asked: argparse.Namespace,
 ) -> list[Record]:
     """Train and return the record of every round."""
     fleet = fq.Fleet.of((1.0,), data.num_clients, sample=data.num_clients)
@@ -45,7 +49,9 @@ def main() -> None:
     parser.add_argument("--clients", type=int, default=4)
     parser.add_argument("--samples", type=int, default=64, help="samples of a client")
     parser.add_argument("--batch-size", type=int, default=16)
-    parser.add_argument("--rounds", type=int, default=4, help="rounds of a stage, and as many of its warm-up")
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="rounds of a stage, and as many of its warm-up"
+    )
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--precision", default="fp32")
     asked = parser.parse_args()
@@ -63,7 +69,9 @@ def main() -> None:
     inner = FedAvg(weighting="uniform").with_local(batch_size=asked.batch_size)
     whole = records(inner, family, data, asked.rounds, asked)
     baseline = median(record.seconds for record in whole[1:])
-    print(f"{asked.model}, {asked.clients} clients of {asked.samples} samples, batches of {asked.batch_size}")
+    print(
+        f"{asked.model}, {asked.clients} clients of {asked.samples} samples, batches of {asked.batch_size}"
+    )
     print(f"{'':<20}{'seconds':>10}{'ratio':>8}{'multiply-adds':>16}")
     print(f"{'FedAvg (baseline)':<20}{baseline:>10.3f}{1:>8.2f}{1:>16.2f}")
 
@@ -78,7 +86,9 @@ def main() -> None:
         for name, rounds in phases.items():
             seconds = median(record.seconds for record in rounds[1:])
             macs = rounds[-1].macs / whole[-1].macs
-            print(f"{f'stage {stage + 1}{name}':<20}{seconds:>10.3f}{seconds / baseline:>8.2f}{macs:>16.2f}")
+            print(
+                f"{f'stage {stage + 1}{name}':<20}{seconds:>10.3f}{seconds / baseline:>8.2f}{macs:>16.2f}"
+            )
 
 
 if __name__ == "__main__":

@@ -36,7 +36,9 @@ def units(engine: Vectorised, share: float, count: int, layout: Layout) -> list[
     submodel = method.plan(method.init(engine.world), client, engine.world)[0]
     learner = method.learner(Job(client, submodel, 0), engine.world)
     each = 1 if layout == "alone" else count
-    return [Unit(engine, Shape.of(submodel.arch, learner, each, layout)) for _ in range(count // each)]
+    return [
+        Unit(engine, Shape.of(submodel.arch, learner, each, layout)) for _ in range(count // each)
+    ]
 
 
 def step(some: list[Unit]) -> float:
@@ -56,12 +58,18 @@ def main() -> None:
     torch.set_num_threads(asked.threads)
     fq.keep_pages()
     widths = [asked.width << stage for stage in range(4)]
-    family = fq.trace(partial(fq.models.MODELS["preresnet18"].factory, widths=widths), torch.zeros(2, 3, 32, 32))
+    family = fq.trace(
+        partial(fq.models.MODELS["preresnet18"].factory, widths=widths), torch.zeros(2, 3, 32, 32)
+    )
     inputs, targets = images(SAMPLES, 3, 32, 32)
     data = fq.FederatedData.of((inputs, targets), (inputs, targets), [range(SAMPLES)])
     engine = Vectorised(data)
     engine.begin(fq.Federation(World(family), HeteroFL()))
-    print(f"{'share':>8}{'clients':>9}" + "".join(f"{layout:>9}" for layout in LAYOUTS) + "   ms of CPU a client")
+    print(
+        f"{'share':>8}{'clients':>9}"
+        + "".join(f"{layout:>9}" for layout in LAYOUTS)
+        + "   ms of CPU a client"
+    )
     for share in SHARES:
         for count in (2, 8):
             ready = {layout: units(engine, share, count, layout) for layout in LAYOUTS}

@@ -48,7 +48,9 @@ def versus(**own: Any) -> tuple[argparse.Namespace, list[Any]]:
     asked = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="    %(message)s")
     print(machine())
-    return asked, (asked.precision or ("tf32,bf16" if asked.device == "cuda" else "fp32")).split(",")
+    return asked, (asked.precision or ("tf32,bf16" if asked.device == "cuda" else "fp32")).split(
+        ","
+    )
 
 
 class Clock:
@@ -74,7 +76,9 @@ class Clock:
             self._open.pop()
 
     def __str__(self) -> str:
-        return ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.cpu.items()) + " of CPU"
+        return (
+            ", ".join(f"{stage} {seconds:.1f} s" for stage, seconds in self.cpu.items()) + " of CPU"
+        )
 
     def _book(self) -> None:
         now = time.perf_counter(), time.process_time()

@@ -116,7 +116,9 @@ def engine(family: fq.Family, arch: Arch, case: Case) -> Callable[[], None]:
         nonlocal state, slots
         with computing(case.precision, DEVICE):
             for phase in learner.phases:
-                grads, (_, seen) = gradient(learner, family.member(arch), phase.objective, state, start, batch)
+                grads, (_, seen) = gradient(
+                    learner, family.member(arch), phase.objective, state, start, batch
+                )
                 grads = clipped(grads, case.optimizer.clip)
                 masks = learner.masks(family.member(arch), phase, DEVICE)
                 state, slots = move(learner, phase, state, slots, grads, masks, 0)
@@ -131,17 +133,27 @@ def method_of(case: Case) -> HeteroFL:
 
 def main() -> None:
     if not torch.cuda.is_available():
-        print("bench/memory.py compares predicted memory with what CUDA allocates; torch sees no GPU here.")
+        print(
+            "bench/memory.py compares predicted memory with what CUDA allocates; torch sees no GPU here."
+        )
         return
     print(machine())
     family = fq.trace(MODELS["preresnet18"].factory, torch.zeros(2, 3, 32, 32))
-    for precision in ("fp32", "bf16"):  # workspaces of products stay allocated, and are no part of a member's memory
+    for precision in (
+        "fp32",
+        "bf16",
+    ):  # workspaces of products stay allocated, and are no part of a member's memory
         with computing(precision, DEVICE):
             F.cross_entropy(
-                torch.nn.Linear(8, 8).to(DEVICE)(torch.rand(8, 8, device=DEVICE)), torch.arange(8).to(DEVICE)
+                torch.nn.Linear(8, 8).to(DEVICE)(torch.rand(8, 8, device=DEVICE)),
+                torch.arange(8).to(DEVICE),
             )
-    print(f"{torch.cuda.memory_allocated() / 1e6:.1f} MB were allocated before, and are subtracted.")
-    print("| share | optimizer | precision | batch | predicted MB | in place MB | ratio | engine MB | ratio |")
+    print(
+        f"{torch.cuda.memory_allocated() / 1e6:.1f} MB were allocated before, and are subtracted."
+    )
+    print(
+        "| share | optimizer | precision | batch | predicted MB | in place MB | ratio | engine MB | ratio |"
+    )
     print("|---|---|---|---|---|---|---|---|---|")
     for case in CASES:
         world = World(family, precision=case.precision)

@@ -28,7 +28,9 @@ POPULATIONS = (2_000, 342_477)
 SAMPLES = (2, 8)  # a client has at least and at most
 
 
-def measure(num_clients: int, sample: int, rounds: int, engine: str, available: str) -> dict[str, float]:
+def measure(
+    num_clients: int, sample: int, rounds: int, engine: str, available: str
+) -> dict[str, float]:
     """One population, in this process."""
     began = time.perf_counter()
     import torch
@@ -84,22 +86,38 @@ def compare(populations: Sequence[int], options: Sequence[str] = ()) -> None:
             flush=True,
         )
     ratio = found[-1]["cpu"] / found[0]["cpu"]
-    print(f"time per round, {populations[-1]:,} clients against {populations[0]:,}: {ratio:.2f} times")
+    print(
+        f"time per round, {populations[-1]:,} clients against {populations[0]:,}: {ratio:.2f} times"
+    )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--clients", type=int, nargs="+", default=POPULATIONS)
     parser.add_argument("--sample", type=int, default=200, help="clients a round")
     parser.add_argument("--rounds", type=int, default=20)
     parser.add_argument("--engine", default="vectorised")
-    parser.add_argument("--available", default="", help="a trace.csv, or diurnal; always if left out")
+    parser.add_argument(
+        "--available", default="", help="a trace.csv, or diurnal; always if left out"
+    )
     parser.add_argument("--child", action="store_true", help=argparse.SUPPRESS)
     asked = parser.parse_args()
     if asked.child:
-        print(json.dumps(measure(asked.clients[0], asked.sample, asked.rounds, asked.engine, asked.available)))
+        print(
+            json.dumps(
+                measure(asked.clients[0], asked.sample, asked.rounds, asked.engine, asked.available)
+            )
+        )
         return
-    compare(asked.clients, [f"--{name}={getattr(asked, name)}" for name in ("sample", "rounds", "engine", "available")])
+    compare(
+        asked.clients,
+        [
+            f"--{name}={getattr(asked, name)}"
+            for name in ("sample", "rounds", "engine", "available")
+        ],
+    )
     print(machine())
 
 

@@ -21,7 +21,9 @@ from torch.nn.modules.conv import _ConvNd
 
 Make = Callable[[float], nn.Module]  # a fresh net of a share, with weights of its own
 State = dict[str, Tensor]
-Index = dict[str, tuple[Tensor, ...]]  # of every weight, the positions kept in its first two dimensions
+Index = dict[
+    str, tuple[Tensor, ...]
+]  # of every weight, the positions kept in its first two dimensions
 CLIP = 1.0  # of the norm of a client's gradient
 
 
@@ -34,13 +36,18 @@ def build(make: Make, share: float, track: bool = False) -> nn.Module:
             if not track:
                 layer.running_mean = layer.running_var = layer.num_batches_tracked = None
         elif isinstance(layer, _ConvNd) and share != 1:
-            layer.register_forward_hook(lambda conv, _, outputs: outputs / share if conv.training else outputs)
+            layer.register_forward_hook(
+                lambda conv, _, outputs: outputs / share if conv.training else outputs
+            )
     return net
 
 
 def split(net: nn.Module) -> Index:
     """The positions a client holds: the first of everything."""
-    return {name: tuple(torch.arange(size) for size in part.shape[:2]) for name, part in net.state_dict().items()}
+    return {
+        name: tuple(torch.arange(size) for size in part.shape[:2])
+        for name, part in net.state_dict().items()
+    }
 
 
 def distribute(weights: Mapping[str, Tensor], index: Index) -> State:
@@ -75,7 +82,10 @@ def train(
 
 
 def combine(
-    weights: State, states: Sequence[Mapping[str, Tensor]], indices: Sequence[Index], held: Sequence[Tensor]
+    weights: State,
+    states: Sequence[Mapping[str, Tensor]],
+    indices: Sequence[Index],
+    held: Sequence[Tensor],
 ) -> None:
     """The mean over the clients that hold a position, in place; of the output layer, over those that hold the class."""
     output = list(weights)[-2:]  # weight and bias of the last layer
@@ -104,11 +114,15 @@ def calibrate(make: Make, weights: State, inputs: Tensor, batch_size: int) -> nn
 
 
 @torch.no_grad()
-def evaluate(net: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int, held: Tensor | None = None) -> int:
+def evaluate(
+    net: nn.Module, inputs: Tensor, targets: Tensor, batch_size: int, held: Tensor | None = None
+) -> int:
     """How many predictions are right; `held` hides the classes a client does not have, as in its training."""
     net.eval()
     right = 0
-    for batch, wanted in zip(torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True):
+    for batch, wanted in zip(
+        torch.split(inputs, batch_size), torch.split(targets, batch_size), strict=True
+    ):
         logits = net(batch)
         if held is not None:
             logits = logits.masked_fill(~held, 0)

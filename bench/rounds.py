@@ -46,7 +46,10 @@ def data(images: int, tests: int) -> fq.FederatedData:
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(CLIENTS * images + tests, 3, 32, 32, generator=generator)
     y = torch.randint(2, (len(x),), generator=generator)
-    parts, test_parts = torch.split(torch.arange(CLIENTS * images), images), torch.arange(tests).tensor_split(CLIENTS)
+    parts, test_parts = (
+        torch.split(torch.arange(CLIENTS * images), images),
+        torch.arange(tests).tensor_split(CLIENTS),
+    )
     for client in range(CLIENTS):
         y[parts[client]] += client % (NUM_CLASSES - 1)
         y[CLIENTS * images + test_parts[client]] += client % (NUM_CLASSES - 1)
@@ -88,14 +91,18 @@ class Ours:
         self.clock = Clock()
         family = fq.trace(partial(net, width), data.example)
         fleet = Neighbours(**vars(fq.Fleet.of(SHARES, CLIENTS, COHORT)))
-        self.run = fq.prepare(timed(self.clock), family, data, fleet, evaluation=fq.Evaluation(every=0))
+        self.run = fq.prepare(
+            timed(self.clock), family, data, fleet, evaluation=fq.Evaluation(every=0)
+        )
 
     def train(self) -> None:
         run = self.run
         with self.clock("training"):
             # One more is announced than is played: the last would be evaluated.
             rounds = run.server.round + 2
-            run.server = fq.round.play(run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation).server
+            run.server = fq.round.play(
+                run.federation, run.server, run.fleet, run.engine, rounds, run.evaluation
+            ).server
 
     def evaluate(self) -> float:
         run, batch_size = self.run, self.run.evaluation.batch_size
@@ -105,7 +112,9 @@ class Ours:
         with self.clock("evaluation"):
             exam = EvalJob("1.0", (whole,), weights)
             own = [replace(exam, client=id, own_classes=True) for id in range(CLIENTS)]
-            return run.engine.evaluate(run.federation, [exam, *own], batch_size)[0].main(run.world.task)
+            return run.engine.evaluate(run.federation, [exam, *own], batch_size)[0].main(
+                run.world.task
+            )
 
     def evaluate_all(self) -> None:
         """What a user gets instead: every share, each with norm statistics of its own."""
@@ -127,8 +136,15 @@ class Theirs:
 
     def train(self) -> None:
         run, engine = self.run, self.run.engine
-        cohort = [run.fleet.client(id, self.round, 0, engine.data.size(id)) for id in run.fleet.cohort(self.round, 0)]
-        settings = {"lr": OPTIMISER.lr, "momentum": OPTIMISER.momentum, "weight_decay": OPTIMISER.decay}
+        cohort = [
+            run.fleet.client(id, self.round, 0, engine.data.size(id))
+            for id in run.fleet.cohort(self.round, 0)
+        ]
+        settings = {
+            "lr": OPTIMISER.lr,
+            "momentum": OPTIMISER.momentum,
+            "weight_decay": OPTIMISER.decay,
+        }
         states, indices, held = [], [], [engine.held(client.id) for client in cohort]
         with self.clock("training"):
             for client, own in zip(cohort, held, strict=True):
@@ -138,7 +154,9 @@ class Theirs:
                 indices.append(published.split(local))
                 start = published.distribute(self.weights, indices[-1])
                 inputs, targets = engine.data.inputs, engine.data.targets
-                states.append(published.train(local, start, batches, inputs, targets, own, **settings))
+                states.append(
+                    published.train(local, start, batches, inputs, targets, own, **settings)
+                )
         with self.clock("merge"):
             published.combine(self.weights, states, indices, held)
         self.round += 1
@@ -152,22 +170,37 @@ class Theirs:
         with self.clock("evaluation"):
             for client in range(CLIENTS):
                 own = data.test_parts[client]
-                published.evaluate(whole, inputs[own], targets[own], TESTED, self.run.engine.held(client))
+                published.evaluate(
+                    whole, inputs[own], targets[own], TESTED, self.run.engine.held(client)
+                )
             return published.evaluate(whole, inputs, targets, TESTED) / len(targets)
 
 
 def main() -> None:
     fq.keep_pages()
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--width", type=int, default=16, help="channels of the first stage; 64 is PreResNet-18")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--width", type=int, default=16, help="channels of the first stage; 64 is PreResNet-18"
+    )
     parser.add_argument("--images", type=int, default=100, help="a client")
     parser.add_argument("--tests", type=int, default=2_000, help="test images")
-    parser.add_argument("--rounds", type=int, default=2, help="that are timed, after one that is not")
-    parser.add_argument("--every", type=int, default=10, help="rounds between evaluations, of fedquilt")
     parser.add_argument(
-        "--threads", type=int, default=1, help="one is disturbed least by other work, and waits for none"
+        "--rounds", type=int, default=2, help="that are timed, after one that is not"
     )
-    parser.add_argument("--all-shares", action="store_true", help="also time an evaluation of all five sizes")
+    parser.add_argument(
+        "--every", type=int, default=10, help="rounds between evaluations, of fedquilt"
+    )
+    parser.add_argument(
+        "--threads",
+        type=int,
+        default=1,
+        help="one is disturbed least by other work, and waits for none",
+    )
+    parser.add_argument(
+        "--all-shares", action="store_true", help="also time an evaluation of all five sizes"
+    )
     asked = parser.parse_args()
     torch.set_num_threads(asked.threads)
     ours = Ours(asked.width, data(asked.images, asked.tests))
@@ -178,10 +211,16 @@ def main() -> None:
     for played in range(1, asked.rounds + 1):
         for one in (theirs, ours):
             one.train()
-            print(f"{one.name}: accuracy {one.evaluate():.4f}; {played} rounds so far: {one.clock}", flush=True)
+            print(
+                f"{one.name}: accuracy {one.evaluate():.4f}; {played} rounds so far: {one.clock}",
+                flush=True,
+            )
     if asked.all_shares:
         ours.evaluate_all()
-    gap = max(float((ours.run.server.weights[name] - value).abs().max()) for name, value in theirs.weights.items())
+    gap = max(
+        float((ours.run.server.weights[name] - value).abs().max())
+        for name, value in theirs.weights.items()
+    )
     print(f"weights differ by at most {gap:.1e} after {theirs.round} rounds in float32")
     tell(asked, theirs.clock, ours.clock)
 
@@ -210,7 +249,14 @@ def tell(asked: argparse.Namespace, theirs: Clock, ours: Clock) -> None:
 
     def compared(name: str, published: int, fedquilt: int) -> None:
         both = ((theirs, published), (ours, fedquilt))
-        row(name, *(whole(seconds, every) for clock, every in both for seconds in (clock.wall, clock.cpu)))
+        row(
+            name,
+            *(
+                whole(seconds, every)
+                for clock, every in both
+                for seconds in (clock.wall, clock.cpu)
+            ),
+        )
 
     compared("evaluated every round", 1, 1)
     compared(f"evaluated every {asked.every} rounds", asked.every, asked.every)

@@ -35,12 +35,18 @@ def cohorts(sizes: Sequence[int], rounds: int) -> None:
     print(f"{'clients':>10} {'round':>11} {'of CPU':>11} {'a client':>11}   {SAMPLES} images each")
     for size in sizes:
         seconds, busy = (statistics.median(taken[size][cluster.WARM :]) for taken in (wall, cpu))
-        print(f"{size:>10,} {1e3 * seconds:>8.0f} ms {1e3 * busy:>8.0f} ms {1e3 * busy / size:>8.1f} ms")
+        print(
+            f"{size:>10,} {1e3 * seconds:>8.0f} ms {1e3 * busy:>8.0f} ms {1e3 * busy / size:>8.1f} ms"
+        )
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--clients", type=int, nargs="+", default=(10, 20, 50, 100, 200), help="a round")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "--clients", type=int, nargs="+", default=(10, 20, 50, 100, 200), help="a round"
+    )
     parser.add_argument("--rounds", type=int, default=5)
     asked = parser.parse_args()
     torch.set_num_threads(1)

@@ -26,8 +26,14 @@ SHARES = tuple(count / 8 for count in (8, 8, 8, 4, 4, 2, 2, 2, 1, 1))
 IMAGES = 500
 
 
-def compare(family: fq.Family, batch_size: int, precision: Precision, device: str, times: int) -> None:
-    local = fq.Local(optimiser=fq.SGD(lr=0.01, momentum=0.9, decay=5e-4), batch_size=batch_size, last_batch="drop")
+def compare(
+    family: fq.Family, batch_size: int, precision: Precision, device: str, times: int
+) -> None:
+    local = fq.Local(
+        optimiser=fq.SGD(lr=0.01, momentum=0.9, decay=5e-4),
+        batch_size=batch_size,
+        last_batch="drop",
+    )
     method, data = SplitMix(local=local), cohort(len(SHARES), IMAGES)
     world = World(family, precision=precision)
     engine = Vectorised(data, torch.device(device), precision)
@@ -56,7 +62,9 @@ def compare(family: fq.Family, batch_size: int, precision: Precision, device: st
     began = time.perf_counter()
     engine.train(federation, server, jobs, method.fold(server, world))
     print(f"    first epoch {time.perf_counter() - began:.1f} s", flush=True)
-    ours = median(lambda: engine.train(federation, server, jobs, method.fold(server, world)), times, 1)
+    ours = median(
+        lambda: engine.train(federation, server, jobs, method.fold(server, world)), times, 1
+    )
     print(
         f"{len(jobs)} nets of {len(SHARES)} clients, batches of {batch_size}, {precision}: one after another "
         f"{base:.0f} ms an epoch, ours {ours:.0f} ms: {base / ours:.1f} times",

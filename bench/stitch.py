@@ -34,7 +34,9 @@ def gridded_mean(family: fq.Family, server: Server, updates: list[Update]) -> di
     payloads = [update.sent[0] for update in updates]
     indices = [
         {
-            name: tuple(kept.tensor for kept in family.layout.positions(name, payload.submodel.index)[:2])
+            name: tuple(
+                kept.tensor for kept in family.layout.positions(name, payload.submodel.index)[:2]
+            )
             for name in weights
         }
         for payload in payloads
@@ -82,7 +84,9 @@ def cpu_seconds(work: Callable[[], object]) -> float:
 
 def main() -> None:
     fq.keep_pages()  # as every run from a file or the command line has them
-    family = fq.trace(lambda: fq.models.MODELS["preresnet18"].factory(num_classes=10), torch.zeros(2, 3, 32, 32))
+    family = fq.trace(
+        lambda: fq.models.MODELS["preresnet18"].factory(num_classes=10), torch.zeros(2, 3, 32, 32)
+    )
     server = fq.methods.FedRolex().init(fq.World(family))
     torch.manual_seed(0)
     print(f"{'ten PreResNet-18 clients':<26}{'masks':>9}{'grids':>9}{'slices':>9}   of CPU")
@@ -97,7 +101,9 @@ def main() -> None:
         slow, fast = gridded_mean(family, server, updates), sliced_mean(family, server, updates)
         worst = max(float((slow[name] - fast[name]).abs().max()) for name in slow)
         means = (masked_mean, gridded_mean, sliced_mean)
-        masks, grids, slices = (cpu_seconds(partial(mean, family, server, updates)) for mean in means)
+        masks, grids, slices = (
+            cpu_seconds(partial(mean, family, server, updates)) for mean in means
+        )
         print(
             f"{type(method).__name__:<26}{masks:>7.3f} s{grids:>7.3f} s{slices:>7.3f} s   "
             f"{masks / slices:.0f} and {grids / slices:.0f} times less; results differ by {worst:.0e}"

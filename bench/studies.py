@@ -25,7 +25,9 @@ def seconds(commands: Sequence[Sequence[str]]) -> float:
     """Return the time that commands take one after another."""
     began = time.perf_counter()
     for command in commands:
-        subprocess.run([sys.executable, "-m", "fedquilt", *command], check=True, capture_output=True)
+        subprocess.run(
+            [sys.executable, "-m", "fedquilt", *command], check=True, capture_output=True
+        )
     return time.perf_counter() - began
 
 
@@ -41,7 +43,16 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         root = Path(folder)
         single = [
-            ["run", "--method", method, "--seed", seed, *rounds, "--out", str(root / f"{method}{seed}")]
+            [
+                "run",
+                "--method",
+                method,
+                "--seed",
+                seed,
+                *rounds,
+                "--out",
+                str(root / f"{method}{seed}"),
+            ]
             for method in asked.methods
             for seed in seeds
         ]

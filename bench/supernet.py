@@ -43,7 +43,13 @@ from fedquilt.supernet.limits import Limits
 from fedquilt.supernet.meter import Meter
 from fedquilt.supernet.mobilenet import InvertedStage
 from fedquilt.supernet.predictor import rank_correlation
-from fedquilt.supernet.scoring import MAX_CALIBRATION, MAX_VALIDATION, MeasuredAccuracy, Validation, fit_score
+from fedquilt.supernet.scoring import (
+    MAX_CALIBRATION,
+    MAX_VALIDATION,
+    MeasuredAccuracy,
+    Validation,
+    fit_score,
+)
 from fedquilt.supernet.search import Found, Options, Search
 from fedquilt.supernet.service import SearchService
 
@@ -56,7 +62,12 @@ NUM_TRIED = 10  # members that are compared at each limit, of the search and of 
 SEEDS = (0, 1, 2)  # of the random draws
 PUBLIC = 0.6  # of the training images of digits, on which the supernet is trained
 LIMITS = (0.3, 0.45, 0.6)  # between the multiply-adds of the smallest member, 0, and the largest, 1
-TABLE_3 = (("resnet50", 48.0e6), ("resnet50", 79.7e6), ("mobilenetv3", 13.6e6), ("mobilenetv3", 15.5e6))
+TABLE_3 = (
+    ("resnet50", 48.0e6),
+    ("resnet50", 79.7e6),
+    ("mobilenetv3", 13.6e6),
+    ("mobilenetv3", 15.5e6),
+)
 
 
 @dataclass(frozen=True)
@@ -85,14 +96,19 @@ def unseen_images(pool: Pool, labels: str) -> tuple[Labelled, Labelled]:
     """
     is_public = labels == "rotations" and pool.public is not None
     if is_public:
-        return (pool.inputs[:MAX_VALIDATION], pool.targets[:MAX_VALIDATION]), (pool.test_inputs, pool.test_targets)
+        return (pool.inputs[:MAX_VALIDATION], pool.targets[:MAX_VALIDATION]), (
+            pool.test_inputs,
+            pool.test_targets,
+        )
     half = len(pool.test_inputs) // 2
     parts = (slice(None, half), slice(half, None))
     first, second = ((pool.test_inputs[part], pool.test_targets[part]) for part in parts)
     return first, second
 
 
-def validations(pool: Pool, labels: str, data: SupernetData, device: torch.device) -> list[Validation]:
+def validations(
+    pool: Pool, labels: str, data: SupernetData, device: torch.device
+) -> list[Validation]:
     """Return the images to measure members on and those to compare them on, with labels of the pre-training task.
 
     Norm statistics are measured on images that the supernet was trained on, so that no image has two purposes.
@@ -109,11 +125,15 @@ def validations(pool: Pool, labels: str, data: SupernetData, device: torch.devic
 
 def near(search: Search, without: set[Config]) -> list[Config]:
     """Draw members whose multiply-adds differ by less than `NEAR`, in the middle of the range."""
-    low, high = (search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest))
+    low, high = (
+        search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest)
+    )
     limit = (low + high) / 2
     options = Options(strategy="random", tolerance=NEAR, draws=100_000, seed=2)
     members = search.with_options(options).top(Limits(macs=limit), NUM_NEAR + len(without))
-    shuffled = np.random.default_rng(0).permutation(len(members))  # they are ordered by their predicted accuracy
+    shuffled = np.random.default_rng(0).permutation(
+        len(members)
+    )  # they are ordered by their predicted accuracy
     configs = [members[place].config for place in shuffled]
     return [config for config in configs if config not in without][:NUM_NEAR]
 
@@ -129,18 +149,24 @@ def report_predictor(search: Search, accuracy: MeasuredAccuracy, num_measured: i
         ranks = rank_correlation(search.score(configs), measured)
         macs = rank_correlation([search.meter.cost(config).macs for config in configs], measured)
         spread = f"accuracies {min(measured):.1%} to {max(measured):.1%}"
-        print(f"{title}: {len(configs)} members, {spread}, rank correlation {ranks:.2f} (of multiply-adds {macs:.2f})")
+        print(
+            f"{title}: {len(configs)} members, {spread}, rank correlation {ranks:.2f} (of multiply-adds {macs:.2f})"
+        )
 
 
 def report_search(search: Search, compared: MeasuredAccuracy) -> None:
     """Print accuracies of searched and of random members at some limits, on images that the search has not used."""
-    low, high = (search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest))
+    low, high = (
+        search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest)
+    )
     for place in LIMITS:
         limits = Limits(macs=low + place * (high - low))
         print(f"limit {limits.macs:,.0f} multiply-adds, {NUM_TRIED} members each")
         began = time.perf_counter()
         found = search.top(limits, NUM_TRIED)
-        print(f"  searched in {time.perf_counter() - began:.1f} s: {summary(found, search, compared)}")
+        print(
+            f"  searched in {time.perf_counter() - began:.1f} s: {summary(found, search, compared)}"
+        )
         for seed in SEEDS:
             options = Options(strategy="random", tolerance=0.1, draws=100_000, seed=seed)
             drawn = search.with_options(options).top(limits, NUM_TRIED)
@@ -162,30 +188,46 @@ def report_utilization() -> None:
         limits = np.random.default_rng(0).uniform(0.75 * mean, 1.25 * mean, 100)
         fleet = {Limits(macs=float(limit)): 1 for limit in limits}
         for strategy in ("evolution", "random"):
-            service = SearchService(Search(Meter(SPACES[name]()), options=Options(strategy=strategy)))
+            service = SearchService(
+                Search(Meter(SPACES[name]()), options=Options(strategy=strategy))
+            )
             began = time.perf_counter()
             service.prepare(fleet)
             seconds = time.perf_counter() - began
-            print(f"{name}, mean limit {mean / 1e6:g} M, {strategy}: {service.utilization(fleet)}; {seconds:.1f} s")
+            print(
+                f"{name}, mean limit {mean / 1e6:g} M, {strategy}: {service.utilization(fleet)}; {seconds:.1f} s"
+            )
 
 
 def main() -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--supernet", default="", help="supernet file of a built-in space")
-    parser.add_argument("--data", default="digits", help="data of the supernet, as `fedquilt supernet train` takes it")
+    parser.add_argument(
+        "--data",
+        default="digits",
+        help="data of the supernet, as `fedquilt supernet train` takes it",
+    )
     parser.add_argument("--labels", default="rotations", choices=("rotations", "own"))
-    parser.add_argument("--measured", type=int, default=128, help="members on which the predictor is fitted")
+    parser.add_argument(
+        "--measured", type=int, default=128, help="members on which the predictor is fitted"
+    )
     parser.add_argument("--device", default="cpu")
     asked = parser.parse_args()
     print(machine())
 
     pool = source(asked.data)() if asked.supernet else digits(PUBLIC)
     data = SupernetData.of_pool(pool, asked.labels)
-    supernet = load_supernet(asked.supernet, device=asked.device) if asked.supernet else trained(data).to(asked.device)
+    supernet = (
+        load_supernet(asked.supernet, device=asked.device)
+        if asked.supernet
+        else trained(data).to(asked.device)
+    )
     sets = validations(pool, asked.labels, data, torch.device(asked.device))
     measured, compared = (MeasuredAccuracy(supernet, images) for images in sets)
     space = supernet.space
-    print(f"{space.name}: largest member {compared(space.largest):.2%}, smallest {compared(space.smallest):.2%}")
+    print(
+        f"{space.name}: largest member {compared(space.largest):.2%}, smallest {compared(space.smallest):.2%}"
+    )
 
     plain = Search(Meter(space))
     search = Search(plain.meter, fit_score(plain, measured, asked.measured), measure=measured)

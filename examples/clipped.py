@@ -38,7 +38,9 @@ class Clipped(Method):
 
     local: Local = fq.methods.HeteroFL().local
     weighting: Weighting = "uniform"
-    clip: float = 1.0  # S, the largest norm of a client's change. A very large value gives HeteroFL.
+    clip: float = (
+        1.0  # S, the largest norm of a client's change. A very large value gives HeteroFL.
+    )
     paper = "McMahan et al. 2018"
     presets: ClassVar[Presets] = {"tight": {"clip": 0.1}}
 
@@ -90,7 +92,9 @@ class FlatClip(Mean):
         squares = [delta.flatten(1).square().sum(1) for delta in change.values()]
         length = torch.stack(squares).sum(0).sqrt()  # (client,)
         scale = (self.clip / length).clamp(max=1)
-        clipped = {name: before[name] + _by_client(scale, delta) * delta for name, delta in change.items()}
+        clipped = {
+            name: before[name] + _by_client(scale, delta) * delta for name, delta in change.items()
+        }
         return {**state, **clipped}
 
 

@@ -15,8 +15,12 @@ class TwoScales(nn.Module):
 
     def __init__(self, num_classes: int = 10) -> None:
         super().__init__()
-        self.fine = nn.Sequential(nn.Conv2d(1, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), nn.MaxPool2d(2))
-        self.coarse = nn.Sequential(nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.GroupNorm(4, 16), nn.ReLU())
+        self.fine = nn.Sequential(
+            nn.Conv2d(1, 24, 3, padding=1), nn.BatchNorm2d(24), nn.ReLU(), nn.MaxPool2d(2)
+        )
+        self.coarse = nn.Sequential(
+            nn.Conv2d(1, 16, 5, stride=2, padding=2), nn.GroupNorm(4, 16), nn.ReLU()
+        )
         self.out = nn.Linear((24 + 16) * 4 * 4, num_classes)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -27,7 +27,9 @@ PRESET = "progfed/table3-hippocampus"
 BUDGETS = (0.0018, 0.094, 0.364)  # Parts of the baseline's bytes, both ways, as in Figure 17
 
 
-def train(scale: str, folder: Path, device: str, precision: str, seed: int, volumes: int) -> dict[str, np.ndarray]:
+def train(
+    scale: str, folder: Path, device: str, precision: str, seed: int, volumes: int
+) -> dict[str, np.ndarray]:
     """Train every row of the preset and return slices of its masks.
 
     Args:
@@ -72,7 +74,9 @@ def train(scale: str, folder: Path, device: str, precision: str, seed: int, volu
     }
 
 
-def _trained(experiment: Experiment, whole: int, volumes: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def _trained(
+    experiment: Experiment, whole: int, volumes: int
+) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Train a run and return its masks, rounds and bytes at the last round within each budget."""
     run = experiment.prepare()
     inputs = run.data.test_samples(torch.arange(volumes))
@@ -141,16 +145,27 @@ def draw(arrays: dict[str, np.ndarray], file: Path, volume: int = 0) -> None:
             axis.set_title(title, fontsize=8)
             axis.axis("off")
             if mask.min() == -1:
-                axis.text(0.5, 0.5, "no round\nwithin this budget", ha="center", va="center", fontsize=8)
+                axis.text(
+                    0.5, 0.5, "no round\nwithin this budget", ha="center", va="center", fontsize=8
+                )
                 continue
             axis.imshow(arrays["inputs"][volume], cmap="gray")
-            axis.imshow(np.ma.masked_less(mask, 1), cmap="autumn", alpha=0.6, vmin=1, vmax=2, interpolation="nearest")
+            axis.imshow(
+                np.ma.masked_less(mask, 1),
+                cmap="autumn",
+                alpha=0.6,
+                vmin=1,
+                vmax=2,
+                interpolation="nearest",
+            )
     figure.savefig(file, dpi=150)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Run `train` or `draw` from the command line."""
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     commands = parser.add_subparsers(dest="command", required=True)
     training = commands.add_parser("train")
     training.add_argument("arrays", type=Path)
@@ -170,7 +185,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
             draw(dict(file), chosen.picture, chosen.volume)
         return
     folder = data_folder(chosen.data_folder)
-    arrays = train(chosen.scale, folder, chosen.device, chosen.precision, chosen.seed, chosen.volumes)
+    arrays = train(
+        chosen.scale, folder, chosen.device, chosen.precision, chosen.seed, chosen.volumes
+    )
     np.savez_compressed(chosen.arrays, **arrays)
 
 

@@ -94,7 +94,9 @@ def main() -> None:
     for name, problem in PROBLEMS.items():
         central = centralised(problem, min(problem.epochs, 2 * rounds))
         found = federated(name, rounds)
-        print(f"{name:<18} centralised  {'  '.join(f'share {share:<5}' for share in found[problem.task.main.name])}")
+        print(
+            f"{name:<18} centralised  {'  '.join(f'share {share:<5}' for share in found[problem.task.main.name])}"
+        )
         for metric in problem.task.measured:
             values = "  ".join(f"{value:11.3f}" for value in found[metric.name].values())
             print(f"{metric.name:<18} {central[metric.name]:11.3f}  {values}")

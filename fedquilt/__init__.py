@@ -44,7 +44,13 @@ _HOMES = {
     "fedquilt.experiment": ("Run", "prepare", "run"),
     "fedquilt.export": ("load_model",),
     "fedquilt.family.cost": ("TrainingStep",),
-    "fedquilt.family.dual": ("ConditionedNorm", "DualNorm", "conditioned", "dual", "set_robustness"),
+    "fedquilt.family.dual": (
+        "ConditionedNorm",
+        "DualNorm",
+        "conditioned",
+        "dual",
+        "set_robustness",
+    ),
     "fedquilt.family.family": ("Family", "trace"),
     "fedquilt.family.stages": ("with_stages",),
     "fedquilt.family.union": ("union",),
@@ -58,7 +64,16 @@ _HOMES = {
     "fedquilt.round.training.optimizers": ("SGD", "Adam", "AdamW"),
     "fedquilt.round.training.schedules": ("Constant", "Cosine", "Steps"),
     "fedquilt.studies.study": ("Study", "study"),
-    "fedquilt.terms": ("Arch", "Budget", "Client", "Job", "Payload", "Server", "Submodel", "Update"),
+    "fedquilt.terms": (
+        "Arch",
+        "Budget",
+        "Client",
+        "Job",
+        "Payload",
+        "Server",
+        "Submodel",
+        "Update",
+    ),
 }
 _HOME = {name: home for home, names in _HOMES.items() for name in names}
 _MODULES = ("data", "errors", "fleets", "methods", "models", "tasks")

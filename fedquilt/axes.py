@@ -66,7 +66,9 @@ class Positions:
         with untransformed():
             if len(self.runs) > _FEW:
                 return torch.tensor(list(self))
-            return torch.cat([torch.arange(start, stop) for start, stop in self.runs] or [torch.arange(0)])
+            return torch.cat(
+                [torch.arange(start, stop) for start, stop in self.runs] or [torch.arange(0)]
+            )
 
     @property
     def stop(self) -> int:
@@ -112,7 +114,9 @@ class Index(Mapping[str, Positions]):
 
     __slots__ = ("_hash", "_items")
 
-    def __init__(self, items: Mapping[str, Positions] | Iterable[tuple[str, Positions]] = ()) -> None:
+    def __init__(
+        self, items: Mapping[str, Positions] | Iterable[tuple[str, Positions]] = ()
+    ) -> None:
         self._items: dict[str, Positions] = dict(items)
         self._hash: int | None = None
 
@@ -147,7 +151,9 @@ class Axis:
     name: str
     size: int
     fixed: bool = False  # inputs, classes and what the user pinned: never cut by a budget
-    coupled: bool = False  # reduced by a layer or group norm, softmax or mean: a cut is not the same as zeroing
+    coupled: bool = (
+        False  # reduced by a layer or group norm, softmax or mean: a cut is not the same as zeroing
+    )
     inner: tuple[str, ...] = ()  # for an axis of groups: the axes inside it
     least: int = 1  # channels that every member has; 2 where the module fails with one
 
@@ -202,7 +208,9 @@ def parse(text: str) -> Dims:
 
     dims = tuple(factors())
     if at != len(tokens):
-        raise ValueError(f"unexpected {tokens[at]!r} in {text!r}; a sum needs parentheses: '(a + b)'")
+        raise ValueError(
+            f"unexpected {tokens[at]!r} in {text!r}; a sum needs parentheses: '(a + b)'"
+        )
     return dims
 
 
@@ -277,7 +285,10 @@ def positions_of(expr: Expr, index: Mapping[str, Positions], sizes: Mapping[str,
             runs: list[Run] = []
             offset = 0
             for term in terms:
-                runs += [(start + offset, stop + offset) for start, stop in positions_of(term, index, sizes).runs]
+                runs += [
+                    (start + offset, stop + offset)
+                    for start, stop in positions_of(term, index, sizes).runs
+                ]
                 offset += size_of(term, sizes)
             return Positions(_merge(runs))
         case Product(factors):

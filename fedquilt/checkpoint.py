@@ -37,7 +37,15 @@ MAX_ROUND = 2**63 - 1
 
 _FILE_NAME = re.compile(r"(memory-)?[0-9]{8,}(-[0-9]+)?\.safetensors", re.ASCII)
 # Raised by readers of tensors and memories if a file with the right checksum holds something else than was written.
-_MALFORMED = (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError, RecordError)
+_MALFORMED = (
+    ValueError,
+    TypeError,
+    LookupError,
+    AttributeError,
+    ArithmeticError,
+    RuntimeError,
+    RecordError,
+)
 
 _log = logging.getLogger("fedquilt")
 
@@ -47,9 +55,7 @@ class Checkpointing:
     """When a run's state is saved; it always is at the end, on ctrl-C and when a round fails."""
 
     rounds: int = 0  # every so many rounds; 0: by time alone
-    seconds: float = (
-        60.0  # and when the last one is so long ago, less often if that took over 5 % of the time; 0: never
-    )
+    seconds: float = 60.0  # and when the last one is so long ago, less often if that took over 5 % of the time; 0: never
     keep: int = 2  # how many are kept, at least; the others are there in case the newest is damaged
 
     def __post_init__(self) -> None:
@@ -97,7 +103,9 @@ class Manifest:
         if not is_intact:
             raise ValueError("its checksum differs")
         if plain.pop("format", None) != FORMAT:
-            raise ValueError(f"it has another format than {FORMAT}; another version of fedquilt wrote it")
+            raise ValueError(
+                f"it has another format than {FORMAT}; another version of fedquilt wrote it"
+            )
         if plain.keys() != {"round", "server", "memory", "about"}:
             raise ValueError(f"it has the keys {', '.join(sorted(plain))}")
         round, packs, about = plain["round"], plain["memory"], plain["about"]
@@ -105,7 +113,9 @@ class Manifest:
             raise ValueError(f"its round is {str(round)[:40]!r}")
         if not isinstance(packs, list) or not isinstance(about, dict):
             raise ValueError("memory is no list, or about is no object")
-        return Manifest(round, _listed_file(plain["server"]), tuple(map(_listed_file, packs)), about)
+        return Manifest(
+            round, _listed_file(plain["server"]), tuple(map(_listed_file, packs)), about
+        )
 
 
 def _listed_file(plain: Any) -> Written:
@@ -154,14 +164,22 @@ class Checkpoints:
             draft = server.memory.save(self.folder / f"memory-{name}.safetensors")
             written = write(
                 self.folder / f"{name}.safetensors",
-                Blob.of_state(server.weights, server.slots, server.extras, round=server.round).chunks(),
+                Blob.of_state(
+                    server.weights, server.slots, server.extras, round=server.round
+                ).chunks(),
             )
-            manifest = Manifest(server.round, written, tuple(pack.written for pack in draft.packs), about)
+            manifest = Manifest(
+                server.round, written, tuple(pack.written for pack in draft.packs), about
+            )
             write(self.folder / manifest.name, [manifest.to_json().encode()])
         except OSError as error:
             if self._intact:
                 self._prune()  # what was written of it is in the way of those who make room
-            left = f"the one of round {self.newest} is intact" if self._intact else "there is none from before"
+            left = (
+                f"the one of round {self.newest} is intact"
+                if self._intact
+                else "there is none from before"
+            )
             raise RecordError(
                 f"the checkpoint of round {server.round} could not be written to {self.folder}: {why(error)}; {left}."
             ) from error
@@ -208,7 +226,9 @@ class Checkpoints:
             self._intact = [manifest]
             return server, manifest
         if damaged:
-            raise RecordError(f"no checkpoint in {self.folder} is intact:\n  " + "\n  ".join(damaged))
+            raise RecordError(
+                f"no checkpoint in {self.folder} is intact:\n  " + "\n  ".join(damaged)
+            )
         return None
 
     @property
@@ -222,7 +242,9 @@ class Checkpoints:
         """Return the files that no intact manifest lists. A manifest that is gone leaves some."""
         examined = [self._examine(path)[0] for path in self._manifests]
         listed = set().union(*(manifest.files for manifest in examined if manifest is not None))
-        return sorted(path.name for path in self.folder.glob("*.safetensors") if path.name not in listed)
+        return sorted(
+            path.name for path in self.folder.glob("*.safetensors") if path.name not in listed
+        )
 
     @property
     def _manifests(self) -> list[Path]:
@@ -237,11 +259,16 @@ class Checkpoints:
         except ValueError as error:
             return None, f"{path.name} is not what was written: {error}"
         if path.name != manifest.name:
-            return None, f"{path.name} is not what was written: it is the manifest of round {manifest.round}"
+            return (
+                None,
+                f"{path.name} is not what was written: it is the manifest of round {manifest.round}",
+            )
         found = (written.damage(self.folder) for written in (manifest.server, *manifest.memory))
         return manifest, next(filter(None, found), "")
 
-    def _open(self, manifest: Manifest, memory: Memories, device: torch.device) -> tuple[Server, str]:
+    def _open(
+        self, manifest: Manifest, memory: Memories, device: torch.device
+    ) -> tuple[Server, str]:
         """Return the state of a checkpoint, and what is wrong with the content of its files."""
         server = Server(manifest.round, {}, memory)
         try:

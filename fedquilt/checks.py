@@ -27,7 +27,9 @@ def missing(path: str) -> str:
         there = not path or Path(path).exists()
     except (OSError, ValueError):  # a name too long for a file, or with a NUL in it
         there = False
-    return "" if there else f"{path!r} was asked for; there is no such file or folder in {Path.cwd()}."
+    return (
+        "" if there else f"{path!r} was asked for; there is no such file or folder in {Path.cwd()}."
+    )
 
 
 File = Annotated[str, Check(missing)]

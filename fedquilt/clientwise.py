@@ -19,7 +19,16 @@ from fedquilt.family.cut import inside
 from fedquilt.names import known
 from fedquilt.round.labels import share_label
 from fedquilt.round.link import Trip
-from fedquilt.round.serve import EvalJob, Score, arranged, given, joined, own_exam, ready, trained_within
+from fedquilt.round.serve import (
+    EvalJob,
+    Score,
+    arranged,
+    given,
+    joined,
+    own_exam,
+    ready,
+    trained_within,
+)
 from fedquilt.tasks import Task
 from fedquilt.terms import Budget, Client, Job, Submodel
 
@@ -38,11 +47,19 @@ class Device:
     macs: int  # multiply-adds of one training batch
     # Numbers that travel in a round, to it and back, over a perfect link. Of extras, those that the server has count.
     params: int
-    accuracy_own_size: float | None  # of what its budget gets, on its own test part; None: it has none
-    accuracy_whole_model: float | None  # of the widest model on the same; None: also where results live on clients
+    accuracy_own_size: (
+        float | None
+    )  # of what its budget gets, on its own test part; None: it has none
+    accuracy_whole_model: (
+        float | None
+    )  # of the widest model on the same; None: also where results live on clients
     label: str = ""  # Name of its size in tables: the share, or the bounds of its budget
-    main_own_size: float | None = None  # The task's main figure of what its budget gets. None: it has no test part
-    main_whole_model: float | None = None  # The same of the widest model. None: also where results live on clients
+    main_own_size: float | None = (
+        None  # The task's main figure of what its budget gets. None: it has no test part
+    )
+    main_whole_model: float | None = (
+        None  # The same of the widest model. None: also where results live on clients
+    )
 
 
 @dataclass(frozen=True)
@@ -58,7 +75,11 @@ class Clientwise:
         """Return mean and deviation over clients of one number, such as `main_own_size` or `macs`."""
         known({one: one for one in _SPREAD}, of, "number of a client")
         values = [value for device in self.devices if (value := getattr(device, of)) is not None]
-        return (statistics.fmean(values), statistics.pstdev(values)) if values else (float("nan"), float("nan"))
+        return (
+            (statistics.fmean(values), statistics.pstdev(values))
+            if values
+            else (float("nan"), float("nan"))
+        )
 
     def by(self, what: Literal["share", "domain"]) -> dict[str, Clientwise]:
         """Those that can hold the same, widest first, or that are of one domain."""
@@ -71,7 +92,9 @@ class Clientwise:
 
     def to_dict(self) -> dict[str, Any]:
         """Plain values."""
-        spreads = {of: dict(zip(("mean", "deviation"), self.spread(of), strict=True)) for of in _SPREAD}
+        spreads = {
+            of: dict(zip(("mean", "deviation"), self.spread(of), strict=True)) for of in _SPREAD
+        }
         return {
             "clients": [asdict(device) for device in self.devices],
             "spread": spreads,
@@ -80,7 +103,14 @@ class Clientwise:
         }
 
 
-_SPREAD = ("accuracy_own_size", "accuracy_whole_model", "main_own_size", "main_whole_model", "macs", "params")
+_SPREAD = (
+    "accuracy_own_size",
+    "accuracy_whole_model",
+    "main_own_size",
+    "main_whole_model",
+    "macs",
+    "params",
+)
 _Cut = tuple[Submodel, Index]  # what arrived, and what its positions count within
 _Figures = tuple[float | None, float | None]  # of its own size, and of the whole model
 
@@ -94,13 +124,16 @@ def clientwise(run: Run, clients: Iterable[int] | None = None, evaluate: bool = 
         evaluate: False: costs alone, and no main figures.
     """
     if not isinstance(clients, Iterable | None):
-        raise ConfigError(f"clientwise was given {clients!r} where a list of clients belongs, such as [0, 3].")
+        raise ConfigError(
+            f"clientwise was given {clients!r} where a list of clients belongs, such as [0, 3]."
+        )
     chosen = list(range(run.fleet.num_clients)) if clients is None else list(clients)
     for id in chosen:
         check_client(run, id)
     when = [run.server.last(id) if run.method.personal else run.server.round for id in chosen]
     devices = [
-        run.fleet.client(id, round, run.world.seed, run.data.size(id)) for id, round in zip(chosen, when, strict=True)
+        run.fleet.client(id, round, run.world.seed, run.data.size(id))
+        for id, round in zip(chosen, when, strict=True)
     ]
     main = run.world.task.main
     scores: list[_Figures] = _figures(run, devices) if evaluate else [(None, None)] * len(devices)
@@ -126,7 +159,9 @@ def _device(run: Run, client: Client, figures: _Figures) -> Device:
     params *= method.copies
     share, label = share_label(method, client.budget, world), method.label(client.budget, world)
     accuracies = figures if world.task.main.name == "accuracy" else (None, None)
-    return Device(client.id, share, domain_of(run, client.id), macs, params, *accuracies, label, *figures)
+    return Device(
+        client.id, share, domain_of(run, client.id), macs, params, *accuracies, label, *figures
+    )
 
 
 def _classes(run: Run, client: Client) -> Tensor:
@@ -149,18 +184,24 @@ def _figures(run: Run, clients: list[Client]) -> list[_Figures]:
     server = arranged(federation, run.server, engine)
     if method.personal:
         own = [own_exam(federation, server, client, engine, run.evaluation) for client in clients]
-        return [(_figure(score, world.task), None) for score in engine.evaluate(federation, own, size)]
+        return [
+            (_figure(score, world.task), None) for score in engine.evaluate(federation, own, size)
+        ]
     whole = given(method, server, Budget(share=1.0), world)
     budgets = [trained_within(method, client.budget, world) for client in clients]
     sized = [given(method, server, budget, world) for budget in budgets]
     submodels = list(dict.fromkeys(net for nets in (*sized, whole) for net in nets))
     weights = ready(federation, server, submodels, engine, size)
     # Each once: a client that can hold the whole model has one figure.
-    pairs = dict.fromkeys((kind, c.id) for c, nets in zip(clients, sized, strict=True) for kind in (nets, whole))
+    pairs = dict.fromkeys(
+        (kind, c.id) for c, nets in zip(clients, sized, strict=True) for kind in (nets, whole)
+    )
     exams = [EvalJob("", nets, joined(nets, weights), id) for nets, id in pairs]
     found = [_figure(score, world.task) for score in engine.evaluate(federation, exams, size)]
     scores = dict(zip(pairs, found, strict=True))
-    return [(scores[nets, c.id], scores[whole, c.id]) for c, nets in zip(clients, sized, strict=True)]
+    return [
+        (scores[nets, c.id], scores[whole, c.id]) for c, nets in zip(clients, sized, strict=True)
+    ]
 
 
 def _figure(score: Score, task: Task) -> float | None:

@@ -58,7 +58,9 @@ T = TypeVar("T")
 # Below so many multiply-adds a sample threads gain nothing, and waiting for each other on a busy machine they lose all.
 SMALL = 1_000_000
 AUTO = "auto"
-SEARCHED = "searched"  # Name of the model whose nets are searched for the fleet (`fedquilt.supernet`)
+SEARCHED = (
+    "searched"  # Name of the model whose nets are searched for the fleet (`fedquilt.supernet`)
+)
 CLIENTS = 20  # where neither the settings nor the data say how many
 
 TABLES |= {
@@ -81,8 +83,12 @@ TABLES |= {
 class Model(Choice):
     """A model by its name, and the options it is made with."""
 
-    dual: bool = False  # its norms in pairs, for clean and for noised samples: what robust Split-Mix needs
-    conditioned: bool = False  # its norms conditioned on a robustness: what several adversarial weights need
+    dual: bool = (
+        False  # its norms in pairs, for clean and for noised samples: what robust Split-Mix needs
+    )
+    conditioned: bool = (
+        False  # its norms conditioned on a robustness: what several adversarial weights need
+    )
 
     what: ClassVar[str] = "model"
     offers: ClassVar[frozenset[str]] = frozenset(
@@ -91,7 +97,9 @@ class Model(Choice):
 
     def __post_init__(self) -> None:
         if self.dual and self.conditioned:
-            raise ConfigError(f"{self.name} was asked for with dual and with conditioned norms; one of them fits.")
+            raise ConfigError(
+                f"{self.name} was asked for with dual and with conditioned norms; one of them fits."
+            )
 
     @classmethod
     def find(cls, name: str) -> Callable[..., Any]:
@@ -116,9 +124,13 @@ class Model(Choice):
     def usual(data: Pool) -> Model:
         """Return the model for data where nobody named one: the demo's for images, a perceptron for rows of numbers."""
         names = (DEMO["model"]["name"], "mlp")
-        return Model(next((name for name in names if MODELS[name].takes(data.example[0])), names[0]))
+        return Model(
+            next((name for name in names if MODELS[name].takes(data.example[0])), names[0])
+        )
 
-    def trace(self, data: Pool, init: str = "", task: Task | None = None, max_bytes: int = 0) -> Family:
+    def trace(
+        self, data: Pool, init: str = "", task: Task | None = None, max_bytes: int = 0
+    ) -> Family:
         """Trace the model for data. Numbers of outputs and sizes that nobody set are those of the data.
 
         Args:
@@ -145,7 +157,10 @@ class Model(Choice):
             own, sample = MODELS.get(self.name), data.example[0]
             if own is None or own.takes(sample):
                 raise
-            fitting = ", ".join(name for name, spec in MODELS.items() if spec.takes(sample)) or "none of those by name"
+            fitting = (
+                ", ".join(name for name, spec in MODELS.items() if spec.takes(sample))
+                or "none of those by name"
+            )
             kind = "numbers" if sample.is_floating_point() else "tokens"
             raise ConfigError(
                 f"the model {self.name!r} was asked for; it is for samples such as {own.input_shape}, and {data.name} "
@@ -154,7 +169,13 @@ class Model(Choice):
             ) from error
 
 
-def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | None = None, max_bytes: int = 0) -> Family:
+def traced(
+    models: Sequence[Model],
+    data: Pool,
+    init: str = "",
+    task: Task | None = None,
+    max_bytes: int = 0,
+) -> Family:
     """Trace a model for data, or several as a union whose nets have the models' names.
 
     Args:
@@ -171,7 +192,9 @@ def traced(models: Sequence[Model], data: Pool, init: str = "", task: Task | Non
             f"init = {init!r} was asked for with {len(models)} models; weights of one model can be loaded. Leave init "
             "out, or trace each model in Python: fq.union({name: fq.trace(module, example), …})."
         )
-    return fq.union({name: model.trace(data, "", task) for name, model in _net_names(models).items()})
+    return fq.union(
+        {name: model.trace(data, "", task) for name, model in _net_names(models).items()}
+    )
 
 
 @dataclass(frozen=True)
@@ -195,7 +218,9 @@ class SearchTerms:
         )
 
 
-def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, precision: Precision) -> Family:
+def searched(
+    model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, precision: Precision
+) -> Family:
     """Search the nets of a fleet, and return them as a union.
 
     Args:
@@ -209,7 +234,9 @@ def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, 
     from fedquilt.supernet.model import SearchedModel
 
     if model.dual or model.conditioned:
-        raise ConfigError("dual or conditioned norms were asked for with searched nets, which have plain norms.")
+        raise ConfigError(
+            "dual or conditioned norms were asked for with searched nets, which have plain norms."
+        )
     settings = model.make(SearchedModel)
     terms = SearchTerms.of(method, precision)
     if terms.needs_supernet and not settings.supernet:
@@ -218,13 +245,18 @@ def searched(model: Model, data: Pool, fleet: Fleet, method: Method, seed: int, 
             "was given. --supernet FILE names one, or model.supernet in a file; `fedquilt supernet train` makes one."
         )
     account: Literal["pair", "private"] = "pair" if terms.bounds_pair else "private"
-    nets = settings.search(data, fleet.counts, seed, terms.step, account=account, private_weights=terms.private_weights)
+    nets = settings.search(
+        data, fleet.counts, seed, terms.step, account=account, private_weights=terms.private_weights
+    )
     return nets.family(data.example)
 
 
 def _net_names(models: Sequence[Model]) -> dict[str, Model]:
     """Return models by the name of their net in a union: the model's, or that of the function in a file."""
-    names = [re.sub(r"[^A-Za-z0-9_-]", "_", model.name.rpartition(":")[2].rpartition(".")[2]) for model in models]
+    names = [
+        re.sub(r"[^A-Za-z0-9_-]", "_", model.name.rpartition(":")[2].rpartition(".")[2])
+        for model in models
+    ]
     places = dict.fromkeys(names, 0)
     found = {}
     for name, model in zip(names, models, strict=True):
@@ -238,7 +270,9 @@ class Source(Choice):
     """Data by its name (or a file's or folder's), the options it is loaded with, and how it is dealt to clients."""
 
     partition: Partition | None = None  # None: to the clients the data itself names, else evenly
-    validation: float = 0.0  # Share of every client's training samples that is held back for validation. 0: none
+    validation: float = (
+        0.0  # Share of every client's training samples that is held back for validation. 0: none
+    )
     max_bytes: int = 0  # Bytes that files of data or of initial weights may take in memory. 0: half of what is free
 
     what: ClassVar[str] = "data set"
@@ -318,12 +352,18 @@ def load_weights(module: nn.Module, file: str, max_bytes: int = 0, allow_nan: bo
         if name not in held:
             wrong.append(f"{name} is not in the model.{nearest(name, held)}")
         elif held[name].shape != value.shape:
-            wrong.append(f"{name} is {tuple(value.shape)} in the file and {tuple(held[name].shape)} in the model")
+            wrong.append(
+                f"{name} is {tuple(value.shape)} in the file and {tuple(held[name].shape)} in the model"
+            )
         elif problem := _unfit_dtype(value, held[name].dtype):
             wrong.append(f"{name} {problem}")
     if wrong:
-        told = "\n  ".join([*wrong[:5], *([f"… and {len(wrong) - 5} more"] if len(wrong) > 5 else [])])
-        raise ConfigError(f"init = {file!r} was asked for; it does not fit {type(module).__name__}:\n  {told}")
+        told = "\n  ".join(
+            [*wrong[:5], *([f"… and {len(wrong) - 5} more"] if len(wrong) > 5 else [])]
+        )
+        raise ConfigError(
+            f"init = {file!r} was asked for; it does not fit {type(module).__name__}:\n  {told}"
+        )
     module.load_state_dict(found, strict=False)
 
 
@@ -346,7 +386,11 @@ def _unfit_dtype(value: Tensor, dtype: torch.dtype) -> str:
         is_held = bool(back.double().isfinite().all()) or not bool(value.double().isfinite().all())
     else:
         is_held = bool((back.to(torch.int64) == value.to(torch.int64)).all())
-    return "" if is_held else f"has values in the file, {value.dtype}, that overflow in the model, {dtype}."
+    return (
+        ""
+        if is_held
+        else f"has values in the file, {value.dtype}, that overflow in the model, {dtype}."
+    )
 
 
 @dataclass(frozen=True)
@@ -360,17 +404,26 @@ class Machine:
     memories: int = LIMIT  # bytes of what clients remember that are held; what is more lies on disk
     deterministic: bool = False  # on CUDA: bit-identical repetitions, slower
     threads: int = 0  # 0: one for small models, else what torch takes
-    workers: int = 0  # of `ray`, with so many threads each; 0: as many as there are GPUs, or CPUs for
+    workers: int = (
+        0  # of `ray`, with so many threads each; 0: as many as there are GPUs, or CPUs for
+    )
     address: str = ""  # of a Ray cluster; "": that of RAY_ADDRESS, else one of this machine's, started for the run
     chunks: int = CHUNKS  # that `ray` cuts a round's jobs into: last digits depend on it, and not on the workers
 
     def __post_init__(self) -> None:
         wrong = outside(
-            self, memory="[0, inf)", memories="[0, inf)", threads="[0, 1024]", workers="[0, inf)", chunks="[1, inf)"
+            self,
+            memory="[0, inf)",
+            memories="[0, inf)",
+            threads="[0, 1024]",
+            workers="[0, inf)",
+            chunks="[1, inf)",
         )
         if self.name not in (*ENGINES, AUTO):
             known = (*ENGINES, AUTO)
-            wrong["name"] = f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, known)}"
+            wrong["name"] = (
+                f"{self.name!r} was asked for; there is no such engine.{nearest(self.name, known)}"
+            )
         if why := unfit(self.precision, self.device):
             wrong["precision"] = why
         refuse(self, wrong)
@@ -378,7 +431,12 @@ class Machine:
     def create(self, data: FederatedData) -> Simulation:
         """Return the engine that is named, with those of these options that it has."""
         options = EngineOptions(
-            device_of(self.device), self.precision, self.memory, self.workers, self.address, self.chunks
+            device_of(self.device),
+            self.precision,
+            self.memory,
+            self.workers,
+            self.address,
+            self.chunks,
         )
         return ENGINES[self.name].create(data, options)
 
@@ -407,24 +465,34 @@ class Experiment:
     data: Source
     # A model, or a list of models for several architectures. None: tiny_resnet for images, mlp for rows of numbers
     model: Model | tuple[Model, ...] | None = None
-    task: Task | None = None  # Task by its name, or file.py:Class. None: found from the targets and the model's output
+    task: Task | None = (
+        None  # Task by its name, or file.py:Class. None: found from the targets and the model's output
+    )
     fleet: Devices = Devices()
     engine: Machine = Machine()
     link: Link = Link()
     evaluation: Evaluation | None = None  # None: about ten times a run
     rounds: int = 20
     seed: int = 0
-    init: File = ""  # a safetensors file or a run's folder: weights to start from, instead of the seed's
+    init: File = (
+        ""  # a safetensors file or a run's folder: weights to start from, instead of the seed's
+    )
     checkpoint: Checkpointing = Checkpointing()
     tracking: tuple[Tracking, ...] = ()  # where its numbers go besides its folder
 
     def __post_init__(self) -> None:
         wrong = outside(self, rounds="[1, inf)", seed="[0, 9223372036854775807]")
         if self.model == ():
-            wrong["model"] = "an empty list was asked for; one model or more would work, such as ['convnet', 'vgg11']."
-        elif any(model.is_searched for model in self.models) and (len(self.models) > 1 or self.init):
+            wrong["model"] = (
+                "an empty list was asked for; one model or more would work, such as ['convnet', 'vgg11']."
+            )
+        elif any(model.is_searched for model in self.models) and (
+            len(self.models) > 1 or self.init
+        ):
             other = "init" if len(self.models) == 1 else "other models"
-            wrong["model"] = f"{SEARCHED!r} was asked for with {other}; it is a union by itself, and stands alone."
+            wrong["model"] = (
+                f"{SEARCHED!r} was asked for with {other}; it is a union by itself, and stands alone."
+            )
         refuse(self, wrong)
 
     @property
@@ -528,7 +596,9 @@ class Experiment:
         return tomli_w.dumps(write(self))
 
     @staticmethod
-    def of(settings: Settings, asked: Mapping[str, str] | None = None, file: str = "") -> Experiment:
+    def of(
+        settings: Settings, asked: Mapping[str, str] | None = None, file: str = ""
+    ) -> Experiment:
         """Read settings, or raise one error with all that is wrong. `asked` says which flag set a path."""
         return resolved(Experiment, settings, asked or {}, file)
 
@@ -546,7 +616,9 @@ def load_run(path: str | Path, device: str = "cpu", trust: bool = False) -> Run:
     """
     config, asked = Path(path) / "config.toml", f"the run in {path} was asked for"
     if not config.is_file():
-        raise ConfigError(f"{asked}; {'there is no run in it' if Path(path).is_dir() else 'there is no such folder'}.")
+        raise ConfigError(
+            f"{asked}; {'there is no run in it' if Path(path).is_dir() else 'there is no such folder'}."
+        )
     check_folder(Path(path))
     settings = read_settings(config, trust, recorded=True)
     if "python" in settings:
@@ -606,8 +678,16 @@ def _stand_in(sample: Mapping[str, Any], num_clients: int, name: str) -> Federat
     last = max(sample["classes"] - 1, 0)
     targets = torch.full((2, *like["shape"]), last, dtype=getattr(torch, like["dtype"]))
     # Whether the data had public samples is not known. Nothing is computed with these.
-    pool = Pool.of((inputs, targets), (inputs, targets), num_classes=sample["classes"], name=name, public=inputs)
-    all_alike = Parts.split(torch.zeros(num_clients, dtype=torch.int64), torch.ones(num_clients, dtype=torch.int64))
+    pool = Pool.of(
+        (inputs, targets),
+        (inputs, targets),
+        num_classes=sample["classes"],
+        name=name,
+        public=inputs,
+    )
+    all_alike = Parts.split(
+        torch.zeros(num_clients, dtype=torch.int64), torch.ones(num_clients, dtype=torch.int64)
+    )
     return replace(pool.dealt(all_alike), validation_parts=all_alike)
 
 
@@ -677,9 +757,19 @@ def demo(
     """
     model, learning = DEMOS[data]
     kind = _method_class(method)
-    local = {} if preset or is_made_by_function(method) else {"local": learning, **(kind.demo if kind else {})}
-    public = {"public": DEMO_PUBLIC} if any(needs_public(one) for one in (method, *together)) else {}
-    named = {"method": {"name": method} | local, "model": {"name": model}, "data": {"name": data} | public}
+    local = (
+        {}
+        if preset or is_made_by_function(method)
+        else {"local": learning, **(kind.demo if kind else {})}
+    )
+    public = (
+        {"public": DEMO_PUBLIC} if any(needs_public(one) for one in (method, *together)) else {}
+    )
+    named = {
+        "method": {"name": method} | local,
+        "model": {"name": model},
+        "data": {"name": data} | public,
+    }
     federation = kind.demo_federation if kind else {}
     return copy.deepcopy({**DEMO, **named, **federation})
 
@@ -689,7 +779,9 @@ def needs_public(method: str) -> bool:
     kind = _method_class(method)
     try:
         return kind is not None and kind().needs_public
-    except Exception:  # A class of the user's own may need arguments. `Experiment.of` reports what is wrong.
+    except (
+        Exception
+    ):  # A class of the user's own may need arguments. `Experiment.of` reports what is wrong.
         return False
 
 
@@ -708,7 +800,9 @@ def _method_class(name: str) -> type[Method] | None:
     return found if isinstance(found, type) and issubclass(found, Method) else None
 
 
-def defaults(method: str = DEMO["method"]["name"], names_model: bool = True, num_models: int = 1) -> Settings:
+def defaults(
+    method: str = DEMO["method"]["name"], names_model: bool = True, num_models: int = 1
+) -> Settings:
     """Return settings that leave all but the names of method, model and data to the defaults of each.
 
     The default fleet is named too, so that `--set fleet.budgets.shares=[1.0]` changes its shares.
@@ -719,7 +813,10 @@ def defaults(method: str = DEMO["method"]["name"], names_model: bool = True, num
         num_models: How many models are asked for. Several have a fleet with as many clients for each of them, and
             the demo's data then has public samples if the method needs them.
     """
-    named = {part: copy.deepcopy(DEMO[part]) for part in (("model", "data") if names_model else ("data",))}
+    named = {
+        part: copy.deepcopy(DEMO[part])
+        for part in (("model", "data") if names_model else ("data",))
+    }
     budgets = Devices().budgets if num_models < 2 else ByNet()
     if num_models > 1 and needs_public(method):
         named["data"]["public"] = DEMO_PUBLIC
@@ -745,10 +842,14 @@ def choose(settings: Settings, path: Sequence[str], name: Any) -> Settings:
     held: Any = settings
     for key in path:
         held = held.get(key, {}) if isinstance(held, Mapping) else {}
-    table = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
+    table = (
+        {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
+    )
     there = variants(Experiment, path)
     if there and table.get("name", there.usual) != name:
-        table = {key: value for key, value in table.items() if key in there.common or key == "preset"}
+        table = {
+            key: value for key, value in table.items() if key in there.common or key == "preset"
+        }
     return assign(settings, path, {**table, "name": name})
 
 
@@ -786,7 +887,9 @@ def read_toml(file: str | Path) -> Settings:
     try:
         return parse_toml(Path(file).read_bytes(), str(file))
     except OSError as error:
-        raise ConfigError(f"{file} was asked for; it cannot be read: {error.strerror or error}.") from error
+        raise ConfigError(
+            f"{file} was asked for; it cannot be read: {error.strerror or error}."
+        ) from error
 
 
 def read_settings(file: str | Path, trust: bool = False, recorded: bool | None = None) -> Settings:
@@ -836,7 +939,13 @@ def assign(settings: Settings, path: Sequence[str], value: Any) -> Settings:
                 f"{'.'.join(path)} was asked for; {key} is a list of {len(held)} there, of which each has settings of "
                 f"its own. A file says which is meant: a table [[{key}]] for each, with its name and its settings."
             )
-        table[key] = {"name": held} if isinstance(held, str) else dict(held) if isinstance(held, Mapping) else {}
+        table[key] = (
+            {"name": held}
+            if isinstance(held, str)
+            else dict(held)
+            if isinstance(held, Mapping)
+            else {}
+        )
         table = table[key]
     table[last] = copy.deepcopy(value)
     return settings
@@ -878,7 +987,9 @@ def parse_grid(text: str) -> tuple[str, tuple[Any, ...]]:
     key, equals, values = text.partition("=")
     path = key.strip()
     if not equals or not parse_path(path) or not values.strip():
-        raise ConfigError(f"--grid {text} was asked for; write it as --grid method.local.optimiser.lr=0.01,0.1.")
+        raise ConfigError(
+            f"--grid {text} was asked for; write it as --grid method.local.optimiser.lr=0.01,0.1."
+        )
     try:
         found = tomllib.loads(f"values = [{values}]")["values"]
     except (ValueError, RecursionError):

@@ -166,7 +166,9 @@ class Case:
     def world(self) -> World:
         """Return what a method may look at. Only the family differs between methods, as `Method.adapt` returns it."""
         family = self.method.adapt(self.family)
-        return fq.prepare(FedAvg(), family, self.data, self.fleet, "sequential", precision="fp64").world
+        return fq.prepare(
+            FedAvg(), family, self.data, self.fleet, "sequential", precision="fp64"
+        ).world
 
     @cached_property
     def settled(self) -> Method:
@@ -181,9 +183,13 @@ class Case:
     @cached_property
     def clients(self) -> list[Client]:
         """Return one client of every budget."""
-        return [Client(place, budget, SAMPLES_PER_CLIENT) for place, budget in enumerate(self.budgets)]
+        return [
+            Client(place, budget, SAMPLES_PER_CLIENT) for place, budget in enumerate(self.budgets)
+        ]
 
-    def run(self, engine: str | Simulation = "sequential", rounds: int = ROUNDS, **options: Any) -> Run:
+    def run(
+        self, engine: str | Simulation = "sequential", rounds: int = ROUNDS, **options: Any
+    ) -> Run:
         """Train in float64, and evaluate after the last round."""
         options.setdefault("evaluation", Evaluation(every=0, batch_size=TEST_BATCH))
         return fq.run(
@@ -213,7 +219,9 @@ class Case:
             NotApplicableError: The run failed, which the check "run" reports.
         """
         if isinstance(self.outcome, Exception):
-            raise NotApplicableError("it needs a run that succeeds; the check 'run' says why there is none")
+            raise NotApplicableError(
+                "it needs a run that succeeds; the check 'run' says why there is none"
+            )
         return self.outcome
 
 
@@ -282,7 +290,9 @@ def check_budgets_kept(case: Case) -> str:
         for round in range(ROUNDS):
             server = replace(case.server, round=round)
             plan = planned(case.settled, server, client, case.world)
-            check_budgets(case.settled, [Job(client, submodel, round) for submodel in plan], case.world)
+            check_budgets(
+                case.settled, [Job(client, submodel, round) for submodel in plan], case.world
+            )
     return f"plans keep within {len(budgets)} budgets of shares, params, macs and memory"
 
 
@@ -348,7 +358,9 @@ def check_join(case: Case) -> str:
         joined = case.run(Joining(case.data, precision="fp64"))
     except (AttributeError, NotImplementedError, TypeError) as error:
         fold = type(case.settled.fold(reference.server, case.world)).__name__
-        raise CheckError(f"the fold {fold} cannot take another's partial result: {said(error)}") from error
+        raise CheckError(
+            f"the fold {fold} cannot take another's partial result: {said(error)}"
+        ) from error
     _check_same(reference, joined, "one fold", "two joined folds")
     return f"two folds that are joined give what one gives, to {TOLERANCE:g}"
 
@@ -421,7 +433,9 @@ def check_deploy(case: Case) -> str:
                 f"evaluated {evaluated:.2%}; outputs differ by {distance:.2g}. Both come from deploy, which may "
                 "depend on its arguments alone."
             )
-    return f"deployed nets give the outputs of the evaluated ones (number of budgets: {len(budgets)})"
+    return (
+        f"deployed nets give the outputs of the evaluated ones (number of budgets: {len(budgets)})"
+    )
 
 
 def _outputs(net: Callable[[Tensor], Tensor], run: Run) -> Tensor:
@@ -517,7 +531,9 @@ def _told(error: BaseException) -> str:
 # --- comparing runs ---------------------------------------------------------------------------------------------
 
 
-def _check_same(one: Run, other: Run, first: str, second: str, tolerance: float = TOLERANCE) -> None:
+def _check_same(
+    one: Run, other: Run, first: str, second: str, tolerance: float = TOLERANCE
+) -> None:
     """Refuse two runs that do not end with the same state, or whose records differ.
 
     Args:
@@ -535,7 +551,9 @@ def _check_same(one: Run, other: Run, first: str, second: str, tolerance: float 
         _check_tensors(value, other_state[name], f"{both} differ", name, tolerance)
 
     for record, other_record in zip(one.records, other.records, strict=True):
-        figures, other_figures = (dict(_figures(found.to_dict(), "")) for found in (record, other_record))
+        figures, other_figures = (
+            dict(_figures(found.to_dict(), "")) for found in (record, other_record)
+        )
         for name in (*figures, *other_figures):
             pair = figures.get(name), other_figures.get(name)
             if not _is_close(*pair, tolerance):
@@ -545,10 +563,14 @@ def _check_same(one: Run, other: Run, first: str, second: str, tolerance: float 
 
 def _check_tensors(one: Tensor, other: Tensor, told: str, name: str, tolerance: float) -> None:
     if one.shape != other.shape:
-        raise CheckError(f"{told} in the shape of {name}: {tuple(one.shape)} and {tuple(other.shape)}.")
+        raise CheckError(
+            f"{told} in the shape of {name}: {tuple(one.shape)} and {tuple(other.shape)}."
+        )
     distance = float((one.double() - other.double()).abs().max()) if one.numel() else 0.0
     if not distance <= tolerance:  # Also where it is not a number.
-        raise CheckError(f"{told} by {distance:.2g} in {name}; at most {tolerance:g} counts as equal.")
+        raise CheckError(
+            f"{told} by {distance:.2g} in {name}; at most {tolerance:g} counts as equal."
+        )
 
 
 def _is_close(one: float | None, other: float | None, tolerance: float) -> bool:

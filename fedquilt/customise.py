@@ -86,7 +86,9 @@ class Plan:
             "mixes": [[share, list(nets)] for share, nets in self.mixes.items()],
         }
 
-    def check(self, family: Family, weights: Sequence[Weights], statistics: Sequence[Weights]) -> None:
+    def check(
+        self, family: Family, weights: Sequence[Weights], statistics: Sequence[Weights]
+    ) -> None:
         """Refuse nets and tensors of a file that do not fit the family.
 
         Args:
@@ -104,7 +106,9 @@ class Plan:
             check_submodel(family, placed.net, f"net {place}")
             check_weights(family, placed.net, own, f"net {place}", is_whole=False)
             if not _inside(placed.net, self.stocks[placed.stock]):
-                raise FormatError(f"net {place} has channels that its stock {placed.stock} does not have")
+                raise FormatError(
+                    f"net {place} has channels that its stock {placed.stock} does not have"
+                )
 
     @staticmethod
     def from_note(note: Mapping[str, Any]) -> Plan:
@@ -121,7 +125,10 @@ def _size(net: Submodel) -> int:
 
 def _inside(one: Submodel, other: Submodel) -> bool:
     """Whether all channels of a net are another's."""
-    if (one.scope, one.arch.variant) != (other.scope, other.arch.variant) or one.index.keys() != other.index.keys():
+    if (one.scope, one.arch.variant) != (
+        other.scope,
+        other.arch.variant,
+    ) or one.index.keys() != other.index.keys():
         return False
     return all(set(kept) <= set(other.index[axis]) for axis, kept in one.index.items())
 
@@ -144,7 +151,9 @@ def _ordered(group: Sequence[Submodel]) -> tuple[Submodel, dict[Submodel, Submod
             own += [position for position in kept if position not in there]
 
     def first(net: Submodel) -> Submodel:
-        index = {axis: Positions.chosen(order[axis][: len(kept)]) for axis, kept in net.index.items()}
+        index = {
+            axis: Positions.chosen(order[axis][: len(kept)]) for axis, kept in net.index.items()
+        }
         return Submodel(net.arch, Index(index), net.scope)
 
     return first(group[0]), {net: first(net) if net in chain else net for net in group}
@@ -181,7 +190,9 @@ class CustomisableModel(nn.Module):
         self.requires_grad_(False).eval()
         self._share = next(iter(plan.mixes))
         self._robustness: float | None = None
-        self._members: dict[float, nn.Module] = {}  # modules around the stocks' tensors: not to be counted or moved
+        self._members: dict[
+            float, nn.Module
+        ] = {}  # modules around the stocks' tensors: not to be counted or moved
         self._link()
         self.register_load_state_dict_post_hook(_relink)  # type: ignore[no-untyped-call]
 
@@ -227,7 +238,9 @@ class CustomisableModel(nn.Module):
         nets = []
         for one, own in zip(self.plan.nets, self.statistics, strict=True):
             held, stock = self.plan.stocks[one.stock], self.stocks[one.stock]
-            cut = self._family.cutter.narrow(_values(stock, self._family), held.index, one.net.index)
+            cut = self._family.cutter.narrow(
+                _values(stock, self._family), held.index, one.net.index
+            )
             assert isinstance(own, _Statistics)
             state = {**cut, **own.values}
             module = self._family.assemble(one.net, state, shared=True)
@@ -270,7 +283,9 @@ class CustomisableModel(nn.Module):
             assert isinstance(own, _Statistics)
             tensors |= {f"statistics.{place}.{name}": value for name, value in own.values.items()}
         chosen = {"norms": self.norms, "share": self.share, "robustness": self.robustness}
-        return Blob.sealed(tensors, {**self.note, **self.plan.to_note(), "format": "customisable", **chosen})
+        return Blob.sealed(
+            tensors, {**self.note, **self.plan.to_note(), "format": "customisable", **chosen}
+        )
 
     @staticmethod
     def restored(family: Family, tensors: Weights, note: Note) -> CustomisableModel:
@@ -323,7 +338,9 @@ def customisable(
             "shares=(1, 0.5)."
         ) from error
     if not budgets:
-        raise ConfigError("a customisable model was asked for without shares; give some, such as shares=(1, 0.5).")
+        raise ConfigError(
+            "a customisable model was asked for without shares; give some, such as shares=(1, 0.5)."
+        )
     plan = Plan.of({share: shelf.nets(budget) for share, budget in budgets.items()})
     check_nets(run, (placed.net for placed in plan.nets), policy)
     stored = policy.tracks  # with the weights: a narrower net's are a view of the wider one's
@@ -331,7 +348,9 @@ def customisable(
     statistics: list[Weights] = [{} for _ in plan.nets]
     if policy.measures and family.statistics:
         states = shelf.settled([one.net for one in plan.nets], policy, samples)
-        statistics = [{name: state[name] for name in family.statistics if name in state} for state in states]
+        statistics = [
+            {name: state[name] for name in family.statistics if name in state} for state in states
+        ]
     nets = (*plan.stocks, *(placed.net for placed in plan.nets))
     if family.layout.nets and len(variants := {net.arch.variant for net in nets}) > 1:
         raise ConfigError(
@@ -348,7 +367,10 @@ def customisable(
 def resident_bytes(modules: Iterable[nn.Module]) -> int:
     """The memory of all tensors of some modules; what several of them share is counted once."""
     tensors = [tensor for module in modules for tensor in (*module.parameters(), *module.buffers())]
-    storages = {storage.data_ptr(): storage.nbytes() for storage in (tensor.untyped_storage() for tensor in tensors)}
+    storages = {
+        storage.data_ptr(): storage.nbytes()
+        for storage in (tensor.untyped_storage() for tensor in tensors)
+    }
     return sum(storages.values())
 
 

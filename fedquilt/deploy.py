@@ -87,10 +87,15 @@ class Shelf:
             nets = given(run.method, self.server, budget, world)
         else:
             own = self._own_budget
-            asked = run.method.without_memory(budget, world, trains=False) if budget.memory else budget
+            asked = (
+                run.method.without_memory(budget, world, trains=False) if budget.memory else budget
+            )
             held = trained_within(run.method, own, world)
             nets = owned(run.method, run.server, self._asked(asked.both(held)), world)
-            less = budget.share is not None and total_share(world.family, nets) < budget.share - _ROUNDING
+            less = (
+                budget.share is not None
+                and total_share(world.family, nets) < budget.share - _ROUNDING
+            )
             if less and own.share is not None and own.share < (budget.share or 0):
                 told = "a %s was asked for; client %d holds a %s, and has no more to give."
                 _log.warning(told, budget, self.client, own)
@@ -111,34 +116,47 @@ class Shelf:
     def _own_budget(self) -> Budget:
         """What the client could hold last: of a wider net it has trained nothing."""
         assert self.client is not None
-        return self.run.fleet.budget(self.client, self.run.server.last(self.client), self.run.world.seed)
+        return self.run.fleet.budget(
+            self.client, self.run.server.last(self.client), self.run.world.seed
+        )
 
     def _asked(self, budget: Budget) -> Client:
         assert self.client is not None
         return Client(self.client, budget, len(self.run.data.parts[self.client]))
 
-    def settled(self, nets: Sequence[Submodel], norms: NormPolicy, samples: Array | None) -> list[dict[str, Tensor]]:
+    def settled(
+        self, nets: Sequence[Submodel], norms: NormPolicy, samples: Array | None
+    ) -> list[dict[str, Tensor]]:
         """Weights of several nets with the norm statistics a policy gives them, each net's its own."""
         states, statistics = [self.weights(net) for net in nets], self.run.world.family.statistics
         if not statistics:
             return states
         if norms.tracks:
             family = self.run.world.family
-            if all(has_statistics(family.member(net), state) for net, state in zip(nets, states, strict=True)):
+            if all(
+                has_statistics(family.member(net), state)
+                for net, state in zip(nets, states, strict=True)
+            ):
                 return states
             raise ConfigError(
                 f"norms={norms.name!r} was asked for; {type(self.run.method).__name__} trained with norm = "
                 f"{self.run.method.local.norm.name!r}, which stores no statistics with the weights. 'post' measures "
                 "them over training data, and 'batch' does without."
             )
-        states = [{name: value for name, value in one.items() if name not in statistics} for one in states]
+        states = [
+            {name: value for name, value in one.items() if name not in statistics} for one in states
+        ]
         if not norms.measures:
             return states
         found = self._measured(nets, states, norms, samples)
         return [{**state, **own} for state, own in zip(states, found, strict=True)]
 
     def _measured(
-        self, nets: Sequence[Submodel], states: Sequence[Weights], norms: NormPolicy, samples: Array | None
+        self,
+        nets: Sequence[Submodel],
+        states: Sequence[Weights],
+        norms: NormPolicy,
+        samples: Array | None,
     ) -> list[dict[str, Tensor]]:
         run, engine = self.run, self.run.engine
         if samples is None and norms.needs_public and not run.absent:
@@ -175,7 +193,9 @@ def deployed(
     return Deployed(*alone(run.world.family, nets, states), policy)
 
 
-def assembled(family: Family, nets: Mix, states: Sequence[Weights], robustness: float | None) -> nn.Module:
+def assembled(
+    family: Family, nets: Mix, states: Sequence[Weights], robustness: float | None
+) -> nn.Module:
     """Return one module of several nets whose logits are averaged, in evaluation mode.
 
     Args:
@@ -206,7 +226,9 @@ def check_nets(run: Run, nets: Iterable[Submodel], norms: NormPolicy) -> None:
 def check_client(run: Run, client: int) -> None:
     """Refuse a client that is none of the fleet's; from the end nobody is counted."""
     if not whole(client) or client >= run.fleet.num_clients:
-        raise ConfigError(f"client {client} was asked for; the fleet has {run.fleet.num_clients}, from 0 on.")
+        raise ConfigError(
+            f"client {client} was asked for; the fleet has {run.fleet.num_clients}, from 0 on."
+        )
 
 
 def norms_of(run: Run, asked: NormPolicy | str | None, client: int | None) -> NormPolicy:
@@ -253,7 +275,13 @@ def check_within(run: Run, nets: Mix, budget: Budget) -> None:
     family = run.world.family
     if over := family.excess(nets, budget):
         count = sum(family.count(net) for net in nets)
-        kind = f"{len(nets)} nets" if len(nets) > 1 else "one common net" if run.method.personal else "a net"
+        kind = (
+            f"{len(nets)} nets"
+            if len(nets) > 1
+            else "one common net"
+            if run.method.personal
+            else "a net"
+        )
         raise BudgetError(
             f"{type(run.method).__name__} trains {kind}, of {count:,} parameters; the budget {budget} allows less: "
             f"{'; '.join(over)}."

@@ -18,13 +18,19 @@ def device_of(name: str) -> torch.device:
     except (RuntimeError, AssertionError) as error:
         here = "cpu and cuda" if torch.cuda.is_available() else "cpu"
         told = str(error).split("\n")[0]
-        raise ConfigError(f"device {name!r} was asked for; this machine has {here}. torch says: {told}") from error
+        raise ConfigError(
+            f"device {name!r} was asked for; this machine has {here}. torch says: {told}"
+        ) from error
     return torch.device(name)
 
 
 def onto(device: torch.device, tensor: Tensor) -> Tensor:
     """A tensor of the host on a device, without waiting for what a GPU is doing at the moment."""
-    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor.to(device)
+    return (
+        tensor.pin_memory().to(device, non_blocking=True)
+        if device.type == "cuda"
+        else tensor.to(device)
+    )
 
 
 def channels_last(value: Tensor) -> Tensor:
@@ -33,7 +39,11 @@ def channels_last(value: Tensor) -> Tensor:
     On a CPU they stay as they are: torch's batch norm sums images with channels last one after another in float32, and
     is off by 1e-4.
     """
-    return value.contiguous(memory_format=torch.channels_last) if value.is_cuda and value.dim() == 4 else value
+    return (
+        value.contiguous(memory_format=torch.channels_last)
+        if value.is_cuda and value.dim() == 4
+        else value
+    )
 
 
 def untransformed() -> AbstractContextManager[None]:
@@ -51,7 +61,9 @@ def keep_pages() -> None:
         mallopt = ctypes.CDLL(None).mallopt
     except (OSError, AttributeError):
         return
-    mallopt(_M_MMAP_THRESHOLD, 32 << 20)  # the most glibc takes: larger pieces are still the system's
+    mallopt(
+        _M_MMAP_THRESHOLD, 32 << 20
+    )  # the most glibc takes: larger pieces are still the system's
     mallopt(_M_TRIM_THRESHOLD, (1 << 31) - 1)
 
 

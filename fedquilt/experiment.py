@@ -38,7 +38,16 @@ from fedquilt.methods import Method
 from fedquilt.milestones import Milestone, check_target, reached
 from fedquilt.names import known
 from fedquilt.precision import DTYPES, Precision
-from fedquilt.records import Folder, describe, holds_a_run, identity, portrait, rounds_planned, summarise, undisturbed
+from fedquilt.records import (
+    Folder,
+    describe,
+    holds_a_run,
+    identity,
+    portrait,
+    rounds_planned,
+    summarise,
+    undisturbed,
+)
 from fedquilt.round import Evaluation, Fleet, Grades, Record, play
 from fedquilt.round.budgets import check_budgets, learner_of, planned, too_small
 from fedquilt.round.engine import Engine
@@ -71,7 +80,9 @@ class Run:
     server: Server
     records: list[Record] = field(default_factory=list)
     absent: str = ""  # why there is no data, of a run that was reopened without
-    settled_for: int | None = None  # Rounds that the method was settled for. None: it was used as it was given.
+    settled_for: int | None = (
+        None  # Rounds that the method was settled for. None: it was used as it was given.
+    )
 
     def __post_init__(self) -> None:
         self._has_warned = False  # of devices that cannot hold the net
@@ -120,7 +131,9 @@ class Run:
     @property
     def grades(self) -> Grades:
         """Return the last evaluation."""
-        return next((record.grades for record in reversed(self.records) if record.grades.main), Grades())
+        return next(
+            (record.grades for record in reversed(self.records) if record.grades.main), Grades()
+        )
 
     @property
     def summary(self) -> dict[str, Any]:
@@ -135,7 +148,11 @@ class Run:
         exporting a run do not wait for it.
         """
         count = too_small(self.method, self.server, self.fleet, self.engine, self.world)
-        return f"{count} of {self.fleet.num_clients} devices cannot hold the net that they train" if count else ""
+        return (
+            f"{count} of {self.fleet.num_clients} devices cannot hold the net that they train"
+            if count
+            else ""
+        )
 
     @property
     def note(self) -> str:
@@ -143,7 +160,9 @@ class Run:
 
         These are the method's note, how many devices are too small, and if no test sample was seen.
         """
-        samples = "" if self.evaluation.on == "test" else f"evaluated on {self.evaluation.on} samples"
+        samples = (
+            "" if self.evaluation.on == "test" else f"evaluated on {self.evaluation.on} samples"
+        )
         return "; ".join(part for part in (self.method.note, self._too_small, samples) if part)
 
     def reached(self, target: float, share: float = 1.0, metric: str = "") -> Milestone | None:
@@ -162,7 +181,9 @@ class Run:
     def train(self, rounds: int, watch: Callable[[Record], None] | None = None) -> Run:
         """Play until `rounds` are behind it. If a round fails, or ctrl-C stops it, it is as if it had not begun."""
         if self.absent:
-            raise ConfigError(f"a run was to be trained to round {rounds}; its data cannot be had: {self.absent}")
+            raise ConfigError(
+                f"a run was to be trained to round {rounds}; its data cannot be had: {self.absent}"
+            )
         rounds = _whole("rounds", rounds)
         self.fleet.check(rounds)
         if self.server.round < rounds and not self._has_warned and self._too_small:
@@ -170,7 +191,9 @@ class Run:
             _log.warning("%s ignores budgets: %s.", type(self.method).__name__, self._too_small)
         while self.server.round < rounds:
             with enough_memory(f"playing round {self.server.round + 1}"):
-                played = play(self.federation, self.server, self.fleet, self.engine, rounds, self.evaluation)
+                played = play(
+                    self.federation, self.server, self.fleet, self.engine, rounds, self.evaluation
+                )
             with undisturbed():
                 # Memories move on in place, once the round has succeeded: a copy would cost with the population.
                 self.server.memory.update(played.memory)
@@ -219,7 +242,12 @@ class Run:
         return deployed(self, asked, client, norms, samples).module(robustness)
 
     def export(
-        self, file: str | Path, budget: Budget | None = None, *, share: float | None = None, **how: Any
+        self,
+        file: str | Path,
+        budget: Budget | None = None,
+        *,
+        share: float | None = None,
+        **how: Any,
     ) -> Exported:
         """Write what `deploy` gives as ONNX, .pt2 or safetensors, compared with torch.
 
@@ -282,7 +310,18 @@ def run(
     settled_for = rounds_planned(Path(out), rounds) if out and goes_on else rounds
     method = method.settled(settled_for)
     prepared = prepare(
-        method, family, data, fleet, engine, seed, device, precision, evaluation, memory_limit, link, task
+        method,
+        family,
+        data,
+        fleet,
+        engine,
+        seed,
+        device,
+        precision,
+        evaluation,
+        memory_limit,
+        link,
+        task,
     )
     prepared.settled_for = settled_for
     try:
@@ -362,7 +401,11 @@ def prepare(
     if isinstance(engine, Simulation):
         engine = engine.with_data(data)
     elif not isinstance(engine, str):
-        found = f"the class {engine.__name__}" if isinstance(engine, type) else f"a {type(engine).__name__}"
+        found = (
+            f"the class {engine.__name__}"
+            if isinstance(engine, type)
+            else f"a {type(engine).__name__}"
+        )
         raise ConfigError(
             f"run was given {found} as the engine; a name that `fedquilt list engines` shows would work, or an "
             "instance of a class derived from fedquilt.engines.Simulation."
@@ -373,7 +416,9 @@ def prepare(
         engine = known(ENGINES, engine, "engine").create(data, options)
     task = found_task(task, family, data)
     _warn_of_outputs(task, family, data)
-    world = World(family, seed, engine.precision, engine.data.public_samples, task, fleet.num_clients)
+    world = World(
+        family, seed, engine.precision, engine.data.public_samples, task, fleet.num_clients
+    )
     federation = Federation(world, method, link)
     link.check_codec(world, engine.device)
     server = placed(method.init(world), engine.device)
@@ -442,12 +487,16 @@ def _check_task(federation: Federation, engine: Simulation) -> None:
     state = world.family.init(world.seed, engine.device, world.dtype)
     rows = torch.arange(2, device=engine.device) % len(engine.data.targets)
     with torch.no_grad(), engine.computing():
-        outputs, _ = member.net(state, engine.data.samples(rows), Pass(train=False, statistics="batch"))
+        outputs, _ = member.net(
+            state, engine.data.samples(rows), Pass(train=False, statistics="batch")
+        )
     # A net that predicts its targets exactly would have no gradient, and look like a loss without one.
     shaken = outputs + 0.1 * noise.uniform(
         torch.tensor(noise.key(0), device=outputs.device), outputs.shape, outputs.dtype
     )
-    check_task(task, shaken.movedim(member.class_dim, 1), engine.data.targets[rows], engine.data.name)
+    check_task(
+        task, shaken.movedim(member.class_dim, 1), engine.data.targets[rows], engine.data.name
+    )
 
 
 def _check_public(federation: Federation, engine: Simulation) -> None:
@@ -463,7 +512,10 @@ def placed(server: Server, device: torch.device) -> Server:
     return replace(
         server,
         weights={name: value.to(device) for name, value in server.weights.items()},
-        slots={slot: {name: value.to(device) for name, value in own.items()} for slot, own in server.slots.items()},
+        slots={
+            slot: {name: value.to(device) for name, value in own.items()}
+            for slot, own in server.slots.items()
+        },
         extras={name: value.to(device) for name, value in server.extras.items()},
     )
 
@@ -478,7 +530,11 @@ def _check_budgets(federation: Federation, server: Server, fleet: Fleet, engine:
     less = [budget for budget in fleet.kinds if budget.share is not None and budget.share < 1]
     if less and not world.family.whole.widths:
         notes = " ".join(world.family.layout.notes)
-        _log.warning("nothing of the model can be cut: devices train the whole of it, also for %s. %s", less[0], notes)
+        _log.warning(
+            "nothing of the model can be cut: devices train the whole of it, also for %s. %s",
+            less[0],
+            notes,
+        )
     draws_from_torch = False
     for budget in fleet.kinds[:_FEW]:
         first = fleet.first(budget)
@@ -546,7 +602,9 @@ def _check_nets(
         member.check_net(modes)
 
 
-def _trained(federation: Federation, server: Server, fleet: Fleet, engine: Engine) -> Iterator[tuple[Member, Learner]]:
+def _trained(
+    federation: Federation, server: Server, fleet: Fleet, engine: Engine
+) -> Iterator[tuple[Member, Learner]]:
     """Yield the members that clients of the first budgets train, each with how it is trained."""
     method, world = federation.method, federation.world
     for budget in fleet.kinds[:_FEW]:
@@ -559,7 +617,9 @@ def _trained(federation: Federation, server: Server, fleet: Fleet, engine: Engin
                 yield world.family.member(submodel), learner
 
 
-def _warn_of_idle_nets(federation: Federation, server: Server, fleet: Fleet, engine: Engine) -> None:
+def _warn_of_idle_nets(
+    federation: Federation, server: Server, fleet: Fleet, engine: Engine
+) -> None:
     """Warn if no client trains some net of a union: the first clients, and the first of each budget.
 
     The first net may be the server's.
@@ -585,10 +645,14 @@ def _warn_of_idle_nets(federation: Federation, server: Server, fleet: Fleet, eng
         )
 
 
-def _tested(federation: Federation, server: Server, fleet: Fleet, evaluation: Evaluation) -> Iterator[Member]:
+def _tested(
+    federation: Federation, server: Server, fleet: Fleet, evaluation: Evaluation
+) -> Iterator[Member]:
     """Yield the members that are tested for the first budgets."""
     method, world = federation.method, federation.world
-    for nets in members_by_share(method, server, fleet.kinds[:_FEW], world, evaluation.shares).values():
+    for nets in members_by_share(
+        method, server, fleet.kinds[:_FEW], world, evaluation.shares
+    ).values():
         yield from (world.family.member(net) for net in nets)
 
 
@@ -598,7 +662,9 @@ def _check_samples(data: FederatedData, learner: Learner) -> None:
     check_augmentation(data.samples(rows), data.targets[rows], learner.local, learner.task)
 
 
-def _check_objectives(federation: Federation, engine: Simulation, trained: Sequence[tuple[Member, Learner]]) -> None:
+def _check_objectives(
+    federation: Federation, engine: Simulation, trained: Sequence[tuple[Member, Learner]]
+) -> None:
     """Try the user's objectives on two samples, once for each member and way to train it.
 
     Objectives that are part of fedquilt are not tried out.
@@ -639,14 +705,18 @@ def _budget(who: str, budget: Budget | None, share: float | None) -> Budget:
         return Budget(share=1.0 if share is None else share)
     _check_kind(who, budget, Budget, "fq.Budget(share=0.25)")
     if share is not None:
-        raise ConfigError(f"{who} was given share={share} and a budget ({budget}); one of them says how large it is.")
+        raise ConfigError(
+            f"{who} was given share={share} and a budget ({budget}); one of them says how large it is."
+        )
     return budget
 
 
 def _whole(what: str, given: int) -> int:
     """A number of rounds or a seed as Python's own: files and torch take no other."""
     if not whole(given) or given >= 1 << 63:
-        raise ConfigError(f"{what} = {given!r} was asked for; whole numbers from 0 on fit, below 2**63.")
+        raise ConfigError(
+            f"{what} = {given!r} was asked for; whole numbers from 0 on fit, below 2**63."
+        )
     return int(given)
 
 
@@ -654,6 +724,10 @@ def _check_kind(who: str, given: object, kind: type, fits: str) -> None:
     """Say what an argument should have been: a class for its instance, a module for its family, a pool for its deal."""
     if not isinstance(given, kind):
         found = (
-            f"the class {given.__name__}" if isinstance(given, type) else f"{type(given).__name__} {str(given)[:40]!r}"
+            f"the class {given.__name__}"
+            if isinstance(given, type)
+            else f"{type(given).__name__} {str(given)[:40]!r}"
         )
-        raise ConfigError(f"{who} was given {found} where a {kind.__name__} belongs, such as {fits}.")
+        raise ConfigError(
+            f"{who} was given {found} where a {kind.__name__} belongs, such as {fits}."
+        )

@@ -29,7 +29,16 @@ from fedquilt.family.union import alone
 from fedquilt.family.variants import Variants, VariantSource
 from fedquilt.files import Blob, why, write
 from fedquilt.names import known, said
-from fedquilt.portable import Note, about, check_names, check_submodel, check_weights, family_of, read, under
+from fedquilt.portable import (
+    Note,
+    about,
+    check_names,
+    check_submodel,
+    check_weights,
+    family_of,
+    read,
+    under,
+)
 from fedquilt.tensor_files import TensorFile
 from fedquilt.terms import Budget, Submodel, Weights
 
@@ -37,7 +46,12 @@ if TYPE_CHECKING:
     from fedquilt.experiment import Run
 
 TOLERANCE = 1e-4  # of an answer, or of the largest one where that is above 1: another runtime sums in another order
-BATCHES = (2, 1, 7, 32)  # in which what was written is compared; the first is what it is recorded with
+BATCHES = (
+    2,
+    1,
+    7,
+    32,
+)  # in which what was written is compared; the first is what it is recorded with
 Answer = Callable[[Tensor], Tensor]
 
 
@@ -55,7 +69,9 @@ class Exported:
     max_difference: float
     nets: int  # whose logits are averaged
     norms: str  # name of the norm policy
-    compared: str  # what it was fed for that: test or validation samples, or noise where there is no data
+    compared: (
+        str  # what it was fed for that: test or validation samples, or noise where there is no data
+    )
     robustness: float | None  # λ of dual or conditioned norms; None: there are none
     robustness_by_default: bool  # nobody asked for one, and 0, the clean net, was taken
 
@@ -161,18 +177,29 @@ def export_sizes(
     model.set(robustness=robustness)
     if any(weight.dtype == torch.float64 for weight in model.parameters()):
         model = model.float()
-    batches, compared = _samples(run, [size for size in BATCHES if size > 1 or norms_of(run, norms, client).stores])
+    batches, compared = _samples(
+        run, [size for size in BATCHES if size > 1 or norms_of(run, norms, client).stores]
+    )
     data = b"".join(model.blob().chunks())
     written = TensorFile.of(data, str(path))
-    again = CustomisableModel.restored(family, written.tensors(torch.device("cpu"), sealed=True), written.note)
-    most = {share: _difference(model.set(share), again.set(share), batches, kind) for share in model.shares}
+    again = CustomisableModel.restored(
+        family, written.tensors(torch.device("cpu"), sealed=True), written.note
+    )
+    most = {
+        share: _difference(model.set(share), again.set(share), batches, kind)
+        for share in model.shares
+    }
     size, found = _written(path, data), []
     for share, difference in most.items():
         nets = model.plan.mix(share)
         cost = total_cost(family, nets)
         share_kept = round(total_share(family, nets), 4)
         about_size = (cost.params, cost.macs, cost.inference, share_kept, difference, len(nets))
-        found.append(Exported(kind, str(path), size, *about_size, model.norms, compared, robustness, by_default))
+        found.append(
+            Exported(
+                kind, str(path), size, *about_size, model.norms, compared, robustness, by_default
+            )
+        )
     return found
 
 
@@ -237,7 +264,9 @@ def check_place(path: Path, force: bool) -> None:
     if path.exists() and not path.is_file():
         raise ConfigError(f"a model in {path} was asked for; what is there is no file.")
     if path.exists() and not force:
-        raise ConfigError(f"a model in {path} was asked for; it is there already. --force writes over it.")
+        raise ConfigError(
+            f"a model in {path} was asked for; it is there already. --force writes over it."
+        )
     folder = next(one for one in path.absolute().parents if one.exists())
     if not os.access(folder, os.W_OK) or not folder.is_dir():
         raise ConfigError(f"a model in {path} was asked for; {folder} cannot be written to.")
@@ -331,7 +360,11 @@ class Onnx(Format):
         try:
             with _quiet():
                 found: Any = torch.onnx.export(
-                    program, dynamo=True, input_names=["input"], output_names=["logits"], verbose=False
+                    program,
+                    dynamo=True,
+                    input_names=["input"],
+                    output_names=["logits"],
+                    verbose=False,
                 )
                 proto = found.model_proto
                 _name_batch(proto.graph)

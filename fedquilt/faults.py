@@ -21,7 +21,13 @@ MEMORY_HELP = (
     "Less is needed with a smaller batch (method.local.batch_size), fewer clients at once (engine.memory), a smaller "
     "model or smaller shares. Another device may have more."
 )
-_ALLOCATION_FAILED = ("can't allocate memory", "not enough memory", "out of memory", "bad_alloc", "bad allocation")
+_ALLOCATION_FAILED = (
+    "can't allocate memory",
+    "not enough memory",
+    "out of memory",
+    "bad_alloc",
+    "bad allocation",
+)
 _ASKED_BYTES = re.compile(r"you tried to allocate (\d+) bytes")  # as torch says it for a CPU
 # Code in these folders is not the user's.
 _LIBRARIES = tuple(
@@ -37,7 +43,9 @@ _LIBRARIES = tuple(
 
 def is_out_of_memory(error: BaseException | None) -> bool:
     """Return True if an error says that memory could not be allocated, on the CPU or on a GPU."""
-    if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == errno.ENOMEM):
+    if isinstance(error, MemoryError) or (
+        isinstance(error, OSError) and error.errno == errno.ENOMEM
+    ):
         return True
     if not isinstance(error, RuntimeError):
         return False
@@ -71,7 +79,9 @@ def enough_memory(stage: str) -> Iterator[None]:
         raise
     except Exception as error:
         if cause := memory_cause(error):
-            raise NotEnoughMemoryError(f"there was not enough memory while {stage}. {memory_text(cause)}") from error
+            raise NotEnoughMemoryError(
+                f"there was not enough memory while {stage}. {memory_text(cause)}"
+            ) from error
         raise
 
 
@@ -81,7 +91,9 @@ def user_line(error: BaseException) -> str:
     It is an empty string if there is none. Code of libraries and of fedquilt is not the user's.
     """
     for one in _chain(error):
-        frames = [frame for frame in traceback.extract_tb(one.__traceback__) if _is_users(frame.filename)]
+        frames = [
+            frame for frame in traceback.extract_tb(one.__traceback__) if _is_users(frame.filename)
+        ]
         if frames:
             file = Path(frames[-1].filename)
             shown = file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file

@@ -27,7 +27,9 @@ from fedquilt.terms import Extras, Slots, Weights
 
 TEMPORARY = ".tmp"  # how the name of a file ends that is not yet whole
 
-Shapes = Mapping[str, tuple[str, tuple[int, ...], int]]  # (dtype, shape, bytes) of tensors by name, in their order
+Shapes = Mapping[
+    str, tuple[str, tuple[int, ...], int]
+]  # (dtype, shape, bytes) of tensors by name, in their order
 
 _NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
@@ -50,19 +52,27 @@ class Written:
                 found = hashlib.file_digest(file, "sha256").hexdigest()
         except OSError as error:
             return f"{self.name} cannot be read: {why(error)}"
-        return "" if found == self.sha256 else f"{self.name} is not what was written: its checksum differs"
+        return (
+            ""
+            if found == self.sha256
+            else f"{self.name} is not what was written: its checksum differs"
+        )
 
 
 def write(path: Path, chunks: Iterable[Bytes]) -> Written:
     """Write a file that is there whole or not at all, whenever the power goes; until then the old one stays."""
-    if path.exists() and not path.is_file():  # as root one would put a file in the place of /dev/null
+    if (
+        path.exists() and not path.is_file()
+    ):  # as root one would put a file in the place of /dev/null
         raise FileExistsError(errno.EEXIST, "what is there is no file")
     temporary = path.with_name(path.name + TEMPORARY)
     refuse_special(temporary)
     temporary.unlink(missing_ok=True)  # A kill may have left one.
     size, digest = 0, hashlib.sha256()
     try:
-        with temporary.open("xb") as file:  # "x": a link that somebody makes meanwhile is not followed
+        with temporary.open(
+            "xb"
+        ) as file:  # "x": a link that somebody makes meanwhile is not followed
             for chunk in chunks:
                 file.write(chunk)
                 digest.update(chunk)
@@ -104,7 +114,9 @@ def refuse_special(path: Path) -> None:
     except (FileNotFoundError, NotADirectoryError):
         return
     if stat.S_ISLNK(mode):
-        raise FileExistsError(errno.EEXIST, f"{path.name} is a symbolic link, which is not followed", str(path))
+        raise FileExistsError(
+            errno.EEXIST, f"{path.name} is a symbolic link, which is not followed", str(path)
+        )
     if not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
         raise FileExistsError(errno.EEXIST, f"{path.name} is no plain file", str(path))
 
@@ -147,7 +159,9 @@ def settled(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
         if not value.is_contiguous() or value.untyped_storage().nbytes() != value.nbytes
     ]
     if loose:
-        own = [torch.empty_like(found[name], memory_format=torch.contiguous_format) for name in loose]
+        own = [
+            torch.empty_like(found[name], memory_format=torch.contiguous_format) for name in loose
+        ]
         torch._foreach_copy_(own, [found[name] for name in loose])  # one launch for all of them
         found.update(zip(loose, own, strict=True))
     return found
@@ -199,8 +213,13 @@ def _shapes(tensors: Mapping[str, Tensor]) -> Shapes:
     for name, tensor in tensors.items():
         if tensor.dtype not in _NAMES:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in _NAMES)
-            raise RecordError(f"{name} is {tensor.dtype}, which safetensors cannot hold; it can hold {known}.")
-    return {name: (_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes) for name, tensor in tensors.items()}
+            raise RecordError(
+                f"{name} is {tensor.dtype}, which safetensors cannot hold; it can hold {known}."
+            )
+    return {
+        name: (_NAMES[tensor.dtype], tuple(tensor.shape), tensor.nbytes)
+        for name, tensor in tensors.items()
+    }
 
 
 def header(shapes: Shapes, note: Any) -> bytes:

@@ -66,14 +66,20 @@ def in_groups(kinds: Sequence[Budget | float], num_clients: int) -> Deal:
     return _budgets(kinds), (len(kinds) * clients // max(1, num_clients)).astype(np.int32)
 
 
-def in_portions(kinds: Sequence[Budget | float], portions: Sequence[float], num_clients: int) -> Deal:
+def in_portions(
+    kinds: Sequence[Budget | float], portions: Sequence[float], num_clients: int
+) -> Deal:
     """Neighbours share a budget, in groups of the given proportions, which need not sum to one."""
     for kind, portion in zip(kinds, portions, strict=True):
         if not 0 <= portion <= 1e15:
-            raise ConfigError(f"a portion of {portion} of the clients was asked for {kind}; it lies in [0, 1e15].")
+            raise ConfigError(
+                f"a portion of {portion} of the clients was asked for {kind}; it lies in [0, 1e15]."
+            )
     bounds = np.cumsum(np.asarray(portions, dtype=np.float64))
     if not len(bounds) or not bounds[-1] > 0:
-        raise ConfigError("a fleet needs at least one budget with a portion above 0; none was given.")
+        raise ConfigError(
+            "a fleet needs at least one budget with a portion above 0; none was given."
+        )
     middles = (np.arange(num_clients) + 0.5) / max(1, num_clients) * bounds[-1]
     return _budgets(kinds), np.searchsorted(bounds, middles).astype(np.int32)
 
@@ -82,12 +88,17 @@ def warn_of_portions(portions: Sequence[float]) -> None:
     """Warn if portions of the clients do not sum to 1."""
     total = sum(portions)
     if not math.isclose(total, 1, rel_tol=1e-6):
-        _log.warning("the portions of the fleet's budgets sum to %g, not to 1. Each is divided by this sum.", total)
+        _log.warning(
+            "the portions of the fleet's budgets sum to %g, not to 1. Each is divided by this sum.",
+            total,
+        )
 
 
 def _budgets(kinds: Sequence[Budget | float]) -> tuple[Budget, ...]:
     try:
-        return tuple(kind if isinstance(kind, Budget) else Budget(share=float(kind)) for kind in kinds)
+        return tuple(
+            kind if isinstance(kind, Budget) else Budget(share=float(kind)) for kind in kinds
+        )
     except (TypeError, ValueError) as error:
         raise ConfigError(
             f"a fleet of {kinds!r} was asked for; a list of shares in (0, 1] or of budgets fits, such as [1, 0.5]."
@@ -221,14 +232,18 @@ class LogNormal(Budgets):
     def __post_init__(self) -> None:
         within(self, sigma="(0, inf)", scale="(0, inf)", bins=_FEW)
         if not self._below(1 / self.bins) < 1:
-            raise ConfigError(f"sigma = {self.sigma} and scale = {self.scale} leave no capacity above 1/{self.bins}.")
+            raise ConfigError(
+                f"sigma = {self.sigma} and scale = {self.scale} leave no capacity above 1/{self.bins}."
+            )
 
     def deal(self, num_clients: int, seed: int = 0) -> Deal:
         shares = [place / self.bins for place in range(1, self.bins + 1)]
         below = [self._below(share) for share in shares]
         # Of K clients in order of capacity, the first floor(K · P(capacity < share)) are below a share.
         reach = [int(num_clients * (part - below[0]) / (1 - below[0])) for part in below[1:]]
-        return _budgets(shares), np.searchsorted(reach, np.arange(num_clients), side="right").astype(np.int32)
+        return _budgets(shares), np.searchsorted(
+            reach, np.arange(num_clients), side="right"
+        ).astype(np.int32)
 
     def _below(self, share: float) -> float:
         return 0.5 * (1 + math.erf(math.log(share / self.scale) / (self.sigma * math.sqrt(2))))
@@ -356,7 +371,9 @@ class FromCsv(Budgets):
         where = f"{self.file}, line {line}" + (f" ({row['name']})" if row.get("name") else "")
         count = row.get("count") or "1"
         if not count.isascii() or not count.isdigit():
-            raise ConfigError(f"{where}: a count of {count!r} was found; it is a whole number of devices, 0 or above.")
+            raise ConfigError(
+                f"{where}: a count of {count!r} was found; it is a whole number of devices, 0 or above."
+            )
         bounds = {name: self._bound(row[name], name, where) for name in _BOUNDS if row.get(name)}
         try:
             return Budget(**bounds), int(count)
@@ -367,7 +384,9 @@ class FromCsv(Budgets):
     def _bound(text: str, name: str, where: str) -> float:
         value = quantity(text, name)
         if value is None:
-            raise ConfigError(f"{where}: {name} = {text!r} was found; write it like {how_to_write(name)}.")
+            raise ConfigError(
+                f"{where}: {name} = {text!r} was found; write it like {how_to_write(name)}."
+            )
         return value
 
 
@@ -375,7 +394,9 @@ _BOUNDS = tuple(field.name for field in fields(Budget))
 _LINKS = ("link", "speed", "band", "latency", "upload", "download", "mbps")
 
 
-def read_csv(file: str, what: str, needs: Sequence[str], knows: Sequence[str]) -> list[tuple[int, dict[str, str]]]:
+def read_csv(
+    file: str, what: str, needs: Sequence[str], knows: Sequence[str]
+) -> list[tuple[int, dict[str, str]]]:
     """The rows of a table with a header, each with its line number; columns nobody knows are refused."""
     try:
         with Path(file).open(newline="", encoding="utf-8-sig") as opened:
@@ -385,26 +406,40 @@ def read_csv(file: str, what: str, needs: Sequence[str], knows: Sequence[str]) -
             reader.fieldnames = names
             rows = [(reader.line_num, row) for row in reader]
     except (OSError, UnicodeDecodeError, csv.Error) as error:
-        raise ConfigError(f"the {what} were asked for from {file!r}; it could not be read: {error}.") from error
+        raise ConfigError(
+            f"the {what} were asked for from {file!r}; it could not be read: {error}."
+        ) from error
     for line, row in rows:
         if None in row or None in row.values():
-            raise ConfigError(f"{file}, line {line}: it does not have {len(names)} values as the header has.")
+            raise ConfigError(
+                f"{file}, line {line}: it does not have {len(names)} values as the header has."
+            )
     if not rows:
         raise ConfigError(f"{file!r} was given for {what}; it has a header and no rows.")
     return [(line, {name: value.strip() for name, value in row.items()}) for line, row in rows]
 
 
-def _check_columns(file: str, what: str, found: Sequence[str], needs: Sequence[str], knows: Sequence[str]) -> None:
+def _check_columns(
+    file: str, what: str, found: Sequence[str], needs: Sequence[str], knows: Sequence[str]
+) -> None:
     problems = [f"column {name!r} is missing" for name in needs if name not in found]
-    problems += [f"column {name!r} is there twice" for name in dict.fromkeys(found) if found.count(name) > 1]
+    problems += [
+        f"column {name!r} is there twice" for name in dict.fromkeys(found) if found.count(name) > 1
+    ]
     for name in found:
         if name not in knows:
             of_links = any(word in name for word in _LINKS)
-            hint = "; how fast links are is said by the settings' table link.clock, leave it out" if of_links else ""
+            hint = (
+                "; how fast links are is said by the settings' table link.clock, leave it out"
+                if of_links
+                else ""
+            )
             problems.append(f"column {name!r} is not known{hint}")
     if problems:
         listed = ", ".join(knows)
-        raise ConfigError(f"{file!r} was given for {what}: {'; '.join(problems)}. Columns of such a file: {listed}.")
+        raise ConfigError(
+            f"{file!r} was given for {what}: {'; '.join(problems)}. Columns of such a file: {listed}."
+        )
 
 
 FLEETS: dict[str, type[Budgets]] = {

@@ -17,7 +17,9 @@ def random_state(seed: int) -> Iterator[None]:
     on_gpu = torch.cuda.get_rng_state_all() if torch.cuda.is_initialized() else []  # type: ignore[no-untyped-call]
     random.seed(seed)
     np.random.seed(seed)
-    torch.default_generator.manual_seed(seed)  # and not `torch.manual_seed`, which would seed CUDA once it starts
+    torch.default_generator.manual_seed(
+        seed
+    )  # and not `torch.manual_seed`, which would seed CUDA once it starts
     if on_gpu:
         torch.cuda.manual_seed_all(seed)
     try:

@@ -41,7 +41,10 @@ class Memories(MutableMapping[Key, Memory]):
     """A server's memories. Iterates in order of client and scope, so that a resumed run sees the same order."""
 
     def __init__(
-        self, limit: int = LIMIT, device: torch.device = torch.device("cpu"), spill_in: Path | None = None
+        self,
+        limit: int = LIMIT,
+        device: torch.device = torch.device("cpu"),
+        spill_in: Path | None = None,
     ) -> None:
         self.limit = limit
         self.spill_in = spill_in  # None: the system's folder for temporary files
@@ -259,7 +262,9 @@ class Log(ABC):
         data = bytearray(size)
         file.seek(at)
         if file.readinto(data) != size:  # type: ignore[attr-defined]
-            raise RecordError(f"the memory of client {key[0]} was cut short on disk: {size:,} bytes were expected.")
+            raise RecordError(
+                f"the memory of client {key[0]} was cut short on disk: {size:,} bytes were expected."
+            )
         return data
 
 
@@ -363,7 +368,9 @@ def decode(data: bytearray, device: torch.device) -> Memory:
     submodel, steps = state.note.get("submodel"), state.note.get("steps")
     last = state.note.get("round", -1)  # Earlier versions did not write it.
     if not isinstance(submodel, str) or not isinstance(steps, int) or not isinstance(last, int):
-        raise RecordError("the memory of a client does not say of which sub-model it is, and after how many steps.")
+        raise RecordError(
+            "the memory of a client does not say of which sub-model it is, and after how many steps."
+        )
     return Memory(_submodel(submodel), state.weights, state.slots, steps, last, state.extras)
 
 
@@ -376,9 +383,20 @@ def _decoded(key: Key, data: bytearray, device: torch.device) -> Memory:
     try:
         return decode(data, device)
     except RecordError as error:
-        raise RecordError(f"the memory of client {key[0]} on disk is not what was written: {error}") from error
-    except (ValueError, TypeError, LookupError, AttributeError, ArithmeticError, RuntimeError) as error:
-        raise RecordError(f"the memory of client {key[0]} on disk is not what was written: {said(error)}.") from error
+        raise RecordError(
+            f"the memory of client {key[0]} on disk is not what was written: {error}"
+        ) from error
+    except (
+        ValueError,
+        TypeError,
+        LookupError,
+        AttributeError,
+        ArithmeticError,
+        RuntimeError,
+    ) as error:
+        raise RecordError(
+            f"the memory of client {key[0]} on disk is not what was written: {said(error)}."
+        ) from error
 
 
 @lru_cache(maxsize=1024)  # clients that hold the same positions hold the same object

@@ -55,12 +55,18 @@ def milestones(
             if found[share] is None and (value >= target if higher_is_better else value <= target):
                 found[share] = Milestone(record.round, sent, macs, seconds, over)
     if metric and known and metric not in known:
-        raise ConfigError(f"the metric {metric!r} was asked for; the records have {', '.join(known)}.")
+        raise ConfigError(
+            f"the metric {metric!r} was asked for; the records have {', '.join(known)}."
+        )
     return found
 
 
 def reached(
-    records: Iterable[Record], target: float, share: float = 1.0, metric: str = "", higher_is_better: bool = True
+    records: Iterable[Record],
+    target: float,
+    share: float = 1.0,
+    metric: str = "",
+    higher_is_better: bool = True,
 ) -> Milestone | None:
     """Return when one share first was as good as a target; None: never, or nothing was evaluated yet.
 
@@ -70,7 +76,9 @@ def reached(
     found = milestones(listed, target, metric, higher_is_better)
     if found and str(float(share)) not in found:
         name = metric or next(record.grades.main for record in listed if record.grades.main)
-        raise ConfigError(f"the share {share} was asked for; the records have {name} at {', '.join(found)}.")
+        raise ConfigError(
+            f"the share {share} was asked for; the records have {name} at {', '.join(found)}."
+        )
     return found.get(str(float(share)))
 
 
@@ -83,6 +91,10 @@ def check_target(target: float, metric: str = "", is_rate: bool = False) -> None
         is_rate: True if the metric lies between 0 and 1.
     """
     if is_rate and not 0 < target <= 1:
-        raise ConfigError(f"a target of {target:g} was asked for; {metric} lies in (0, 1]: for 60 % say 0.6.")
+        raise ConfigError(
+            f"a target of {target:g} was asked for; {metric} lies in (0, 1]: for 60 % say 0.6."
+        )
     if not math.isfinite(target):
-        raise ConfigError(f"a target of {target:g} was asked for; a finite number fits, such as 0.6.")
+        raise ConfigError(
+            f"a target of {target:g} was asked for; a finite number fits, such as 0.6."
+        )

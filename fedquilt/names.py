@@ -54,7 +54,9 @@ def nearest(name: str, names: Iterable[str]) -> str:
     names = list(names)
     close = difflib.get_close_matches(name, names, n=1)
     separator = "; " if any("," in one for one in names) else ", "
-    return (f" Did you mean {close[0]!r}?" if close else "") + f" Known: {separator.join(names) or 'none'}."
+    return (
+        f" Did you mean {close[0]!r}?" if close else ""
+    ) + f" Known: {separator.join(names) or 'none'}."
 
 
 def said(error: BaseException) -> str:
@@ -102,9 +104,13 @@ def name_of(kind: type) -> str:
     try:
         file = Path(inspect.getfile(kind))
     except (TypeError, OSError) as error:  # made in an interactive session
-        raise ConfigError(f"{kind.__qualname__} is in no file, so that no name stands for it.") from error
+        raise ConfigError(
+            f"{kind.__qualname__} is in no file, so that no name stands for it."
+        ) from error
     if "<locals>" in kind.__qualname__:
-        raise ConfigError(f"{kind.__qualname__} in {file} is made inside a function, so that no name stands for it.")
+        raise ConfigError(
+            f"{kind.__qualname__} in {file} is made inside a function, so that no name stands for it."
+        )
     if _is_installed(kind.__module__):
         return f"{kind.__module__}:{kind.__qualname__}"
     return f"{file.relative_to(Path.cwd()) if file.is_relative_to(Path.cwd()) else file}:{kind.__qualname__}"
@@ -130,7 +136,10 @@ def module_files(module: str) -> list[Path | None]:
     first, *inner = module.split(".")
     try:
         spec = importlib.util.find_spec(first)
-    except (ImportError, ValueError):  # ValueError: a module that was not imported as others are, such as __main__
+    except (
+        ImportError,
+        ValueError,
+    ):  # ValueError: a module that was not imported as others are, such as __main__
         spec = None
     if spec is None and first not in sys.modules:
         return []
@@ -159,7 +168,11 @@ def own_modules() -> list[ModuleType]:
     """
     folders = {os.path.dirname(str(module.__file__)) for module in _OWN}
     modules = list(sys.modules.values()) if folders else []
-    return [module for module in modules if os.path.dirname(getattr(module, "__file__", None) or "") in folders]
+    return [
+        module
+        for module in modules
+        if os.path.dirname(getattr(module, "__file__", None) or "") in folders
+    ]
 
 
 _OWN: list[ModuleType] = []
@@ -177,11 +190,17 @@ def _from_file(name: str, what: str) -> Any:
     except (OSError, ValueError):  # a name too long for a file, or with a NUL in it
         there = False
     if not there:
-        raise ConfigError(f"the {what} {name!r} was asked for; there is no file {path!r} in {Path.cwd()}.")
+        raise ConfigError(
+            f"the {what} {name!r} was asked for; there is no file {path!r} in {Path.cwd()}."
+        )
     module = _read(Path(path).resolve())
     if callable(found := getattr(module, attribute, None)):
         return found
-    own = {key: value for key, value in vars(module).items() if getattr(value, "__module__", "") == module.__name__}
+    own = {
+        key: value
+        for key, value in vars(module).items()
+        if getattr(value, "__module__", "") == module.__name__
+    }
     return known(own, attribute, f"class or function in {path}")
 
 
@@ -191,7 +210,9 @@ def _from_module(name: str, what: str) -> Any:
     try:
         module = importlib.import_module(path)
     except ModuleNotFoundError as error:
-        raise ConfigError(f"{asked}; there is no module {error.name!r}. Is its package installed?") from error
+        raise ConfigError(
+            f"{asked}; there is no module {error.name!r}. Is its package installed?"
+        ) from error
     except Exception as error:
         raise ConfigError(f"{asked}; importing {path} failed: {said(error)}") from error
     target: Any = module

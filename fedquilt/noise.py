@@ -62,7 +62,11 @@ def uniform(words: Tensor, shape: tuple[int, ...] | torch.Size, dtype: torch.dty
         count *= length
     drawn = (_shift(bits(words, count), 40).to(_wide(dtype)) * 2.0**-24).reshape(shape)
     # Rounded to half precision some would be 1: those become the largest number below it.
-    return drawn.to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2) if _wide(dtype) != dtype else drawn
+    return (
+        drawn.to(dtype).clamp(max=1 - torch.finfo(dtype).eps / 2)
+        if _wide(dtype) != dtype
+        else drawn
+    )
 
 
 def _wide(dtype: torch.dtype) -> torch.dtype:
@@ -103,11 +107,21 @@ def dirichlet(words: Tensor, count: int, alpha: float) -> Tensor:
     attempt = 0
     while bool((open_ := logs.isnan()).any()):
         site = fold_in(words, attempt)
-        x, u = normal(site, (count,), torch.float64), uniform(fold_in(site, 3), (count,), torch.float64) + 2.0**-25
+        x, u = (
+            normal(site, (count,), torch.float64),
+            uniform(fold_in(site, 3), (count,), torch.float64) + 2.0**-25,
+        )
         v = (1 + x / math.sqrt(9 * d)) ** 3
-        good = open_ & (v > 0) & (torch.log(u) < 0.5 * x**2 + d - d * v + d * torch.log(v.clamp(min=1e-300)))
+        good = (
+            open_
+            & (v > 0)
+            & (torch.log(u) < 0.5 * x**2 + d - d * v + d * torch.log(v.clamp(min=1e-300)))
+        )
         logs = torch.where(good, torch.log(d * v.clamp(min=1e-300)), logs)
         attempt += 1
     if alpha < 1:
-        logs = logs + torch.log(uniform(fold_in(words, -1), (count,), torch.float64) + 2.0**-25) / alpha
+        logs = (
+            logs
+            + torch.log(uniform(fold_in(words, -1), (count,), torch.float64) + 2.0**-25) / alpha
+        )
     return torch.softmax(logs, 0)

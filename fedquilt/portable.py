@@ -27,7 +27,9 @@ if TYPE_CHECKING:
 
 Note = dict[str, Any]
 
-MAX_INPUT_VALUES = 2**28  # Values of one sample that a model from a file may ask for: 1 GiB as float32
+MAX_INPUT_VALUES = (
+    2**28
+)  # Values of one sample that a model from a file may ask for: 1 GiB as float32
 MAX_NETS = 1_024  # Nets in a file
 
 _INPUT_DTYPES = {str(dtype).removeprefix("torch."): dtype for dtype in DTYPES.values()}
@@ -87,7 +89,9 @@ def read(
                 )
             check_note(note)
             if problem := too_large(_example_bytes(note), max_bytes):
-                raise FormatError(f"two samples of shape {note['input_shape']} are needed: {problem.removesuffix('.')}")
+                raise FormatError(
+                    f"two samples of shape {note['input_shape']} are needed: {problem.removesuffix('.')}"
+                )
             tensors = opened.tensors(where, sealed=True)
     except FormatError as error:
         raise RecordError(f"the model in {file} was asked for; {error}.") from error
@@ -105,7 +109,9 @@ def check_note(note: Note) -> None:
         FormatError: Something is missing, has another type, or is too large.
     """
     if note.get("format") not in ("model", "customisable"):
-        raise FormatError(f"its format is {note.get('format')!r}; 'model' and 'customisable' are known")
+        raise FormatError(
+            f"its format is {note.get('format')!r}; 'model' and 'customisable' are known"
+        )
     for key in ("layout", "model", "norms"):
         if not isinstance(note.get(key), str):
             raise FormatError(f"{key} of its note is no text")
@@ -114,7 +120,9 @@ def check_note(note: Note) -> None:
         raise FormatError("input_shape of its note is no list of whole numbers above 0")
     if math.prod(shape) > MAX_INPUT_VALUES:
         raise FormatError(f"a sample of shape {shape} has more than {MAX_INPUT_VALUES:,} values")
-    if note.get("input_dtype") not in list(_INPUT_DTYPES):  # A dictionary would hash what may be a list.
+    if note.get("input_dtype") not in list(
+        _INPUT_DTYPES
+    ):  # A dictionary would hash what may be a list.
         raise FormatError(f"input_dtype of its note is none of {', '.join(_INPUT_DTYPES)}")
     if note.get("robustness") is not None and not _is_number(note["robustness"]):
         raise FormatError("robustness of its note is no number")
@@ -135,13 +143,20 @@ def _check_plan(note: Note) -> None:
     """Refuse a customisable model whose shares, nets and stocks do not fit each other."""
     _check_list(note, "stocks")
     count = len(note["nets"])
-    if not all(whole(net.get("stock")) and net["stock"] < len(note["stocks"]) for net in note["nets"]):
+    if not all(
+        whole(net.get("stock")) and net["stock"] < len(note["stocks"]) for net in note["nets"]
+    ):
         raise FormatError("a net of its note has no stock")
     mixes = note.get("mixes")
     if not isinstance(mixes, list) or not 1 <= len(mixes) <= MAX_NETS:
         raise FormatError(f"mixes of its note are no list of 1 to {MAX_NETS:,} shares")
     for mix in mixes:
-        if not isinstance(mix, list) or len(mix) != 2 or not _is_number(mix[0]) or not isinstance(mix[1], list):
+        if (
+            not isinstance(mix, list)
+            or len(mix) != 2
+            or not _is_number(mix[0])
+            or not isinstance(mix[1], list)
+        ):
             raise FormatError("a mix of its note is no share with a list of nets")
         if not 1 <= len(mix[1]) <= count or not all(whole(net) and net < count for net in mix[1]):
             raise FormatError(f"the share {mix[0]:g} of its note has nets that are not there")
@@ -150,7 +165,11 @@ def _check_plan(note: Note) -> None:
 
 
 def _is_number(value: object) -> bool:
-    return isinstance(value, (int, float)) and not isinstance(value, bool) and -math.inf < value < math.inf
+    return (
+        isinstance(value, (int, float))
+        and not isinstance(value, bool)
+        and -math.inf < value < math.inf
+    )
 
 
 def _example_bytes(note: Note) -> int:
@@ -158,7 +177,9 @@ def _example_bytes(note: Note) -> int:
 
 
 def family_of(
-    note: Mapping[str, Any], factory: nn.Module | Callable[[], nn.Module] | VariantSource, file: str | Path
+    note: Mapping[str, Any],
+    factory: nn.Module | Callable[[], nn.Module] | VariantSource,
+    file: str | Path,
 ) -> Family:
     """Return the family that a file's nets were cut from.
 
@@ -172,14 +193,22 @@ def family_of(
     except FormatError as error:
         raise RecordError(f"the model in {file} was asked for; {error}.") from error
     example = torch.zeros((2, *note["input_shape"]), dtype=_INPUT_DTYPES[note["input_dtype"]])
-    made = factory.resolve((example,), layout.class_dim) if isinstance(factory, VariantSource) else factory
+    made = (
+        factory.resolve((example,), layout.class_dim)
+        if isinstance(factory, VariantSource)
+        else factory
+    )
     module = made if isinstance(made, nn.Module) else made()
-    if isinstance(module, Variants) and not layout.variants:  # The file has the whole model, without temporary heads.
+    if (
+        isinstance(module, Variants) and not layout.variants
+    ):  # The file has the whole model, without temporary heads.
         module.choose(WHOLE)
         module = module.extract()
     wrong = _differences(module, layout)
     if wrong:
-        told = "\n  ".join([*wrong[:5], *([f"… and {len(wrong) - 5} more"] if len(wrong) > 5 else [])])
+        told = "\n  ".join(
+            [*wrong[:5], *([f"… and {len(wrong) - 5} more"] if len(wrong) > 5 else [])]
+        )
         raise ConfigError(
             f"the model in {file} was cut from a {note['model']}; the factory made another {type(module).__name__}. "
             f"These differ:\n  {told}\n  Give what makes the whole module that was trained"
@@ -201,7 +230,11 @@ def _differences(module: nn.Module, layout: Layout) -> list[str]:
         for name, shape in shapes.items()
         if name not in held or tuple(held[name].shape) != shape
     ]
-    wrong += [f"{name} is here and not there" for name in dict(module.named_parameters()) if name not in shapes]
+    wrong += [
+        f"{name} is here and not there"
+        for name in dict(module.named_parameters())
+        if name not in shapes
+    ]
     wrong += [
         f"{alias} is tied to {name} there and is nothing here"
         for alias, name in layout.ties.items()
@@ -210,7 +243,9 @@ def _differences(module: nn.Module, layout: Layout) -> list[str]:
     for path, expr in layout.attributes.items():
         number, size = number_at(module, path), size_of(expr, layout.sizes)
         if number is None or (isinstance(number, int) and number != size):
-            wrong.append(f"{path} is {size} there and {'nothing' if number is None else number} here")
+            wrong.append(
+                f"{path} is {size} there and {'nothing' if number is None else number} here"
+            )
     return wrong
 
 
@@ -238,9 +273,13 @@ def check_submodel(family: Family, net: Submodel, title: str) -> None:
         )
     for axis, width in widths.items():
         if not 1 <= width <= axes[axis].size:
-            raise FormatError(f"{title} has the width {width} on {axis!r}, which has {axes[axis].size} channels")
+            raise FormatError(
+                f"{title} has the width {width} on {axis!r}, which has {axes[axis].size} channels"
+            )
     for axis, positions in net.index.items():
-        if axis in axes and len(positions) > axes[axis].size:  # which `Family.check` would list one by one
+        if (
+            axis in axes and len(positions) > axes[axis].size
+        ):  # which `Family.check` would list one by one
             raise FormatError(
                 f"{title} has {len(positions)} positions on {axis!r}, which has {axes[axis].size} channels"
             )
@@ -250,7 +289,9 @@ def check_submodel(family: Family, net: Submodel, title: str) -> None:
         raise FormatError(str(error).removesuffix(".")) from error
 
 
-def check_weights(family: Family, net: Submodel, weights: Weights, title: str, is_whole: bool = True) -> None:
+def check_weights(
+    family: Family, net: Submodel, weights: Weights, title: str, is_whole: bool = True
+) -> None:
     """Refuse tensors of a file that are not those of a net.
 
     Args:
@@ -269,7 +310,10 @@ def check_weights(family: Family, net: Submodel, weights: Weights, title: str, i
     statistics = [name for name in names if name in family.statistics]
     needed: list[str] = []
     if is_whole:
-        stored = {*dict(module.named_parameters()), *module.state_dict()}  # Other buffers are in no file.
+        stored = {
+            *dict(module.named_parameters()),
+            *module.state_dict(),
+        }  # Other buffers are in no file.
         needed += [name for name in names if name in stored and name not in statistics]
     if any(name in weights for name in statistics):
         needed += statistics
@@ -277,12 +321,18 @@ def check_weights(family: Family, net: Submodel, weights: Weights, title: str, i
     for name, value in weights.items():
         like = held[name]
         if value.shape != like.shape:
-            raise FormatError(f"{name} of {title} is {tuple(value.shape)} instead of {tuple(like.shape)}")
-        if value.dtype != like.dtype and not (value.is_floating_point() and like.is_floating_point()):
+            raise FormatError(
+                f"{name} of {title} is {tuple(value.shape)} instead of {tuple(like.shape)}"
+            )
+        if value.dtype != like.dtype and not (
+            value.is_floating_point() and like.is_floating_point()
+        ):
             raise FormatError(f"{name} of {title} is {value.dtype} instead of {like.dtype}")
 
 
-def check_names(found: Iterable[str], needed: Iterable[str], allowed: Iterable[str], title: str) -> None:
+def check_names(
+    found: Iterable[str], needed: Iterable[str], allowed: Iterable[str], title: str
+) -> None:
     """Refuse names that are missing, and names that nobody asked for.
 
     Args:
@@ -298,7 +348,9 @@ def check_names(found: Iterable[str], needed: Iterable[str], allowed: Iterable[s
     if missing := [name for name in needed if name not in found]:
         raise FormatError(f"{title} has no {missing[0]}{_and_more(missing)}")
     if unexpected := sorted(found - allowed):
-        raise FormatError(f"{title} has the unexpected tensor {unexpected[0]}{_and_more(unexpected)}")
+        raise FormatError(
+            f"{title} has the unexpected tensor {unexpected[0]}{_and_more(unexpected)}"
+        )
 
 
 def _and_more(names: Sequence[str]) -> str:
@@ -307,4 +359,6 @@ def _and_more(names: Sequence[str]) -> str:
 
 def under(lead: str, tensors: Weights) -> dict[str, Tensor]:
     """Those whose names begin so, without that beginning."""
-    return {name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)}
+    return {
+        name.removeprefix(lead): value for name, value in tensors.items() if name.startswith(lead)
+    }

@@ -41,7 +41,13 @@ class Target:
     batch_size: int = 32
 
     def __post_init__(self) -> None:
-        within(self, samples="[1, inf)", epoch_seconds="(0, inf)", memory="(0, 1]", batch_size="[1, inf)")
+        within(
+            self,
+            samples="[1, inf)",
+            epoch_seconds="(0, inf)",
+            memory="(0, 1]",
+            batch_size="[1, inf)",
+        )
 
 
 @dataclass(frozen=True)
@@ -65,7 +71,9 @@ class Probe:
     target: Target
     measured: MemberSummary  # what was trained to measure
     samples_per_second: float  # of training it
-    macs_per_second: float  # the same in multiply-adds as budgets count them: a sample's forward pass
+    macs_per_second: (
+        float  # the same in multiply-adds as budgets count them: a sample's forward pass
+    )
     budget: Budget
     member: MemberSummary  # what the budget gives
 
@@ -101,7 +109,9 @@ def probe(
     return Probe(
         device=device,
         precision=precision,
-        cores=len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1,
+        cores=len(os.sched_getaffinity(0))
+        if hasattr(os, "sched_getaffinity")
+        else os.cpu_count() or 1,
         memory=free,
         target=target,
         measured=measured,
@@ -119,12 +129,16 @@ def free_memory(device: str = "cpu", root: Path = Path("/")) -> int:
     """Bytes that a training could take: of the GPU, or of the machine within the limits set for this process."""
     if torch.device(device).type == "cuda":
         if not torch.cuda.is_available():
-            raise ConfigError(f"{device} was to be measured; torch sees no GPU here. cpu would work.")
+            raise ConfigError(
+                f"{device} was to be measured; torch sees no GPU here. cpu would work."
+            )
         return int(torch.cuda.mem_get_info(torch.device(device))[0])
     found = [_system_memory(root), _container_memory(root)]
     known = [value for value in found if value is not None]
     if not known:
-        raise ConfigError("the free memory of this machine could not be found out. Install psutil, which knows how.")
+        raise ConfigError(
+            "the free memory of this machine could not be found out. Install psutil, which knows how."
+        )
     return min(known)
 
 
@@ -177,7 +191,9 @@ def _throughput(
     for arch in ladder:
         if measured and time.perf_counter() + 2 * (took + 4 * growth) > until:
             break  # four times the work of the one before, if every layer is twice as wide
-        train = _training_step(family, arch, torch.device(device), DTYPES[step.precision], target.batch_size)
+        train = _training_step(
+            family, arch, torch.device(device), DTYPES[step.precision], target.batch_size
+        )
         train()  # warm
         began = time.perf_counter()
         train()
@@ -220,7 +236,9 @@ def _training_step(
         nonlocal state, slots
         for phase in learner.phases_at(0):
             grads, _ = gradient(learner, member, phase.objective, state, Received(state), batch)
-            state, slots = move(learner, phase, state, slots, grads, learner.masks(member, phase, where), 0)
+            state, slots = move(
+                learner, phase, state, slots, grads, learner.masks(member, phase, where), 0
+            )
         if where.type == "cuda":
             torch.cuda.synchronize(where)
 
@@ -232,7 +250,9 @@ def _targets(member: Member, state: dict[str, Tensor], inputs: Tensor) -> Tensor
     with torch.no_grad():
         logits, _ = member.net(state, inputs, Pass(train=False, statistics="batch"))
     shape = logits.movedim(member.class_dim, 1)[:, 0].shape
-    drawn = noise.uniform(torch.tensor(noise.key(1)), shape, torch.float64) * member.family.num_outputs
+    drawn = (
+        noise.uniform(torch.tensor(noise.key(1)), shape, torch.float64) * member.family.num_outputs
+    )
     return drawn.long().to(inputs.device)
 
 
@@ -247,4 +267,6 @@ def _share(family: Family, arch: Arch) -> float:
     sizes = {axis.size for axis in family.layout.axes.values() if not axis.fixed}
     shares = sorted({kept / size for size in sizes for kept in range(1, size + 1)} or {1.0})
     wanted = family.count(arch)
-    return shares[bisect_left(shares, wanted, key=lambda share: family.count(family.fit(Budget(share=share))))]
+    return shares[
+        bisect_left(shares, wanted, key=lambda share: family.count(family.fit(Budget(share=share))))
+    ]

@@ -53,9 +53,22 @@ _log = logging.getLogger("fedquilt")
 MAX_THREADS = 1024  # that a checkpoint may ask for
 MAX_SAMPLE_VALUES = 1 << 28  # values of a sample that a checkpoint may ask for
 MAX_LISTED = 5  # problems of a file that an error lists
-_FILES = ("config.toml", "rounds.jsonl", "rounds.jsonl.damaged", "summary.json", "tracking.json", "lock", "study.toml")
+_FILES = (
+    "config.toml",
+    "rounds.jsonl",
+    "rounds.jsonl.damaged",
+    "summary.json",
+    "tracking.json",
+    "lock",
+    "study.toml",
+)
 _REMEDY = "Delete it to finish the run again."
-_COSTS = ("seconds", "bytes_down", "bytes_up", "link_seconds")  # numbers of a summary, each of which may be missing
+_COSTS = (
+    "seconds",
+    "bytes_down",
+    "bytes_up",
+    "link_seconds",
+)  # numbers of a summary, each of which may be missing
 
 
 class Folder:
@@ -72,12 +85,17 @@ class Folder:
         self._rounds = 0  # in rounds.jsonl
         self._length = 0  # of it, in bytes
         self._check = ""  # checksum of its last line
-        self._saved, self._cost = time.monotonic(), 0.0  # when the last checkpoint was made, and how long it took
+        self._saved, self._cost = (
+            time.monotonic(),
+            0.0,
+        )  # when the last checkpoint was made, and how long it took
         check_folder(path)
         self._lock = _lock(path)
 
     @classmethod
-    def create(cls, path: str | Path, config: str, checkpointing: Checkpointing = Checkpointing()) -> Self:
+    def create(
+        cls, path: str | Path, config: str, checkpointing: Checkpointing = Checkpointing()
+    ) -> Self:
         """A folder for a new run; `config` is the text of config.toml. One that holds a run is refused."""
         path = Path(path)
         with _writable(f"the folder {path} was asked for"):
@@ -115,7 +133,10 @@ class Folder:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self,
+        kind: type[BaseException] | None,
+        error: BaseException | None,
+        trace: TracebackType | None,
     ) -> None:
         try:
             self._save()
@@ -141,13 +162,17 @@ class Folder:
             if damage:
                 return f"{manifest.name} is not what was written: {damage}"
             _compare(manifest.about["run"], _leaves_of(run), f"the run in {self.path} was to go on")
-            return _wrong_settings(manifest.about["engine"], run.engine.settings) or _wrong_weights(server, run.server)
+            return _wrong_settings(manifest.about["engine"], run.engine.settings) or _wrong_weights(
+                server, run.server
+            )
 
         found = self._checkpoints.load(_memories(run), run.engine.device, check)
         log = RoundLog()
         if found is None:
             if self._file.exists() and self._file.stat().st_size:
-                raise RecordError(f"{self._file} has rounds, but there is no checkpoint to go on from.")
+                raise RecordError(
+                    f"{self._file} has rounds, but there is no checkpoint to go on from."
+                )
             self._begin_log()
         else:
             server, manifest = found
@@ -222,7 +247,9 @@ class Folder:
             text = summary_text(summary, (self.path / "config.toml").read_bytes(), self._check)
             write(self.path / "summary.json", [text.encode()])
         except OSError as error:
-            raise RecordError(f"{self.path}/summary.json could not be written: {why(error)}.") from error
+            raise RecordError(
+                f"{self.path}/summary.json could not be written: {why(error)}."
+            ) from error
 
     def _append(self) -> None:
         """Write the records that are not yet in rounds.jsonl."""
@@ -230,7 +257,9 @@ class Folder:
         for record in self._run.records[self._rounds :]:
             line, check = encoded(record, self._check)
             try:
-                (self.path / "summary.json").unlink(missing_ok=True)  # of a run that goes on beyond its end
+                (self.path / "summary.json").unlink(
+                    missing_ok=True
+                )  # of a run that goes on beyond its end
                 with self._file.open("r+b") as file:
                     file.truncate(self._length)  # half a line, if a disk was full
                     file.seek(self._length)
@@ -300,7 +329,11 @@ def summary_text(summary: Mapping[str, Any], config: bytes, log: str = "") -> st
         config: Content of config.toml.
         log: Checksum of the last line of rounds.jsonl. Empty: there is no line.
     """
-    checks = {"config.toml": _checksum(config), "rounds.jsonl": log, "summary.json": _checksum(_sorted_json(summary))}
+    checks = {
+        "config.toml": _checksum(config),
+        "rounds.jsonl": log,
+        "summary.json": _checksum(_sorted_json(summary)),
+    }
     return json.dumps({**summary, "check": checks}, indent=2) + "\n"
 
 
@@ -382,7 +415,9 @@ def _wrong_figures(summary: Mapping[str, Any], labels: Mapping[str, str]) -> str
     if not isinstance(metrics, dict):
         return f"metrics = {metrics!r} was found; a table fits"
     for name, figures in (*metrics.items(), ("accuracy", summary.get("accuracy", {}))):
-        if not isinstance(figures, dict) or not all(_is_number(figure) for figure in figures.values()):
+        if not isinstance(figures, dict) or not all(
+            _is_number(figure) for figure in figures.values()
+        ):
             return f"{name} = {figures!r} was found; a number for each share fits"
         if not all(_is_share(share, labels) for share in figures):
             return f"{name} = {figures!r} was found; shares are numbers"
@@ -394,7 +429,9 @@ def _wrong_members(members: Any, labels: Mapping[str, str]) -> str:
     if not isinstance(members, dict):
         return f"members = {members!r} was found; a table fits"
     for share, member in members.items():
-        costs = [member.get(key) for key in ("params", "macs")] if isinstance(member, dict) else [None]
+        costs = (
+            [member.get(key) for key in ("params", "macs")] if isinstance(member, dict) else [None]
+        )
         if not all(_is_number(cost) for cost in costs) or not _is_share(share, labels):
             return f"members.{share} = {member!r} was found; params and macs of a share fit"
     return ""
@@ -420,7 +457,9 @@ def damage_of(path: Path) -> list[str]:
     assert found is not None, "the run is finished"
     summary, checks = found
     damage = []
-    if "config.toml" in checks and checks["config.toml"] != _checksum((path / "config.toml").read_bytes()):
+    if "config.toml" in checks and checks["config.toml"] != _checksum(
+        (path / "config.toml").read_bytes()
+    ):
         damage.append("config.toml: it is not the one that the run had when it ended")
     checkpoints = Checkpoints(path / "checkpoint")
     damage += [f"checkpoint {one}" for one in checkpoints.damage]
@@ -486,7 +525,9 @@ def _read_log(path: str | Path) -> RoundLog:
     try:
         return parse(file.read_bytes())
     except OSError as error:
-        raise RecordError(f"the rounds of {path} were asked for; {file} cannot be read: {why(error)}.") from error
+        raise RecordError(
+            f"the rounds of {path} were asked for; {file} cannot be read: {why(error)}."
+        ) from error
 
 
 def _until(log: RoundLog, manifest: Manifest) -> RoundLog:
@@ -535,7 +576,9 @@ def reopen(path: str | Path, run: Run, found: tuple[Server, Manifest]) -> Run:
     Engine, device and fleet may be others; without data, the data is not compared.
     """
     server, manifest = found
-    parts = ("method", "model", "constants") if run.absent else ("method", "model", "constants", "data")
+    parts = (
+        ("method", "model", "constants") if run.absent else ("method", "model", "constants", "data")
+    )
 
     def is_compared(name: str) -> bool:
         return re.split(r"[.\[]", name)[0] in parts
@@ -555,7 +598,9 @@ def undisturbed() -> Iterator[None]:
     """Hold ctrl-C and a request to terminate back until the block is over: a round counts as a whole or not at all."""
     came: list[int] = []
     before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-    if threading.current_thread() is not threading.main_thread() or None in before.values():  # not ours to hold
+    if (
+        threading.current_thread() is not threading.main_thread() or None in before.values()
+    ):  # not ours to hold
         yield
         return
     for number in before:
@@ -631,7 +676,9 @@ def _memories(run: Run) -> Memories:
 
 # --- what a run is ----------------------------------------------------------------------------------------------
 
-_ENOUGH = 64 << 20  # bytes of a tensor that are looked at: all of a small one, evenly spaced rows of a large one
+_ENOUGH = (
+    64 << 20
+)  # bytes of a tensor that are looked at: all of a small one, evenly spaced rows of a large one
 _FEW = 16  # values of a sequence that are worth a line each
 
 
@@ -686,7 +733,9 @@ def _leaves(name: str, value: Any, is_default: bool = False) -> Iterator[_Leaf]:
     if value is None or isinstance(value, (bool, int, float, str)):
         yield _Leaf(name, value, is_default)
     elif isinstance(value, (Tensor, np.ndarray)):
-        yield _Leaf(name, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {_digest(value)}")
+        yield _Leaf(
+            name, f"{str(value.dtype).removeprefix('torch.')}{list(value.shape)} {_digest(value)}"
+        )
     elif isinstance(found := getattr(value, "fingerprint", None), str):
         yield _Leaf(name, found, is_default)
     elif is_dataclass(value) and not isinstance(value, type):
@@ -698,7 +747,9 @@ def _leaves(name: str, value: Any, is_default: bool = False) -> Iterator[_Leaf]:
         for key, inner in value.items():
             yield from _leaves(f"{name}.{key}", inner)
     elif isinstance(value, (tuple, list)):
-        leaves = [leaf for place, inner in enumerate(value) for leaf in _leaves(f"{name}[{place}]", inner)]
+        leaves = [
+            leaf for place, inner in enumerate(value) for leaf in _leaves(f"{name}[{place}]", inner)
+        ]
         if len(value) > _FEW:
             text = json.dumps([(leaf.name, leaf.value) for leaf in leaves])
             digest = hashlib.sha256(text.encode()).hexdigest()[:16]
@@ -713,7 +764,12 @@ def _leaves(name: str, value: Any, is_default: bool = False) -> Iterator[_Leaf]:
 def _has_default(field: Field[Any], value: Any) -> bool:
     """Return True if a field has its default value."""
     usual = field.default
-    return usual is not MISSING and type(value) is type(usual) and not isinstance(value, Tensor) and value == usual
+    return (
+        usual is not MISSING
+        and type(value) is type(usual)
+        and not isinstance(value, Tensor)
+        and value == usual
+    )
 
 
 def _digest(array: Tensor | np.ndarray) -> str:
@@ -744,7 +800,10 @@ def _compare(saved: Mapping[str, Any], leaves: Sequence[_Leaf], asked: str) -> N
     ]
     if names:
         missing = "nothing of the kind"
-        lines = [f"{name}: {saved.get(name, missing)} there, {own.get(name, missing)} here" for name in names]
+        lines = [
+            f"{name}: {saved.get(name, missing)} there, {own.get(name, missing)} here"
+            for name in names
+        ]
         raise ConfigError(
             f"{asked}, but it is another one. These differ:\n  "
             + "\n  ".join(lines)
@@ -772,7 +831,9 @@ def _choices(run: Run) -> dict[str, Any]:
         "engine": dict(engine.settings),
         "here": {
             "torch": torch.__version__,
-            "processor": torch.cuda.get_device_name(engine.device) if cuda else torch.backends.cpu.get_cpu_capability(),
+            "processor": torch.cuda.get_device_name(engine.device)
+            if cuda
+            else torch.backends.cpu.get_cpu_capability(),
             "machine": platform.machine(),
             "matmul precision": torch.get_float32_matmul_precision(),
             "deterministic": torch.are_deterministic_algorithms_enabled(),
@@ -798,7 +859,9 @@ def _wrong_about(about: Mapping[str, Any]) -> str:
     """Return what a run would not have written about a checkpoint; empty if nothing is wrong."""
     for name in ("run", "engine", "here"):
         values = about.get(name)
-        if not isinstance(values, dict) or not all(value is None or _is_plain(value) for value in values.values()):
+        if not isinstance(values, dict) or not all(
+            value is None or _is_plain(value) for value in values.values()
+        ):
             return f"about.{name} is no table of plain values"
     threads = about.get("threads")
     if type(threads) is not int or not 1 <= threads <= MAX_THREADS:
@@ -811,12 +874,16 @@ def _wrong_about(about: Mapping[str, Any]) -> str:
 
 def _wrong_sample(sample: Any) -> str:
     """Return what is wrong with the shape and classes of a sample in a checkpoint; empty if nothing is wrong."""
-    targets = sample.get("targets", {"shape": [], "dtype": "int64"}) if isinstance(sample, dict) else None
+    targets = (
+        sample.get("targets", {"shape": [], "dtype": "int64"}) if isinstance(sample, dict) else None
+    )
     if not isinstance(sample, dict) or not isinstance(targets, dict):
         return "about.sample is no table"
     for values in (sample, targets):
         shape = values.get("shape")
-        if not isinstance(shape, list) or not all(type(size) is int and size >= 0 for size in shape):
+        if not isinstance(shape, list) or not all(
+            type(size) is int and size >= 0 for size in shape
+        ):
             return f"about.sample has the shape {str(shape)[:40]}"
         if math.prod(shape) > MAX_SAMPLE_VALUES:
             return f"about.sample has more than {MAX_SAMPLE_VALUES:,} values"
@@ -824,7 +891,11 @@ def _wrong_sample(sample: Any) -> str:
         if not isinstance(kind, str) or not isinstance(getattr(torch, kind, None), torch.dtype):
             return f"about.sample has the type {str(kind)[:40]}"
     classes = sample.get("classes")
-    return "" if type(classes) is int and classes >= 0 else f"about.sample has {str(classes)[:40]} classes"
+    return (
+        ""
+        if type(classes) is int and classes >= 0
+        else f"about.sample has {str(classes)[:40]} classes"
+    )
 
 
 def _wrong_settings(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
@@ -838,7 +909,9 @@ def _wrong_settings(settings: Mapping[str, Any], own: Mapping[str, Any]) -> str:
         if name not in own:
             return f"the engine has no setting {name[:40]!r}; its settings are {', '.join(own) or 'none'}"
         is_whole = type(value) is int and type(own[name]) is int
-        if type(value) is not type(own[name]) or (is_whole and not min(own[name], 1) <= value < 1 << 63):
+        if type(value) is not type(own[name]) or (
+            is_whole and not min(own[name], 1) <= value < 1 << 63
+        ):
             return f"the engine's {name} is {str(value)[:40]!r}"
     return ""
 
@@ -850,7 +923,9 @@ def _wrong_weights(found: Server, own: Server) -> str:
         if have is None or need is None:
             return f"the weight {name[:80]!r} is {'missing' if have is None else 'not one of the model'}"
         if (have.shape, have.dtype) != (need.shape, need.dtype):
-            return f"{name} is {have.dtype} {list(have.shape)} and not {need.dtype} {list(need.shape)}"
+            return (
+                f"{name} is {have.dtype} {list(have.shape)} and not {need.dtype} {list(need.shape)}"
+            )
     return ""
 
 
@@ -881,7 +956,10 @@ def portrait(run: Run, rounds: int) -> dict[str, Any]:
 
 def describe(run: Run, rounds: int) -> str:
     """The text of config.toml for a run that was put together in Python: it says what ran, and cannot repeat it."""
-    lines = [f"{name} = {json.dumps(value, ensure_ascii=False)}" for name, value in portrait(run, rounds).items()]
+    lines = [
+        f"{name} = {json.dumps(value, ensure_ascii=False)}"
+        for name, value in portrait(run, rounds).items()
+    ]
     return "# A run from Python; its script repeats it.\n[python]\n" + "\n".join(lines) + "\n"
 
 
@@ -891,7 +969,9 @@ def summarise(run: Run) -> dict[str, Any]:
     from fedquilt.methods import METHODS
 
     family = run.world.family
-    members = members_by_share(run.method, run.server, run.fleet.kinds, run.world, run.evaluation.shares)
+    members = members_by_share(
+        run.method, run.server, run.fleet.kinds, run.world, run.evaluation.shares
+    )
     labels = labels_by_share(run.method, run.fleet.kinds, run.world, run.evaluation.shares)
     nets = {share: [family.member(net) for net in mix] for share, mix in members.items()}
     last, task = run.grades, run.world.task
@@ -926,7 +1006,9 @@ def summarise(run: Run) -> dict[str, Any]:
             for share, own in nets.items()
         },
         **({"labels": labels} if labels else {}),
-        "devices": {share: [budget.bounds for budget in budgets] for share, budgets in run.devices.items()},
+        "devices": {
+            share: [budget.bounds for budget in budgets] for share, budgets in run.devices.items()
+        },
         "note": run.note,
         "fedquilt": __version__,
     }

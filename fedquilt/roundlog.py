@@ -35,7 +35,9 @@ class Line:
 
     text: bytes  # without the line's end
     record: Record
-    previous: str | None  # checksum of the line before, as this line has it; None: written by an earlier version
+    previous: (
+        str | None
+    )  # checksum of the line before, as this line has it; None: written by an earlier version
     check: str  # checksum of this line
 
 
@@ -73,7 +75,11 @@ class RoundLog:
                 is returned. None: it is not known.
         """
         lines = tuple(line for line in self.lines if line.record.round <= rounds)
-        is_another = bool(lines) and lines[-1].record.round == rounds and check not in (None, lines[-1].check)
+        is_another = (
+            bool(lines)
+            and lines[-1].record.round == rounds
+            and check not in (None, lines[-1].check)
+        )
         return RoundLog(() if is_another else lines)
 
 
@@ -98,7 +104,9 @@ def parse(content: bytes) -> RoundLog:
     texts = content.split(b"\n")
     unfinished = texts.pop()
     damage = {len(texts) + 1: "it was not written to its end"} if unfinished else {}
-    num_unchecked = next((place for place, text in enumerate(texts) if _CHECK.search(text)), len(texts))
+    num_unchecked = next(
+        (place for place, text in enumerate(texts) if _CHECK.search(text)), len(texts)
+    )
     previous = ""
     lines: dict[int, Line] = {}  # by number, from 1
     for number, text in enumerate(texts, 1):
@@ -112,7 +120,9 @@ def parse(content: bytes) -> RoundLog:
     first = lines.get(num_unchecked + 1)
     if num_unchecked and first is not None and first.previous != previous:
         for number in range(1, num_unchecked + 1):
-            damage[number] = f"the lines up to {num_unchecked} are not those that were there when the next was written"
+            damage[number] = (
+                f"the lines up to {num_unchecked} are not those that were there when the next was written"
+            )
     _check_links(lines, damage)
     intact = tuple(line for number, line in lines.items() if number not in damage)
     return RoundLog(intact, tuple(f"line {number}: {damage[number]}" for number in sorted(damage)))
@@ -158,7 +168,9 @@ def _check_links(lines: Mapping[int, Line], damage: dict[int, str]) -> None:
             damage[number] = f"round {line.record.round} comes before round {later.record.round}"
             continue
         if later is not None and not _may_precede(line, later):
-            damage[number] = f"it is not the line that was there when round {later.record.round} was written"
+            damage[number] = (
+                f"it is not the line that was there when round {later.record.round} was written"
+            )
             continue
         later = line
 
@@ -174,8 +186,14 @@ def _record(plain: Any) -> Record:
     if not isinstance(plain, dict):
         raise ValueError("it holds no object")
     record = Record.from_dict(plain)
-    wrong = [name for name in ("round", "clients", "bytes_down", "bytes_up", "macs") if type(plain[name]) is not int]
-    wrong += [name for name in ("seconds", "loss") if not isinstance(plain[name], (int, float, NoneType))]
+    wrong = [
+        name
+        for name in ("round", "clients", "bytes_down", "bytes_up", "macs")
+        if type(plain[name]) is not int
+    ]
+    wrong += [
+        name for name in ("seconds", "loss") if not isinstance(plain[name], (int, float, NoneType))
+    ]
     if wrong:
         raise ValueError(f"{wrong[0]} is {plain[wrong[0]]!r}")
     return record
@@ -204,6 +222,8 @@ def gaps(records: Iterable[Record], rounds: int) -> list[Gap]:
 
 def rounds_text(missing: Sequence[Sequence[int]]) -> str:
     """Return gaps in words, such as "rounds 1, 4 to 6"."""
-    listed = ", ".join(str(first) if first == last else f"{first} to {last}" for first, last in missing)
+    listed = ", ".join(
+        str(first) if first == last else f"{first} to {last}" for first, last in missing
+    )
     is_single = len(missing) == 1 and missing[0][0] == missing[0][1]
     return f"round{'s'[: not is_single]} {listed}"

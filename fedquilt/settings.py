@@ -54,7 +54,9 @@ class Choice(ABC):
     options: Mapping[str, Any] = field(default_factory=dict)
 
     what: ClassVar[str] = "factory"
-    offers: ClassVar[frozenset[str]] = frozenset()  # options that are filled in later where they were left open
+    offers: ClassVar[frozenset[str]] = (
+        frozenset()
+    )  # options that are filled in later where they were left open
 
     @classmethod
     @abstractmethod
@@ -73,7 +75,9 @@ class Choice(ABC):
         except Exception as error:
             raise ConfigError(f"{self.name} was called and failed: {said(error)}") from error
         if not isinstance(made, kind):
-            raise ConfigError(f"{self.name} was called for a {kind.__name__}; it returned {_a(type(made).__name__)}.")
+            raise ConfigError(
+                f"{self.name} was called for a {kind.__name__}; it returned {_a(type(made).__name__)}."
+            )
         return made
 
 
@@ -103,7 +107,11 @@ def read(kind: Any, plain: Any, path: str, problems: list[Problem], base: Any = 
     if origin is typing.Annotated:
         value = read(args[0], plain, path, problems, base)
         if value is not UNSET:
-            problems += [Problem(path, why) for one in args[1:] if isinstance(one, Check) and (why := one.why(value))]
+            problems += [
+                Problem(path, why)
+                for one in args[1:]
+                if isinstance(one, Check) and (why := one.why(value))
+            ]
         return value
     if origin in (types.UnionType, typing.Union):
         return _read_union(args, plain, path, problems, base)
@@ -112,11 +120,17 @@ def read(kind: Any, plain: Any, path: str, problems: list[Problem], base: Any = 
     if origin in (tuple, Sequence, list) and isinstance(plain, (list, tuple)):
         return _read_sequence(kind, plain, path, problems)
     if origin in (dict, Mapping) and isinstance(plain, Mapping):
-        found = {key: read(args[1], value, _join(path, key), problems) for key, value in plain.items()}
+        found = {
+            key: read(args[1], value, _join(path, key), problems) for key, value in plain.items()
+        }
         return UNSET if UNSET in found.values() else found
     value = _scalar(kind, plain)
     if value is UNSET:
-        bits = " of at most 64 bits" if kind in (int, float) and isinstance(plain, (int, float)) else ""
+        bits = (
+            " of at most 64 bits"
+            if kind in (int, float) and isinstance(plain, (int, float))
+            else ""
+        )
         text = f"{_shown(plain)} was found; {_fitting(kind)}{bits} would fit.{_meant(kind, plain)}"
         problems.append(Problem(path, text))
     return value
@@ -124,7 +138,14 @@ def read(kind: Any, plain: Any, path: str, problems: list[Problem], base: Any = 
 
 def _scalar(kind: Any, plain: Any) -> Any:
     if get_origin(kind) is Literal:
-        return next((choice for choice in get_args(kind) if choice == plain and type(choice) is type(plain)), UNSET)
+        return next(
+            (
+                choice
+                for choice in get_args(kind)
+                if choice == plain and type(choice) is type(plain)
+            ),
+            UNSET,
+        )
     if kind is None or kind is types.NoneType:
         return None if plain is None or plain == "none" else UNSET
     whole = isinstance(plain, int) and not isinstance(plain, bool) and -_LARGEST <= plain < _LARGEST
@@ -140,7 +161,9 @@ def _read_sequence(kind: Any, plain: Sequence[Any], path: str, problems: list[Pr
     args = get_args(kind)
     fixed = get_origin(kind) is tuple and Ellipsis not in args
     if fixed and len(plain) != len(args):
-        problems.append(Problem(path, f"a list of {len(plain)} was found; {_fitting(kind)} would fit."))
+        problems.append(
+            Problem(path, f"a list of {len(plain)} was found; {_fitting(kind)} would fit.")
+        )
         return UNSET
     kinds = args if fixed else (args[0],) * len(plain)
     places = enumerate(zip(kinds, plain, strict=True))
@@ -148,13 +171,19 @@ def _read_sequence(kind: Any, plain: Sequence[Any], path: str, problems: list[Pr
     return UNSET if any(value is UNSET for value in found) else found
 
 
-def _read_union(kinds: Sequence[Any], plain: Any, path: str, problems: list[Problem], base: Any) -> Any:
+def _read_union(
+    kinds: Sequence[Any], plain: Any, path: str, problems: list[Problem], base: Any
+) -> Any:
     tables = [kind for kind in kinds if _is_table(kind)]
     others = [kind for kind in kinds if not _is_table(kind)]
     takes_mappings = any(get_origin(kind) in (dict, Mapping) for kind in others)
     if tables and (
         (isinstance(plain, Mapping) and ("name" in plain or not takes_mappings))
-        or (isinstance(plain, str) and str not in others and (plain != "none" or types.NoneType not in others))
+        or (
+            isinstance(plain, str)
+            and str not in others
+            and (plain != "none" or types.NoneType not in others)
+        )
     ):
         return _read_table(tables, plain, path, problems, base)
     # The kind the value already has comes first, so that 3 stays whole where any number will do.
@@ -163,7 +192,13 @@ def _read_union(kinds: Sequence[Any], plain: Any, path: str, problems: list[Prob
         value = read(kind, plain, path, trial, base)
         if not trial:
             return value
-        if isinstance(plain, (Mapping, list)) and get_origin(kind) in (dict, Mapping, tuple, Sequence, list):
+        if isinstance(plain, (Mapping, list)) and get_origin(kind) in (
+            dict,
+            Mapping,
+            tuple,
+            Sequence,
+            list,
+        ):
             problems += trial  # of several kinds this is the one that was meant
             return UNSET
     fitting = " or ".join(_fitting(kind) for kind in kinds if kind is not types.NoneType)
@@ -171,7 +206,9 @@ def _read_union(kinds: Sequence[Any], plain: Any, path: str, problems: list[Prob
     return UNSET
 
 
-def _read_table(kinds: Sequence[Any], plain: Any, path: str, problems: list[Problem], base: Any) -> Any:
+def _read_table(
+    kinds: Sequence[Any], plain: Any, path: str, problems: list[Problem], base: Any
+) -> Any:
     """One of several dataclasses, chosen by `name` where there is more than one to choose from."""
     if isinstance(plain, str):
         plain = {"name": plain}
@@ -183,7 +220,9 @@ def _read_table(kinds: Sequence[Any], plain: Any, path: str, problems: list[Prob
         kind = kinds[0]
         if issubclass(kind, Choice):
             return _read_choice(kind, plain, path, problems)
-        if "name" in plain and hasattr(kind, "presets"):  # where there is one kind, a name is that of a preset
+        if "name" in plain and hasattr(
+            kind, "presets"
+        ):  # where there is one kind, a name is that of a preset
             base = _preset(kind, plain["name"], _join(path, "name"), problems)
             plain = {key: value for key, value in plain.items() if key != "name"}
         return _read_fields(kind, plain, path, problems, base if isinstance(base, kind) else UNSET)
@@ -228,7 +267,13 @@ def _merged(below: Any, above: Any) -> Any:
     """Return plain values in which those of `above` replace those of `below`, table by table."""
     if not isinstance(below, Mapping) or not isinstance(above, Mapping):
         return above
-    return {**below, **{key: _merged(below[key], value) if key in below else value for key, value in above.items()}}
+    return {
+        **below,
+        **{
+            key: _merged(below[key], value) if key in below else value
+            for key, value in above.items()
+        },
+    }
 
 
 def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem], base: Any) -> Any:
@@ -241,7 +286,12 @@ def _chosen(kinds: Sequence[Any], name: Any, path: str, problems: list[Problem],
         name = _usual(kinds) or UNSET
     if not isinstance(name, str):
         found = "no name was found" if name is UNSET else f"{_shown(name)} was found"
-        problems.append(Problem(_join(path, "name"), f"{found}; the name of {_a(what)} is needed.{nearest('', named)}"))
+        problems.append(
+            Problem(
+                _join(path, "name"),
+                f"{found}; the name of {_a(what)} is needed.{nearest('', named)}",
+            )
+        )
         return UNSET
     try:
         chosen = find(named, name, what)
@@ -275,7 +325,9 @@ def _read_as_meant(
             inner = default(_fields_of(kind)[key])
             values[key] = read(_hints(kind)[key], value, _join(path, key), problems, inner)
     for kind in likely:
-        problems += _further(kind, {key: value for key, value in values.items() if value is not UNSET}, path, UNSET)
+        problems += _further(
+            kind, {key: value for key, value in values.items() if value is not UNSET}, path, UNSET
+        )
 
 
 def _made(
@@ -290,7 +342,9 @@ def _made(
     before = len(problems)
     takes = parameters(factory)
     options = {
-        key: read(takes[key].hint, keys.pop(key), _join(path, key), problems) for key in list(keys) if key in takes
+        key: read(takes[key].hint, keys.pop(key), _join(path, key), problems)
+        for key in list(keys)
+        if key in takes
     }
     if len(problems) > before:
         return UNSET
@@ -304,7 +358,11 @@ def _made(
         return UNSET
     if not isinstance(made, kinds):
         wanted = " or ".join(kind.__name__ for kind in kinds)
-        problems.append(Problem(path, f"{name} was called for a {wanted}; it returned {_a(type(made).__name__)}."))
+        problems.append(
+            Problem(
+                path, f"{name} was called for a {wanted}; it returned {_a(type(made).__name__)}."
+            )
+        )
         return UNSET
     return made
 
@@ -318,7 +376,9 @@ def _preset(kind: type, name: Any, path: str, problems: list[Problem]) -> Any:
     return UNSET
 
 
-def _read_fields(kind: type, plain: Mapping[str, Any], path: str, problems: list[Problem], base: Any) -> Any:
+def _read_fields(
+    kind: type, plain: Mapping[str, Any], path: str, problems: list[Problem], base: Any
+) -> Any:
     """A dataclass by its fields: those given are read, the others are the base's or the default."""
     before, own = len(problems), _fields_of(kind)
     hints, values = _hints(kind), {}
@@ -327,10 +387,16 @@ def _read_fields(kind: type, plain: Mapping[str, Any], path: str, problems: list
             inner = default(own[key]) if base is UNSET else getattr(base, key)
             values[key] = read(hints[key], value, _join(path, key), problems, inner)
         else:
-            problems.append(Problem(_join(path, key), f"{_owner(kind, path)} has no such key.{nearest(key, own)}"))
+            problems.append(
+                Problem(
+                    _join(path, key), f"{_owner(kind, path)} has no such key.{nearest(key, own)}"
+                )
+            )
     for key, one in own.items():
         if base is UNSET and key not in plain and default(one) is UNSET:
-            problems.append(Problem(_join(path, key), f"nothing was found; {_fitting(hints[key])} is needed."))
+            problems.append(
+                Problem(_join(path, key), f"nothing was found; {_fitting(hints[key])} is needed.")
+            )
     if len(problems) > before:
         problems += _further(kind, values, path, base)
         return UNSET
@@ -361,11 +427,16 @@ def _further(kind: type, values: Mapping[str, Any], path: str, base: Any) -> lis
 def _blamed(error: Exception, path: str, own: Mapping[str, Any]) -> list[Problem]:
     """The problems an error tells of: one for each field it names, else one for all of them."""
     if isinstance(error, ConfigError) and error.fields:
-        return [Problem(_join(path, key) if key in own else path, text) for key, text in error.fields.items()]
+        return [
+            Problem(_join(path, key) if key in own else path, text)
+            for key, text in error.fields.items()
+        ]
     return [Problem(path, str(error) if isinstance(error, FedquiltError) else said(error))]
 
 
-def _read_choice(kind: type[Choice], plain: Mapping[str, Any], path: str, problems: list[Problem]) -> Any:
+def _read_choice(
+    kind: type[Choice], plain: Mapping[str, Any], path: str, problems: list[Problem]
+) -> Any:
     """A factory's options by its signature; nothing is called yet."""
     before, name = len(problems), plain.get("name", UNSET)
     own = {key: one for key, one in _fields_of(kind).items() if key not in ("name", "options")}
@@ -373,11 +444,14 @@ def _read_choice(kind: type[Choice], plain: Mapping[str, Any], path: str, proble
     options = {key: value for key, value in plain.items() if key not in own and key != "name"}
     hints = _hints(kind)
     values = {
-        key: read(hints[key], value, _join(path, key), problems, default(own[key])) for key, value in settings.items()
+        key: read(hints[key], value, _join(path, key), problems, default(own[key]))
+        for key, value in settings.items()
     }
     if not isinstance(name, str):
         found = "nothing was found" if name is UNSET else f"{_shown(name)} was found"
-        problems.append(Problem(_join(path, "name"), f"{found}; the name of {_a(kind.what)} is needed."))
+        problems.append(
+            Problem(_join(path, "name"), f"{found}; the name of {_a(kind.what)} is needed.")
+        )
         return UNSET
     try:
         takes = parameters(kind.find(name))
@@ -388,11 +462,18 @@ def _read_choice(kind: type[Choice], plain: Mapping[str, Any], path: str, proble
         if key in takes:
             options[key] = read(takes[key].hint, value, _join(path, key), problems)
         else:
-            problems.append(Problem(_join(path, key), f"{name} has no such option.{nearest(key, [*takes, *own])}"))
+            problems.append(
+                Problem(
+                    _join(path, key), f"{name} has no such option.{nearest(key, [*takes, *own])}"
+                )
+            )
     for key, parameter in takes.items():
         if parameter.default is UNSET and key not in options and key not in kind.offers:
             problems.append(
-                Problem(_join(path, key), f"nothing was found; {name} needs {_fitting(parameter.hint)} here.")
+                Problem(
+                    _join(path, key),
+                    f"nothing was found; {name} needs {_fitting(parameter.hint)} here.",
+                )
             )
     if len(problems) > before:
         problems += _further(kind, {**values, "name": name, "options": options}, path, UNSET)
@@ -414,7 +495,11 @@ def write(value: Any, kind: Any = None) -> Any:
             raise ConfigError("None cannot be written to a file where text may stand.")
         return "none"
     if isinstance(value, Choice):
-        own = {key: one for key, one in _fields_of(type(value)).items() if key not in ("name", "options")}
+        own = {
+            key: one
+            for key, one in _fields_of(type(value)).items()
+            if key not in ("name", "options")
+        }
         options = {key: write(option) for key, option in value.options.items()}
         return {"name": value.name, **_write_fields(value, own), **options}
     if is_dataclass(value):
@@ -422,14 +507,21 @@ def write(value: Any, kind: Any = None) -> Any:
         named = len(kinds) > 1 or any(one in TABLES for one in kinds)
         if any(one in TABLES and TABLES[one].short for one in kinds) and _has_defaults(value):
             return label(type(value))
-        return ({"name": label(type(value))} if named else {}) | _write_fields(value, _fields_of(type(value)))
+        return ({"name": label(type(value))} if named else {}) | _write_fields(
+            value, _fields_of(type(value))
+        )
     if isinstance(value, Mapping):
         args = (
-            get_args(next((one for one in _members(kind) if get_origin(one) in (dict, Mapping)), None)) or (None,) * 2
+            get_args(
+                next((one for one in _members(kind) if get_origin(one) in (dict, Mapping)), None)
+            )
+            or (None,) * 2
         )
         return {key: write(one, args[1]) for key, one in value.items()}
     if isinstance(value, (tuple, list)):
-        listed = next((one for one in _members(kind) if get_origin(one) in (tuple, Sequence, list)), None)
+        listed = next(
+            (one for one in _members(kind) if get_origin(one) in (tuple, Sequence, list)), None
+        )
         return [write(one, next(iter(get_args(listed)), None)) for one in value]
     if isinstance(value, (bool, int, float, str)):
         return value
@@ -450,7 +542,9 @@ def _write_fields(value: Any, own: Mapping[str, Field[Any]]) -> dict[str, Any]:
         try:
             written[key] = write(held, hints[key])
         except ConfigError as error:
-            if held is not usual:  # what no file can hold is left to the code, where it is the code's own
+            if (
+                held is not usual
+            ):  # what no file can hold is left to the code, where it is the code's own
                 raise ConfigError(f"{type(value).__name__}.{key}: {error}") from error
     return written
 
@@ -472,7 +566,9 @@ def parameters(factory: Callable[..., Any]) -> dict[str, Parameter]:
     except (ValueError, TypeError):  # built-in functions have none
         return {}
     function: Any = inspect.unwrap(getattr(factory, "func", factory))  # of a partial
-    known = getattr(function, "__globals__", None) or getattr(function.__init__, "__globals__", {})  # of a class
+    known = getattr(function, "__globals__", None) or getattr(
+        function.__init__, "__globals__", {}
+    )  # of a class
     return {
         name: Parameter(
             Any if one.annotation is one.empty else _hint(one.annotation, known),
@@ -511,7 +607,9 @@ def variants(kind: Any, path: Sequence[str], usual: Any = UNSET) -> Variants | N
         return None
     # A class in a file may stand here too: of it only the fields of the base class are known.
     open_bases = [one for one in kinds if one in TABLES]
-    taken = [{*_fields_of(one), *_forwards(one)} - {"name", "options"} for one in (*named, *open_bases)]
+    taken = [
+        {*_fields_of(one), *_forwards(one)} - {"name", "options"} for one in (*named, *open_bases)
+    ]
     if not several and any(hasattr(one, "presets") for one in kinds):
         return Variants(frozenset(), "")  # another preset is all there is
     if not several and not any(issubclass(one, Choice) for one in kinds):
@@ -527,7 +625,9 @@ def label(kind: type) -> str:
     """
     for base, table in TABLES.items():
         if issubclass(kind, base):
-            return next((name for name, one in table.kinds.items() if one is kind), None) or name_of(kind)
+            return next(
+                (name for name, one in table.kinds.items() if one is kind), None
+            ) or name_of(kind)
     return re.sub(r"(?<=[a-z0-9])(?=[A-Z].)", "_", kind.__name__).lower()
 
 
@@ -536,12 +636,16 @@ def described(kind: Callable[..., Any]) -> dict[str, dict[str, Any]]:
     found, helps = _takes(kind), comments(kind)
     return {
         "options": {name: shown_hint(one.hint) for name, one in found.items()},
-        "defaults": {name: _shown_default(one) for name, one in found.items() if one.default is not UNSET},
+        "defaults": {
+            name: _shown_default(one) for name, one in found.items() if one.default is not UNSET
+        },
         "help": {name: helps[name] for name in found if name in helps},
     }
 
 
-def leaves(kind: Callable[..., Any], base: Any = UNSET, path: str = "") -> dict[str, dict[str, Any]]:
+def leaves(
+    kind: Callable[..., Any], base: Any = UNSET, path: str = ""
+) -> dict[str, dict[str, Any]]:
     """Every single value one can set, by its path: type, default, and the comment in the code.
 
     Where a table is chosen by name, the values of those not chosen follow, as `path (name)`, unless they are the same.
@@ -556,22 +660,42 @@ def leaves(kind: Callable[..., Any], base: Any = UNSET, path: str = "") -> dict[
             if len(kinds) > 1 or any(option in TABLES for option in kinds):
                 named = choices(kinds)
                 default_name, help = label(type(value)), helps.get(name, "")
-                found[place] = {"type": " | ".join(named), "default": default_name, "what it is": help}
+                found[place] = {
+                    "type": " | ".join(named),
+                    "default": default_name,
+                    "what it is": help,
+                }
                 for other, option in named.items():
                     # A table that may have itself as a part, such as a method over another, would have no end.
                     if option is not type(value) and option is not kind:
                         rows = leaves(option, path=f"{place}.").items()
-                        own |= {f"{leaf} ({other})": row for leaf, row in rows if own.get(leaf) != row}
+                        own |= {
+                            f"{leaf} ({other})": row for leaf, row in rows if own.get(leaf) != row
+                        }
             found |= own
         elif value is None and kinds:
             named = choices(kinds)
-            found[place] = {"type": shown_hint(one.hint), "default": "none", "what it is": helps.get(name, "")}
+            found[place] = {
+                "type": shown_hint(one.hint),
+                "default": "none",
+                "what it is": helps.get(name, ""),
+            }
             for other, option in named.items():
                 which = f" ({other})" if len(named) > 1 else ""
-                found |= {f"{leaf}{which}": row for leaf, row in leaves(option, path=f"{place}.").items()}
+                found |= {
+                    f"{leaf}{which}": row for leaf, row in leaves(option, path=f"{place}.").items()
+                }
         else:
-            shown = "needed" if value is UNSET else json.dumps(_shown_default(Parameter(one.hint, value)))
-            found[place] = {"type": shown_hint(one.hint), "default": shown, "what it is": helps.get(name, "")}
+            shown = (
+                "needed"
+                if value is UNSET
+                else json.dumps(_shown_default(Parameter(one.hint, value)))
+            )
+            found[place] = {
+                "type": shown_hint(one.hint),
+                "default": shown,
+                "what it is": helps.get(name, ""),
+            }
     return found
 
 
@@ -620,7 +744,9 @@ def comments(kind: Callable[..., Any]) -> dict[str, str]:
 def _comments_in(source: str) -> dict[str, str]:
     """Return comments by name, of `name: hint = default  # comment` or with the comment on the lines above."""
     found: dict[str, str] = {}
-    above: dict[int, str] = {}  # Comments on lines of their own, by the number of the line below them
+    above: dict[
+        int, str
+    ] = {}  # Comments on lines of their own, by the number of the line below them
     for token in tokenize.generate_tokens(io.StringIO(source).readline):
         if token.type != tokenize.COMMENT:
             continue
@@ -661,7 +787,11 @@ def _fitting(kind: Any) -> str:
         return " or ".join(_fitting(one) for one in args if one is not types.NoneType)
     if origin in (tuple, Sequence, list):
         fixed = origin is tuple and Ellipsis not in args
-        return f"a list of ({', '.join(map(_fitting, args))})" if fixed else f"a list, each {_fitting(args[0])}"
+        return (
+            f"a list of ({', '.join(map(_fitting, args))})"
+            if fixed
+            else f"a list, each {_fitting(args[0])}"
+        )
     if origin in (dict, Mapping):
         return f"a table, each value {_fitting(args[1])}"
     if kind in TABLES:
@@ -673,7 +803,11 @@ def _fitting(kind: Any) -> str:
 
 
 def _meant(kind: Any, plain: Any) -> str:
-    close = difflib.get_close_matches(plain, map(str, get_args(kind)), n=1) if isinstance(plain, str) else []
+    close = (
+        difflib.get_close_matches(plain, map(str, get_args(kind)), n=1)
+        if isinstance(plain, str)
+        else []
+    )
     return f" Did you mean {close[0]!r}?" if close and get_origin(kind) is Literal else ""
 
 
@@ -741,7 +875,9 @@ def _hints(kind: Any) -> dict[str, Any]:
 def _hint(hint: Any, known: dict[str, Any]) -> Any:
     """A hint that may be text, evaluated; what is imported for type checkers alone takes any value."""
     try:
-        return typing.get_type_hints(types.SimpleNamespace(__annotations__={"one": hint}), known, None, True)["one"]
+        return typing.get_type_hints(
+            types.SimpleNamespace(__annotations__={"one": hint}), known, None, True
+        )["one"]
     except NameError:
         return Any
 

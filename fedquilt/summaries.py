@@ -106,7 +106,11 @@ def utilisation_text(summary: Summary) -> str:
         return ""
     used = f"{summary['utilisation']:.1%} of the limits' multiply-adds are used by the clients' own nets"
     common = summary.get("common_utilisation")
-    beside = "" if common is None else f", {common:.1%} if all had the largest net that fits every device"
+    beside = (
+        ""
+        if common is None
+        else f", {common:.1%} if all had the largest net that fits every device"
+    )
     over = summary.get("over_limit", 0)
     return used + beside + (f"; {over} devices exceed their limits" if over else "")
 
@@ -118,7 +122,9 @@ def figure_text(figure: float | None, percent: bool) -> str:
     return f"{figure:.1%}" if percent else f"{figure:.4g}"
 
 
-def figures_row(figures: Mapping[str, float], shares: Iterable[str], labels: Labels, percent: bool) -> dict[str, str]:
+def figures_row(
+    figures: Mapping[str, float], shares: Iterable[str], labels: Labels, percent: bool
+) -> dict[str, str]:
     """Return figures as text with a column for each share.
 
     Args:
@@ -127,7 +133,9 @@ def figures_row(figures: Mapping[str, float], shares: Iterable[str], labels: Lab
         labels: Names of shares.
         percent: True if the figures are shown in percent.
     """
-    return {share_label(share, labels): figure_text(figures.get(share), percent) for share in shares}
+    return {
+        share_label(share, labels): figure_text(figures.get(share), percent) for share in shares
+    }
 
 
 def target_text(target: float, metric: str, percent: bool) -> str:

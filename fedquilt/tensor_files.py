@@ -87,7 +87,9 @@ def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     table = dict(pairs)
     if len(table) < len(pairs):
         keys = [key for key, _ in pairs]
-        raise FormatError(f"the key {next(key for key in table if keys.count(key) > 1)!r} occurs twice")
+        raise FormatError(
+            f"the key {next(key for key in table if keys.count(key) > 1)!r} occurs twice"
+        )
     return table
 
 
@@ -139,7 +141,9 @@ def read_header(stream: BinaryIO, total: int) -> Header:
     """
     length = int.from_bytes(stream.read(8), "little")
     if total < 8 or length > min(MAX_HEADER_BYTES, total - 8):
-        raise FormatError(f"its header should have {length:,} bytes, and the file has {total:,} in all")
+        raise FormatError(
+            f"its header should have {length:,} bytes, and the file has {total:,} in all"
+        )
     try:
         described = bounded_json(stream.read(length), MAX_HEADER_DEPTH)
     except FormatError as error:
@@ -147,7 +151,9 @@ def read_header(stream: BinaryIO, total: int) -> Header:
     if not isinstance(described, dict):
         raise FormatError(f"its header is a {type(described).__name__} and no JSON object")
     metadata = described.pop("__metadata__", {})
-    if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
+    if not isinstance(metadata, dict) or not all(
+        isinstance(value, str) for value in metadata.values()
+    ):
         raise FormatError("its metadata is no JSON object of strings")
 
     begin = 8 + length
@@ -155,34 +161,50 @@ def read_header(stream: BinaryIO, total: int) -> Header:
     end = begin
     for name, entry in sorted(entries.items(), key=lambda pair: (pair[1].offset, pair[1].size)):
         if entry.offset != end:
-            kind = "overlaps the tensor before it" if entry.offset < end else "leaves a gap before it"
-            raise FormatError(f"the data of {name} {kind}: it begins at byte {entry.offset - begin:,} of the data")
+            kind = (
+                "overlaps the tensor before it" if entry.offset < end else "leaves a gap before it"
+            )
+            raise FormatError(
+                f"the data of {name} {kind}: it begins at byte {entry.offset - begin:,} of the data"
+            )
         end += entry.size
     if end != total:
-        raise FormatError(f"its tensors need {end - begin:,} bytes of data, and the file has {total - begin:,}")
+        raise FormatError(
+            f"its tensors need {end - begin:,} bytes of data, and the file has {total - begin:,}"
+        )
     return Header(described, entries, metadata, begin)
 
 
 def _entry(name: str, entry: Any, begin: int) -> Entry:
     if not name or len(name) > MAX_NAME_LENGTH or not name.isprintable():
-        raise FormatError(f"{name[:50]!r} is no name of a tensor: 1 to {MAX_NAME_LENGTH} printable characters fit")
+        raise FormatError(
+            f"{name[:50]!r} is no name of a tensor: 1 to {MAX_NAME_LENGTH} printable characters fit"
+        )
     if not isinstance(entry, dict) or entry.keys() != {"dtype", "shape", "data_offsets"}:
         raise FormatError(f"the entry of {name} does not have dtype, shape and data_offsets alone")
     dtype, shape, offsets = entry["dtype"], entry["shape"], entry["data_offsets"]
     if not isinstance(dtype, str) or dtype not in DTYPES:
-        raise FormatError(f"{name} has the dtype {str(dtype)[:20]!r}; known are {', '.join(DTYPES)}")
+        raise FormatError(
+            f"{name} has the dtype {str(dtype)[:20]!r}; known are {', '.join(DTYPES)}"
+        )
     if not _is_sizes(shape) or len(shape) > MAX_DIMS:
         raise FormatError(f"{name} has no shape: at most {MAX_DIMS} whole numbers from 0 on fit")
     if not _is_sizes(offsets) or len(offsets) != 2 or offsets[0] > offsets[1]:
-        raise FormatError(f"{name} has no data_offsets: a begin and an end that is not before it fit")
+        raise FormatError(
+            f"{name} has no data_offsets: a begin and an end that is not before it fit"
+        )
     needed = math.prod(shape) * DTYPES[dtype].itemsize
     if needed != offsets[1] - offsets[0]:
-        raise FormatError(f"{name} is {dtype} of shape {shape}, and its data_offsets {offsets} have another size")
+        raise FormatError(
+            f"{name} is {dtype} of shape {shape}, and its data_offsets {offsets} have another size"
+        )
     return Entry(DTYPES[dtype], tuple(shape), begin + offsets[0], needed)
 
 
 def _is_sizes(value: object) -> bool:
-    return isinstance(value, list) and all(type(size) is int and 0 <= size < 2**63 for size in value)
+    return isinstance(value, list) and all(
+        type(size) is int and 0 <= size < 2**63 for size in value
+    )
 
 
 def sealing(described: Mapping[str, Any], note: Mapping[str, Any]) -> Any:
@@ -252,7 +274,11 @@ class TensorFile:
         """The note that fedquilt wrote, without the checksum of a sealed file."""
         with self._blame():
             note = self.header.note
-        return {key: value for key, value in note.items() if key != SEAL} if isinstance(note, dict) else note
+        return (
+            {key: value for key, value in note.items() if key != SEAL}
+            if isinstance(note, dict)
+            else note
+        )
 
     @property
     def is_sealed(self) -> bool:
@@ -290,7 +316,9 @@ class TensorFile:
                     digest.update(view)
                 tensors[name] = tensor.to(device)
             if digest and digest.hexdigest() != self._seal:
-                raise FormatError("it is damaged, because its checksum differs from the one that was written")
+                raise FormatError(
+                    "it is damaged, because its checksum differs from the one that was written"
+                )
         return {name: tensors[name] for name in self.entries}
 
     @contextmanager
@@ -355,7 +383,9 @@ def read_state(file: TensorFile, device: torch.device) -> State:
         elif kind == "slots" and slot in slots:
             slots[slot][slotted] = value
         else:
-            raise RecordError(f"{file.title} has a tensor {path!r}, which is no weight, slot or extra.")
+            raise RecordError(
+                f"{file.title} has a tensor {path!r}, which is no weight, slot or extra."
+            )
     return state
 
 

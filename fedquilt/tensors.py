@@ -47,7 +47,10 @@ class Flat:
     @cached_property
     def parts(self) -> dict[str, Tensor]:
         pieces = self.vector.split_with_sizes([shape.numel() for shape in self.shapes.values()])
-        return {name: piece.view(self.shapes[name]) for name, piece in zip(self.shapes, pieces, strict=True)}
+        return {
+            name: piece.view(self.shapes[name])
+            for name, piece in zip(self.shapes, pieces, strict=True)
+        }
 
     @property
     def starts(self) -> dict[str, int]:
@@ -73,17 +76,24 @@ class Map:
     ) -> None:
         """Of the named weights, which begin at `starts`; `kept` are the lengths of the axes that are cut."""
         self._sizes, small = sizes, {**sizes, **kept}
-        self._cut: dict[Expr, int] = {}  # where each dimension's positions begin among all that are filled in
+        self._cut: dict[
+            Expr, int
+        ] = {}  # where each dimension's positions begin among all that are filled in
         sources, strides = [torch.zeros(1, dtype=torch.int64)], [torch.zeros(1, dtype=torch.int64)]
         fixed: list[Tensor] = []
         reached: list[list[Tensor]] = []
-        positions, steps = 0, 1  # the first step is 0, for weights with fewer cut dimensions than others
+        positions, steps = (
+            0,
+            1,
+        )  # the first step is 0, for weights with fewer cut dimensions than others
         for name in names:
             lengths = [size_of(dim, small) for dim in dims[name]]
             offset, own, stride = torch.tensor(starts[name], device=device), [], 1
             for place in reversed(range(len(lengths))):
                 dim, length = dims[name][place], lengths[place]
-                along = torch.arange(length, device=device).view([-1] + [1] * (len(lengths) - 1 - place))
+                along = torch.arange(length, device=device).view(
+                    [-1] + [1] * (len(lengths) - 1 - place)
+                )
                 if any(axis in kept for axis in axes_in(dim)):
                     if dim not in self._cut:
                         self._cut[dim] = positions
@@ -99,7 +109,9 @@ class Map:
             reached.append(own)
         self._fixed = torch.cat(fixed)
         ends = list(accumulate((len(at) for at in fixed), initial=0))
-        self.spans = dict(zip(names, pairwise(ends), strict=True))  # where each weight's entries are among all
+        self.spans = dict(
+            zip(names, pairwise(ends), strict=True)
+        )  # where each weight's entries are among all
         self._reached = [
             torch.cat(
                 [

@@ -15,10 +15,14 @@ from fedquilt.errors import BudgetError, FormatError
 from fedquilt.units import how_to_write, quantity
 
 Weights = Mapping[str, Tensor]
-Slots = Mapping[str, Weights]  # State by position: "momentum" → one tensor for every trainable weight
+Slots = Mapping[
+    str, Weights
+]  # State by position: "momentum" → one tensor for every trainable weight
 WHOLE = "whole"  # Name of the variant that is the model itself
 _KIND_OF_WHOLE = "width"  # What files have had for the whole model since before there were variants
-Extras = Mapping[str, Tensor]  # State of a method that belongs to no position: named tensors of any shape
+Extras = Mapping[
+    str, Tensor
+]  # State of a method that belongs to no position: named tensors of any shape
 
 
 @dataclass(frozen=True)
@@ -46,7 +50,13 @@ class Submodel:
     @property
     def home(self) -> Index:
         """The axes that the index leaves out: of these the state under its scope has the member's channels alone."""
-        return Index({axis: Positions.prefix(width) for axis, width in self.arch.widths if axis not in self.index})
+        return Index(
+            {
+                axis: Positions.prefix(width)
+                for axis, width in self.arch.widths
+                if axis not in self.index
+            }
+        )
 
     @property
     def held(self) -> Index:
@@ -75,7 +85,10 @@ class Submodel:
         widths = tuple((axis, width) for axis, width in note["widths"])
         variant = WHOLE if note["kind"] == _KIND_OF_WHOLE else note["kind"]
         arch = Arch(widths, variant, tuple(note.get("trains", ())))
-        index = {axis: Positions(tuple((start, stop) for start, stop in runs)) for axis, runs in note["index"].items()}
+        index = {
+            axis: Positions(tuple((start, stop) for start, stop in runs))
+            for axis, runs in note["index"].items()
+        }
         return Submodel(arch, Index(index), note["scope"])
 
 
@@ -84,7 +97,9 @@ def _check_note(note: object) -> None:
     if not isinstance(note, Mapping) or not {"widths", "kind", "index", "scope"} <= note.keys():
         raise FormatError("a sub-model has no widths, kind, index and scope")
     widths, index, trains = note["widths"], note["index"], note.get("trains", [])
-    if not _is_pairs(widths) or not all(isinstance(axis, str) and whole(width) for axis, width in widths):
+    if not _is_pairs(widths) or not all(
+        isinstance(axis, str) and whole(width) for axis, width in widths
+    ):
         raise FormatError("the widths of a sub-model are not pairs of an axis and a whole number")
     if not isinstance(index, Mapping) or not all(_is_runs(runs) for runs in index.values()):
         raise FormatError("the index of a sub-model does not have runs of positions by axis")
@@ -99,7 +114,9 @@ def _is_runs(runs: Any) -> bool:
 
 
 def _is_pairs(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(pair, list) and len(pair) == 2 for pair in value)
+    return isinstance(value, list) and all(
+        isinstance(pair, list) and len(pair) == 2 for pair in value
+    )
 
 
 def in_slots(slots: Slots) -> list[Tensor]:
@@ -147,7 +164,11 @@ class Budget:
         params: float | str | None = None,
         memory: float | str | None = None,
     ) -> None:
-        bounds = {"share": share, "macs": _number(macs, "macs"), "params": _number(params, "params")}
+        bounds = {
+            "share": share,
+            "macs": _number(macs, "macs"),
+            "params": _number(params, "params"),
+        }
         bounds["memory"] = _number(memory, "memory")
         for name, value in bounds.items():
             object.__setattr__(self, name, value)
@@ -156,12 +177,18 @@ class Budget:
     def _check(self) -> None:
         given = self.bounds
         if not given:
-            raise BudgetError("a budget needs at least one of share=, macs=, params=, memory=; none was given.")
+            raise BudgetError(
+                "a budget needs at least one of share=, macs=, params=, memory=; none was given."
+            )
         for name, value in given.items():
             if not isinstance(value, Real) or not float(value) > 0:
-                raise BudgetError(f"a budget of {name}={value!r} was asked for; it must be a number above 0.")
+                raise BudgetError(
+                    f"a budget of {name}={value!r} was asked for; it must be a number above 0."
+                )
         if self.share is not None and self.share > 1:
-            raise BudgetError(f"a share of {self.share} was asked for; shares lie in (0, 1], and 1 is the whole model.")
+            raise BudgetError(
+                f"a share of {self.share} was asked for; shares lie in (0, 1], and 1 is the whole model."
+            )
 
     def __str__(self) -> str:
         return " ".join(f"{name} {value:g}" for name, value in self.bounds.items())
@@ -177,7 +204,10 @@ class Budget:
 
     def both(self, other: Budget) -> Budget:
         """What keeps within either: of each bound the tighter one."""
-        found = {name: [value for value in (own, getattr(other, name)) if value] for name, own in vars(self).items()}
+        found = {
+            name: [value for value in (own, getattr(other, name)) if value]
+            for name, own in vars(self).items()
+        }
         return Budget(**{name: min(values) for name, values in found.items() if values})
 
 
@@ -191,7 +221,9 @@ def _number(bound: float | str | None, name: str) -> float | None:
         return bound
     value = quantity(bound, name)
     if value is None:
-        raise BudgetError(f"a budget of {name}={bound!r} was asked for; write it like {how_to_write(name)}.")
+        raise BudgetError(
+            f"a budget of {name}={bound!r} was asked for; write it like {how_to_write(name)}."
+        )
     return value
 
 
@@ -202,7 +234,9 @@ class Client:
     id: int
     budget: Budget
     size: int = 0
-    turn: int = 0  # how many were asked before it, over all rounds: where a cycle that all share stands
+    turn: int = (
+        0  # how many were asked before it, over all rounds: where a cycle that all share stands
+    )
 
 
 @dataclass(frozen=True)
@@ -222,7 +256,9 @@ class Payload:
     weights: Weights  # by the family's names, without the scope
     slots: Slots = field(default_factory=dict)  # State of the method, cut as the weights are
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
-    coded_extras: tuple[str, ...] = ()  # Extras that a link with a codec codes; it sends the others as they are
+    coded_extras: tuple[
+        str, ...
+    ] = ()  # Extras that a link with a codec codes; it sends the others as they are
     # Weights that a client gets once, such as its private net. They are neither lost nor coded, because a device that
     # lacks a part of its net cannot begin: it asks until all of them have arrived.
     first: Weights = field(default_factory=dict)
@@ -231,7 +267,8 @@ class Payload:
     def bytes(self) -> int:
         """Return the bytes of all tensors, uncoded."""
         return self.first_bytes + sum(
-            value.nbytes for value in (*self.weights.values(), *in_slots(self.slots), *self.extras.values())
+            value.nbytes
+            for value in (*self.weights.values(), *in_slots(self.slots), *self.extras.values())
         )
 
     @property
@@ -275,8 +312,12 @@ class Server:
 
     round: int
     weights: Weights
-    memory: MutableMapping[tuple[int, str], Memory] = field(default_factory=dict)  # by client and scope
-    slots: Slots = field(default_factory=dict)  # of the server's optimizer and of the method, by scope and name
+    memory: MutableMapping[tuple[int, str], Memory] = field(
+        default_factory=dict
+    )  # by client and scope
+    slots: Slots = field(
+        default_factory=dict
+    )  # of the server's optimizer and of the method, by scope and name
     extras: Extras = field(default_factory=dict)  # State of the method that is not cut
 
     def last(self, client: int) -> int:

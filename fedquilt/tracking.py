@@ -83,9 +83,15 @@ def scalars(record: Record) -> dict[str, float]:
     plain.pop("accuracy", None)  # the metrics have it
     plain.pop("main", None)
     grades = plain.pop("metrics", {})
-    plain |= {f"{name}/{label}": value for name, values in grades.items() for label, value in values.items()}
+    plain |= {
+        f"{name}/{label}": value
+        for name, values in grades.items()
+        for label, value in values.items()
+    }
     del plain["round"]
-    return {name: value for name, value in plain.items() if value is not None and math.isfinite(value)}
+    return {
+        name: value for name, value in plain.items() if value is not None and math.isfinite(value)
+    }
 
 
 def flat(settings: Mapping[str, Any], path: str = "") -> dict[str, Scalar]:
@@ -118,7 +124,9 @@ class TensorBoard(Tracking):
             own = about.folder / "tensorboard"
         # Readers forget what was told of later rounds before the run went on from here.
         writer = board.SummaryWriter(str(own), purge_step=about.done + 1)
-        for summary in board.summary.hparams(dict(about.config), dict.fromkeys(about.measures, 0.0)):
+        for summary in board.summary.hparams(
+            dict(about.config), dict.fromkeys(about.measures, 0.0)
+        ):
             writer.file_writer.add_summary(summary)
         return _TensorBoard(writer)
 
@@ -155,7 +163,9 @@ class WandB(Tracking):
             project=self.project,
             entity=self.entity or None,
             mode=self.mode,
-            dir=self.dir or about.folder or Path.cwd(),  # left open, it is where wandb was first used
+            dir=self.dir
+            or about.folder
+            or Path.cwd(),  # left open, it is where wandb was first used
             id=about.id,
             name=about.name,
             config=dict(about.config),
@@ -176,7 +186,9 @@ class _WandB:
             self.run.log(scalars(record), step=record.round, commit=True)
 
     def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
-        self.run.summary.update({f"total/{name}": summary[name] for name in ("seconds", "bytes_down", "bytes_up")})
+        self.run.summary.update(
+            {f"total/{name}": summary[name] for name in ("seconds", "bytes_down", "bytes_up")}
+        )
         self.run.finish(exit_code=0 if whole else 1)
 
 
@@ -197,17 +209,30 @@ class MLflow(Tracking):
         from mlflow.entities import Param
         from mlflow.tracking import MlflowClient
 
-        client = MlflowClient(self.uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db")
+        client = MlflowClient(
+            self.uri or os.environ.get("MLFLOW_TRACKING_URI") or "sqlite:///mlflow.db"
+        )
         known = client.get_experiment_by_name(self.experiment)
         experiment = known.experiment_id if known else client.create_experiment(self.experiment)
         found = client.search_runs([experiment], f"tags.`fedquilt.id` = '{about.id}'")
-        run = found[0] if found else client.create_run(experiment, run_name=about.name, tags={"fedquilt.id": about.id})
+        run = (
+            found[0]
+            if found
+            else client.create_run(experiment, run_name=about.name, tags={"fedquilt.id": about.id})
+        )
         id = run.info.run_id
         client.update_run(id, status="RUNNING")
-        params = [Param(name, str(value)) for name, value in about.config.items() if name not in run.data.params]
+        params = [
+            Param(name, str(value))
+            for name, value in about.config.items()
+            if name not in run.data.params
+        ]
         for start in range(0, len(params), _BATCH):  # what is there already may not change
             client.log_batch(id, params=params[start : start + _BATCH])
-        told = {name: max(one.step for one in client.get_metric_history(id, name)) for name in run.data.metrics}
+        told = {
+            name: max(one.step for one in client.get_metric_history(id, name))
+            for name in run.data.metrics
+        }
         return _MLflow(client, id, told)
 
 
@@ -227,7 +252,9 @@ class _MLflow:
         # Domains are called what they like, and are part of a metric's name, of which MLflow takes few characters.
         plain = {re.sub(r"[^\w./: -]", "_", name): value for name, value in scalars(record).items()}
         new = {name: value for name, value in plain.items() if step > self.told.get(name, 0)}
-        self.client.log_batch(self.id, metrics=[Metric(name, value, now, step) for name, value in new.items()])
+        self.client.log_batch(
+            self.id, metrics=[Metric(name, value, now, step) for name, value in new.items()]
+        )
 
     def finish(self, summary: Mapping[str, Any], whole: bool) -> None:
         self.client.set_terminated(self.id, status="FINISHED" if whole else "KILLED")
@@ -274,7 +301,12 @@ def _each(opened: list[tuple[str, Tracker]], when: str, do: Callable[[Tracker], 
             do(one)
         except Exception as error:
             opened.remove((name, one))
-            _log.warning("Tracking with %s failed %s, and the run goes on without it. %s", name, when, said(error))
+            _log.warning(
+                "Tracking with %s failed %s, and the run goes on without it. %s",
+                name,
+                when,
+                said(error),
+            )
 
 
 def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
@@ -283,7 +315,14 @@ def _about(run: Run, config: Mapping[str, Any], folder: Path | None) -> About:
     budgets = tested_budgets(run.method, run.fleet.kinds) or (Budget(share=1.0),)
     id, shares = _id(folder), [share_label(run.method, budget, run.world) for budget in budgets]
     measures = ("loss", *(f"{run.world.task.main.name}/{share}" for share in shares))
-    return About(id, f"{run.summary['method'].lower()}-{id}", flat(config), run.server.round, measures, folder)
+    return About(
+        id,
+        f"{run.summary['method'].lower()}-{id}",
+        flat(config),
+        run.server.round,
+        measures,
+        folder,
+    )
 
 
 def _id(folder: Path | None) -> str:
@@ -293,7 +332,9 @@ def _id(folder: Path | None) -> str:
         try:
             return str(json.loads(file.read_text())["id"])
         except (OSError, ValueError, KeyError, TypeError) as error:
-            raise RecordError(f"{file} says what the run is tracked as; it cannot be read: {said(error)}.") from error
+            raise RecordError(
+                f"{file} says what the run is tracked as; it cannot be read: {said(error)}."
+            ) from error
     id = uuid.uuid4().hex[:8]
     if file:
         try:

@@ -30,11 +30,16 @@ _WORTH = 10  # times that long a run must be for processes to be tried
 def quickest(experiment: Experiment, ground: Ground) -> Machine:
     """Choose the fastest engine on this machine by a short round with each; for the command line and files."""
     size = BATCHES * experiment.method.local.batch_size
-    short = replace(ground, data=replace(ground.data, parts=ground.data.parts.head(size)), engines={})
+    short = replace(
+        ground, data=replace(ground.data, parts=ground.data.parts.head(size)), engines={}
+    )
     part = len(short.data.parts.order) / max(1, len(ground.data.parts.order))
     taken: dict[Machine, float] = {}
     for machine in _ways(experiment.engine):
-        if machine.name == "ray" and min(taken.values()) / part * experiment.rounds < _WORTH * _START:
+        if (
+            machine.name == "ray"
+            and min(taken.values()) / part * experiment.rounds < _WORTH * _START
+        ):
             continue
         taken[machine] = _seconds(replace(experiment, engine=machine), short)
         _log.info("a short round with %s took %.2f s", _said(machine), taken[machine])
@@ -45,7 +50,9 @@ def quickest(experiment: Experiment, ground: Ground) -> Machine:
 
 def _ways(asked: Machine) -> Iterator[Machine]:
     """Stacks on one thread or on all, and processes of one thread each; threads that were asked for stay."""
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    cores = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     own = replace(asked, name="vectorised")
     if asked.device != "cpu":
         yield own
@@ -69,7 +76,14 @@ def _seconds(experiment: Experiment, short: Ground) -> float:
     server = replace(run.server, round=experiment.rounds - 1)
     for _ in range(2):
         began = time.perf_counter()
-        play(run.federation, server, run.fleet, run.engine, experiment.rounds + 1, Evaluation(every=0))
+        play(
+            run.federation,
+            server,
+            run.fleet,
+            run.engine,
+            experiment.rounds + 1,
+            Evaluation(every=0),
+        )
         seconds = time.perf_counter() - began
     return seconds
 
@@ -77,4 +91,8 @@ def _seconds(experiment: Experiment, short: Ground) -> float:
 def _said(machine: Machine) -> str:
     if machine.name == "ray":
         return f"{machine.workers} processes"
-    return f"{machine.threads} thread{'s' if machine.threads != 1 else ''}" if machine.threads else machine.device
+    return (
+        f"{machine.threads} thread{'s' if machine.threads != 1 else ''}"
+        if machine.threads
+        else machine.device
+    )

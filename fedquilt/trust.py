@@ -31,8 +31,18 @@ _log = logging.getLogger(__name__)
 _LINE = re.compile(r"([0-9a-f]{64})  (/.+)")
 _HEADER = "# Code that fedquilt runs when the folder of a run names it: SHA-256 of the file, path and name.\n"
 # Files and folders of runs and studies. A TOML file beside one of them is theirs.
-_RECORDS = ("rounds.jsonl", "rounds.jsonl.gz", "summary.json", "checkpoint", "study.toml", "compare.json", "lock")
-_accepted: dict[str, str] = {}  # SHA-256 by label, of this process: used where the list cannot be written
+_RECORDS = (
+    "rounds.jsonl",
+    "rounds.jsonl.gz",
+    "summary.json",
+    "checkpoint",
+    "study.toml",
+    "compare.json",
+    "lock",
+)
+_accepted: dict[
+    str, str
+] = {}  # SHA-256 by label, of this process: used where the list cannot be written
 
 
 @dataclass(frozen=True)
@@ -60,7 +70,11 @@ def trusted_file() -> Path:
     """Return the path of the user's list: `fedquilt/trusted` in XDG_CONFIG_HOME, else in `~/.config`."""
     folder = os.environ.get("XDG_CONFIG_HOME", "")
     # A relative path is ignored, as the specification of XDG asks for. It would depend on the working directory.
-    return (Path(folder) if os.path.isabs(folder) else Path.home() / ".config") / "fedquilt" / "trusted"
+    return (
+        (Path(folder) if os.path.isabs(folder) else Path.home() / ".config")
+        / "fedquilt"
+        / "trusted"
+    )
 
 
 def is_recorded(file: str | Path) -> bool:
@@ -91,10 +105,14 @@ def check_code(settings: Mapping[str, Mapping[str, Any]], trust: bool = False) -
     if not wrong:
         return
     files = ", ".join(
-        file for file, found in by_file.items() if any(problems[code.label + code.reference] for code in found)
+        file
+        for file, found in by_file.items()
+        if any(problems[code.label + code.reference] for code in found)
     )
     raise ConfigError(
-        "\n  ".join([f"{files} names code that you have not trusted. Nothing of it was run:", *wrong])
+        "\n  ".join(
+            [f"{files} names code that you have not trusted. Nothing of it was run:", *wrong]
+        )
         + f"\nRead these files. If you trust them, add --trust (in Python: trust=True), which lists them in "
         f"{trusted_file()}."
     )
@@ -114,7 +132,11 @@ def check_study_code(folder: str | Path, trust: bool = False) -> None:
             continue
         try:
             found[str(file)] = tomllib.loads(file.read_text())
-        except (OSError, ValueError, RecursionError):  # It cannot name code. Whoever needs it reports the damage.
+        except (
+            OSError,
+            ValueError,
+            RecursionError,
+        ):  # It cannot name code. Whoever needs it reports the damage.
             continue
     check_code(found, trust)
 
@@ -143,7 +165,9 @@ def remember_code(settings: Iterable[Mapping[str, Any]]) -> None:
         _accepted.update(new)
         reason = why(error) if isinstance(error, OSError) else str(error)
         _log.warning(
-            "%s could not be written: %s. Commands that open this run later will need --trust.", trusted_file(), reason
+            "%s could not be written: %s. Commands that open this run later will need --trust.",
+            trusted_file(),
+            reason,
         )
 
 
@@ -170,7 +194,11 @@ def _code_of(reference: str) -> Iterator[Code]:
         try:
             file = Path(path).resolve()
             is_there = file.is_file()
-        except (OSError, ValueError, RuntimeError):  # a name too long for a file, a NUL in it, or a circle of links
+        except (
+            OSError,
+            ValueError,
+            RuntimeError,
+        ):  # a name too long for a file, a NUL in it, or a circle of links
             return
         if is_there:
             yield Code(file, name, reference)
@@ -207,7 +235,9 @@ def _read() -> dict[str, str]:
     except FileNotFoundError:
         return {}
     except OSError as error:
-        raise ConfigError(f"{file}, the list of code that you trust, cannot be read: {why(error)}.") from error
+        raise ConfigError(
+            f"{file}, the list of code that you trust, cannot be read: {why(error)}."
+        ) from error
     found = {}
     damaged = []
     for number, line in enumerate(lines, 1):

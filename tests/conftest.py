@@ -30,7 +30,9 @@ from fedquilt.round.training.server import ServerTraining
 from tests.long_variants import LONG_VARIANTS
 
 torch.set_num_threads(1)
-if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:  # begun in the background; some tests press ctrl-C
+if (
+    signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+):  # begun in the background; some tests press ctrl-C
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 # Tests, and the processes that they start, have a list of trusted code of their own.
@@ -49,7 +51,9 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
-    parser.addoption("--update-golden", action="store_true", help="write the records in tests/golden anew")
+    parser.addoption(
+        "--update-golden", action="store_true", help="write the records in tests/golden anew"
+    )
 
 
 class Perceptron(nn.Module):
@@ -70,7 +74,9 @@ def _residual_net() -> nn.Module:
 
 
 def _language_model() -> nn.Module:
-    return TransformerLM(11, max_length=5, width=8, depth=1, heads=2, head_dim=4, hidden=12, dropout=0.1)
+    return TransformerLM(
+        11, max_length=5, width=8, depth=1, heads=2, head_dim=4, hidden=12, dropout=0.1
+    )
 
 
 @cache
@@ -111,7 +117,10 @@ def save_images(path: Path, count: int, homes: int, **more: Any) -> Path:
     draw, arrays = np.random.default_rng(0), dict(more)
     for part in ("train", "test"):
         arrays |= {f"x_{part}": draw.integers(256, size=(count, 8, 8, 3), dtype=np.uint8)}
-        arrays |= {f"y_{part}": draw.integers(4, size=count), f"domain_{part}": np.arange(count) % homes}
+        arrays |= {
+            f"y_{part}": draw.integers(4, size=count),
+            f"domain_{part}": np.arange(count) % homes,
+        }
     np.savez(path, **arrays)
     return path
 
@@ -135,7 +144,9 @@ def _make_data(
     def pool(n: int) -> tuple[Tensor, Tensor]:
         if example.is_floating_point():
             inputs = torch.randn(n, *example.shape[1:], generator=generator, dtype=torch.float64)
-            return inputs, torch.randint(classes, (n, *family.output_shape[2:]), generator=generator)
+            return inputs, torch.randint(
+                classes, (n, *family.output_shape[2:]), generator=generator
+            )
         tokens = torch.randint(classes, (n, example.shape[1] + 1), generator=generator)
         return tokens[:, :-1], tokens[:, 1:]
 
@@ -205,7 +216,9 @@ def with_local(method: Method, **changes: Any) -> Method:
 RELATIVES = ("fedseq", "fedrush", "fedslim", "fjord", "fedavgm", "fedadam")
 # Methods that cut one model. The others need a union, and have tests of their own: RaFL.
 CUTTING = {name: kind for name, kind in METHODS.items() if not kind.trains_pairs}
-QUICK_METHODS = [pytest.param(name, marks=pytest.mark.slow if name in RELATIVES else ()) for name in CUTTING]
+QUICK_METHODS = [
+    pytest.param(name, marks=pytest.mark.slow if name in RELATIVES else ()) for name in CUTTING
+]
 
 
 def few_server_steps(method: Method) -> Method:
@@ -221,7 +234,11 @@ def start_of(run: fq.Run, job: fq.Job) -> Start:
     learner, cutter = run.method.learner(job, run.world), run.world.family.cutter
     payload = fq.Payload(
         job.submodel,
-        cutter.gather(run.server.weights, job.submodel, learner.received(run.world.family.member(job.submodel))),
+        cutter.gather(
+            run.server.weights,
+            job.submodel,
+            learner.received(run.world.family.member(job.submodel)),
+        ),
     )
     initial = run.federation.initial_on(run.engine.device)
     return receive(run.federation, job, learner, payload, memory_of(run.server, job), initial)
@@ -229,9 +246,13 @@ def start_of(run: fq.Run, job: fq.Job) -> Start:
 
 def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:
     """Both runs stand at the same weights and memories, and told the same story on the way."""
-    torch.testing.assert_close(dict(one.server.weights), dict(other.server.weights), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        dict(one.server.weights), dict(other.server.weights), rtol=0, atol=atol
+    )
     torch.testing.assert_close(dict(one.server.slots), dict(other.server.slots), rtol=0, atol=atol)
-    torch.testing.assert_close(dict(one.server.extras), dict(other.server.extras), rtol=0, atol=atol)
+    torch.testing.assert_close(
+        dict(one.server.extras), dict(other.server.extras), rtol=0, atol=atol
+    )
     assert one.server.memory.keys() == other.server.memory.keys()
     for key, memory in one.server.memory.items():
         theirs = other.server.memory[key]
@@ -241,7 +262,11 @@ def assert_same(one: fq.Run, other: fq.Run, atol: float = 1e-9) -> None:
         torch.testing.assert_close(dict(memory.slots), dict(theirs.slots), rtol=0, atol=atol)
         torch.testing.assert_close(dict(memory.extras), dict(theirs.extras), rtol=0, atol=atol)
     for mine, theirs in zip(one.records, other.records, strict=True):
-        assert (mine.bytes_down, mine.bytes_up, mine.macs) == (theirs.bytes_down, theirs.bytes_up, theirs.macs)
+        assert (mine.bytes_down, mine.bytes_up, mine.macs) == (
+            theirs.bytes_down,
+            theirs.bytes_up,
+            theirs.macs,
+        )
         assert mine.loss == pytest.approx(theirs.loss, abs=atol)
         assert_same_grades(mine, theirs, atol)
 
@@ -266,6 +291,8 @@ def load_script(path: str) -> ModuleType:
     spec = importlib.util.spec_from_file_location(file.stem, file)
     assert spec is not None
     assert spec.loader is not None
-    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)  # where dataclasses look for it
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(
+        spec
+    )  # where dataclasses look for it
     spec.loader.exec_module(module)
     return module

@@ -39,8 +39,13 @@ def perceptrons(brought: bool = False, **hidden: int) -> fq.Family:
     nets = {"knowledge": 3, **(hidden or PRIVATE)}
     with torch.random.fork_rng():
         torch.manual_seed(5)
-        made = {name: Perceptron(count) if brought else partial(Perceptron, count) for name, count in nets.items()}
-        return fq.union({name: fq.trace(module, torch.zeros(2, 4)) for name, module in made.items()})
+        made = {
+            name: Perceptron(count) if brought else partial(Perceptron, count)
+            for name, count in nets.items()
+        }
+        return fq.union(
+            {name: fq.trace(module, torch.zeros(2, 4)) for name, module in made.items()}
+        )
 
 
 @cache
@@ -59,7 +64,9 @@ def normed_pairs() -> fq.Family:
     """Return a union of convolutions with batch norms."""
     nets = {"knowledge": 2, "small": 3, "big": 4}
     example = torch.zeros(2, 1, 4, 4)
-    return fq.union({name: fq.trace(partial(Convolution, count), example) for name, count in nets.items()})
+    return fq.union(
+        {name: fq.trace(partial(Convolution, count), example) for name, count in nets.items()}
+    )
 
 
 def pair(family: fq.Family, private: str) -> fq.Arch:
@@ -69,9 +76,15 @@ def pair(family: fq.Family, private: str) -> fq.Arch:
 
 def limits(family: fq.Family, *private: str) -> list[fq.Budget]:
     """Return for each private net the least multiply-adds that allow its pair."""
-    return [fq.Budget(macs=family.cost(pair(family, name)).macs) for name in private or ("small", "big")]
+    return [
+        fq.Budget(macs=family.cost(pair(family, name)).macs) for name in private or ("small", "big")
+    ]
 
 
 def of_net(state: dict[str, Tensor], net: str) -> dict[str, Tensor]:
     """Return the weights of one net by the names that its module has."""
-    return {name.removeprefix(f"{net}."): value for name, value in state.items() if name.startswith(f"{net}.")}
+    return {
+        name.removeprefix(f"{net}."): value
+        for name, value in state.items()
+        if name.startswith(f"{net}.")
+    }

@@ -52,7 +52,9 @@ def _filled_table(mark: str, table: str, results: Path) -> str:
             named.add(name)
             computed = row_of(settings[name], columns, results)
             values = [_cell(old, new) for old, new in zip(values, computed, strict=True)]
-        lines.append("|" + "|".join(f" {cell} " if cell else " " for cell in [*labels, *values]) + "|")
+        lines.append(
+            "|" + "|".join(f" {cell} " if cell else " " for cell in [*labels, *values]) + "|"
+        )
     if missing := settings.keys() - named:
         raise ValueError(f"no row of the table has these names: {sorted(missing)}.")
     return f"<!-- results\n{mark}\n-->\n" + "\n".join(lines) + "\n"
@@ -65,7 +67,9 @@ def row_of(pattern: str, columns: Sequence[str], folder: Path) -> list[str]:
     if not results:
         raise ValueError(f"{folder / glob} has no stored result.")
     return [
-        " / ".join(_shown(results, Value.parse(text.replace("@", insert))) for text in column.split(" / "))
+        " / ".join(
+            _shown(results, Value.parse(text.replace("@", insert))) for text in column.split(" / ")
+        )
         for column in columns
     ]
 
@@ -74,7 +78,9 @@ def _shown(results: Sequence[Result], value: Value) -> str:
     """Return mean and deviation of a value over results, of which each must have it."""
     for result in results:
         if value.of(result) is None:
-            raise ValueError(f"the result of {result.entry}, seed {result.seed} has no {' '.join(value.path)}.")
+            raise ValueError(
+                f"the result of {result.entry}, seed {result.seed} has no {' '.join(value.path)}."
+            )
     spread = spread_of(results, value)
     assert spread is not None
     return spread_text(spread, value)

@@ -84,7 +84,9 @@ class RunRequest(Options):
     and the run apply instead of these.
     """
 
-    config: Config = None  # settings; if not given the demo's, or with --model or --data the method's defaults
+    config: Config = (
+        None  # settings; if not given the demo's, or with --model or --data the method's defaults
+    )
     method: Text = None  # a name of `fedquilt list methods`, or file.py:factory
 
     def __call__(self) -> int:
@@ -111,7 +113,10 @@ class RunRequest(Options):
             if playing.damage:
                 listed = "\n  ".join(playing.damage)
                 where = f"the run in {playing.rounds} is finished and its summary is intact"
-                print(f"RecordError: {where}, but other files are damaged:\n  {listed}", file=sys.stderr)
+                print(
+                    f"RecordError: {where}, but other files are damaged:\n  {listed}",
+                    file=sys.stderr,
+                )
         return int(bool(playing.damage))
 
 
@@ -139,7 +144,9 @@ class ListRequest(DataOptions):
             self._plot()
             return
         if self != replace(ListRequest(), what=self.what, name=self.name, json=self.json):
-            raise ConfigError("list was asked for with options for a plot of the data; add --plot to have one.")
+            raise ConfigError(
+                "list was asked for with options for a plot of the data; add --plot to have one."
+            )
         kinds = listing.LISTS if self.what == "all" else [self.what]
         found = {what: listing.entries(what, self.name, with_stages=self.json) for what in kinds}
         if self.json:
@@ -161,8 +168,12 @@ class ListRequest(DataOptions):
         from fedquilt.data.plot import blocks, counts, figure
 
         if self.what != "data":
-            raise ConfigError(f"list {self.what} --plot was asked for; list data --plot draws who holds what.")
-        settings, asked = self.layers(read_settings(self.config, self.trust) if self.config else demo())
+            raise ConfigError(
+                f"list {self.what} --plot was asked for; list data --plot draws who holds what."
+            )
+        settings, asked = self.layers(
+            read_settings(self.config, self.trust) if self.config else demo()
+        )
         experiment = Experiment.of(settings, asked, self.config or "")
         data, _ = experiment.data.deal(experiment.fleet.clients, experiment.seed)
         if self.out:
@@ -170,19 +181,28 @@ class ListRequest(DataOptions):
         if self.json:
             print_json({"data": data.name, "by": self.by, "counts": counts(data, self.by).tolist()})
         else:
-            say(console_for(), f"{self.out} shows who holds what" if self.out else blocks(data, self.by))
+            say(
+                console_for(),
+                f"{self.out} shows who holds what" if self.out else blocks(data, self.by),
+            )
 
 
 @dataclass(frozen=True)
 class ProbeRequest:
     """Measure what this device can hold and how fast it trains, and propose a budget for it."""
 
-    model: Text = None  # a name of `fedquilt list models`, or file.py:factory; the demo's if not given
+    model: Text = (
+        None  # a name of `fedquilt list models`, or file.py:factory; the demo's if not given
+    )
     data: Text = None  # whose samples it is fed, as for `run`; if not given, those its paper has, or the demo's
     device: Text = None  # such as cpu or cuda
     precision: Precision = None  # to train in, as for `run`
-    space: Text = None  # time the blocks of a search space instead: a name, file.py:Class, or a supernet file
-    out: File = None  # for --space: file for the times, which `fedquilt supernet search --table` reads
+    space: Text = (
+        None  # time the blocks of a search space instead: a name, file.py:Class, or a supernet file
+    )
+    out: File = (
+        None  # for --space: file for the times, which `fedquilt supernet search --table` reads
+    )
     force: Flag = False  # for --space: write over a file that is there
     json: Flag = False  # print the measurements as JSON on standard output, and nothing else there
 
@@ -207,9 +227,13 @@ class ProbeRequest:
         from fedquilt.cli.show import print_json, say
 
         if self.model is not None or self.precision is not None:
-            raise ConfigError("probe --space was asked for with --model or --precision; only --data and --device fit.")
+            raise ConfigError(
+                "probe --space was asked for with --model or --precision; only --data and --device fit."
+            )
         if self.out is not None and Path(self.out).exists() and not self.force:
-            raise ConfigError(f"{self.out} is there already; give another --out, or --force to replace it.")
+            raise ConfigError(
+                f"{self.out} is there already; give another --out, or --force to replace it."
+            )
         table = probed_blocks(space, self.data, self.device or "cpu", console)
         if self.out is not None:
             table.save(self.out)
@@ -277,7 +301,9 @@ class CheckRequest:
             has_failed = any(one.status == "failed" for one in findings)
             if self.json:
                 checks = [one.to_dict() for one in findings]
-                print_json({"method": self.method, "passed": not has_failed, "checks": checks}, stdout)
+                print_json(
+                    {"method": self.method, "passed": not has_failed, "checks": checks}, stdout
+                )
             else:
                 show_findings(console, self.method, findings)
         return int(has_failed)
@@ -316,7 +342,9 @@ class ExportRequest:
     robustness: Real = None  # of dual norms: 0 is the clean net, 1 the noised one
     format: Format = ""  # if not given, what the file's name ends with
     force: Flag = False  # write over a file that is there
-    trust: Flag = False  # run the code that the run's folder names, and add it to your list of trusted code
+    trust: Flag = (
+        False  # run the code that the run's folder names, and add it to your list of trusted code
+    )
     json: Flag = False  # print what was written as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -333,9 +361,15 @@ class ExportRequest:
             run = load_run(self.run, trust=self.trust)
             whose = "" if self.client is None else f", client {self.client}'s"
             told = ", ".join(map(str, budgets))
-            source = f"{self.run} after round {run.server.round} (checkpoint/{run.server.round:08}.json)"
+            source = (
+                f"{self.run} after round {run.server.round} (checkpoint/{run.server.round:08}.json)"
+            )
             say(console, f"{source}: a model of {told}{whose} as {kind}")
-            asked: dict[str, Any] = {"client": self.client, "norms": self.norms, "robustness": self.robustness}
+            asked: dict[str, Any] = {
+                "client": self.client,
+                "norms": self.norms,
+                "robustness": self.robustness,
+            }
             asked |= {"format": kind, "force": self.force}
             several = len(budgets) > 1
             found = (
@@ -344,7 +378,10 @@ class ExportRequest:
                 else [run.export(self.out, budgets[0], **asked)]
             )
             if self.json:
-                used = {"round": run.server.round, "checkpoint": f"checkpoint/{run.server.round:08}.json"}
+                used = {
+                    "round": run.server.round,
+                    "checkpoint": f"checkpoint/{run.server.round:08}.json",
+                }
                 listed = [{**one.to_dict(), **used} for one in found]
                 print_json(listed if several else listed[0], stdout)
             else:
@@ -356,7 +393,9 @@ class ExportRequest:
         bounds = {"params": self.params, "macs": self.macs, "memory": self.memory}
         bounded = any(value is not None for value in bounds.values())
         if bounded and len(self.share) > 1:
-            raise ConfigError("several shares and a bound were asked for; a file of several sizes takes shares alone.")
+            raise ConfigError(
+                "several shares and a bound were asked for; a file of several sizes takes shares alone."
+            )
         shares = self.share or ((None,) if bounded else (1.0,))
         return [Budget(share=share, **bounds) for share in shares]
 
@@ -368,7 +407,9 @@ class ClientsRequest:
     """
 
     run: Folder  # its folder: --out of `fedquilt run`
-    trust: Flag = False  # run the code that the run's folder names, and add it to your list of trusted code
+    trust: Flag = (
+        False  # run the code that the run's folder names, and add it to your list of trusted code
+    )
     json: Flag = False  # print every client as JSON on standard output, and nothing else there
 
     def __call__(self) -> None:
@@ -379,7 +420,9 @@ class ClientsRequest:
 
             run = load_run(self.run, trust=self.trust)
             if run.absent:
-                raise ConfigError(f"the clients of {self.run} were asked for; their data cannot be had: {run.absent}")
+                raise ConfigError(
+                    f"the clients of {self.run} were asked for; their data cannot be had: {run.absent}"
+                )
             found = run.clientwise()
             if self.json:
                 print_json(found.to_dict(), stdout)
@@ -401,7 +444,9 @@ COMMANDS: dict[str, Callable[..., Any]] = {
     "check": CheckRequest,
     "supernet": SupernetRequest,
 }
-GROUPS: dict[str, dict[str, Callable[..., Any]]] = {"supernet": SUPERNET_COMMANDS}  # commands of two words
+GROUPS: dict[str, dict[str, Callable[..., Any]]] = {
+    "supernet": SUPERNET_COMMANDS
+}  # commands of two words
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -413,11 +458,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"fedquilt {__version__}")
         return 0
     commands, prog = COMMANDS, "fedquilt"
-    description = "Federated learning on unequal devices: each trains the piece of one model that fits it. "
+    description = (
+        "Federated learning on unequal devices: each trains the piece of one model that fits it. "
+    )
     description += "With --debug, any command shows the whole trace of an error."
     if args and args[0] in GROUPS:
         group = args.pop(0)
-        commands, prog, description = GROUPS[group], f"fedquilt {group}", _first_line(COMMANDS[group])
+        commands, prog, description = (
+            GROUPS[group],
+            f"fedquilt {group}",
+            _first_line(COMMANDS[group]),
+        )
     if args and args[0] in commands:
         try:
             refuse_repeated(commands[args[0]], args[1:])
@@ -436,9 +487,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         with _terminated_like_interrupted():
             return request() or 0
     except KeyboardInterrupt as error:
-        print("\n".join([f"Interrupted. {error}".strip(), *getattr(error, "__notes__", ())]), file=sys.stderr)
+        print(
+            "\n".join([f"Interrupted. {error}".strip(), *getattr(error, "__notes__", ())]),
+            file=sys.stderr,
+        )
         return 130
-    except BrokenPipeError:  # whoever read our output has seen enough; leave nothing for the last flush to trip over
+    except (
+        BrokenPipeError
+    ):  # whoever read our output has seen enough; leave nothing for the last flush to trip over
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 1
     except Exception as error:
@@ -471,7 +527,10 @@ def _explain(error: Exception) -> int | None:
         return None
     where = []
     if line:
-        where = [*([] if line in told else [f"It was raised in {line}."]), "--debug shows the whole trace."]
+        where = [
+            *([] if line in told else [f"It was raised in {line}."]),
+            "--debug shows the whole trace.",
+        ]
     print("\n".join([told, *notes, *where]), file=sys.stderr)
     return status
 

@@ -7,7 +7,19 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from fedquilt.cli.options import File, Flag, Grid, Methods, Options, Place, Real, Seeds, TableFormat, Text, Whole
+from fedquilt.cli.options import (
+    File,
+    Flag,
+    Grid,
+    Methods,
+    Options,
+    Place,
+    Real,
+    Seeds,
+    TableFormat,
+    Text,
+    Whole,
+)
 from fedquilt.cli.output import output
 from fedquilt.errors import ConfigError
 from fedquilt.names import nearest
@@ -30,15 +42,21 @@ class CompareRequest(Options):
     """
 
     methods: Methods = ()  # names of `fedquilt list methods`, file.py:factory, or TOML files of whole experiments
-    resume: Place = None  # continue the study in this folder; METHOD… chooses entries, --rounds trains longer
+    resume: Place = (
+        None  # continue the study in this folder; METHOD… chooses entries, --rounds trains longer
+    )
     config: File = None  # settings of all methods; if not given the demo's, or with --model or --data the defaults
     seeds: Seeds = ()  # random seeds that every method is trained with, such as 0 1 2; if not given that of --seed
     grid: Grid = ()  # values of a setting to try, such as method.local.optimiser.lr=0.01,0.1; may be given again
-    validation: Real = None  # share of every client's training samples that a grid is tuned on; 0.1 if not given
+    validation: Real = (
+        None  # share of every client's training samples that a grid is tuned on; 0.1 if not given
+    )
     tuning_seeds: Whole = None  # number of the seeds that a grid is tuned with; 1 if not given
     tuning_rounds: Whole = None  # rounds of tuning runs; those of the other runs if not given
     jobs: Whole = None  # runs at the same time, each in a process of its own; 1 if not given
-    baseline: Text = None  # one of the methods; also show what it took to reach parts of its best figure
+    baseline: Text = (
+        None  # one of the methods; also show what it took to reach parts of its best figure
+    )
     metric: Text = None  # the metric to compare; the task's main one if not given
     format: TableFormat = "text"  # how the tables are written on standard output
     yes: Flag = False  # accept more than 1,000 runs
@@ -57,7 +75,9 @@ class CompareRequest(Options):
             plan, sources = self._resumed(self.resume) if self.resume else self._planned()
             self._check_request(plan)
             grounds = prepared(plan, sources, folder, console, self.target, self.metric or "")
-            command = shlex.join(["fedquilt", "compare", *self._entries_resumed, "--resume", str(folder)])
+            command = shlex.join(
+                ["fedquilt", "compare", *self._entries_resumed, "--resume", str(folder)]
+            )
             study = run_study(plan, folder, self.jobs or 1, console, command, self.yes, grounds)
             show_study(
                 study,
@@ -92,7 +112,9 @@ class CompareRequest(Options):
         names = [entry.name for entry in plan.entries]
         for name in self.methods:
             find_entry(names, f"{name}:", f"compare --resume {folder}")
-        entries = [entry for entry in plan.entries if not self.methods or entry.name in self.methods]
+        entries = [
+            entry for entry in plan.entries if not self.methods or entry.name in self.methods
+        ]
         if self.rounds is not None:
             for entry in entries:
                 assign(entry.settings, ["rounds"], self.rounds)
@@ -109,7 +131,9 @@ class CompareRequest(Options):
 
         if not self.methods or len(set(self.methods)) < len(self.methods):
             listed = " ".join(self.methods) or "nothing"
-            raise ConfigError(f"compare {listed} was asked for; name each method once, as in compare fedavg heterofl.")
+            raise ConfigError(
+                f"compare {listed} was asked for; name each method once, as in compare fedavg heterofl."
+            )
         if self.seeds and self.seed is not None:
             raise ConfigError("--seed and --seeds were asked for; one of them fits.")
         named = {_entry_name(method, self.methods): method for method in self.methods}
@@ -128,10 +152,14 @@ class CompareRequest(Options):
             except ConfigError as error:
                 problems.setdefault(str(error), []).append(name)
                 continue
-            entries.append(Entry(name, {key: value for key, value in settings.items() if key != "seed"}, grid))
+            entries.append(
+                Entry(name, {key: value for key, value in settings.items() if key != "seed"}, grid)
+            )
             sources[name] = request.source(config, method_name)
         if problems:
-            raise ConfigError("\n".join(f"{'; '.join(names)}: {problem}" for problem, names in problems.items()))
+            raise ConfigError(
+                "\n".join(f"{'; '.join(names)}: {problem}" for problem, names in problems.items())
+            )
         if not self.seeds and len(seeds) > 1:
             raise ConfigError(
                 f"compare {' '.join(self.methods)} was asked for; these have the seeds {sorted(seeds)}. Name the seeds "
@@ -142,13 +170,19 @@ class CompareRequest(Options):
         options = {key: value for key, value in options.items() if value is not None}
         plan = Plan(tuple(entries), self.seeds or tuple(seeds), tuning=tuning, **options)
         if (tuning or options) and not plan.has_grid:
-            names = [f"--{key.replace('_', '-')}" for key in options] + ["--tuning-rounds"] * bool(tuning)
-            raise ConfigError(f"{', '.join(names)} was asked for without --grid, which alone is tuned.")
+            names = [f"--{key.replace('_', '-')}" for key in options] + ["--tuning-rounds"] * bool(
+                tuning
+            )
+            raise ConfigError(
+                f"{', '.join(names)} was asked for without --grid, which alone is tuned."
+            )
         plan.check(self.yes)
         check_comparable(plan, self.out)
         return plan, sources
 
-    def _request_of(self, name: str, names: list[str]) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
+    def _request_of(
+        self, name: str, names: list[str]
+    ) -> tuple[CompareRequest, dict[str, tuple[Any, ...]]]:
         """Return the request with those `--set` that concern one entry, and the entry's grid."""
         from fedquilt.config import parse_grid
         from fedquilt.studies.plan import find_entry
@@ -172,5 +206,9 @@ def _entry_name(method: str, methods: tuple[str, ...]) -> str:
     if not method.endswith(".toml"):
         return method
     stem = Path(method).stem
-    others = [Path(other).stem if other.endswith(".toml") else other for other in methods if other != method]
+    others = [
+        Path(other).stem if other.endswith(".toml") else other
+        for other in methods
+        if other != method
+    ]
     return method if stem in others else stem

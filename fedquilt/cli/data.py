@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 _quiet = {"help_behavior_hint": ""}
 Action = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="prepare", **_quiet)]
-DataNames = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME…", **_quiet)]
+DataNames = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="NAME…", **_quiet)
+]
 Origin = Annotated[str | None, tyro.conf.arg(name="from", metavar="DIR|URL", **_quiet)]
 
 
@@ -49,12 +51,19 @@ class DataRequest:
         from fedquilt.studies.papers import data_folder
 
         if self.action != "prepare":
-            raise ConfigError(f"data {self.action} was asked for; `fedquilt data prepare NAME…` fits.")
+            raise ConfigError(
+                f"data {self.action} was asked for; `fedquilt data prepare NAME…` fits."
+            )
         options = {"per_domain": self.per_domain, "seed": self.seed}
-        recipe = Recipe(fonts=self.fonts, **{name: value for name, value in options.items() if value is not None})
+        recipe = Recipe(
+            fonts=self.fonts,
+            **{name: value for name, value in options.items() if value is not None},
+        )
         console = console_for(self.json)
         with _progress(console) as watch:
-            files = prepare(self.names, data_folder(self.out), self.origin or "", self.force, recipe, watch)
+            files = prepare(
+                self.names, data_folder(self.out), self.origin or "", self.force, recipe, watch
+            )
         if self.json:
             print_json({file.data_set.name: file.to_dict() for file in files})
         else:
@@ -75,9 +84,20 @@ def _progress(console: Console) -> Iterator[Watch]:
         yield by_line
         return
 
-    from rich.progress import BarColumn, Progress, TaskProgressColumn, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        Progress,
+        TaskProgressColumn,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), TaskProgressColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        TaskProgressColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bars:
         tasks = {}
 

@@ -67,7 +67,9 @@ def details(what: str, name: str) -> dict[str, dict[str, Entry]]:
     if _tables_named(name) != (name,):  # It is a paper with all its tables.
         return {}
     table = _paper_table(name)
-    notes = {str(number): {"what it says": note} for number, note in enumerate(table["notes"], start=1)}
+    notes = {
+        str(number): {"what it says": note} for number, note in enumerate(table["notes"], start=1)
+    }
     return {"row (the paper's numbers)": table["rows"], "scale": table["sizes"], "note": notes}
 
 
@@ -82,7 +84,11 @@ def options(what: str, name: str) -> dict[str, Entry]:
     if what == "data":  # Every data set has it. `list partitions` shows the options of partitions.
         rows = {**rows, "validation": leaves(Source)["validation"]}
     if presets := getattr(kind, "presets", None):
-        shown = {"type": " | ".join(presets), "default": "null", "what it is": "a setting of its paper's or its code's"}
+        shown = {
+            "type": " | ".join(presets),
+            "default": "null",
+            "what it is": "a setting of its paper's or its code's",
+        }
         rows = {"preset": shown, **rows}
     return rows
 
@@ -156,7 +162,10 @@ def _paper_table(name: str) -> Entry:
     preset = parsed_preset(name)
     titles = [column.title for column in preset.columns]
     sizes = {
-        scale: {"seeds": " ".join(map(str, preset.seeds_at(scale))), "what differs": preset.scales[scale].note}
+        scale: {
+            "seeds": " ".join(map(str, preset.seeds_at(scale))),
+            "what differs": preset.scales[scale].note,
+        }
         for scale in preset.scales
     }
     return {
@@ -173,7 +182,9 @@ def _paper_table(name: str) -> Entry:
 
 def _method(kind: type[Method]) -> Entry:
     has_defaults = all(
-        field.default is not MISSING or field.default_factory is not MISSING for field in fields(kind) if field.init
+        field.default is not MISSING or field.default_factory is not MISSING
+        for field in fields(kind)
+        if field.init
     )
     note = kind().note if has_defaults else ""
     return {"paper": kind.paper, **_plain(kind), "note": note, "presets": list(kind.presets)}
@@ -185,7 +196,12 @@ def _model(spec: ModelSpec) -> Entry:
     with torch.device("meta"):  # counted, not allocated
         parameters = sum(weight.numel() for weight in spec.factory().parameters())
     shape = list(spec.input_shape)
-    return {"paper": spec.paper, "input_shape": shape, "parameters": parameters, **described(spec.factory)}
+    return {
+        "paper": spec.paper,
+        "input_shape": shape,
+        "parameters": parameters,
+        **described(spec.factory),
+    }
 
 
 def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
@@ -202,7 +218,11 @@ def _stages(spec: ModelSpec) -> dict[str, dict[str, Entry]]:
         rows = {}
         for number, stage in enumerate(sizes, 1):
             end = {"ends with": stage.end} if stage.end else {}
-            rows[str(number)] = {**end, "parameters": stage.block, "parameters of its head": stage.head}
+            rows[str(number)] = {
+                **end,
+                "parameters": stage.block,
+                "parameters of its head": stage.head,
+            }
         tables[f"stage ({growth})" if growth else "stage"] = rows
     return tables
 
@@ -219,7 +239,11 @@ def _link(link: Link) -> Entry:
 
 def _task(kind: type[Task]) -> Entry:
     task = kind()
-    return {"main": task.main.name, **_plain(kind), "metrics": [metric.name for metric in task.measured]}
+    return {
+        "main": task.main.name,
+        **_plain(kind),
+        "metrics": [metric.name for metric in task.measured],
+    }
 
 
 def _metric(kind: type[Metric]) -> Entry:

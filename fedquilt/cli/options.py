@@ -19,7 +19,9 @@ _quiet = {"help_behavior_hint": ""}
 Text = Annotated[str | None, tyro.conf.arg(metavar="NAME", **_quiet)]
 Whole = Annotated[int | None, tyro.conf.arg(metavar="INT", **_quiet)]
 Real = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", **_quiet)]
-Shares = Annotated[tuple[float, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLOAT", **_quiet)]
+Shares = Annotated[
+    tuple[float, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="FLOAT", **_quiet)
+]
 Number = Annotated[int | float | None, tyro.conf.arg(metavar="INT|FLOAT", **_quiet)]
 Place = Annotated[Path | None, tyro.conf.arg(metavar="DIR", **_quiet)]
 File = Annotated[str | None, tyro.conf.arg(metavar="FILE", **_quiet)]
@@ -29,10 +31,14 @@ Flag = Annotated[bool, tyro.conf.arg(**_quiet)]
 Assignments = Annotated[
     tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(name="set", metavar="A.B=V", **_quiet)
 ]
-Names = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)]
+Names = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="NAME", **_quiet)
+]
 Seeds = Annotated[tuple[int, ...], tyro.conf.arg(metavar="INT…", **_quiet)]
 Models = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", **_quiet)]
-Grid = Annotated[tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="A.B=V,V…", **_quiet)]
+Grid = Annotated[
+    tuple[str, ...], tyro.conf.UseAppendAction, tyro.conf.arg(metavar="A.B=V,V…", **_quiet)
+]
 Rows = Annotated[tuple[str, ...], tyro.conf.arg(metavar="NAME…", **_quiet)]
 PaperTable = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="PAPER/TABLE", **_quiet)]
 Scale = Annotated[str, tyro.conf.arg(metavar="smoke|short|full", **_quiet)]
@@ -40,19 +46,30 @@ TableFormat = Annotated[
     Literal["text", "markdown", "latex", "csv", "json"],
     tyro.conf.arg(metavar="text|markdown|latex|csv|json", **_quiet),
 ]
-Config = Annotated[str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", **_quiet)]
-Methods = Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD…", **_quiet)]
+Config = Annotated[
+    str | None, tyro.conf.Positional, tyro.conf.arg(metavar="[CONFIG.toml]", **_quiet)
+]
+Methods = Annotated[
+    tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="METHOD…", **_quiet)
+]
 MethodName = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="METHOD", **_quiet)]
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="RUN", **_quiet)]
-Format = Annotated[Literal["", "onnx", "pt2", "safetensors"], tyro.conf.arg(metavar="onnx|pt2|safetensors", **_quiet)]
+Format = Annotated[
+    Literal["", "onnx", "pt2", "safetensors"],
+    tyro.conf.arg(metavar="onnx|pt2|safetensors", **_quiet),
+]
 Norms = Annotated[
     str | None,
     tyro.conf.arg(metavar="batch|tracked|local|post|post-own|post-public|local-all", **_quiet),
 ]
-Params = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-params",), **_quiet)]
+Params = Annotated[
+    float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-params",), **_quiet)
+]
 Macs = Annotated[float | None, tyro.conf.arg(metavar="FLOAT", aliases=("--max-macs",), **_quiet)]
 Target = Annotated[Path, tyro.conf.arg(metavar="FILE", **_quiet)]
-What = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[methods|models|data|…]", **_quiet)]
+What = Annotated[
+    str, tyro.conf.Positional, tyro.conf.arg(metavar="[methods|models|data|…]", **_quiet)
+]
 Name = Annotated[str, tyro.conf.Positional, tyro.conf.arg(metavar="[NAME]", **_quiet)]
 
 # Flags are shortcuts for settings: `--lr 0.3` is `--set method.local.optimiser.lr=0.3`.
@@ -112,7 +129,9 @@ def refuse_spaces_in_grid(args: Sequence[str]) -> None:
     """
     for flag, text, *more in zip(args, args[1:], args[2:], strict=False):
         if flag == "--grid" and text.endswith(","):
-            raise ConfigError(f"--grid {text} {more[0]} was asked for; write values without spaces: {text}{more[0]}.")
+            raise ConfigError(
+                f"--grid {text} {more[0]} was asked for; write values without spaces: {text}{more[0]}."
+            )
 
 
 def _given_once(kind: Callable[..., Any]) -> dict[str, tuple[str, str]]:
@@ -120,7 +139,11 @@ def _given_once(kind: Callable[..., Any]) -> dict[str, tuple[str, str]]:
     names: dict[str, tuple[str, str]] = {}
     for field, hint in get_type_hints(kind, include_extras=True).items():
         value_type, *marks = get_args(hint)
-        if value_type is bool or tyro.conf.UseAppendAction in marks or tyro.conf.Positional in marks:
+        if (
+            value_type is bool
+            or tyro.conf.UseAppendAction in marks
+            or tyro.conf.Positional in marks
+        ):
             continue
         renamed = [mark.name for mark in marks if getattr(mark, "name", None)]
         flag = f"--{(renamed or [field])[0].replace('_', '-')}"
@@ -135,7 +158,9 @@ def _given_once(kind: Callable[..., Any]) -> dict[str, tuple[str, str]]:
 class DataOptions:
     """What decides who holds what."""
 
-    data: Text = None  # a name of `fedquilt list data`, a file or folder, hub:owner/name, or file.py:factory
+    data: Text = (
+        None  # a name of `fedquilt list data`, a file or folder, hub:owner/name, or file.py:factory
+    )
     clients: Whole = None  # how many; as many as the data has of its own, else 20, if not given
     labels: Whole = None  # classes a client holds
     max_bytes: Whole = None  # bytes that files of data or weights may take in memory; half of what is free if not given
@@ -198,12 +223,18 @@ class Options(DataOptions):
     batch_size: Whole = None  # local batch size
     epochs: Whole = None  # local epochs a round
     init: File = None  # weights to start from: a safetensors file, or a run's folder
-    supernet: File = None  # supernet file: nets are searched for the fleet, and start from its weights (RaFL)
+    supernet: File = (
+        None  # supernet file: nets are searched for the fleet, and start from its weights (RaFL)
+    )
     out: Place = None  # write the run's records and checkpoints into this folder
     track: Names = ()  # show its numbers in tensorboard, wandb or mlflow as well; may be given again
-    target: Real = None  # an accuracy, as 0.6, or the task's main figure: also tell what it took to reach it
+    target: Real = (
+        None  # an accuracy, as 0.6, or the task's main figure: also tell what it took to reach it
+    )
     resume: Place = None  # go on with the run in this folder; only --rounds, --target, --trust and --json go with it
-    trust: Flag = False  # run the code that a run's folder names, and add it to your list of trusted code
+    trust: Flag = (
+        False  # run the code that a run's folder names, and add it to your list of trusted code
+    )
     json: Flag = False  # print the result as JSON on standard output, and nothing else there
 
     def experiment(self, config: str | None, method: str | None) -> Experiment:
@@ -248,7 +279,11 @@ class Options(DataOptions):
                 "start from a supernet are searched in its space. One of them fits."
             )
         layers: list[tuple[list[str], Any]] = [(["model", "name"], SEARCHED)]
-        name = method or base["method"].get("name", "") if isinstance(base["method"], dict) else base["method"]
+        name = (
+            method or base["method"].get("name", "")
+            if isinstance(base["method"], dict)
+            else base["method"]
+        )
         if trains_pairs(name):
             layers.append((["method", "transfer"], True))
         return assign_all(base, layers)

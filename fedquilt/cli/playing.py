@@ -22,7 +22,15 @@ if TYPE_CHECKING:
 
 
 MAX_SHOWN_SHARES = 8
-_SHOWN = ("rounds", "members", "metrics", "method", "seconds", "bytes_down", "bytes_up")  # of a summary
+_SHOWN = (
+    "rounds",
+    "members",
+    "metrics",
+    "method",
+    "seconds",
+    "bytes_down",
+    "bytes_up",
+)  # of a summary
 
 
 class Interrupted(KeyboardInterrupt):
@@ -78,7 +86,9 @@ class Playing:
 
     def _hint(self) -> str:
         assert self.run is not None
-        far = f"The run was stopped after round {self.run.server.round} of {self.experiment.rounds}."
+        far = (
+            f"The run was stopped after round {self.run.server.round} of {self.experiment.rounds}."
+        )
         if self.folder is None:
             return f"{far} Nothing of it is kept; with --out DIR it could be resumed."
         return f"{far} Go on with: {shlex.join(['fedquilt', 'run', '--resume', str(self.folder.path)])}"
@@ -160,7 +170,9 @@ def values_of(experiment: Experiment, run: Run, seed: int | None) -> str:
     local, fleet, rounds = run.method.local, run.fleet, experiment.rounds
     optimiser = "" if isinstance(local.optimiser, SGD) else f"{label(type(local.optimiser))}, "
     schedule = "" if isinstance(local.schedule, Constant) else f" ({label(type(local.schedule))})"
-    shares = [f"{one.share:g}" for one in fleet.kinds if one.share and one == Budget(share=one.share)]
+    shares = [
+        f"{one.share:g}" for one in fleet.kinds if one.share and one == Budget(share=one.share)
+    ]
     if len(shares) < len(fleet.kinds) or len(shares) > MAX_SHOWN_SHARES:
         budgets = f"{len(fleet.kinds)} kinds of budgets"
     else:
@@ -216,7 +228,9 @@ def refuse_taken(out: Path | None) -> None:
     from fedquilt.records import holds_a_run
 
     if out and holds_a_run(out):
-        raise ConfigError(f"--out {out} was asked for; a run is there already. --resume it, or name another folder.")
+        raise ConfigError(
+            f"--out {out} was asked for; a run is there already. --resume it, or name another folder."
+        )
 
 
 def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = False) -> Playing:
@@ -255,7 +269,9 @@ def resumed(path: Path, rounds: int | None, stack: ExitStack, trust: bool = Fals
     folder = stack.enter_context(Folder.resume(path, experiment.checkpoint))
     run = experiment.prepare()
     if (done := folder.load(run)) > experiment.rounds:
-        raise ConfigError(f"--rounds {rounds} was asked for; the run in {path} has {done} behind it.")
+        raise ConfigError(
+            f"--rounds {rounds} was asked for; the run in {path} has {done} behind it."
+        )
     if rounds is not None:
         write_text(config, experiment.to_toml())
     return Playing(experiment, run, folder, source=str(config))

@@ -42,14 +42,18 @@ class ReproduceRequest:
     assign: Assignments = ()  # a setting of all rows by its path, such as method.local.batch_size=50; may be repeated
     data_folder: Place = None  # folder of data files; if not given that of FEDQUILT_DATA, else data
     device: Text = None  # device to train on, such as cpu, cuda or cuda:1
-    precision: Precision = None  # precision of matrix products on the device; with fp64 everything is computed in it
+    precision: Precision = (
+        None  # precision of matrix products on the device; with fp64 everything is computed in it
+    )
     out: Place = None  # folder of the study; runs/PAPER-TABLE-SCALE if not given
     jobs: Whole = None  # runs at the same time, each in a process of its own; 1 if not given
     store: Place = None  # also store results without weights in this folder, such as results
     format: TableFormat = "text"  # how the table is written on standard output
     json: Flag = False  # print the table as JSON on standard output, and nothing else there
     yes: Flag = False  # accept more than 1,000 runs
-    trust: Flag = False  # run the code that the study's folder names, and add it to your list of trusted code
+    trust: Flag = (
+        False  # run the code that the study's folder names, and add it to your list of trusted code
+    )
 
     def __call__(self) -> None:
         with output(self.json or self.format != "text") as (console, stdout):
@@ -114,7 +118,9 @@ class ReproduceRequest:
         if self.jobs is not None and self.jobs < 1:
             raise ConfigError(f"--jobs {self.jobs} was asked for; at least one is needed.")
         if self.store is not None and self.store.is_file():
-            raise ConfigError(f"--store {self.store} was asked for; a file is there. Name a folder.")
+            raise ConfigError(
+                f"--store {self.store} was asked for; a file is there. Name a folder."
+            )
 
 
 def _folder_name(table: str) -> str:

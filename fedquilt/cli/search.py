@@ -29,9 +29,13 @@ StrategyName = Annotated[
     Literal["evolution", "random", "exhaustive"],
     tyro.conf.arg(metavar="evolution|random|exhaustive", **_quiet),
 ]
-LabelSource = Annotated[Literal["rotations", "own"], tyro.conf.arg(metavar="rotations|own", **_quiet)]
+LabelSource = Annotated[
+    Literal["rotations", "own"], tyro.conf.arg(metavar="rotations|own", **_quiet)
+]
 
-Report = Callable[[str, int, int], None]  # is called with a step, and how much of how much of it is done
+Report = Callable[
+    [str, int, int], None
+]  # is called with a step, and how much of how much of it is done
 
 
 @dataclass(frozen=True)
@@ -53,7 +57,9 @@ class SearchRequest:
     fleet: File = None  # CSV file of devices with limits, as the fleet `csv` reads it
     members: Whole = None  # different members for a fleet, at most; 8 if not given
     data: Text = None  # images that members are measured on and that set their size: a data set, file or folder
-    labels: LabelSource = "rotations"  # what a supernet file was trained to predict: rotations, or its data's classes
+    labels: LabelSource = (
+        "rotations"  # what a supernet file was trained to predict: rotations, or its data's classes
+    )
     measured: Whole = None  # members that are measured to fit the predictor, 128 if not given
     verified: Whole = None  # members that are measured at each limit before one is chosen, 8 if not given; 0 for none
     classes: Whole = None  # classes that members tell apart; those of the data, the space or the file if not given
@@ -71,7 +77,9 @@ class SearchRequest:
             space, supernet = asked_space(self.what, self.space, self.data, self.classes)
             with progress_bars(console) as report:
                 search = self._search(space, supernet, report)
-                result = self._for_fleet(search, report) if self.fleet else self._for_one(search, report)
+                result = (
+                    self._for_fleet(search, report) if self.fleet else self._for_one(search, report)
+                )
             if self.json:
                 print_json(result, stdout)
             else:
@@ -80,9 +88,13 @@ class SearchRequest:
     def _check(self) -> None:
         bounds = ("macs", "params", "memory")
         if self.fleet and any(getattr(self, name) is not None for name in bounds):
-            raise ConfigError("--fleet was asked for with a limit; the limits of a fleet are in its file.")
+            raise ConfigError(
+                "--fleet was asked for with a limit; the limits of a fleet are in its file."
+            )
         if not self.fleet and self.members is not None:
-            raise ConfigError("--members was asked for; it needs --fleet, because one device has one member.")
+            raise ConfigError(
+                "--members was asked for; it needs --fleet, because one device has one member."
+            )
         if self.milliseconds is not None and not self.table:
             raise ConfigError(
                 "--milliseconds was asked for without --table; `fedquilt probe --space SPACE --out FILE` measures one."
@@ -96,8 +108,14 @@ class SearchRequest:
 
         table = LatencyTable.load(self.table) if self.table else None
         step = TrainingStep() if self.batch_size is None else TrainingStep(self.batch_size)
-        given: dict[str, Any] = {"tolerance": self.tolerance, "verified": self.verified, "seed": self.seed}
-        options = Options(self.strategy, **{name: value for name, value in given.items() if value is not None})
+        given: dict[str, Any] = {
+            "tolerance": self.tolerance,
+            "verified": self.verified,
+            "seed": self.seed,
+        }
+        options = Options(
+            self.strategy, **{name: value for name, value in given.items() if value is not None}
+        )
         search = Search(Meter(space, step, table), options=options)
         if supernet is None or self.data is None:
             return search
@@ -108,7 +126,9 @@ class SearchRequest:
         from fedquilt.supernet.scoring import MeasuredAccuracy
 
         assert self.data is not None
-        return MeasuredAccuracy(supernet, validation_on(self.data, self.labels, supernet, self.what))
+        return MeasuredAccuracy(
+            supernet, validation_on(self.data, self.labels, supernet, self.what)
+        )
 
     def _score(self, search: Search, accuracy: MeasuredAccuracy, report: Report) -> Score:
         from fedquilt.supernet.scoring import NUM_MEASURED, fit_score
@@ -135,14 +155,23 @@ class SearchRequest:
         from fedquilt.supernet.service import SearchService
 
         fleet = self._fleet()
-        service = SearchService(search) if self.members is None else SearchService(search, self.members)
+        service = (
+            SearchService(search) if self.members is None else SearchService(search, self.members)
+        )
         found = service.prepare(fleet, lambda done, total: report("search", done, total))
         devices = dict.fromkeys((one.config for one in found), 0)
         for limits, count in fleet.items():
             devices[service.query(limits).config] += count
-        entries = {name: member_entry(one) | {"devices": devices[one.config]} for name, one in named(found).items()}
+        entries = {
+            name: member_entry(one) | {"devices": devices[one.config]}
+            for name, one in named(found).items()
+        }
         used = service.utilization(fleet)
-        return _head(search) | {"members": entries, "utilization": used.share, "common": used.common}
+        return _head(search) | {
+            "members": entries,
+            "utilization": used.share,
+            "common": used.common,
+        }
 
     def _fleet(self) -> dict[Limits, int]:
         from fedquilt.fleets import FromCsv
@@ -156,7 +185,9 @@ class SearchRequest:
         return counts
 
 
-def validation_on(name: str, labels: Literal["rotations", "own"], supernet: Supernet, file: str) -> Validation:
+def validation_on(
+    name: str, labels: Literal["rotations", "own"], supernet: Supernet, file: str
+) -> Validation:
     """Return the images on which members of a supernet are measured.
 
     Args:
@@ -176,7 +207,10 @@ def validation_on(name: str, labels: Literal["rotations", "own"], supernet: Supe
             f"classes; it was trained for {supernet.space.num_classes}. The labels that it was trained with would work."
         )
     space = supernet.space
-    found, wanted = tuple(data.images.shape[1:]), (space.in_channels, space.image_size, space.image_size)
+    found, wanted = (
+        tuple(data.images.shape[1:]),
+        (space.in_channels, space.image_size, space.image_size),
+    )
     if found != wanted:
         raise ConfigError(
             f"members of {file} were to be measured on {name}, which has images of shape {found}; they take {wanted}."
@@ -184,7 +218,9 @@ def validation_on(name: str, labels: Literal["rotations", "own"], supernet: Supe
     return Validation.of(data)
 
 
-def asked_space(what: str, own: str | None, data: str | None, classes: int | None) -> tuple[Space, Supernet | None]:
+def asked_space(
+    what: str, own: str | None, data: str | None, classes: int | None
+) -> tuple[Space, Supernet | None]:
     """Return the space that a command names, and the supernet if it names a file.
 
     Args:
@@ -224,14 +260,20 @@ def probed_blocks(what: str, data: str | None, device: str, console: Console) ->
 
     space, _ = asked_space(what, None, data, None)
     with progress_bars(console) as report:
-        return measure_blocks(space, device, watch=lambda done, total: report("time blocks", done, total))
+        return measure_blocks(
+            space, device, watch=lambda done, total: report("time blocks", done, total)
+        )
 
 
 def member_entry(found: Found) -> dict[str, Any]:
     """Return a member as values that JSON can hold."""
     costs = {name: value for name, value in vars(found.costs).items() if value is not None}
     measured = {} if found.accuracy is None else {"accuracy": found.accuracy}
-    return costs | measured | {"score": found.score, "limits": found.limits.given, "config": found.config.to_json()}
+    return (
+        costs
+        | measured
+        | {"score": found.score, "limits": found.limits.given, "config": found.config.to_json()}
+    )
 
 
 def _head(search: Search) -> dict[str, Any]:
@@ -247,19 +289,28 @@ def _show(console: Console, result: dict[str, Any]) -> None:
     show_table(console, "member", rows)
     for name, entry in result["members"].items():
         choices = "; ".join(
-            f"{kind} {' '.join(map(str, values))}" for kind, values in entry["config"].items() if values
+            f"{kind} {' '.join(map(str, values))}"
+            for kind, values in entry["config"].items()
+            if values
         )
         say(console, f"{name}: {choices}")
     common = f", {result['common']:.1%} with one common member" if "common" in result else ""
     say(console, f"utilisation: {result['utilization']:.1%} of the limits' multiply-adds{common}")
     if not is_accuracy and result["strategy"] != "random":
-        say(console, "members were ranked by multiply-adds; a supernet file and --data rank them by accuracy")
+        say(
+            console,
+            "members were ranked by multiply-adds; a supernet file and --data rank them by accuracy",
+        )
 
 
 def _row(entry: dict[str, Any], is_accuracy: bool) -> dict[str, Any]:
     from fedquilt.units import size
 
-    row = {"multiply-adds": entry["macs"], "parameters": entry["params"], "memory to train": size(entry["memory"])}
+    row = {
+        "multiply-adds": entry["macs"],
+        "parameters": entry["params"],
+        "memory to train": size(entry["memory"]),
+    }
     if "milliseconds" in entry:
         row["ms"] = f"{entry['milliseconds']:.3g}"
     if is_accuracy:
@@ -287,9 +338,20 @@ def progress_bars(console: Console) -> Iterator[Report]:
         yield by_line
         return
 
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeRemainingColumn())
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeRemainingColumn(),
+    )
     with Progress(*columns, console=console, transient=True) as bars:
         tasks = {}
 

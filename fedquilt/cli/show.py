@@ -44,14 +44,18 @@ if TYPE_CHECKING:
     from fedquilt.studies import table as studies
 
 Watch = Callable[["Record"], None]
-Status = Callable[[int], str]  # A few words on a round, from 0, such as the stage of a growing model; "": none
+Status = Callable[
+    [int], str
+]  # A few words on a round, from 0, such as the stage of a growing model; "": none
 # Arguments: rounds that are done, labels of shares, True if the main figure is shown in percent, and words on rounds.
 Begin = Callable[[int, Labels, bool, Status], Watch]
 
 
 def console_for(for_json: bool = False) -> Console:
     """Standard output, or, when that is for JSON alone, standard error if someone is looking."""
-    return Console(stderr=for_json, quiet=for_json and not sys.stderr.isatty(), highlight=False, emoji=False)
+    return Console(
+        stderr=for_json, quiet=for_json and not sys.stderr.isatty(), highlight=False, emoji=False
+    )
 
 
 def say(console: Console, text: str) -> None:
@@ -109,7 +113,12 @@ def _no_status(round: int) -> str:
 
 
 def watch_bar(
-    bars: Progress, task: TaskID, done: int, labels: Labels, percent: bool, status: Status | None = None
+    bars: Progress,
+    task: TaskID,
+    done: int,
+    labels: Labels,
+    percent: bool,
+    status: Status | None = None,
 ) -> Watch:
     """Return a function that moves the bar of a run, to be called after each round.
 
@@ -136,7 +145,13 @@ def watch_bar(
 
 def round_bars(console: Console) -> Progress:
     """Return bars with rounds, rate, time left and figures."""
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+    from rich.progress import (
+        BarColumn,
+        MofNCompleteColumn,
+        Progress,
+        TextColumn,
+        TimeRemainingColumn,
+    )
 
     return Progress(
         TextColumn("{task.description}"),
@@ -175,7 +190,10 @@ def say_round(
         stage = f" ({words})" if words else ""
         count = f"{record.round:>{len(str(rounds))}}/{rounds}"
         loss = NOTHING if record.loss is None else f"{record.loss:.3f}"  # No client took part.
-        say(console, f"{lead}round {count}{stage}  loss {loss}  {figures_line(record, labels, percent)}")
+        say(
+            console,
+            f"{lead}round {count}{stage}  loss {loss}  {figures_line(record, labels, percent)}",
+        )
 
 
 def figures_line(record: Record, labels: Labels, percent: bool) -> str:
@@ -203,7 +221,9 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
     columns = {main_of(summary): figures_row(shares, shares, labels, percent)}
     if "reached" in summary:
         reached = summary["reached"].items()
-        columns[_to(summary)] = {share_label(share, labels): milestone_text(cost) for share, cost in reached}
+        columns[_to(summary)] = {
+            share_label(share, labels): milestone_text(cost) for share, cost in reached
+        }
     rows = {
         share: {**{title: cells.get(share, NOTHING) for title, cells in columns.items()}, **member}
         for share, member in members_of(summary).items()
@@ -213,11 +233,16 @@ def show_result(console: Console, summary: Mapping[str, Any]) -> None:
         say(console, f"{summary['method']}: {note}")
 
     metrics = summary["metrics"].items()
-    attacked = {name: figures for name, figures in metrics if name.partition("/")[0] in UNDER_ATTACK}
+    attacked = {
+        name: figures for name, figures in metrics if name.partition("/")[0] in UNDER_ATTACK
+    }
     for title, by_name in (("domain", domains_of(summary)), ("metric", attacked)):
         if by_name:
             say(console, "")
-            lines = {name: figures_row(figures, shares, labels, percent) for name, figures in by_name.items()}
+            lines = {
+                name: figures_row(figures, shares, labels, percent)
+                for name, figures in by_name.items()
+            }
             show_table(console, title, lines)
             say(console, "")
     if kept := kept_nets_of(summary):
@@ -234,9 +259,15 @@ def _to(summary: Mapping[str, Any]) -> str:
 
 
 def _totals(summary: Mapping[str, Any]) -> str:
-    down, up, seconds, rounds = (summary[key] for key in ("bytes_down", "bytes_up", "seconds", "rounds"))
+    down, up, seconds, rounds = (
+        summary[key] for key in ("bytes_down", "bytes_up", "seconds", "rounds")
+    )
     over = f", {summary['link_seconds']:,.1f} s over the link" if "link_seconds" in summary else ""
-    learnt = f"; the server trained for {summary['server_seconds']:.1f} s" if "server_seconds" in summary else ""
+    learnt = (
+        f"; the server trained for {summary['server_seconds']:.1f} s"
+        if "server_seconds" in summary
+        else ""
+    )
     took = f"{rounds} round{'s'[: rounds != 1]} in {seconds:.1f} s"
     return f"{took}; {size(down)} to the clients, {size(up)} back{over}{learnt}"
 
@@ -279,7 +310,11 @@ def show_export(console: Console, found: Sequence[Exported]) -> None:
         for one in found
     }
     show_table(console, "share", rows)
-    first, most, nets = found[0], max(one.max_difference for one in found), max(one.nets for one in found)
+    first, most, nets = (
+        found[0],
+        max(one.max_difference for one in found),
+        max(one.nets for one in found),
+    )
     upto = "up to " if len(found) > 1 else ""
     averaged = f"{upto}{nets} nets whose logits are averaged; " if nets > 1 else ""
     say(
@@ -292,7 +327,11 @@ def show_export(console: Console, found: Sequence[Exported]) -> None:
 def _robustness(found: Exported) -> str:
     if found.robustness is None:
         return ""
-    chosen = " (the clean net, as none was asked for: --robustness)" if found.robustness_by_default else ""
+    chosen = (
+        " (the clean net, as none was asked for: --robustness)"
+        if found.robustness_by_default
+        else ""
+    )
     return f", robustness {found.robustness:g}{chosen}"
 
 
@@ -313,9 +352,14 @@ def show_clients(console: Console, found: Clientwise) -> None:
             "parameters a round": _spread(group, "params"),
         }
 
-    show_table(console, "share", {_names(group): row(group) for group in found.by("share").values()})
+    show_table(
+        console, "share", {_names(group): row(group) for group in found.by("share").values()}
+    )
     if set(found.trained) <= {""}:
-        say(console, f"{100 * found.trained.get('', 0.0):.1f} % of the parameters were trained by somebody")
+        say(
+            console,
+            f"{100 * found.trained.get('', 0.0):.1f} % of the parameters were trained by somebody",
+        )
         return
     show_table(
         console,
@@ -372,7 +416,10 @@ def check_progress(console: Console, count: int) -> Iterator[Callable[[str], Non
 
 def show_findings(console: Console, method: str, findings: Sequence[Finding]) -> None:
     """Show a row for each check of a method, and how many passed, failed and were skipped."""
-    rows = {one.check: {"result": one.status, "finding": " ".join(one.detail.split())} for one in findings}
+    rows = {
+        one.check: {"result": one.status, "finding": " ".join(one.detail.split())}
+        for one in findings
+    }
     show_table(console, "check", rows)
     counts = Counter(one.status for one in findings)
     told = ", ".join(f"{counts[status]} {status}" for status in ("passed", "failed", "skipped"))
@@ -387,9 +434,16 @@ def show_table(console: Console, name: str, entries: Mapping[str, Mapping[str, A
     if not entries:
         say(console, f"{name}: none")
         return
-    columns = [key for key, value in next(iter(entries.values())).items() if not isinstance(value, (dict, list))]
+    columns = [
+        key
+        for key, value in next(iter(entries.values())).items()
+        if not isinstance(value, (dict, list))
+    ]
     rows = [[key, *(_cell(entry[column]) for column in columns)] for key, entry in entries.items()]
-    right = [False, *(all(_cell(entry[c])[:1].isdecimal() for entry in entries.values()) for c in columns)]
+    right = [
+        False,
+        *(all(_cell(entry[c])[:1].isdecimal() for entry in entries.values()) for c in columns),
+    ]
     if console.is_terminal:
         from rich import box
         from rich.table import Table
@@ -406,7 +460,10 @@ def show_table(console: Console, name: str, entries: Mapping[str, Mapping[str, A
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     for row in rows:
         cells = zip(row, widths, right, strict=True)
-        say(console, "  ".join(c.rjust(w) if number else c.ljust(w) for c, w, number in cells).rstrip())
+        say(
+            console,
+            "  ".join(c.rjust(w) if number else c.ljust(w) for c, w, number in cells).rstrip(),
+        )
 
 
 def show_text_table(console: Console, table: studies.Table) -> None:

@@ -78,7 +78,8 @@ def prepared(
     if lines and (len(plan.seeds) > 1 or plan.tuning_runs):
         tuned = f", {len(plan.tuning_runs)} of them to tune" if plan.tuning_runs else ""
         say(
-            console, f"{plan.num_runs} runs{tuned}; seed{'s'[: len(plan.seeds) != 1]} {', '.join(map(str, plan.seeds))}"
+            console,
+            f"{plan.num_runs} runs{tuned}; seed{'s'[: len(plan.seeds) != 1]} {', '.join(map(str, plan.seeds))}",
         )
     return grounds
 
@@ -88,7 +89,9 @@ def _check_metric(metric: str, task: Task) -> None:
     names = [measured.name for measured in task.measured]
     derived = (f"local_{task.main.name}", *UNDER_ATTACK)
     if metric and metric.partition("/")[0] not in (*names, *derived):
-        raise ConfigError(f"--metric {metric} was asked for; nobody records it.{nearest(metric, names)}")
+        raise ConfigError(
+            f"--metric {metric} was asked for; nobody records it.{nearest(metric, names)}"
+        )
 
 
 def run_study(
@@ -119,7 +122,9 @@ def run_study(
         except KeyboardInterrupt as error:
             progress = f"The study was stopped with {watch.done} of {plan.num_runs} runs finished."
             if folder is None:
-                raise Interrupted(f"{progress} Nothing of it is kept; with --out DIR it could be resumed.") from error
+                raise Interrupted(
+                    f"{progress} Nothing of it is kept; with --out DIR it could be resumed."
+                ) from error
             raise Interrupted(f"{progress} Go on with: {command}") from error
 
 
@@ -165,18 +170,25 @@ class StudyProgress:
 
             def by_line(record: Record) -> None:
                 with self._lock:
-                    say_round(self._console, lead, display.rounds, display.labels, display.percent, record)
+                    say_round(
+                        self._console, lead, display.rounds, display.labels, display.percent, record
+                    )
 
             return by_line
         bars = self._bars
-        task = bars.add_task(name, total=display.rounds, completed=display.done, rate="", figures="")
+        task = bars.add_task(
+            name, total=display.rounds, completed=display.done, rate="", figures=""
+        )
         self._tasks[planned.folder] = task
         return watch_bar(bars, task, display.done, display.labels, display.percent)
 
     def _say_there(self) -> None:
         with self._lock:
             if self._there:
-                say(self._console, f"{self._there} of {self._total} runs are there and are not repeated")
+                say(
+                    self._console,
+                    f"{self._there} of {self._total} runs are there and are not repeated",
+                )
             self._there = 0
 
     def end(self, planned: PlannedRun, result: Result) -> None:

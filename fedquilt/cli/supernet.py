@@ -267,7 +267,9 @@ class MeasureRequest:
 
         count = 32 if self.members is None else self.members
         if count < 2:
-            raise ConfigError(f"--members {count} was asked for; the smallest and the largest are measured: 2 or more.")
+            raise ConfigError(
+                f"--members {count} was asked for; the smallest and the largest are measured: 2 or more."
+            )
         device = device_of(self.device or "cpu")
         expected = type(space_by_name(self.space)) if self.space else None
         supernet = load_supernet(self.file, expected, str(device)).eval()

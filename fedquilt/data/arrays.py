@@ -115,7 +115,9 @@ def _check_directory(path: str | Path, members: Sequence[zipfile.ZipInfo]) -> No
         if names.count(name) > 1:
             raise DataError(f"{place}, because it is there twice.")
         if member.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise DataError(f"{place}, because of its compression {member.compress_type}; numpy.savez writes others.")
+            raise DataError(
+                f"{place}, because of its compression {member.compress_type}; numpy.savez writes others."
+            )
 
 
 def _listed(path: Path) -> int:
@@ -133,9 +135,18 @@ def _reading(path: str | Path, name: str) -> Iterator[None]:
     """Raise what `zipfile` and `zlib` say of a broken or encrypted array as a `DataError` that names it."""
     try:
         yield
-    except (OSError, EOFError, zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError) as error:
+    except (
+        OSError,
+        EOFError,
+        zipfile.BadZipFile,
+        zlib.error,
+        NotImplementedError,
+        RuntimeError,
+    ) as error:
         # RuntimeError: it is encrypted. NotImplementedError: it needs a later version of the format.
-        raise DataError(f"{path}: the array {name!r} cannot be read: {error or 'the file ends within it'}.") from error
+        raise DataError(
+            f"{path}: the array {name!r} cannot be read: {error or 'the file ends within it'}."
+        ) from error
     except _BadArrayError as error:
         raise DataError(f"{path}: the array {name!r} cannot be read: {error}.") from error
 
@@ -153,25 +164,44 @@ def _header(stream: IO[bytes], member: zipfile.ZipInfo) -> _Header:
         raise _BadArrayError(f"its name in the file does not end with {SUFFIX}")
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # NumPy warns of headers that Python 2 wrote, and reads them.
+            warnings.simplefilter(
+                "ignore"
+            )  # NumPy warns of headers that Python 2 wrote, and reads them.
             version = npy.read_magic(stream)
             if version == (1, 0):
                 shape, is_fortran, dtype = npy.read_array_header_1_0(stream, MAX_HEADER)
             elif version == (2, 0):
                 shape, is_fortran, dtype = npy.read_array_header_2_0(stream, MAX_HEADER)
             else:
-                raise _BadArrayError(f"it has version {version} of the format; (1, 0) and (2, 0) are read")
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError, tokenize.TokenError) as error:
+                raise _BadArrayError(
+                    f"it has version {version} of the format; (1, 0) and (2, 0) are read"
+                )
+    except (
+        ValueError,
+        TypeError,
+        SyntaxError,
+        RecursionError,
+        MemoryError,
+        tokenize.TokenError,
+    ) as error:
         # `ast.literal_eval` documents all of them but the last, which is of NumPy's reader of old headers.
         raise _BadArrayError(f"its header is damaged ({str(error)[:200]})") from error
     if dtype.hasobject or dtype.kind not in KINDS:
-        raise _BadArrayError(f"it has values of {dtype}; numbers and text are read, and nothing is unpickled")
-    if len(shape) > MAX_DIMS or min(shape, default=0) < 0 or math.prod(filter(None, shape)) > MAX_VALUES:
+        raise _BadArrayError(
+            f"it has values of {dtype}; numbers and text are read, and nothing is unpickled"
+        )
+    if (
+        len(shape) > MAX_DIMS
+        or min(shape, default=0) < 0
+        or math.prod(filter(None, shape)) > MAX_VALUES
+    ):
         raise _BadArrayError(f"its shape {str(shape)[:100]} is no shape")
     size = math.prod(shape) * dtype.itemsize
     left = member.file_size - stream.tell()
     if size != left:
-        raise _BadArrayError(f"its header says {shape} values of {dtype}, {size:,} bytes, and it has {left:,}")
+        raise _BadArrayError(
+            f"its header says {shape} values of {dtype}, {size:,} bytes, and it has {left:,}"
+        )
     return _Header(shape, is_fortran, dtype, size)
 
 

@@ -30,7 +30,9 @@ def arrays_of(dataset: Dataset[Any], what: str) -> tuple[Tensor, Array]:
     targets: list[Any] = []
     for place, sample in enumerate(_samples(dataset)):
         if not isinstance(sample, (tuple, list)) or len(sample) != 2:
-            raise DataError(f"{what}: sample {place} is a {type(sample).__name__}; a pair (input, target) is needed.")
+            raise DataError(
+                f"{what}: sample {place} is a {type(sample).__name__}; a pair (input, target) is needed."
+            )
         inputs.append(_tensor(sample[0], f"{what}: the input of sample {place}"))
         targets.append(sample[1])
         if inputs[-1].shape != inputs[0].shape:
@@ -39,7 +41,9 @@ def arrays_of(dataset: Dataset[Any], what: str) -> tuple[Tensor, Array]:
                 f"{tuple(inputs[-1].shape)}; all must be alike. A transform can crop, pad or resize them."
             )
     if not inputs:
-        raise DataError(f"{what}: the {type(dataset).__name__} is empty; it needs at least one sample.")
+        raise DataError(
+            f"{what}: the {type(dataset).__name__} is empty; it needs at least one sample."
+        )
     if isinstance(targets[0], Tensor):
         return torch.stack(inputs), torch.stack(targets)
     return torch.stack(inputs), np.asarray(targets)

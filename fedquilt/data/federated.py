@@ -67,10 +67,14 @@ class Scale:
         if not mean and (normalise == "none" or (normalise == "auto" and unit == 1)):
             return None if unit == 1 else Scale(torch.zeros(1), torch.full((1,), unit))
         if unit == 1 and not inputs.is_floating_point():
-            raise ConfigError(f"normalise was asked for inputs of {inputs.dtype}; only bytes and real numbers have it.")
+            raise ConfigError(
+                f"normalise was asked for inputs of {inputs.dtype}; only bytes and real numbers have it."
+            )
         channels = inputs.shape[1] if inputs.dim() > 1 else 1
         if mean and not ({len(mean), len(std)} <= {1, channels}):
-            raise ConfigError(f"{len(mean)} means and {len(std)} stds were given; a sample has {channels} channels.")
+            raise ConfigError(
+                f"{len(mean)} means and {len(std)} stds were given; a sample has {channels} channels."
+            )
         if mean:
             centre, spread = unit * torch.tensor(mean), unit * torch.tensor(std)
         else:
@@ -157,8 +161,12 @@ class Pool:
         test = None if test is None else _read(test, name, "test")
         train, test, class_names = _without_names(train, test, class_names, name)
         x, y = _pair(train, name, "training")
-        own, test_own, _ = _codes(clients, None if test is None else test_clients, f"{name}: clients")
-        home, test_home, places = _codes(domains, None if test is None else test_domains, f"{name}: domains")
+        own, test_own, _ = _codes(
+            clients, None if test is None else test_clients, f"{name}: clients"
+        )
+        home, test_home, places = _codes(
+            domains, None if test is None else test_domains, f"{name}: domains"
+        )
         _check(name, "training", x, y, {"clients": own, "domains": home})
         if test is None:
             rest, held = held_out(len(x), own if own is not None else home, name)
@@ -175,9 +183,13 @@ class Pool:
                 f"({other[1]}); they must be alike."
             )
         if x.dtype != tx.dtype:
-            raise DataError(f"{name}: training inputs are {x.dtype} and test inputs {tx.dtype}; they must be alike.")
+            raise DataError(
+                f"{name}: training inputs are {x.dtype} and test inputs {tx.dtype}; they must be alike."
+            )
         if y.dtype != ty.dtype:
-            raise DataError(f"{name}: training targets are {y.dtype} and test targets {ty.dtype}; they must be alike.")
+            raise DataError(
+                f"{name}: training targets are {y.dtype} and test targets {ty.dtype}; they must be alike."
+            )
         _warn_of_nan(tx, name)
         num_classes = _num_classes(name, y, ty, num_classes)
         return Pool(
@@ -205,7 +217,11 @@ class Pool:
     @property
     def has_masks(self) -> bool:
         """Return True if targets are masks: a class for every pixel or voxel of an image or a volume."""
-        return self.has_classes and self.targets.dim() > 2 and self.targets.shape[1:] == self.inputs.shape[2:]
+        return (
+            self.has_classes
+            and self.targets.dim() > 2
+            and self.targets.shape[1:] == self.inputs.shape[2:]
+        )
 
     @property
     def num_outputs(self) -> int:
@@ -218,7 +234,9 @@ class Pool:
         """How it is dealt where nobody says: to the clients it knows, else evenly."""
         return Iid() if self.clients is None else Natural()
 
-    def deal(self, num_clients: int | None = None, partition: Partition | None = None, seed: int = 0) -> FederatedData:
+    def deal(
+        self, num_clients: int | None = None, partition: Partition | None = None, seed: int = 0
+    ) -> FederatedData:
         """Give the samples to clients. Without a number, to as many as the data has of its own.
 
         Without a partition, data that knows its clients is dealt to them, and all other data evenly.
@@ -226,7 +244,9 @@ class Pool:
         return self.dealt(*(partition or self.usual).deal(self, num_clients, seed))
 
     def dealt(
-        self, parts: Sequence[Sequence[int] | Array], test_parts: Sequence[Sequence[int] | Array] | None = None
+        self,
+        parts: Sequence[Sequence[int] | Array],
+        test_parts: Sequence[Sequence[int] | Array] | None = None,
     ) -> FederatedData:
         """The pool with each client's positions in it, checked."""
         own = Parts.of(parts, len(self.targets))
@@ -234,7 +254,9 @@ class Pool:
             raise DataError("no client was given any data: `parts` is empty.")
         _check_parts(own, len(self.targets), "training")
         if len(empty := (own.sizes == 0).nonzero()):
-            raise DataError(f"client {int(empty[0])} has no data. Leave it out, or give it at least one sample.")
+            raise DataError(
+                f"client {int(empty[0])} has no data. Leave it out, or give it at least one sample."
+            )
         _warn_of_repeats(own, len(self.targets), self.name)
         tests = None if test_parts is None else Parts.of(test_parts, len(self.test_targets))
         if tests is not None:
@@ -249,7 +271,9 @@ class Pool:
         if share == 0:
             return self
         if not 0 < share < 1:
-            raise ConfigError(f"public = {share} was asked for; it is a share of the training samples, in [0, 1).")
+            raise ConfigError(
+                f"public = {share} was asked for; it is a share of the training samples, in [0, 1)."
+            )
         order = noise.order(noise.key(0, 15), len(self.targets))
         count = round(share * len(order))
         public, kept = order[:count], order[count:]
@@ -278,18 +302,26 @@ class Pool:
             )
         if self.domains is None or self.test_domains is None:
             which = "samples" if self.domains is None else "test samples"
-            raise DataError(f"domains {', '.join(names)} were asked for; {which} of {self.name} have no domains.")
+            raise DataError(
+                f"domains {', '.join(names)} were asked for; {which} of {self.name} have no domains."
+            )
         if len(set(names)) < len(names):
-            raise DataError(f"domains {', '.join(names)} of {self.name} were asked for; name each of them once.")
+            raise DataError(
+                f"domains {', '.join(names)} of {self.name} were asked for; name each of them once."
+            )
         if missing := [name for name in names if name not in self.domain_names]:
             listed = ", ".join(self.domain_names) or "none"
-            raise DataError(f"domain {missing[0]!r} was asked for; {self.name} has these by name: {listed}.")
+            raise DataError(
+                f"domain {missing[0]!r} was asked for; {self.name} has these by name: {listed}."
+            )
         codes = torch.tensor([self.domain_names.index(name) for name in names])
         rows, domains = (self.domains[:, None] == codes).nonzero().unbind(1)
         test_rows, test_domains = (self.test_domains[:, None] == codes).nonzero().unbind(1)
         if not len(rows) or not len(test_rows):
             which = "training" if not len(rows) else "test"
-            raise DataError(f"domains {', '.join(names)} were asked for; {self.name} has no {which} samples of them.")
+            raise DataError(
+                f"domains {', '.join(names)} were asked for; {self.name} has no {which} samples of them."
+            )
         return replace(
             self,
             inputs=self.inputs[rows],
@@ -414,7 +446,9 @@ class FederatedData(Pool):
             return self
         tests = None if self.test_parts is None else self.test_parts.first(count)
         validation = None if self.validation_parts is None else self.validation_parts.first(count)
-        return replace(self, parts=self.parts.first(count), test_parts=tests, validation_parts=validation)
+        return replace(
+            self, parts=self.parts.first(count), test_parts=tests, validation_parts=validation
+        )
 
     def with_validation(self, share: float) -> Self:
         """Hold back a share of every client's training samples for validation.
@@ -434,12 +468,16 @@ class FederatedData(Pool):
         """
         asked = f"validation = {share} was asked for"
         if not 0 <= share < 1:
-            raise ConfigError(f"{asked}; it is a share of every client's training samples, in [0, 1).")
+            raise ConfigError(
+                f"{asked}; it is a share of every client's training samples, in [0, 1)."
+            )
         if share == 0:
             return self
         if self.validation_parts is not None:
             count = len(self.validation_parts.order)
-            raise DataError(f"{asked}; clients of {self.name} hold back {count:,} samples already. 0 keeps those.")
+            raise DataError(
+                f"{asked}; clients of {self.name} hold back {count:,} samples already. 0 keeps those."
+            )
         sizes = self.parts.sizes
         if int(sizes.max()) < 2:
             raise DataError(
@@ -535,7 +573,10 @@ def _read(given: Samples, name: str, what: str) -> tuple[Array, Array]:
 
 
 def _without_names(
-    train: tuple[Array, Array], test: tuple[Array, Array] | None, class_names: tuple[str, ...], name: str
+    train: tuple[Array, Array],
+    test: tuple[Array, Array] | None,
+    class_names: tuple[str, ...],
+    name: str,
 ) -> tuple[tuple[Array, Array], tuple[Array, Array] | None, tuple[str, ...]]:
     """Return both sets with numbers in place of targets that are names, and the names of the classes.
 
@@ -549,12 +590,16 @@ def _without_names(
         DataError: A target is none of `class_names`.
     """
     sets = [train] if test is None else [train, test]
-    if not all(isinstance(one, (tuple, list)) and len(one) == 2 and _are_names(one[1]) for one in sets):
+    if not all(
+        isinstance(one, (tuple, list)) and len(one) == 2 and _are_names(one[1]) for one in sets
+    ):
         return train, test, class_names
     codes, names = coded([np.asarray(targets).astype(str) for _, targets in sets])
     if class_names:
         if unknown := [label for label in names if label not in class_names]:
-            raise DataError(f"{name}: there is a target {unknown[0]!r}; classes are {', '.join(class_names)}.")
+            raise DataError(
+                f"{name}: there is a target {unknown[0]!r}; classes are {', '.join(class_names)}."
+            )
         numbers = np.asarray([class_names.index(label) for label in names])
         codes, names = [numbers[code] for code in codes], tuple(class_names)
     pairs = [(inputs, code) for (inputs, _), code in zip(sets, codes, strict=True)]
@@ -590,15 +635,21 @@ def _without_column(targets: Tensor, inputs: Tensor) -> Tensor:
 
 def _inputs(given: Array, name: str) -> Tensor:
     if isinstance(given, np.ndarray) and given.dtype.kind not in "buif":
-        raise DataError(f"{name}: inputs are {given.dtype}; bytes, real numbers or whole numbers fit.")
+        raise DataError(
+            f"{name}: inputs are {given.dtype}; bytes, real numbers or whole numbers fit."
+        )
     if isinstance(given, np.ndarray) and given.dtype.kind == "u" and given.dtype != np.uint8:
         given = given.astype(np.int64)  # torch can hardly compute with other unsigned numbers
-    if isinstance(given, tuple) and any(isinstance(one, (Tensor, np.ndarray)) for one in given):  # torch may stack them
+    if isinstance(given, tuple) and any(
+        isinstance(one, (Tensor, np.ndarray)) for one in given
+    ):  # torch may stack them
         raise DataError(f"{name}: {len(given)} inputs a sample were given; {_ONE}.")
     try:
         inputs = torch.as_tensor(given).detach()  # nobody trains samples
     except (TypeError, ValueError, RuntimeError) as error:
-        raise DataError(f"{name}: inputs are a {type(given).__name__}; {_ONE} ({error}).") from error
+        raise DataError(
+            f"{name}: inputs are a {type(given).__name__}; {_ONE} ({error})."
+        ) from error
     whole = not inputs.is_floating_point() and inputs.dtype != torch.uint8
     return inputs.long() if whole else inputs
 
@@ -616,7 +667,9 @@ def _targets(given: Array, what: str) -> Tensor:
         return real
     if given.dtype.kind == "b" and given.ndim == 2:
         return torch.as_tensor(given)
-    return _numbers(given, what, "classes are whole numbers (int64), and targets of a regression real numbers")
+    return _numbers(
+        given, what, "classes are whole numbers (int64), and targets of a regression real numbers"
+    )
 
 
 def _num_classes(name: str, targets: Tensor, test_targets: Tensor, announced: int) -> int:
@@ -630,7 +683,9 @@ def _num_classes(name: str, targets: Tensor, test_targets: Tensor, announced: in
         return 0
     top = int(max(targets.max(), test_targets.max()))
     if top < 0:
-        raise DataError(f"{name}: no target counts, because all are {IGNORED}. Give at least one class from 0 on.")
+        raise DataError(
+            f"{name}: no target counts, because all are {IGNORED}. Give at least one class from 0 on."
+        )
     if 0 < announced <= top:
         raise DataError(f"{name}: there is a target {top}; {announced} classes were announced.")
     if max(announced, top + 1) > MAX_CLASSES:
@@ -666,19 +721,29 @@ def _called(codes: np.ndarray) -> bool:
     """Whether these are names; columns of tables have them as objects."""
     if not codes.size:
         return False
-    return codes.dtype.kind == "S" or (codes.dtype.kind == "O" and all(isinstance(one, str) for one in codes.flat))
+    return codes.dtype.kind == "S" or (
+        codes.dtype.kind == "O" and all(isinstance(one, str) for one in codes.flat)
+    )
 
 
 def coded(named: Sequence[np.ndarray]) -> tuple[list[np.ndarray], tuple[str, ...]]:
     """Numbers for what arrays call by names, the same in all of them, and the names in the order of their numbers."""
-    names, codes = np.unique(np.concatenate([one.reshape(-1) for one in named]), return_inverse=True)
+    names, codes = np.unique(
+        np.concatenate([one.reshape(-1) for one in named]), return_inverse=True
+    )
     pieces = np.split(codes, np.cumsum([one.size for one in named])[:-1])
-    return [own.reshape(one.shape) for own, one in zip(pieces, named, strict=True)], tuple(map(str, names))
+    return [own.reshape(one.shape) for own, one in zip(pieces, named, strict=True)], tuple(
+        map(str, names)
+    )
 
 
-def _check(name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[str, Tensor | None]) -> None:
+def _check(
+    name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[str, Tensor | None]
+) -> None:
     if not (inputs.dim() and targets.dim()):
-        raise DataError(f"{name}: the {what} set has a single number for inputs or targets; {_ONE}.")
+        raise DataError(
+            f"{name}: the {what} set has a single number for inputs or targets; {_ONE}."
+        )
     if len(inputs) != len(targets):
         raise DataError(
             f"{name}: the {what} set has {len(inputs)} inputs and {len(targets)} targets; they must pair up."
@@ -687,10 +752,14 @@ def _check(name: str, what: str, inputs: Tensor, targets: Tensor, along: dict[st
         raise DataError(f"{name}: the {what} set is empty; it needs at least one sample.")
     whole = targets.dtype == torch.int64
     if whole and int(low := targets.min()) < 0 and bool((targets[targets < 0] != IGNORED).any()):
-        raise DataError(f"{name}: a {what} target is {int(low)}; classes count from 0, and {IGNORED} is for padding.")
+        raise DataError(
+            f"{name}: a {what} target is {int(low)}; classes count from 0, and {IGNORED} is for padding."
+        )
     for noun, codes in along.items():
         if codes is not None and (codes.dim() != 1 or len(codes) != len(inputs)):
-            raise DataError(f"{name}: the {what} set has {len(inputs)} samples and {tuple(codes.shape)} {noun}.")
+            raise DataError(
+                f"{name}: the {what} set has {len(inputs)} samples and {tuple(codes.shape)} {noun}."
+            )
         if codes is not None and int(codes.min()) < 0:
             raise DataError(f"{name}: one of the {noun} is {int(codes.min())}; they count from 0.")
 
@@ -700,7 +769,9 @@ def _check_parts(parts: Parts, count: int, what: str) -> None:
     if len(wrong):
         place = int(wrong[0])
         client = int(torch.searchsorted(parts.offsets, place, right=True)) - 1
-        raise DataError(f"client {client} holds sample {int(parts.order[place])}; the {what} set has {count}.")
+        raise DataError(
+            f"client {client} holds sample {int(parts.order[place])}; the {what} set has {count}."
+        )
 
 
 def _warn_of_repeats(parts: Parts, count: int, name: str) -> None:
@@ -736,13 +807,23 @@ def _warn_of_nan(test_inputs: Tensor, name: str) -> None:
         )
 
 
-def held_out(count: int, groups: Tensor | None, name: str, what: str = "samples") -> tuple[Tensor, Tensor]:
+def held_out(
+    count: int, groups: Tensor | None, name: str, what: str = "samples"
+) -> tuple[Tensor, Tensor]:
     """(kept, held out) of data that came without a test part, and say so."""
     kept, held = fifth(count, groups)
     if not len(held):
         whose = "" if groups is None else " of every client or domain"
-        raise DataError(f"{name} has no test part, and {count} {what} are too few to hold out a fifth{whose}.")
-    _log.warning("%s has no test part: %d of its %d %s are held out for testing.", name, len(held), count, what)
+        raise DataError(
+            f"{name} has no test part, and {count} {what} are too few to hold out a fifth{whose}."
+        )
+    _log.warning(
+        "%s has no test part: %d of its %d %s are held out for testing.",
+        name,
+        len(held),
+        count,
+        what,
+    )
     return kept, held
 
 

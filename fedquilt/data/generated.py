@@ -41,7 +41,9 @@ def generated(
     prototypes = _prototypes(seed, classes, shape)
     shifts = torch.stack([_shift(seed, name, shape[0]) for name in domains or ("",)])
     inputs, targets, codes = _samples(noise.key(seed, _SITE, _TRAIN), prototypes, shifts, train)
-    test_inputs, test_targets, test_codes = _samples(noise.key(seed, _SITE, _TEST), prototypes, shifts, test)
+    test_inputs, test_targets, test_codes = _samples(
+        noise.key(seed, _SITE, _TEST), prototypes, shifts, test
+    )
     return Pool.of(
         (inputs, targets),
         (test_inputs, test_targets),
@@ -54,17 +56,23 @@ def generated(
     ).with_public(public)
 
 
-def _check(classes: int, shape: tuple[int, ...], train: int, test: int, domains: tuple[str, ...]) -> None:
+def _check(
+    classes: int, shape: tuple[int, ...], train: int, test: int, domains: tuple[str, ...]
+) -> None:
     counts = {"classes": classes, "train": train, "test": test}
     too_small = {name: count for name, count in counts.items() if count < 1}
     if too_small:
-        raise ConfigError(f"generated data with {too_small} was asked for; each must be at least 1.")
+        raise ConfigError(
+            f"generated data with {too_small} was asked for; each must be at least 1."
+        )
     if len(shape) != 3 or not all(whole(length, 1) for length in shape):
         raise ConfigError(
             f"generated images of shape {tuple(shape)} were asked for; channels, height and width fit, as (3, 32, 32)."
         )
     if len(set(domains)) < len(domains):
-        raise ConfigError(f"generated data of domains {tuple(domains)} was asked for; each name may be given once.")
+        raise ConfigError(
+            f"generated data of domains {tuple(domains)} was asked for; each name may be given once."
+        )
 
 
 def _prototypes(seed: int, classes: int, shape: tuple[int, int, int]) -> Tensor:
@@ -86,7 +94,9 @@ def _shift(seed: int, domain: str, channels: int) -> Tensor:
     return noise.bits(key, channels) % (2 * MAX_SHIFT + 1) - MAX_SHIFT
 
 
-def _samples(key: int, prototypes: Tensor, shifts: Tensor, count: int) -> tuple[Tensor, Tensor, Tensor]:
+def _samples(
+    key: int, prototypes: Tensor, shifts: Tensor, count: int
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return images as bytes (sample, channel, height, width), their classes and their domains."""
     positions = torch.arange(count)
     targets = positions % len(prototypes)

@@ -85,20 +85,28 @@ def hub(
     ).with_public(public)
 
 
-def _load(path: str, config: str, files: str, test_files: str, folder: str) -> Mapping[str, Dataset]:
+def _load(
+    path: str, config: str, files: str, test_files: str, folder: str
+) -> Mapping[str, Dataset]:
     datasets = _package("datasets")
     given = {"train": files} | ({"test": test_files} if test_files else {}) if files else None
     try:
-        found = datasets.load_dataset(path, config or None, data_files=given, data_dir=folder or None)
+        found = datasets.load_dataset(
+            path, config or None, data_files=given, data_dir=folder or None
+        )
     except Exception as error:  # whatever the network, the hub, a file or its format came up with
-        raise DataError(f"{path} could not be loaded by datasets.load_dataset: {_said(error)}") from error
+        raise DataError(
+            f"{path} could not be loaded by datasets.load_dataset: {_said(error)}"
+        ) from error
     return dict(found)
 
 
 class _Columns:
     """Which columns are what, as asked for or as their features say."""
 
-    def __init__(self, path: str, rows: Dataset, inputs: str, targets: str, clients: str, domains: str) -> None:
+    def __init__(
+        self, path: str, rows: Dataset, inputs: str, targets: str, clients: str, domains: str
+    ) -> None:
         from datasets import ClassLabel, Image, Value
 
         features = rows.features
@@ -108,7 +116,11 @@ class _Columns:
                 raise DataError(f"{path} has no column {column!r}. Found: {', '.join(features)}.")
         spoken_for = {clients, domains, targets}
         pictures = [name for name, kind in features.items() if isinstance(kind, Image)]
-        strings = [name for name, kind in features.items() if isinstance(kind, Value) and "string" in kind.dtype]
+        strings = [
+            name
+            for name, kind in features.items()
+            if isinstance(kind, Value) and "string" in kind.dtype
+        ]
         labels = [name for name, kind in features.items() if isinstance(kind, ClassLabel)]
         numbers = [name for name in features if name not in {*pictures, *strings, *labels}]
 
@@ -119,14 +131,19 @@ class _Columns:
             targets = free(labels)[0]
             spoken_for.add(targets)
         self.inputs = (
-            _listed(inputs) or free(pictures)[:1] or (free(strings)[:1] if not targets else []) or free(numbers)
+            _listed(inputs)
+            or free(pictures)[:1]
+            or (free(strings)[:1] if not targets else [])
+            or free(numbers)
         )
         self.is_picture = set(self.inputs) <= set(pictures)
         self.is_text = bool(self.inputs) and set(self.inputs) <= set(strings)
         self.targets = targets
         if not self.inputs or (not targets and not self.is_text):
             missing = "targets" if self.inputs else "inputs"
-            raise DataError(f"{path} does not say which column the {missing} are; name one of {', '.join(features)}.")
+            raise DataError(
+                f"{path} does not say which column the {missing} are; name one of {', '.join(features)}."
+            )
 
     def arrays(self, rows: Dataset, size: int) -> np.ndarray:
         """The inputs: (sample, channel, height, width) bytes of images, or the columns of numbers side by side."""
@@ -136,9 +153,13 @@ class _Columns:
             columns = [np.asarray(rows.with_format("numpy")[name][:]) for name in self.inputs]
             if any(column.dtype == object for column in columns):
                 raise ValueError("its rows differ in length")
-            array = columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
+            array = (
+                columns[0] if len(columns) == 1 and columns[0].ndim > 1 else np.stack(columns, 1)
+            )
         except (ValueError, TypeError) as error:
-            raise DataError(f"{self.path}: {', '.join(self.inputs)} cannot be one array: {error}.") from error
+            raise DataError(
+                f"{self.path}: {', '.join(self.inputs)} cannot be one array: {error}."
+            ) from error
         return array.astype(np.float32) if array.dtype.kind == "f" else array
 
     def _pictures(self, rows: Dataset, size: int) -> np.ndarray:
@@ -148,7 +169,9 @@ class _Columns:
         with image_errors(f"an image of {self.path}"):
             first = column[0]
             shape = (size, size) if size else (first.height, first.width)
-            return stacked(column, names, shape, first.mode in ("1", "L", "I", "I;16", "F"), bool(size))
+            return stacked(
+                column, names, shape, first.mode in ("1", "L", "I", "I;16", "F"), bool(size)
+            )
 
 
 def _listed(names: str) -> list[str]:
@@ -192,7 +215,8 @@ def deal_by_flower(
     kinds = {
         name: kind
         for name in flower.__all__
-        if not inspect.isabstract(kind := getattr(flower, name)) and not name.startswith("Vertical")  # deals columns
+        if not inspect.isabstract(kind := getattr(flower, name))
+        and not name.startswith("Vertical")  # deals columns
     }
     kind = known(kinds, partitioner, "partitioner of flwr-datasets")
     columns = {
@@ -205,19 +229,33 @@ def deal_by_flower(
     takes = inspect.signature(kind).parameters
     offers: dict[str, Any] = {"num_partitions": num_clients, "partition_by": "label", "seed": seed}
     if "num_partitions" in takes and num_clients is None and "num_partitions" not in options:
-        raise DataError(f"{partitioner} deals {pool.name} to a number of clients; none was asked for.")
+        raise DataError(
+            f"{partitioner} deals {pool.name} to a number of clients; none was asked for."
+        )
     try:
-        dealer = kind(**{key: value for key, value in offers.items() if key in takes} | dict(options))
+        dealer = kind(
+            **{key: value for key, value in offers.items() if key in takes} | dict(options)
+        )
         dealer.dataset = rows
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore", FutureWarning)  # between pyarrow and datasets, about sorting
-            parts = Parts.of([dealer.load_partition(one)["row"][:] for one in range(dealer.num_partitions)])
+            warnings.simplefilter(
+                "ignore", FutureWarning
+            )  # between pyarrow and datasets, about sorting
+            parts = Parts.of(
+                [dealer.load_partition(one)["row"][:] for one in range(dealer.num_partitions)]
+            )
     except Exception as error:
-        raise DataError(f"{partitioner} of flwr-datasets could not deal {pool.name}: {_said(error)}") from error
+        raise DataError(
+            f"{partitioner} of flwr-datasets could not deal {pool.name}: {_said(error)}"
+        ) from error
     if num_clients is not None and len(parts) != num_clients:
-        raise DataError(f"{num_clients} clients were asked for; {partitioner} dealt {pool.name} to {len(parts)}.")
+        raise DataError(
+            f"{num_clients} clients were asked for; {partitioner} dealt {pool.name} to {len(parts)}."
+        )
     if len(empty := (parts.sizes == 0).nonzero()):
-        raise DataError(f"{partitioner} of flwr-datasets left client {int(empty[0])} without samples of {pool.name}.")
+        raise DataError(
+            f"{partitioner} of flwr-datasets left client {int(empty[0])} without samples of {pool.name}."
+        )
     return parts
 
 
@@ -229,7 +267,9 @@ def _package(name: str) -> Any:
             import_module("flwr_datasets.partitioner")
         return import_module(name)
     except ImportError as error:
-        raise ConfigError(f"this needs {name}, which is not installed: pip install 'fedquilt[hub]'.") from error
+        raise ConfigError(
+            f"this needs {name}, which is not installed: pip install 'fedquilt[hub]'."
+        ) from error
 
 
 def _said(error: Exception) -> str:

@@ -150,7 +150,9 @@ def _paired(images: Path, marked: Path, domains: bool) -> list[Files]:
     named_masks = _by_stem(marked)
     if not named_images:
         endings = ", ".join((*SUFFIXES, *nifti.SUFFIXES))
-        raise DataError(f"{images} has no images ({endings}) in it; {images}/one.png with {marked}/one.png would fit.")
+        raise DataError(
+            f"{images} has no images ({endings}) in it; {images}/one.png with {marked}/one.png would fit."
+        )
     if missing := [file for stem, file in named_images.items() if stem not in named_masks]:
         raise DataError(
             f"{len(missing)} of {len(named_images)} images in {images} have no mask, such as "
@@ -165,7 +167,9 @@ def _paired(images: Path, marked: Path, domains: bool) -> list[Files]:
         )
     for stem, file in named_images.items():
         if domains and "/" not in stem:
-            raise DataError(f"{file} is in no folder named after a domain; {images}/DOMAIN/{file.name} would fit.")
+            raise DataError(
+                f"{file} is in no folder named after a domain; {images}/DOMAIN/{file.name} would fit."
+            )
     return [(file, named_masks[stem]) for stem, file in named_images.items()]
 
 
@@ -179,7 +183,9 @@ def _by_stem(folder: Path) -> dict[str, Path]:
             continue
         stem = name[: -len(endings[0])]
         if stem in by_stem:
-            raise DataError(f"{by_stem[stem]} and {file} have the same name up to the ending; remove one of them.")
+            raise DataError(
+                f"{by_stem[stem]} and {file} have the same name up to the ending; remove one of them."
+            )
         by_stem[stem] = file
     return by_stem
 
@@ -203,12 +209,18 @@ def _reader(first: Path, size: int, grey: bool, canonical: bool) -> tuple[Reader
     """Return what reads an image and its mask, and True if they are volumes."""
     if _is_volume(first):
         if size or grey:
-            raise ConfigError(f"size and grey are for pictures; {first.name} is a volume. Leave them out.")
+            raise ConfigError(
+                f"size and grey are for pictures; {first.name} is a volume. Leave them out."
+            )
         return partial(_read_volume, canonical=canonical), True
     if not whole(size):
-        raise ConfigError(f"size = {size} was asked for; a whole number of pixels fits, or 0 to keep sizes.")
+        raise ConfigError(
+            f"size = {size} was asked for; a whole number of pixels fits, or 0 to keep sizes."
+        )
     if canonical:
-        raise ConfigError(f"canonical is for NIfTI volumes; {first.name} is a picture. Leave it out.")
+        raise ConfigError(
+            f"canonical is for NIfTI volumes; {first.name} is a picture. Leave it out."
+        )
     return partial(_read_picture, size=size, grey=grey), False
 
 
@@ -257,7 +269,9 @@ def _read_volume(image_file: Path, mask_file: Path, canonical: bool) -> Pair:
     marked = nifti.read_volume(mask_file, canonical)
     size = volume.values.shape[1:]
     if len(marked.values) > 1:
-        raise DataError(f"{mask_file} has {len(marked.values)} channels; a mask has one number a voxel, its class.")
+        raise DataError(
+            f"{mask_file} has {len(marked.values)} channels; a mask has one number a voxel, its class."
+        )
     mask = marked.values[0]
     if mask.shape != size:
         raise DataError(
@@ -270,7 +284,9 @@ def _read_volume(image_file: Path, mask_file: Path, canonical: bool) -> Pair:
         )
     if (mask != np.rint(mask)).any():
         value = mask[mask != np.rint(mask)].flat[0]
-        raise DataError(f"{mask_file} has the value {value:g}; a mask has whole numbers, the classes of its voxels.")
+        raise DataError(
+            f"{mask_file} has the value {value:g}; a mask has whole numbers, the classes of its voxels."
+        )
     return Pair(_as_float32(volume.values, image_file), mask.astype(np.int64), volume.orientation)
 
 
@@ -290,7 +306,9 @@ def _check_labels(labels: tuple[int, ...], ignored: int | None) -> None:
     if len(set(labels)) < len(labels):
         raise ConfigError(f"labels = {list(labels)} was asked for; name each value once.")
     if ignored in labels:
-        raise ConfigError(f"labels = {list(labels)} and ignored = {ignored} were asked for; a value is one of the two.")
+        raise ConfigError(
+            f"labels = {list(labels)} and ignored = {ignored} were asked for; a value is one of the two."
+        )
 
 
 def _numbered(pair: Pair, labels: tuple[int, ...], ignored: int | None, file: Path) -> Pair:

@@ -61,7 +61,9 @@ def read_volume(file: Path, canonical: bool = False) -> Volume:
         raise DataError(f"{file} has values of {values.dtype}; whole and real numbers can be read.")
     if not np.isfinite(values).all():
         count = int((~np.isfinite(values)).sum())
-        raise DataError(f"{file} has {count:,} values that are not finite (NaN or infinite). Replace them in the file.")
+        raise DataError(
+            f"{file} has {count:,} values that are not finite (NaN or infinite). Replace them in the file."
+        )
     if values.ndim == 3:
         values = values[..., None]
     return Volume(np.moveaxis(values, -1, 0), "".join(axis or "?" for axis in axes))
@@ -76,7 +78,9 @@ def _content(file: Path) -> bytes:
     except (OSError, EOFError, zlib.error) as error:
         raise DataError(f"{file} cannot be read as a NIfTI volume: {error}.") from error
     if len(content) > MAX_BYTES:
-        raise DataError(f"{file} has more than {MAX_BYTES / 2**30:g} GiB; volumes of at most that size are read.")
+        raise DataError(
+            f"{file} has more than {MAX_BYTES / 2**30:g} GiB; volumes of at most that size are read."
+        )
     return bytes(content)
 
 

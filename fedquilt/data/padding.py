@@ -120,7 +120,9 @@ def common_sides(sizes: Sequence[Sequence[int]], multiple_of: int, name: str) ->
             different numbers of dimensions.
     """
     if not whole(multiple_of, 1):
-        raise ConfigError(f"multiple_of = {multiple_of} was asked for {name}; a whole number of 1 or more fits.")
+        raise ConfigError(
+            f"multiple_of = {multiple_of} was asked for {name}; a whole number of 1 or more fits."
+        )
     if len({len(size) for size in sizes}) > 1:
         raise DataError(f"{name}: some samples are images and others volumes; they must be alike.")
     longest = np.array(sizes).max(0).tolist()
@@ -157,7 +159,9 @@ def stacked(
     try:
         stack = np.full((len(arrays), *leading, *sides), fill, dtype)
     except MemoryError as error:
-        raise DataError(f"{len(arrays)} samples padded to {told(sides)} do not fit into memory: {error}.") from error
+        raise DataError(
+            f"{len(arrays)} samples padded to {told(sides)} do not fit into memory: {error}."
+        ) from error
     for position, array in enumerate(arrays):
         box = [slice(length) for length in array.shape[len(leading) :]]
         stack[position][(..., *box)] = array

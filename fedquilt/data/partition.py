@@ -31,14 +31,18 @@ class Partition(ABC):
     """A way to deal. `fraction` is what each client keeps of its training samples, at least one."""
 
     fraction: float = field(default=1.0, kw_only=True)
-    max_size: int | None = field(default=None, kw_only=True)  # training samples a client keeps at most; None: all
+    max_size: int | None = field(
+        default=None, kw_only=True
+    )  # training samples a client keeps at most; None: all
 
     def __post_init__(self) -> None:
         within(self, fraction="(0, 1]")
         if self.max_size is not None:
             within(self, max_size="[1, inf)")
 
-    def deal(self, pool: Pool, num_clients: int | None, seed: int = 0) -> tuple[Parts, Parts | None]:
+    def deal(
+        self, pool: Pool, num_clients: int | None, seed: int = 0
+    ) -> tuple[Parts, Parts | None]:
         """Each client's positions in the training set and in the test set."""
         if num_clients is not None and not whole(num_clients, 1):
             raise DataError(
@@ -49,12 +53,16 @@ class Partition(ABC):
         return parts.thinned(self.fraction, noise.key(seed, 16), self.max_size), test_parts
 
     @abstractmethod
-    def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]: ...
+    def _deal(
+        self, pool: Pool, num_clients: int | None, seed: int
+    ) -> tuple[Parts, Parts | None]: ...
 
     def _number(self, pool: Pool, num_clients: int | None) -> int:
         """How many clients to deal to, for those who have to be told."""
         if num_clients is None:
-            raise DataError(f"{type(self).__name__} deals {pool.name} to a number of clients; none was asked for.")
+            raise DataError(
+                f"{type(self).__name__} deals {pool.name} to a number of clients; none was asked for."
+            )
         if num_clients > len(pool.targets):
             raise DataError(
                 f"{num_clients} clients were asked for; {pool.name} has {len(pool.targets)} samples, which can serve "
@@ -82,7 +90,8 @@ class Iid(Partition):
         clients = self._number(pool, num_clients)
         counts = len(pool.targets), len(pool.test_targets)
         parts, test_parts = (
-            Parts.split(noise.order(noise.key(seed, 11), count), _evenly(count, clients)) for count in counts
+            Parts.split(noise.order(noise.key(seed, 11), count), _evenly(count, clients))
+            for count in counts
         )
         return parts, test_parts
 
@@ -110,7 +119,11 @@ class Dirichlet(Partition):
 
     def _deal(self, pool: Pool, num_clients: int | None, seed: int) -> tuple[Parts, Parts | None]:
         clients, (labels, test_labels) = self._number(pool, num_clients), self._labels(pool)
-        parts = self._equal(labels, clients, seed) if self.equal else self._by_class(pool, labels, clients, seed)
+        parts = (
+            self._equal(labels, clients, seed)
+            if self.equal
+            else self._by_class(pool, labels, clients, seed)
+        )
         return parts, _alike(parts, labels, test_labels, seed)
 
     def _by_class(self, pool: Pool, labels: Tensor, clients: int, seed: int) -> Parts:
@@ -120,7 +133,9 @@ class Dirichlet(Partition):
         for attempt in range(attempts):
             owner = []
             for label, samples in classes:
-                shares = noise.dirichlet(torch.tensor(noise.key(seed, 41, attempt, label)), clients, self.alpha)
+                shares = noise.dirichlet(
+                    torch.tensor(noise.key(seed, 41, attempt, label)), clients, self.alpha
+                )
                 owner.append(_owners(shares.cumsum(0), len(samples)))
             parts = Parts.owned(torch.cat(owner), clients, order)
             if (least := int(parts.sizes.min())) >= self.min_size:
@@ -140,12 +155,16 @@ class Dirichlet(Partition):
         size = int(available.sum()) // clients
         parts = [_NONE] * clients
         for client in noise.order(noise.key(seed, 46), clients).tolist():
-            shares = noise.dirichlet(torch.tensor(noise.key(seed, 47, client)), len(classes), self.alpha)
+            shares = noise.dirichlet(
+                torch.tensor(noise.key(seed, 47, client)), len(classes), self.alpha
+            )
             counts = _filled(shares, size, left)
             firsts = available - left
             taken = [
                 samples[first : first + count]
-                for samples, first, count in zip(classes, firsts.tolist(), counts.tolist(), strict=True)
+                for samples, first, count in zip(
+                    classes, firsts.tolist(), counts.tolist(), strict=True
+                )
             ]
             parts[client] = torch.cat(taken)
             left = left - counts
@@ -166,7 +185,9 @@ class Labels(Partition):
         clients, (labels, test_labels) = self._number(pool, num_clients), self._labels(pool)
         classes = torch.bincount(labels[labels >= 0]).nonzero().flatten()  # those there are
         if self.labels > len(classes):
-            raise DataError(f"{self.labels} labels a client were asked for; {pool.name} has {len(classes)} classes.")
+            raise DataError(
+                f"{self.labels} labels a client were asked for; {pool.name} has {len(classes)} classes."
+            )
         takers = self._takers(clients, len(classes), seed)
         codes, test_codes = _renumbered(labels, classes), _renumbered(test_labels, classes)
         for label, samples, sharers in zip(classes.tolist(), _grouped(codes), takers, strict=True):
@@ -186,7 +207,9 @@ class Labels(Partition):
             while len(hand) < self.labels:
                 fresh = next((label for label in deck if label not in hand), None)
                 if fresh is None:
-                    deck += noise.order(noise.key(seed, 12, client, len(hand), len(deck)), classes).tolist()
+                    deck += noise.order(
+                        noise.key(seed, 12, client, len(hand), len(deck)), classes
+                    ).tolist()
                     continue
                 hand.append(fresh)
                 deck.remove(fresh)
@@ -252,7 +275,9 @@ class Natural(Partition):
                 f"{self.min_size} samples. Iid() and others deal it to any number."
             )
         drawn = users[noise.order(noise.key(seed, 43), len(users))[:count]].sort().values
-        return Parts.owned(_renumbered(pool.clients, drawn), count), _own_tests(pool.test_clients, drawn)
+        return Parts.owned(_renumbered(pool.clients, drawn), count), _own_tests(
+            pool.test_clients, drawn
+        )
 
 
 @dataclass(frozen=True)
@@ -268,7 +293,9 @@ class Domains(Partition):
         homes = torch.bincount(pool.domains).nonzero().flatten()  # those there are
         clients = len(homes) if num_clients is None else self._number(pool, num_clients)
         if clients < len(homes):
-            raise DataError(f"{clients} clients were asked for; the {len(homes)} domains of {pool.name} need one each.")
+            raise DataError(
+                f"{clients} clients were asked for; the {len(homes)} domains of {pool.name} need one each."
+            )
         takers = torch.arange(clients).tensor_split(len(homes))
         places = _renumbered(pool.domains, homes)
         for home, samples, sharers in zip(homes.tolist(), _grouped(places), takers, strict=True):
@@ -278,7 +305,9 @@ class Domains(Partition):
                     "clients would fit."
                 )
         tests = None if pool.test_domains is None else _renumbered(pool.test_domains, homes)
-        return _shared(places, takers, clients, seed), None if tests is None else _shared(tests, takers, clients, seed)
+        return _shared(places, takers, clients, seed), None if tests is None else _shared(
+            tests, takers, clients, seed
+        )
 
 
 @dataclass(frozen=True)

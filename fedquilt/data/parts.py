@@ -33,7 +33,10 @@ class Parts(Sequence[Tensor]):
             raise DataError(f"parts are a {type(parts).__name__}; {_WANTED}")
         pieces = [_positions(part, client, count) for client, part in enumerate(parts)]
         order = np.concatenate(pieces) if pieces else np.empty(0, np.int64)
-        return Parts.split(torch.from_numpy(order), torch.tensor([len(piece) for piece in pieces], dtype=torch.int64))
+        return Parts.split(
+            torch.from_numpy(order),
+            torch.tensor([len(piece) for piece in pieces], dtype=torch.int64),
+        )
 
     @staticmethod
     def split(order: Tensor, sizes: Tensor) -> Parts:
@@ -87,7 +90,11 @@ class Parts(Sequence[Tensor]):
 
     def first(self, count: int) -> Parts:
         """The first so many clients."""
-        return self if count >= len(self) else Parts(self.order[: self.offsets[count]], self.offsets[: count + 1])
+        return (
+            self
+            if count >= len(self)
+            else Parts(self.order[: self.offsets[count]], self.offsets[: count + 1])
+        )
 
     def head(self, count: int) -> Parts:
         """The first so many samples of every client."""
@@ -121,15 +128,21 @@ _WANTED = "a list of positions a client is wanted, such as [[0, 1, 2], [3, 4]], 
 def _positions(part: Sequence[int] | Array, client: int, count: int | None) -> np.ndarray:
     """One client's positions, checked; nothing is rounded, and nothing that was not a position becomes one."""
     given = np.asarray(part.cpu() if isinstance(part, Tensor) else part)
-    if not given.ndim:  # before the next is looked at: an owner a sample are as many as there are samples
+    if (
+        not given.ndim
+    ):  # before the next is looked at: an owner a sample are as many as there are samples
         raise DataError(
             f"the part of client {client} is {given.item()!r:.40}; {_WANTED} An owner a sample is dealt by "
             "Pool.of(train, test, clients=owners).deal()."
         )
     if given.dtype.kind == "b":
         if count is not None and given.size != count:
-            raise DataError(f"the mask of client {client} has {given.size} entries; there are {count} samples.")
+            raise DataError(
+                f"the mask of client {client} has {given.size} entries; there are {count} samples."
+            )
         return np.flatnonzero(given)
     if given.size and given.dtype.kind not in "iu":
-        raise DataError(f"the part of client {client} is of {given.dtype}; positions are whole numbers, from 0 on.")
+        raise DataError(
+            f"the part of client {client} is of {given.dtype}; positions are whole numbers, from 0 on."
+        )
     return given.astype(np.int64, copy=False).reshape(-1)

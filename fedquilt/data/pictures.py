@@ -49,11 +49,20 @@ def images(
     shape = (size, size) if size else (height, width)
     count = sum(map(len, sets))
     if problem := too_large(count * shape[0] * shape[1] * (1 if grey else 3), max_bytes):
-        raise DataError(f"{root} has {count:,} images of {shape[0]}×{shape[1]} pixels and is not read: {problem}")
+        raise DataError(
+            f"{root} has {count:,} images of {shape[0]}×{shape[1]} pixels and is not read: {problem}"
+        )
     opened = partial(open_image, max_bytes=max_bytes)
-    inputs = [stacked(map(opened, files), list(map(str, files)), shape, grey, bool(size)) for files in sets]
+    inputs = [
+        stacked(map(opened, files), list(map(str, files)), shape, grey, bool(size))
+        for files in sets
+    ]
     targets = [np.array([classes.index(file.parent.name) for file in files]) for files in sets]
-    places = [np.array([homes.index(file.parent.parent.name) for file in files]) for files in sets] if domains else []
+    places = (
+        [np.array([homes.index(file.parent.parent.name) for file in files]) for files in sets]
+        if domains
+        else []
+    )
     return Pool.of(
         (inputs[0], targets[0]),
         (inputs[1], targets[1]) if len(sets) > 1 else None,
@@ -67,7 +76,9 @@ def images(
     ).with_public(public)
 
 
-def stacked(images: Iterable[Image], names: list[str], shape: tuple[int, int], grey: bool, resize: bool) -> np.ndarray:
+def stacked(
+    images: Iterable[Image], names: list[str], shape: tuple[int, int], grey: bool, resize: bool
+) -> np.ndarray:
     """(sample, channel, height, width) bytes of images that are, or are made, all alike."""
     from PIL.Image import Resampling
 
@@ -90,10 +101,14 @@ def _files(folder: Path, domains: bool) -> list[Path]:
     files = sorted(file for file in folder.rglob("*") if file.suffix.lower() in SUFFIXES)
     levels = "DOMAIN/CLASS" if domains else "CLASS"
     if not files:
-        raise DataError(f"{folder} has no images ({', '.join(SUFFIXES)}) in it; {folder}/{levels}/one.png would fit.")
+        raise DataError(
+            f"{folder} has no images ({', '.join(SUFFIXES)}) in it; {folder}/{levels}/one.png would fit."
+        )
     for file in files:
         if len(file.relative_to(folder).parts) < 2 + domains:
-            raise DataError(f"{file} lies in no folder that says what it is; {folder}/{levels}/{file.name} would fit.")
+            raise DataError(
+                f"{file} lies in no folder that says what it is; {folder}/{levels}/{file.name} would fit."
+            )
     return files
 
 
@@ -119,10 +134,15 @@ def open_image(file: Path, max_bytes: int = 0) -> Image:
         ConfigError: Pillow is not installed.
         DataError: The file cannot be read, or has too many pixels.
     """
-    with image_errors(str(file)), _header_of(file) as image:  # which closes the file and keeps the pixels
+    with (
+        image_errors(str(file)),
+        _header_of(file) as image,
+    ):  # which closes the file and keeps the pixels
         size = image.width * image.height * MAX_PIXEL_BYTES
         if problem := too_large(size, max_bytes):
-            raise DataError(f"{file} has {image.height}×{image.width} pixels and is not read: {problem}")
+            raise DataError(
+                f"{file} has {image.height}×{image.width} pixels and is not read: {problem}"
+            )
         image.load()  # a file that breaks off says so only now
     return image
 
@@ -142,9 +162,18 @@ def image_errors(title: str) -> Iterator[None]:
     try:
         from PIL import Image, UnidentifiedImageError
     except ImportError as error:
-        raise ConfigError("images need Pillow, which is not installed: pip install 'fedquilt[images]'.") from error
+        raise ConfigError(
+            "images need Pillow, which is not installed: pip install 'fedquilt[images]'."
+        ) from error
     try:
         yield
-    except (UnidentifiedImageError, Image.DecompressionBombError, OSError, SyntaxError, ValueError, EOFError) as error:
+    except (
+        UnidentifiedImageError,
+        Image.DecompressionBombError,
+        OSError,
+        SyntaxError,
+        ValueError,
+        EOFError,
+    ) as error:
         # SyntaxError: a broken chunk of a PNG. OSError and EOFError: it breaks off. ValueError: a broken header.
         raise DataError(f"{title} cannot be read as an image: {error}.") from error

@@ -29,7 +29,9 @@ def counts(data: FederatedData, by: By = "class", clients: int | None = None) ->
     rows = parts.order[: int(parts.offsets[first])]
     owners = torch.repeat_interleave(torch.arange(first), parts.sizes[:first])
     codes, groups = _codes(data, by)
-    own = codes[rows].reshape(len(rows), -1)  # a target may be a sequence; each of its entries counts
+    own = codes[rows].reshape(
+        len(rows), -1
+    )  # a target may be a sequence; each of its entries counts
     held = (owners[:, None] * groups + own)[own >= 0]
     return torch.bincount(held, minlength=first * groups).reshape(first, groups)
 
@@ -44,7 +46,9 @@ def blocks(data: FederatedData, by: By = "class", clients: int = 20) -> str:
     shares = shown / shown.sum(1, keepdim=True).clamp(min=1)
     heights = (shares / shares.max().clamp(min=1e-9) * (len(_BLOCKS) - 1)).ceil().long()
     label, number = len(str(len(shown) - 1)), len(f"{int(sizes.max()):,}")
-    lines = [f"{data.name}: {data.num_clients:,} clients, {int(sizes.sum()):,} samples, {_legend(data, by, shown)}"]
+    lines = [
+        f"{data.name}: {data.num_clients:,} clients, {int(sizes.sum()):,} samples, {_legend(data, by, shown)}"
+    ]
     for client, row in enumerate(heights.tolist()):
         size = int(sizes[client])
         bar = "█" * max(1, round(_BAR * size / int(sizes[: len(shown)].max())))
@@ -66,7 +70,9 @@ def figure(data: FederatedData, path: str | Path, by: By = "class", clients: int
         raise ConfigError("a figure needs matplotlib: pip install 'fedquilt[plot]'.") from error
     target = Path(path)
     if target.suffix not in (".png", ".svg", ".pdf"):
-        raise ConfigError(f"a figure {target.name!r} was asked for; a name that ends in .png, .svg or .pdf would fit.")
+        raise ConfigError(
+            f"a figure {target.name!r} was asked for; a name that ends in .png, .svg or .pdf would fit."
+        )
     held = counts(data, by, clients)
     drawing = Figure(figsize=(9, 1.2 + 0.16 * max(10, len(held))), layout="constrained")
     axes = drawing.subplots()
@@ -78,15 +84,25 @@ def figure(data: FederatedData, path: str | Path, by: By = "class", clients: int
         drawn = axes.imshow(shares.numpy(), aspect="auto", interpolation="nearest")
         drawing.colorbar(drawn, label="share of the client's samples")
         axes.set_xlabel(by)
-    more = f" (the first {len(held):,} of {data.num_clients:,} clients)" if data.num_clients > len(held) else ""
+    more = (
+        f" (the first {len(held):,} of {data.num_clients:,} clients)"
+        if data.num_clients > len(held)
+        else ""
+    )
     axes.set_title(f"{data.name}: who holds what{more}")
     axes.set_ylabel("client")
     try:
         target.parent.mkdir(parents=True, exist_ok=True)
         # The same data gives the same file: no date, no random ids.
-        drawing.savefig(target, dpi=120, metadata={} if target.suffix == ".png" else {_DATE[target.suffix]: None})
+        drawing.savefig(
+            target,
+            dpi=120,
+            metadata={} if target.suffix == ".png" else {_DATE[target.suffix]: None},
+        )
     except OSError as error:
-        raise ConfigError(f"the figure {target} was asked for; it cannot be written: {error.strerror}.") from error
+        raise ConfigError(
+            f"the figure {target} was asked for; it cannot be written: {error.strerror}."
+        ) from error
     return target
 
 
@@ -100,7 +116,9 @@ def _stack(axes: Axes, held: Tensor, names: list[str]) -> None:
     left, places = torch.zeros(len(held)), range(len(held))
     for group, name in enumerate(names):
         own = held[:, group]
-        axes.barh(places, own.tolist(), left=left.tolist(), height=0.9, color=colours(group), label=name)
+        axes.barh(
+            places, own.tolist(), left=left.tolist(), height=0.9, color=colours(group), label=name
+        )
         left = left + own
     axes.invert_yaxis()
     axes.margins(y=0.01)
@@ -116,13 +134,17 @@ def _codes(data: FederatedData, by: By) -> tuple[Tensor, int]:
             )
         return data.targets.cpu(), data.num_classes
     if data.domains is None:
-        raise DataError(f"{data.name} does not say where its samples come from; it can be drawn by class.")
+        raise DataError(
+            f"{data.name} does not say where its samples come from; it can be drawn by class."
+        )
     return data.domains, int(data.domains.max()) + 1
 
 
 def _names(data: FederatedData, by: By) -> list[str]:
     known = data.class_names if by == "class" else data.domain_names
-    return [known[group] if group < len(known) else str(group) for group in range(_codes(data, by)[1])]
+    return [
+        known[group] if group < len(known) else str(group) for group in range(_codes(data, by)[1])
+    ]
 
 
 def _joined(held: Tensor, most: int) -> Tensor:

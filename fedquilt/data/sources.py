@@ -28,7 +28,13 @@ from fedquilt.names import known
 Channels = Literal["auto", "first", "last", "none"]
 Layout = Literal["first", "last", "none"]
 
-_OF_SAMPLES = ("x", "y", "client", "domain", "shapes")  # Arrays of a file with a row for every sample.
+_OF_SAMPLES = (
+    "x",
+    "y",
+    "client",
+    "domain",
+    "shapes",
+)  # Arrays of a file with a row for every sample.
 
 
 def digits(public: float = 0.0) -> Pool:
@@ -45,7 +51,9 @@ def digits_labels(public: float = 0.0) -> Pool:
     y = torch.stack([digit % 2 == 0, prime, digit >= 5], dim=1)
     train, test = fifth(len(x))
     names = ("even", "prime", "at least 5")
-    pool = Pool.of((x[train], y[train]), (x[test], y[test]), name="digits-labels", class_names=names)
+    pool = Pool.of(
+        (x[train], y[train]), (x[test], y[test]), name="digits-labels", class_names=names
+    )
     return pool.with_public(public)
 
 
@@ -80,7 +88,9 @@ def npz(
     mean: tuple[float, ...] = (),  # Mean of each channel, white is 1. Empty: by normalise.
     std: tuple[float, ...] = (),  # Standard deviation of each channel, together with mean.
     channels: Channels = "auto",  # Where files have channels.
-    domains: tuple[str, ...] = (),  # Names of the domains to keep, numbered in this order. Empty: all.
+    domains: tuple[
+        str, ...
+    ] = (),  # Names of the domains to keep, numbered in this order. Empty: all.
     public: float = 0.0,  # Share of the training samples that everyone has. 0: none.
     multiple_of: int = 1,  # Pad samples with masks to sides that are multiples of it. 1: no effect.
     max_bytes: int = 0,  # Bytes that the arrays may take in memory. 0: half of the free memory.
@@ -92,7 +102,9 @@ def npz(
     """
     arrays = _in_parts(read_arrays(path, max_bytes))
     if missing := [key for key in ("x_train", "y_train") if key not in arrays]:
-        raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
+        raise DataError(
+            f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}."
+        )
     if ("x_test" in arrays) != ("y_test" in arrays):
         raise DataError(f"{path} has one of x_test and y_test; both are needed, or none.")
     name = Path(path).stem
@@ -117,7 +129,9 @@ def npz(
     if train.has_masks or normalise == "sample":
         scale = padding.scale_of_counted(pool, normalise, mean, std)
     else:
-        scale = Scale.of(pool.inputs if domains else torch.as_tensor(train.inputs), normalise, mean, std)
+        scale = Scale.of(
+            pool.inputs if domains else torch.as_tensor(train.inputs), normalise, mean, std
+        )
     return replace(pool, scale=scale).with_public(public)
 
 
@@ -142,14 +156,18 @@ def source(spec: str) -> Callable[..., Pool]:
     if spec in DATA or not (path.suffix or "/" in spec or path.exists()):
         return known(DATA, spec, "data set")
     if not path.exists():
-        raise DataError(f"the data {spec!r} was asked for; there is no such file or folder in {Path.cwd()}.")
+        raise DataError(
+            f"the data {spec!r} was asked for; there is no such file or folder in {Path.cwd()}."
+        )
     if path.is_dir():
         return partial(masks if is_mask_folder(path) else images, spec)
     if path.suffix == ".npz":
         return partial(text if "text" in array_names(spec) else npz, spec)
     if path.suffix in (".txt", ".json"):
         return partial(text, spec)
-    raise DataError(f"the data {spec!r} was asked for; .npz, .txt, .json, a folder of images and hub:owner/name fit.")
+    raise DataError(
+        f"the data {spec!r} was asked for; .npz, .txt, .json, a folder of images and hub:owner/name fit."
+    )
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------
@@ -159,7 +177,9 @@ def _in_parts(arrays: dict[str, np.ndarray]) -> dict[str, np.ndarray]:
     """Return arrays under the names of a training part, where a file with `x` and `y` has no parts."""
     if any(name.endswith("_train") for name in arrays) or not {"x", "y"} <= arrays.keys():
         return arrays
-    return {f"{name}_train" if name in _OF_SAMPLES else name: array for name, array in arrays.items()}
+    return {
+        f"{name}_train" if name in _OF_SAMPLES else name: array for name, array in arrays.items()
+    }
 
 
 @dataclass(frozen=True)
@@ -220,7 +240,9 @@ def _prepared(samples: _Samples, multiple_of: int, standardise: bool, name: str)
         )
     if not standardise:
         return samples
-    parts = tuple(replace(part, inputs=padding.each_standardised(part.inputs, name)) for part in samples.parts)
+    parts = tuple(
+        replace(part, inputs=padding.each_standardised(part.inputs, name)) for part in samples.parts
+    )
     if public is not None:
         public = padding.each_standardised(public, name)
     return replace(samples, parts=parts, public=public)
@@ -251,7 +273,9 @@ def _layout(array: np.ndarray, channels: Channels, targets: np.ndarray | None = 
     return "last" if is_last else "first"
 
 
-def _public_layout(array: np.ndarray, channels: Channels, train: np.ndarray, layout: Layout) -> Layout:
+def _public_layout(
+    array: np.ndarray, channels: Channels, train: np.ndarray, layout: Layout
+) -> Layout:
     """Return where public inputs have their channels.
 
     Args:
@@ -277,7 +301,9 @@ def _named(
     """Numbers for what two arrays call by names; ids that are numbers may have gaps and are renumbered on request."""
     if train not in arrays:
         if test in arrays:
-            raise DataError(f"there is {test} but no {train}; the names of test samples alone say nothing.")
+            raise DataError(
+                f"there is {test} but no {train}; the names of test samples alone say nothing."
+            )
         return None, None, ()
     one, other = arrays[train], arrays.get(test)
     if one.dtype.kind != "U" and not renumber:

@@ -27,7 +27,9 @@ from fedquilt.tensor_files import too_large
 
 PAD, OOV, BOS, EOS = range(4)
 SPECIAL = ("<pad>", "<oov>", "<bos>", "<eos>")
-_WORD = re.compile(r"\w+(?:['’]\w+)*|[^\w\s]")  # words, with what an apostrophe joins, and marks one by one
+_WORD = re.compile(
+    r"\w+(?:['’]\w+)*|[^\w\s]"
+)  # words, with what an apostrophe joins, and marks one by one
 
 Cut = Literal["split", "truncate"]
 
@@ -54,7 +56,9 @@ def text(
     samples, or truncated.
     """
     texts = _read(Path(path), max_bytes)
-    return predict_words(texts, None, Path(path).stem, vocabulary, length, long, lower, count_special)
+    return predict_words(
+        texts, None, Path(path).stem, vocabulary, length, long, lower, count_special
+    )
 
 
 def predict_words(
@@ -73,7 +77,11 @@ def predict_words(
             raise ConfigError(f"{option} = {value} was asked for; it must be at least 1.")
     names = {user for texts in (train, test) if texts and texts.users for user in texts.users}
     users = {user: code for code, user in enumerate(sorted(names))}
-    codes = None if train.users is None else torch.tensor([users[user] for user in train.users], dtype=torch.int64)
+    codes = (
+        None
+        if train.users is None
+        else torch.tensor([users[user] for user in train.users], dtype=torch.int64)
+    )
     lines, tests, test_codes = train.lines, [] if test is None else test.lines, None
     if test is None:
         # Whole texts are held out, not windows: the rest of a held-out text would be in the training set.
@@ -85,7 +93,9 @@ def predict_words(
     words, test_words = ([_words(line, lower) for line in some] for some in (lines, tests))
     known = frequent(words, vocabulary)
     places = {word: len(SPECIAL) + place for place, word in enumerate(known)}
-    (x, y, of), (tx, ty, test_of) = (_windows(some, places, length, long) for some in (words, test_words))
+    (x, y, of), (tx, ty, test_of) = (
+        _windows(some, places, length, long) for some in (words, test_words)
+    )
     if not count_special:
         for targets in (y, ty):
             targets[(targets == OOV) | (targets == EOS)] = IGNORED
@@ -171,14 +181,18 @@ def _json(path: Path, content: bytes) -> Any:
         return json.loads(_decoded(path, content))
     except RecursionError as error:
         raise DataError(f"{path} cannot be read as text: its JSON nests too deeply.") from error
-    except ValueError as error:  # JSONDecodeError, with line and column, or a number of more than 4,300 digits
+    except (
+        ValueError
+    ) as error:  # JSONDecodeError, with line and column, or a number of more than 4,300 digits
         raise DataError(f"{path} cannot be read as text: it is no JSON: {error}.") from error
 
 
 def _from_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> Texts:
     """Read `text`, UTF-8 bytes with one text a line, user after user, and `start`, where each user's begin."""
     if missing := [key for key in ("text", "start") if key not in arrays]:
-        raise DataError(f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}.")
+        raise DataError(
+            f"{path} has no {' and no '.join(missing)}. Found: {', '.join(arrays) or 'nothing'}."
+        )
     text_, start = arrays["text"], arrays["start"]
     if text_.dtype != np.uint8 or text_.ndim != 1:
         raise DataError(
@@ -197,7 +211,9 @@ def _from_npz(path: Path, arrays: Mapping[str, np.ndarray]) -> Texts:
             )
     names = arrays.get("users", np.arange(len(start)).astype(str))
     if names.dtype.kind != "U" or names.shape != start.shape:
-        raise DataError(f"{path}: the array 'users' is {names.dtype} of shape {names.shape}; {len(start)} names fit.")
+        raise DataError(
+            f"{path}: the array 'users' is {names.dtype} of shape {names.shape}; {len(start)} names fit."
+        )
 
     lines: list[str] = []
     users: list[str] = []
@@ -213,7 +229,9 @@ def _from_json(path: Path, found: Any) -> Texts:
     """Read {user: [text, …]}, or [{"client": user, "text": text}, …]."""
     if isinstance(found, dict) and all(isinstance(own, list) for own in found.values()):
         pairs = [(user, one) for user, own in found.items() for one in own]
-    elif isinstance(found, list) and all(isinstance(one, dict) and {"client", "text"} <= one.keys() for one in found):
+    elif isinstance(found, list) and all(
+        isinstance(one, dict) and {"client", "text"} <= one.keys() for one in found
+    ):
         pairs = [(str(one["client"]), one["text"]) for one in found]
     else:
         pairs = [("", None)]

@@ -5,6 +5,10 @@ from fedquilt.engines.sequential import Sequential
 from fedquilt.engines.simulation import Simulation
 from fedquilt.engines.vectorised import Vectorised
 
-ENGINES: dict[str, type[Simulation]] = {"sequential": Sequential, "vectorised": Vectorised, "ray": Ray}
+ENGINES: dict[str, type[Simulation]] = {
+    "sequential": Sequential,
+    "vectorised": Vectorised,
+    "ray": Ray,
+}
 
 __all__ = ["ENGINES", "Ray", "Sequential", "Simulation", "Vectorised"]

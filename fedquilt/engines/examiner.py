@@ -41,7 +41,9 @@ class Part:
     place: int  # The exam's place among all.
     number: int  # The batch's place in the exam.
     rows: Tensor  # Positions of its samples, on the device.
-    kept: Tensor | None = None  # (sample,) True for samples whose outputs are kept. None: no metric needs them.
+    kept: Tensor | None = (
+        None  # (sample,) True for samples whose outputs are kept. None: no metric needs them.
+    )
 
 
 @dataclass
@@ -50,7 +52,9 @@ class Totals:
 
     count: int  # Exams.
     sums: State = field(default_factory=dict)  # (exam, …) by metric.
-    kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = field(default_factory=dict)  # By exam and batch.
+    kept: dict[int, dict[int, tuple[Tensor, Tensor]]] = field(
+        default_factory=dict
+    )  # By exam and batch.
 
     def add(self, places: Sequence[int], sums: Mapping[str, Tensor]) -> None:
         """Add the sums (batch, …) of batches of exams at these places, which ascend.
@@ -65,7 +69,9 @@ class Totals:
             if name not in self.sums:
                 self.sums[name] = value.new_zeros(self.count, *value.shape[1:])
             if len(lengths) < len(places):
-                value = torch.stack([some.sum(0) for some in value.split_with_sizes(list(lengths.values()))])
+                value = torch.stack(
+                    [some.sum(0) for some in value.split_with_sizes(list(lengths.values()))]
+                )
             self.sums[name].index_add_(0, index, value)
 
     def keep(self, part: Part, outputs: Tensor, targets: Tensor) -> None:
@@ -80,7 +86,10 @@ class Totals:
         found = []
         for place, exam in enumerate(exams):
             own = {name: value[place] for name, value in sums.items()}
-            batches = [pair for _, pair in sorted(self.kept.get(place, {}).items(), key=lambda item: item[0])]
+            batches = [
+                pair
+                for _, pair in sorted(self.kept.get(place, {}).items(), key=lambda item: item[0])
+            ]
             outputs = torch.cat([one for one, _ in batches]) if batches else None
             targets = torch.cat([one for _, one in batches]) if batches else None
             found.append(Score(exam.label, own, outputs, targets))
@@ -110,7 +119,9 @@ class Examiner:
         """
         task, totals = self.world.task, Totals(len(exams))
         work: dict[tuple[Kind, int, float | None], list[Part]] = {}
-        swept: dict[Hashable, tuple[int, Swept]] = {}  # by net: its exams take turns on one recording
+        swept: dict[
+            Hashable, tuple[int, Swept]
+        ] = {}  # by net: its exams take turns on one recording
         for place, exam in enumerate(exams):
             kind = exam.kind(self.engine.method.local.norm)
             size = self._exam_size(kind, batch_size)
@@ -126,7 +137,9 @@ class Examiner:
             kept = batched(exam.kept(task), size) if task.collected else [None] * len(batches)
             absent = None if exam.held is None else exam.absent
             for number, (rows, chosen) in enumerate(zip(batches, kept, strict=True)):
-                work.setdefault((kind, len(rows), absent), []).append(Part(place, number, rows, chosen))
+                work.setdefault((kind, len(rows), absent), []).append(
+                    Part(place, number, rows, chosen)
+                )
         by_turns(sweep for _, (_, sweep) in swept.values())
         for (kind, size, absent), some in work.items():
             most = self._batches_at_once(self._widest(kind.nets), size)
@@ -138,7 +151,12 @@ class Examiner:
         return totals.scores(exams)
 
     def _test(
-        self, kind: Kind, all_exams: Sequence[Exam], parts: list[Part], absent: float | None, totals: Totals
+        self,
+        kind: Kind,
+        all_exams: Sequence[Exam],
+        parts: list[Part],
+        absent: float | None,
+        totals: Totals,
     ) -> None:
         """Test batches of exams of one kind, and add what was found to the totals.
 
@@ -189,7 +207,9 @@ class Examiner:
             return sums, torch.stack(kept) if kept else None, torch.stack(all_targets)
         shared = all(exam.weights is exams[0].weights for exam in exams)
         index = torch.stack(rows)
-        held = torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
+        held = (
+            torch.stack([exam.held for exam in exams if exam.held is not None]) if masked else None
+        )
         inputs, targets = self.engine.samples(kind, index)
         if shared and not self._mixes(kind):  # nobody depends on who else is there: one large batch
             with torch.no_grad():
@@ -211,7 +231,9 @@ class Examiner:
                     self.engine.set_apart(net.arch, first_line(error))
                 return self._tested(kind, exams, rows, absent)
 
-    def calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
+    def calibrate(
+        self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]
+    ) -> list[dict[str, Tensor]]:
         """The norm statistics of each net over the batches."""
         swept = [self._sweep(kind, weights, batches) for kind, weights in nets]
         by_turns(begun[1] for begun, _ in swept if begun)
@@ -237,7 +259,9 @@ class Examiner:
         def together(now: list[Tensor]) -> list[State]:
             index = torch.stack(now)
             some = vmap(one)(*self.engine.samples(kind, index), index)
-            return [{name: value[place] for name, value in some.items()} for place in range(len(now))]
+            return [
+                {name: value[place] for name, value in some.items()} for place in range(len(now))
+            ]
 
         measured: list[State] = []
         for size, alike in by_size.items():
@@ -258,7 +282,9 @@ class Examiner:
 
     # --- recorded passes ----------------------------------------------------------------------------------------
 
-    def _sweep(self, kind: Kind, weights: Weights, batches: list[Tensor]) -> tuple[Swept | None, list[Tensor]]:
+    def _sweep(
+        self, kind: Kind, weights: Weights, batches: list[Tensor]
+    ) -> tuple[Swept | None, list[Tensor]]:
         """Begin a recorded sweep over those batches that are of full size, if that pays; and the other batches."""
         size = len(batches[0]) if batches else 0
         whole = [rows for rows in batches if len(rows) == size]
@@ -270,7 +296,9 @@ class Examiner:
             return None, batches
         idle = self.sweeps.setdefault(key, [])
         try:
-            sweep = idle.pop() if idle else Sweep(self._look(kind), weights, size, self.engine.device)
+            sweep = (
+                idle.pop() if idle else Sweep(self._look(kind), weights, size, self.engine.device)
+            )
         except CaptureError as error:
             self.unswept.add(key)
             _log.warning("the evaluation of a member cannot be recorded: %s", error)
@@ -317,7 +345,9 @@ class Examiner:
         if self.engine.device.type == "cuda" or self._mixes(kind):
             return batch_size
         arch = self._widest(kind.nets)
-        return min(batch_size, max(_SMALLEST, _AT_ONCE * _SMALLEST // self._activations(arch, _SMALLEST)))
+        return min(
+            batch_size, max(_SMALLEST, _AT_ONCE * _SMALLEST // self._activations(arch, _SMALLEST))
+        )
 
     def _mixes(self, kind: Kind) -> bool:
         """Whether an answer may depend on who else is tested: also on stored statistics, if some norm stores none."""
@@ -325,7 +355,10 @@ class Examiner:
 
     def _activations(self, arch: Arch, batch_size: int) -> int:
         """The bytes of what a training step keeps for its way back."""
-        return max(1, self.world.family.member(arch).activations(batch_size) * self.world.dtype.itemsize // 4)
+        return max(
+            1,
+            self.world.family.member(arch).activations(batch_size) * self.world.dtype.itemsize // 4,
+        )
 
 
 def _lead(sums: Mapping[str, Tensor]) -> State:

@@ -25,7 +25,9 @@ class Exam:
     nets: Mix
     weights: Weights  # Already cut, by scope and name.
     samples: Tensor  # Positions in the test set, or in the training set (also for validation), on the CPU.
-    held: Tensor | None = None  # (class,) False where the client lacks the class. None: all classes count.
+    held: Tensor | None = (
+        None  # (class,) False where the client lacks the class. None: all classes count.
+    )
     absent: float = -torch.inf  # Logit of the classes that a client lacks.
     robustness: float = 0.0  # Of dual norms.
     attack: PGD | None = None  # On the samples.
@@ -40,7 +42,12 @@ class Exam:
     def kind(self, norm: NormPolicy) -> Kind:
         """Return what is run, which is equal for exams that run the same kernels."""
         nets = tuple(replace(net, index=Index()) for net in self.nets)
-        return Kind(nets, replace(norm.evaluation_pass, robustness=self.robustness), self.attack, self.training)
+        return Kind(
+            nets,
+            replace(norm.evaluation_pass, robustness=self.robustness),
+            self.attack,
+            self.training,
+        )
 
 
 @dataclass(frozen=True)
@@ -53,21 +60,27 @@ class Piece:
     counts: bool = True  # It counts in the score of the whole.
 
 
-def pieces(exams: Sequence[Exam], data: FederatedData, depends_on_batch: bool, batch_size: int) -> list[Piece]:
+def pieces(
+    exams: Sequence[Exam], data: FederatedData, depends_on_batch: bool, batch_size: int
+) -> list[Piece]:
     """Split exams by domain without testing a sample twice. The score of an exam is the sum of its pieces.
 
     Where a prediction depends on the rest of its batch, and batches of the whole would mix domains, pieces would give
     another score. There the whole is tested as without domains, and its domains besides.
     """
     found = [
-        piece for place, exam in enumerate(exams) for piece in _cut(place, exam, data, depends_on_batch, batch_size)
+        piece
+        for place, exam in enumerate(exams)
+        for piece in _cut(place, exam, data, depends_on_batch, batch_size)
     ]
     # Domain by domain: on a GPU a net's exams follow each other, and those of unequal nets overlap.
     found.sort(key=lambda piece: -1 if piece.domain is None else piece.domain)
     return found
 
 
-def summed(exams: Sequence[Exam], found: Sequence[Piece], scores: Sequence[Score], data: FederatedData) -> list[Score]:
+def summed(
+    exams: Sequence[Exam], found: Sequence[Piece], scores: Sequence[Score], data: FederatedData
+) -> list[Score]:
     """Return the score of every exam, with the scores of its domains."""
     whole = [Score(exam.label) for exam in exams]
     by_domain: list[dict[Domain, Score]] = [{} for _ in exams]
@@ -83,7 +96,9 @@ def _name(data: FederatedData, domain: int) -> str:
     return data.domain_names[domain] if domain < len(data.domain_names) else str(domain)
 
 
-def _cut(place: int, exam: Exam, data: FederatedData, depends_on_batch: bool, batch_size: int) -> Iterator[Piece]:
+def _cut(
+    place: int, exam: Exam, data: FederatedData, depends_on_batch: bool, batch_size: int
+) -> Iterator[Piece]:
     if data.test_domains is None or exam.training:
         yield Piece(exam, place)
         return

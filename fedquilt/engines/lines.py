@@ -49,7 +49,9 @@ class Lines:
         """(client, entry) of weights with the clients in front."""
         first = state[next(iter(self.shapes))]
         filling, pieces = first.new_full((len(first), _APART), between), []
-        for (name, shape), start, stop in zip(self.shapes.items(), self._starts, self._starts[1:], strict=False):
+        for (name, shape), start, stop in zip(
+            self.shapes.items(), self._starts, self._starts[1:], strict=False
+        ):
             pieces += [self._row(state[name], shape), filling[:, : stop - start - shape.numel()]]
         return torch.cat(pieces, 1)
 

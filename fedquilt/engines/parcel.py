@@ -55,7 +55,9 @@ def _packer() -> type[Any]:
     class Packer(cloudpickle.CloudPickler):  # type: ignore[misc]  # Ray is imported when it is asked for
         names: dict[int, str]
         tensors: list[np.ndarray]
-        places: dict[int, tuple[Tensor, int]]  # the tensors are kept: else their ids could be another's
+        places: dict[
+            int, tuple[Tensor, int]
+        ]  # the tensors are kept: else their ids could be another's
 
         def persistent_id(self, value: Any) -> Any:
             if id(value) in self.names:

@@ -43,7 +43,9 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger("fedquilt")
 
-_TRIES = 3  # times a chunk is trained whose workers die, and a worker is started that does not come up
+_TRIES = (
+    3  # times a chunk is trained whose workers die, and a worker is started that does not come up
+)
 _PATIENCE = 300.0  # seconds to wait for the first worker
 
 
@@ -59,9 +61,7 @@ class Cluster:
 class Ray(Vectorised):
     """Deals a round's jobs to the workers of a Ray cluster, each a `vectorised` of its own."""
 
-    chunks: int = (
-        CHUNKS  # that a round's jobs are cut into: numbers depend on it in their last digits, not on the workers
-    )
+    chunks: int = CHUNKS  # that a round's jobs are cut into: numbers depend on it in their last digits, not on the workers
     cluster: Cluster = Cluster()
 
     @classmethod
@@ -77,7 +77,9 @@ class Ray(Vectorised):
         super().__post_init__()
         self._crew: Crew | None = None
         self._placed: Any = None  # Samples and options, in the object store.
-        self._sent: tuple[Federation, Any] | None = None  # The federation that the object store has, and where.
+        self._sent: tuple[Federation, Any] | None = (
+            None  # The federation that the object store has, and where.
+        )
 
     @classmethod
     def create(cls, data: FederatedData, options: EngineOptions) -> Self:
@@ -117,7 +119,10 @@ class Ray(Vectorised):
         crew = Crew.of(self.cluster, self.device, torch.get_num_threads())
         if crew is not self._crew:
             self._crew, self._placed, self._sent = crew, None, None
-        options = self.precision, {name: value for name, value in self.settings.items() if name in _WORKER_OPTIONS}
+        options = (
+            self.precision,
+            {name: value for name, value in self.settings.items() if name in _WORKER_OPTIONS},
+        )
         if self._placed is None:
             here = self.data.to(torch.device("cpu"), DTYPES[self.precision])
             self._placed = crew.put(pack((here, *options), {}))
@@ -130,7 +135,10 @@ class Ray(Vectorised):
             family = world.family.seeded(world.seed)
             public = None if world.public is None else world.public.cpu()
             own = replace(self.federation, world=replace(world, family=family, public=public))
-            self._sent = self.federation, crew.put(pack(replace(own, received=self.federation.initial), {}))
+            self._sent = (
+                self.federation,
+                crew.put(pack(replace(own, received=self.federation.initial), {})),
+            )
         return self._sent[1]
 
     def _check_fold(self, method: Method, server: Server) -> None:
@@ -152,7 +160,11 @@ class Ray(Vectorised):
             )
 
 
-_WORKER_OPTIONS = ("memory", "record", "layout")  # Settings of `Vectorised` that its workers have too.
+_WORKER_OPTIONS = (
+    "memory",
+    "record",
+    "layout",
+)  # Settings of `Vectorised` that its workers have too.
 
 
 def cut(jobs: Sequence[Job], chunks: int) -> list[Sequence[Job]]:
@@ -335,7 +347,9 @@ class Crew:
                             error = self._failed(reference)
                             failures = failures + 1 if error else 0
                             if failures >= _TRIES:
-                                raise TrainingError(f"no worker of the Ray cluster could be started: {error}")
+                                raise TrainingError(
+                                    f"no worker of the Ray cluster could be started: {error}"
+                                )
                             self._idle += [] if error else [worker]
                             continue
                         worker, which = running.pop(reference)
@@ -349,7 +363,10 @@ class Crew:
                         done[which] = self._answer(calls[which], reference)
                 yield done.pop(place)
         finally:
-            for worker, _ in running.values():  # an error, or ctrl-C: nobody waits for these any more
+            for (
+                worker,
+                _,
+            ) in running.values():  # an error, or ctrl-C: nobody waits for these any more
                 self._dismiss(worker)
 
     def _hire(self, busy: int, useful: int) -> None:
@@ -437,12 +454,16 @@ class Home:
         except (ConnectionError, RuntimeError, ValueError, ray.exceptions.RayError) as error:
             done = "started" if self.started else f"reached at {self.address!r}"
             hint = (
-                "" if self.started else " If it asks for a token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have it."
+                ""
+                if self.started
+                else " If it asks for a token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have it."
             )
             raise ConfigError(f"no Ray cluster could be {done}: {said(error)}.{hint}") from error
         finally:
             if main:
-                signal.signal(signal.SIGTERM, handler)  # Ray's would end the run without a checkpoint
+                signal.signal(
+                    signal.SIGTERM, handler
+                )  # Ray's would end the run without a checkpoint
         finalize(self, ray.shutdown)
 
     @staticmethod
@@ -469,12 +490,16 @@ def _knock(address: str) -> None:
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=10).close()
     except (OSError, OverflowError) as error:
-        raise ConfigError(f"no Ray cluster could be reached at {address!r}: {said(error)}") from error
+        raise ConfigError(
+            f"no Ray cluster could be reached at {address!r}: {said(error)}"
+        ) from error
 
 
 def _import() -> Any:
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
-    os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")  # else it warns of what it will do one day
+    os.environ.setdefault(
+        "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0"
+    )  # else it warns of what it will do one day
     return importlib.import_module("ray")
 
 

@@ -74,7 +74,16 @@ class Sequential(Simulation):
             steps = steps_behind(memory, learner, len(batches))
             own_state = kept_state(federation, learner, start.state_slots, start.extras, left)
             kept = remember(
-                federation, job, learner, state, slots, steps, delivery.slots, memory, self.initial, own_state
+                federation,
+                job,
+                learner,
+                state,
+                slots,
+                steps,
+                delivery.slots,
+                memory,
+                self.initial,
+                own_state,
             )
             if kept:
                 outcome.memory[job.client.id, job.submodel.scope] = kept
@@ -114,9 +123,14 @@ class Sequential(Simulation):
                 if table is not None:
                     batch = replace(batch, taught=table[rows.to(self.device)])
                 if learner.taught:
-                    batch = replace(batch, taught=teach(learner.teaching_net(member), learner.local, state, batch))
+                    batch = replace(
+                        batch,
+                        taught=teach(learner.teaching_net(member), learner.local, state, batch),
+                    )
                 for place, phase in enumerate(learner.phases_at(step)):
-                    grads, (loss, seen) = gradient(learner, member, phase.objective, state, received, batch)
+                    grads, (loss, seen) = gradient(
+                        learner, member, phase.objective, state, received, batch
+                    )
                     grads = clipped(grads, learner.local.optimiser.clip)
                     masks = learner.masks(member, phase, self.device)
                     count = start.steps + learner.moves(step) + place
@@ -144,15 +158,26 @@ class Sequential(Simulation):
             rows = self.pass_batches(job, learner, one)
             with blamed(job, f"running its pass {one.name!r}"):
                 parts = [
-                    run_pass(learner, member, one, state, received, self._pass_batch(job, learner, one, some, place))
+                    run_pass(
+                        learner,
+                        member,
+                        one,
+                        state,
+                        received,
+                        self._pass_batch(job, learner, one, some, place),
+                    )
                     for place, some in enumerate(rows)
                 ]
                 found[one.name] = one.merged(parts, [len(some) for some in rows])
         return found
 
-    def _pass_batch(self, job: Job, learner: Learner, one: ClientPass, rows: Tensor, place: int) -> Batch:
+    def _pass_batch(
+        self, job: Job, learner: Learner, one: ClientPass, rows: Tensor, place: int
+    ) -> Batch:
         inputs, targets = self.pass_samples(one, rows.to(self.device))
-        key = noise.fold_in(torch.tensor(self.pass_key(job, learner, one), device=self.device), place)
+        key = noise.fold_in(
+            torch.tensor(self.pass_key(job, learner, one), device=self.device), place
+        )
         share = torch.tensor(learner.share, dtype=self.world.dtype, device=self.device)
         return Batch(inputs, targets, self.held(job.client.id).to(self.device), key, share)
 
@@ -182,7 +207,9 @@ class Sequential(Simulation):
             scores.append(score)
         return scores
 
-    def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
+    def _calibrate(
+        self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]
+    ) -> list[dict[str, Tensor]]:
         found = []
         for kind, weights in nets:
             measured = []

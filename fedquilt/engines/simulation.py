@@ -16,7 +16,14 @@ from fedquilt.data import FederatedData
 from fedquilt.data.federated import Scale
 from fedquilt.data.parts import Parts
 from fedquilt.engines.exams import Exam, pieces, summed
-from fedquilt.errors import ConfigError, DataError, DivergenceError, FedquiltError, RecordError, TrainingError
+from fedquilt.errors import (
+    ConfigError,
+    DataError,
+    DivergenceError,
+    FedquiltError,
+    RecordError,
+    TrainingError,
+)
 from fedquilt.family.net import Pass
 from fedquilt.faults import is_out_of_memory, memory_text
 from fedquilt.names import said
@@ -91,17 +98,27 @@ class Simulation(Engine):
         self._cut_from: Weights | None = None
         self._classes: dict[int, Tensor] = {}
         self._attackable: set[PGD] = set()
-        self._orders: dict[SampleSet, tuple[int, Tensor]] = {}  # Seed, and positions shuffled by it.
-        self._is_public = False  # True: its samples are public ones, without targets and without owners.
-        self._public: tuple[Tensor, Self] | None = None  # Public samples, and the engine that trains on them.
-        self.extra_shapes: dict[str, torch.Size] = {}  # Shapes of the server's extras in the round that is trained.
+        self._orders: dict[
+            SampleSet, tuple[int, Tensor]
+        ] = {}  # Seed, and positions shuffled by it.
+        self._is_public = (
+            False  # True: its samples are public ones, without targets and without owners.
+        )
+        self._public: tuple[Tensor, Self] | None = (
+            None  # Public samples, and the engine that trains on them.
+        )
+        self.extra_shapes: dict[
+            str, torch.Size
+        ] = {}  # Shapes of the server's extras in the round that is trained.
 
     def with_data(self, data: FederatedData) -> Self:
         """Return an engine with the same options for these samples: this one, if it has them."""
         if data is self._given or data is self.data:
             return self
         here = data.to(self.device, DTYPES[self.precision])
-        same = all(is_same(getattr(here, one.name), getattr(self.data, one.name)) for one in fields(here))
+        same = all(
+            is_same(getattr(here, one.name), getattr(self.data, one.name)) for one in fields(here)
+        )
         return self if same else replace(self, data=data)
 
     def with_settings(self, settings: Mapping[str, bool | int | float | str]) -> Self:
@@ -117,13 +134,21 @@ class Simulation(Engine):
                 f"settings are {', '.join(self.settings) or 'none'}. The fedquilt version that wrote the checkpoint, "
                 "which its manifest names, can resume it."
             )
-        other: dict[str, Any] = {name: value for name, value in settings.items() if self.settings.get(name) != value}
+        other: dict[str, Any] = {
+            name: value for name, value in settings.items() if self.settings.get(name) != value
+        }
         return replace(self, **other) if other else self
 
     @property
     def settings(self) -> dict[str, bool | int | float | str]:
-        own = {one.name: getattr(self, one.name) for one in fields(self) if one.name not in _CONSTRUCTED}
-        return {name: value for name, value in own.items() if isinstance(value, (bool, int, float, str))}
+        own = {
+            one.name: getattr(self, one.name)
+            for one in fields(self)
+            if one.name not in _CONSTRUCTED
+        }
+        return {
+            name: value for name, value in own.items() if isinstance(value, (bool, int, float, str))
+        }
 
     def size(self, client: int) -> int:
         return self.data.size(client)
@@ -195,11 +220,15 @@ class Simulation(Engine):
 
     # --- the contract ----------------------------------------------------------------------------------------------
 
-    def train(self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold) -> Outcome:
+    def train(
+        self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold
+    ) -> Outcome:
         """Cut, send, train, send back and add: everything that a cohort does between plan and finish."""
         self.begin(federation)
         for submodel, job in {job.submodel: job for job in jobs}.items():
-            self.world.family.check(submodel, f"client {job.client.id} (budget {job.client.budget})")
+            self.world.family.check(
+                submodel, f"client {job.client.id} (budget {job.client.budget})"
+            )
         check_budgets(self.method, jobs, self.world)
         self.extra_shapes = {name: value.shape for name, value in server.extras.items()}
         outcome = Outcome()
@@ -218,7 +247,11 @@ class Simulation(Engine):
         """Train jobs in the engine's precision, and add the updates to the fold outside of it."""
 
     def evaluate(
-        self, federation: Federation, exams: Sequence[EvalJob], batch_size: int, by_domain: bool = False
+        self,
+        federation: Federation,
+        exams: Sequence[EvalJob],
+        batch_size: int,
+        by_domain: bool = False,
     ) -> list[Score]:
         self.begin(federation)
         for attack in {exam.attack for exam in exams if exam.attack}:
@@ -229,7 +262,9 @@ class Simulation(Engine):
                 return self._evaluate(own, batch_size)
             depends_on_batch = self.world.family.mixes(self.method.local.norm.evaluation_pass)
             cut = pieces(own, self.data, depends_on_batch, batch_size)
-            return summed(own, cut, self._evaluate([piece.exam for piece in cut], batch_size), self.data)
+            return summed(
+                own, cut, self._evaluate([piece.exam for piece in cut], batch_size), self.data
+            )
 
     @abstractmethod
     def _evaluate(self, exams: Sequence[Exam], batch_size: int) -> list[Score]: ...
@@ -279,7 +314,10 @@ class Simulation(Engine):
         batches = batched(samples.to(self.device), batch_size)
 
         def measured(mode: Pass, by: PGD | None) -> list[dict[str, Tensor]]:
-            kinds = [(Kind((Submodel(net.arch),), mode, by, training=True), weights) for net, weights in nets]
+            kinds = [
+                (Kind((Submodel(net.arch),), mode, by, training=True), weights)
+                for net, weights in nets
+            ]
             return self._calibrate(kinds, batches)
 
         with _failing("the calibration of norms failed"), self.computing():
@@ -290,7 +328,9 @@ class Simulation(Engine):
             return [both_statistics(clean, own) for clean, own in zip(found, noised, strict=True)]
 
     @abstractmethod
-    def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
+    def _calibrate(
+        self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]
+    ) -> list[dict[str, Tensor]]:
         """Return the statistics that each net sees, their mean over batches of training samples."""
 
     def pooled_gradients(
@@ -303,12 +343,19 @@ class Simulation(Engine):
         self.begin(federation)
         batches = batched(self.pooled[:samples].to(self.device), batch_size)
         with _failing("the gradients over pooled samples failed"), self.computing():
-            return [self._pooled_gradient(self.world.family.member(net), weights, batches) for net, weights in nets]
+            return [
+                self._pooled_gradient(self.world.family.member(net), weights, batches)
+                for net, weights in nets
+            ]
 
-    def _pooled_gradient(self, member: Member, weights: Weights, batches: Sequence[Tensor]) -> dict[str, Tensor]:
+    def _pooled_gradient(
+        self, member: Member, weights: Weights, batches: Sequence[Tensor]
+    ) -> dict[str, Tensor]:
         """Return the mean of a net's gradients, in which a batch counts by its targets that count."""
         task = self.world.task
-        every_class = torch.ones(self.world.family.num_outputs, dtype=torch.bool, device=self.device)
+        every_class = torch.ones(
+            self.world.family.num_outputs, dtype=torch.bool, device=self.device
+        )
         sums = {name: torch.zeros_like(weights[name]) for name in member.trainable}
         total = torch.zeros((), device=self.device)
         for place, rows in enumerate(batches):
@@ -334,7 +381,9 @@ class Simulation(Engine):
 
     def on_public(self, world: World) -> Self:
         """Return an engine that trains on public samples. It is kept, with all that it has recorded."""
-        assert world.public is not None, "methods that need public samples are refused where there are none"
+        assert world.public is not None, (
+            "methods that need public samples are refused where there are none"
+        )
         if self._public is None or self._public[0] is not world.public:
             engine = self._over(_without_targets(self.data, world.public, world))
             engine._is_public = True
@@ -387,7 +436,9 @@ class Simulation(Engine):
         coded = tuple(name for name in learner.state.coded_extras if name in extras)
         return Payload(job.submodel, weights, slots, extras, coded, first)
 
-    def _cut(self, slot: str, whole: Weights, submodel: Submodel, names: tuple[str, ...]) -> dict[str, Tensor]:
+    def _cut(
+        self, slot: str, whole: Weights, submodel: Submodel, names: tuple[str, ...]
+    ) -> dict[str, Tensor]:
         """Return the named weights of a sub-model, or a slot for them.
 
         The slot "" is the weights themselves, and `_FIRST` those that a client gets once.
@@ -413,7 +464,11 @@ class Simulation(Engine):
             extras: Extras that it has, which say what public samples a teacher's rows are about.
         """
         is_own = not learner.teacher
-        part = self.data.parts[job.client.id] if is_own else self.teacher_rows(learner, extras or {}).positions
+        part = (
+            self.data.parts[job.client.id]
+            if is_own
+            else self.teacher_rows(learner, extras or {}).positions
+        )
         if not len(part):
             return []
         batches = itinerary(len(part), learner.local, self.keys(job)[0])
@@ -430,7 +485,9 @@ class Simulation(Engine):
                     f"{type(self.method).__name__} was asked for, whose pass {one.name!r} runs on public samples; the "
                     "data has none. data.public = 0.1 in a file, pool.with_public(0.1) in Python, sets samples aside."
                 )
-            return batched(drawn_positions(self.world.seed, job.round, one.draw, self.world.num_public), size)
+            return batched(
+                drawn_positions(self.world.seed, job.round, one.draw, self.world.num_public), size
+            )
         part = self.data.parts[job.client.id]
         return batched(part[noise.order(self.pass_key(job, learner, one), len(part))], size)
 
@@ -451,7 +508,11 @@ class Simulation(Engine):
         if not learner.passes and learner.lesson is None:
             return steps
         public = self.world.num_public
-        return steps + learner.lesson_macs(member, public) + learner.pass_macs(member, self.data.size(client), public)
+        return (
+            steps
+            + learner.lesson_macs(member, public)
+            + learner.pass_macs(member, self.data.size(client), public)
+        )
 
     def held(self, client: int) -> Tensor:
         """Return (class,) True where the client has samples of the class, on the CPU.
@@ -540,7 +601,9 @@ def _without_targets(data: FederatedData, samples: Tensor, world: World) -> Fede
 
     All of them count, because tasks divide by the number of targets that count.
     """
-    targets = world.task.blank_targets((len(samples), *world.family.output_shape[1:])).to(samples.device)
+    targets = world.task.blank_targets((len(samples), *world.family.output_shape[1:])).to(
+        samples.device
+    )
     return replace(
         data,
         inputs=samples,
@@ -629,7 +692,10 @@ def check_public(asked_by: str, is_needed: bool, world: World, data: FederatedDa
 def _check_scale(public: Tensor, data: FederatedData) -> None:
     """Refuse public samples that are not finite, or of another order of magnitude than those of clients."""
     rows = torch.arange(min(MAX_COMPARED, len(data.targets)), device=data.targets.device)
-    own, other = (float(values.double().abs().mean()) for values in (data.samples(rows), public[:MAX_COMPARED]))
+    own, other = (
+        float(values.double().abs().mean())
+        for values in (data.samples(rows), public[:MAX_COMPARED])
+    )
     if not MIN_SCALE_RATIO * own <= other <= own / MIN_SCALE_RATIO:
         raise DataError(
             f"the public samples of {data.name} have a mean absolute value of {other:.3g}, and its training samples "

@@ -20,7 +20,9 @@ if TYPE_CHECKING:
 
 _CHUNK = 256  # batches whose samples are named on the device at once
 
-Look = Callable[["Weights", Tensor], State]  # what is looked at in one batch of samples, given by their positions
+Look = Callable[
+    ["Weights", Tensor], State
+]  # what is looked at in one batch of samples, given by their positions
 
 
 class Sweep:
@@ -51,7 +53,9 @@ class Sweep:
         self._batches, self._played = torch.stack(batches), 0
         self._follow()
         if self._stream is not None:
-            self._batches.record_stream(self._stream)  # else its memory may be another's before it has been read
+            self._batches.record_stream(
+                self._stream
+            )  # else its memory may be another's before it has been read
         with self._on_stream():
             torch._foreach_zero_(list(self._sums.values()))
 

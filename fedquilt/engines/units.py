@@ -90,13 +90,22 @@ class Unit:
         }
         # What the optimiser moves: every weight, or, where phases move parts, the lines that the weights are views of.
         self._moving = {name: self.state[name] for name in member.trainable}, self.slots
-        self._lines = Lines({name: fresh[name].shape for name in member.trainable}, self._channels_last)
-        if learner.drawn or any(not isinstance(phase.moves, Everywhere) for phase in learner.phases):
+        self._lines = Lines(
+            {name: fresh[name].shape for name in member.trainable}, self._channels_last
+        )
+        if learner.drawn or any(
+            not isinstance(phase.moves, Everywhere) for phase in learner.phases
+        ):
             self._line_up()
         slotted = learner.slotted(member)
         # Slots of the method, which objectives read.
-        own_slots = {slot: {n: torch.zeros_like(self.state[n]) for n in slotted} for slot in learner.state.slots}
-        self.received = Received({name: value.clone() for name, value in self.state.items()}, own_slots)
+        own_slots = {
+            slot: {n: torch.zeros_like(self.state[n]) for n in slotted}
+            for slot in learner.state.slots
+        }
+        self.received = Received(
+            {name: value.clone() for name, value in self.state.items()}, own_slots
+        )
         most = 2 * learner.local.batch_size  # a short tail may be joined to the batch before
         self.rows = torch.zeros(_CHUNK, count, most, dtype=torch.int64, device=device)
         self.active = torch.ones(_CHUNK, count, dtype=torch.bool, device=device)
@@ -107,28 +116,38 @@ class Unit:
         # Of every client, the teacher's rows for all public samples.
         self.tables: Tensor | None = None
         if learner.teacher:
-            self.tables = torch.zeros(count, *engine.table_shape(learner), dtype=world.dtype, device=device)
-        self.noise = torch.zeros(_CHUNK, count, dtype=torch.int64, device=device)  # the keys of every step
+            self.tables = torch.zeros(
+                count, *engine.table_shape(learner), dtype=world.dtype, device=device
+            )
+        self.noise = torch.zeros(
+            _CHUNK, count, dtype=torch.int64, device=device
+        )  # the keys of every step
         self.at = torch.zeros(1, dtype=torch.int64, device=device)  # the step within the chunk
         self.age = torch.zeros((), dtype=torch.float32, device=device)  # optimiser steps taken
         on_gpu = device.type == "cuda"
         # The fused kernels read a rate in float32 on a GPU, too coarse for float64.
         fine = world.dtype == torch.float64 or not on_gpu
         self._fused = not (on_gpu and fine) or learner.local.optimiser.ages
-        self.lr = torch.zeros((), dtype=torch.float32 if on_gpu and self._fused else torch.float64, device=device)
+        self.lr = torch.zeros(
+            (), dtype=torch.float32 if on_gpu and self._fused else torch.float64, device=device
+        )
         self._learner = learner  # of those who train; its phases are drawn by their round
         self.stream = torch.cuda.Stream(device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.ragged = False  # whether some client has no full batch in some step of the chunk
         self._graphs: dict[Hashable, torch.cuda.CUDAGraph] = {}
         self._pool = torch.cuda.graph_pool_handle() if on_gpu else None
-        self._masks = {} if learner.drawn else {phase: self._mask(phase) for phase in learner.phases}
+        self._masks = (
+            {} if learner.drawn else {phase: self._mask(phase) for phase in learner.phases}
+        )
         self._hand = _Hand.empty(self) if learner.drawn else None
         if self._net is not None:
             self._compare()
 
     def _place(self, value: Tensor) -> Tensor:
         """A weight of every client; alone, convolutions have their channels last, as the fast kernels want them."""
-        placed = value.expand(self.shape.count, *value.shape).clone(memory_format=torch.contiguous_format)
+        placed = value.expand(self.shape.count, *value.shape).clone(
+            memory_format=torch.contiguous_format
+        )
         return channels_last(placed[0]).unsqueeze(0) if self._channels_last else placed
 
     def _line_up(self) -> None:
@@ -154,22 +173,27 @@ class Unit:
         some = torch.arange(count * size, device=self.rows.device) % len(self.engine.data.targets)
         inputs, net = self.engine.data.samples(some.view(count, size)), member.net
         shaken = {
-            name: value + 0.1 * noise.uniform(noise.fold_in(self.keys[0], place), value.shape, value.dtype)
+            name: value
+            + 0.1 * noise.uniform(noise.fold_in(self.keys[0], place), value.shape, value.dtype)
             for place, (name, value) in enumerate(self.state.items())
         }  # no two clients alike
         shares = torch.linspace(0.5, 1.0, count, dtype=self.shares.dtype, device=self.shares.device)
         try:
             with torch.no_grad(), exact():
-                stacked = vmap(lambda weights, x, share: net(weights, x, mode, self.keys[0], share=share)[0])(
-                    shaken, inputs, shares
-                )
+                stacked = vmap(
+                    lambda weights, x, share: net(weights, x, mode, self.keys[0], share=share)[0]
+                )(shaken, inputs, shares)
                 with Undrawn():
-                    laid = self._net(shaken, inputs, member.class_dim, shares if mode.scaler else None)
+                    laid = self._net(
+                        shaken, inputs, member.class_dim, shares if mode.scaler else None
+                    )
                 leaks = self._leaks(shaken, inputs)
         except FedquiltError:
             raise
         except Exception as error:  # a forward may be anybody's
-            raise LayoutError(f"its nets do not run both stacked and side by side: {first_line(error)}") from error
+            raise LayoutError(
+                f"its nets do not run both stacked and side by side: {first_line(error)}"
+            ) from error
         if not agrees(laid, stacked):
             raise LayoutError("side by side its nets give other logits than one by one")
         if leaks:
@@ -223,13 +247,17 @@ class Unit:
                 self._fill(step)
             size = self._sizes[step % _CHUNK]
             if size:
-                self._replay(step, size, masked=self._stack.sizes_at(step) != [size] * self.shape.count)
+                self._replay(
+                    step, size, masked=self._stack.sizes_at(step) != [size] * self.shape.count
+                )
             else:
                 self.at += 1
                 self.age += len(self.shape.learner.phases)
             for clients in self._stack.groups(step):
                 if self._stack.sizes[clients[0]][step] != size:
-                    with _unsearched():  # of as many sizes as there are tails, and numbers of clients that have them
+                    with (
+                        _unsearched()
+                    ):  # of as many sizes as there are tails, and numbers of clients that have them
                         self.engine.step(self._stack, step, clients)
                     self._take_back()
 
@@ -263,15 +291,23 @@ class Unit:
         for client, own in enumerate(stack.batches):
             own_sizes = stack.sizes[client][step : steps.stop]
             for length in dict.fromkeys(self._sizes):
-                places = [p for p, own_size in enumerate(own_sizes) if own_size == length == self._sizes[p]]
+                places = [
+                    p
+                    for p, own_size in enumerate(own_sizes)
+                    if own_size == length == self._sizes[p]
+                ]
                 if places:
-                    rows[places, client, :length] = torch.stack([own[step + place] for place in places])
+                    rows[places, client, :length] = torch.stack(
+                        [own[step + place] for place in places]
+                    )
                     active[places, client] = True
         device = self.at.device
         self.rows.copy_(onto(device, rows))
         self.active.copy_(onto(device, active))
         self.ragged = not bool(active[: len(steps)].all())
-        self.noise.copy_(noise.fold_in(self.keys, torch.arange(step, step + _CHUNK, device=device)[:, None]))
+        self.noise.copy_(
+            noise.fold_in(self.keys, torch.arange(step, step + _CHUNK, device=device)[:, None])
+        )
         self.at.zero_()
 
     def _report(self, step: int) -> None:
@@ -365,7 +401,10 @@ class Unit:
             if not isinstance(phase.moves, Everywhere):
                 yield None, lambda phase=phase: self._load_mask(hand, phase)  # type: ignore[misc]
             whole = isinstance(phase.moves, Everywhere)
-            yield ("move", whole or phase.freeze), lambda p=phase, w=whole: self._play_hand(hand, p, w)  # type: ignore[misc]
+            yield (
+                ("move", whole or phase.freeze),
+                lambda p=phase, w=whole: self._play_hand(hand, p, w),
+            )  # type: ignore[misc]
         yield ("close", masked), lambda: self._close(hand.losses, hand.before, hand.kept, masked)
 
     # --- a step whose phases are always the same -------------------------------------------------------------------
@@ -374,10 +413,16 @@ class Unit:
         learner = self.shape.learner
         batch = self._batch(size)
         before = {name: value.clone() for name, value in self.state.items()} if masked else {}
-        kept = {slot: {n: v.clone() for n, v in values.items()} for slot, values in self.slots.items() if masked}
+        kept = {
+            slot: {n: v.clone() for n, v in values.items()}
+            for slot, values in self.slots.items()
+            if masked
+        }
         losses = self.losses[0]
         for phase in learner.phases:
-            grads, (losses, seen) = self._gradients(phase.objective, batch, self.member, self.state, self.received)
+            grads, (losses, seen) = self._gradients(
+                phase.objective, batch, self.member, self.state, self.received
+            )
             if _LINE in self._moving[0]:
                 grads = {_LINE: self._lines.join(grads)}
             self._move(self.engine.clipped(learner, grads), phase, self._masks[phase])
@@ -387,7 +432,10 @@ class Unit:
     def _batch(self, size: int) -> Batch:
         """Everyone's batch of this step, of so many samples."""
         learner = self.shape.learner
-        rows, keys = self.rows.index_select(0, self.at)[0, :, :size], self.noise.index_select(0, self.at)[0]
+        rows, keys = (
+            self.rows.index_select(0, self.at)[0, :, :size],
+            self.noise.index_select(0, self.at)[0],
+        )
         stored = self.engine.data.samples(rows), self.engine.data.targets[rows]
         inputs, targets = self.engine.augmented(learner, *stored, keys)
         if self._channels_last:
@@ -398,7 +446,9 @@ class Unit:
             return replace(batch, taught=self.tables[everyone, rows])
         return replace(batch, taught=self._taught(batch)) if learner.taught else batch
 
-    def _close(self, losses: Tensor, before: State, kept: Mapping[str, State], masked: bool) -> None:
+    def _close(
+        self, losses: Tensor, before: State, kept: Mapping[str, State], masked: bool
+    ) -> None:
         if masked:  # who has no batch in this step stays as it was
             who = self.active.index_select(0, self.at)[0]
             _put_back(self.state, before, who)
@@ -411,7 +461,9 @@ class Unit:
 
     def _deal(self, hand: _Hand, batch: Batch, masked: bool) -> None:
         """The batch, and what there was before it."""
-        for own, new in zip(_tensors_of(batch), _tensors_of(self._batch(batch.targets.shape[1])), strict=True):
+        for own, new in zip(
+            _tensors_of(batch), _tensors_of(self._batch(batch.targets.shape[1])), strict=True
+        ):
             own.copy_(new)
         if masked:
             rewrite(hand.before, self.state)
@@ -422,21 +474,32 @@ class Unit:
         """One objective's gradient to those of its phase; of a nested net, only where that net is."""
         member = self.member
         if nested is None:
-            grads, (losses, seen) = self._gradients(objective, batch, member, self.state, self.received)
+            grads, (losses, seen) = self._gradients(
+                objective, batch, member, self.state, self.received
+            )
             sums = hand.views  # what is laid out alike is added by one launch
-            torch._foreach_add_(list(sums.values()), [_laid_out_as(grads[name], own) for name, own in sums.items()])
+            torch._foreach_add_(
+                list(sums.values()), [_laid_out_as(grads[name], own) for name, own in sums.items()]
+            )
         else:
             (inner,) = objective.nets(member)
             own_member = member.family.member(inner.arch)  # by itself it is a client's whole net
-            rest = {name: value for name, value in self.state.items() if name not in nested.lines.shapes}
+            rest = {
+                name: value for name, value in self.state.items() if name not in nested.lines.shapes
+            }
             rest = member.narrowed(rest, inner, lead=1)
             received = Received(
                 member.narrowed(self.received.weights, inner, lead=1),
-                {slot: member.narrowed(values, inner, lead=1) for slot, values in self.received.slots.items()},
+                {
+                    slot: member.narrowed(values, inner, lead=1)
+                    for slot, values in self.received.slots.items()
+                },
             )
             own = nested.lines.views(nested.cut(self._moving[0][_LINE]))
             with _unsearched():
-                grads, (losses, seen) = self._gradients(objective, batch, own_member, {**rest, **own}, received)
+                grads, (losses, seen) = self._gradients(
+                    objective, batch, own_member, {**rest, **own}, received
+                )
             nested.add(hand.grads, nested.lines.join(grads))
         hand.sums += losses
         rewrite(self.state, seen)
@@ -523,7 +586,10 @@ class _Hand:
             torch.zeros_like(unit.losses[0]),
             torch.zeros_like(grads[:1], dtype=torch.bool),
             {name: value.clone() for name, value in unit.state.items()},
-            {slot: {n: v.clone() for n, v in values.items()} for slot, values in unit.slots.items()},
+            {
+                slot: {n: v.clone() for n, v in values.items()}
+                for slot, values in unit.slots.items()
+            },
         )
 
     def nested_for(self, unit: Unit, objective: Objective) -> Inner | None:
@@ -558,7 +624,9 @@ def _check_capturable(learner: Learner) -> None:
     """Refuse learners whose optimiser would have to count steps for every position."""
     partly = any(not isinstance(phase.moves, Everywhere) for phase in learner.phases)
     if learner.local.optimiser.ages and partly:
-        raise CaptureError(f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move")
+        raise CaptureError(
+            f"{type(learner.local.optimiser).__name__} counts steps, and some positions do not move"
+        )
 
 
 def recorded(
@@ -645,7 +713,11 @@ def fails_alone(error: Exception) -> bool:
 
     What draws its own noise would run, and nobody would notice that it draws otherwise every time.
     """
-    return isinstance(error, FedquiltError) or is_out_of_memory(error) or "vmap: called random" in str(error)
+    return (
+        isinstance(error, FedquiltError)
+        or is_out_of_memory(error)
+        or "vmap: called random" in str(error)
+    )
 
 
 def rewrite(own: State, new: Mapping[str, Tensor]) -> None:

@@ -77,12 +77,16 @@ if TYPE_CHECKING:
     from fedquilt.engines.options import EngineOptions
 
 _log = logging.getLogger(__name__)
-_STACKED = 256 << 20  # bytes of a stack on a CPU: with more, its pages are handed out and taken back all the time
+_STACKED = (
+    256 << 20
+)  # bytes of a stack on a CPU: with more, its pages are handed out and taken back all the time
 _KEPT = 4  # times a stack's memory that idle units may hold
 _CROWD = 4  # clients that layouts are timed with, at least, and that a group has on average
 _AHEAD = 4
 _READ = ("inputs", "targets", "scale")  # Fields of the data that a recorded step reads.
-_REGIONS = 2 << 30  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
+_REGIONS = (
+    2 << 30
+)  # bytes of masks that are kept: drawn phases have hundreds, each of a byte a weight
 _NO_RULE = "Batching rule not implemented"  # how vmap says that it cannot stack an operation
 _SLOW = "There is a performance drop because we have not yet implemented the batching rule"  # and that it can, slowly
 
@@ -108,15 +112,21 @@ class Stack:
     slots: OptimiserState | None  # None: empty
     received: Received
     extras: list[Extras]  # of each client, state of the method that is not cut
-    known: list[Weights]  # of each client, what the server knows that it received, where links code changes
+    known: list[
+        Weights
+    ]  # of each client, what the server knows that it received, where links code changes
     held: Tensor  # (client, class)
     keys: Tensor  # (client,)
     shares: Tensor  # (client,) of the clients' nets, which the scaler divides by
     batches: list[list[Tensor]]  # of each client, the positions of its samples in the pool
-    ages: list[int]  # the optimiser steps behind each client's slots; all equal where a step depends on them
+    ages: list[
+        int
+    ]  # the optimiser steps behind each client's slots; all equal where a step depends on them
     losses: Tensor  # (step, client)
     passes: list[dict[str, State]]  # of each client, the results of passes that are not steps
-    left: list[Left] = field(default_factory=list)  # of each client, what it keeps and sends of the method's state
+    left: list[Left] = field(
+        default_factory=list
+    )  # of each client, what it keeps and sends of the method's state
 
     @property
     def arch(self) -> Arch:
@@ -154,7 +164,9 @@ class Vectorised(Simulation):
         self.forget_family()
         # Torch warns where it runs an operation client by client. Clients that are not stacked run likewise.
         warnings.filterwarnings("ignore", _SLOW)
-        free = torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else _STACKED
+        free = (
+            torch.cuda.mem_get_info(self.device)[0] // 2 if self.device.type == "cuda" else _STACKED
+        )
         self.memory = self.memory or free
 
     @classmethod
@@ -168,10 +180,14 @@ class Vectorised(Simulation):
         self._chosen: dict[Shape, Layout] = {}
         self.single: set[Arch] = set()  # members that vmap cannot stack
         self.warm: set[Hashable] = set()  # what units have recorded before
-        self.tails: Counter[tuple[Shape, int]] = Counter()  # batches that were not full, by their size
+        self.tails: Counter[tuple[Shape, int]] = (
+            Counter()
+        )  # batches that were not full, by their size
         self._regions: dict[Hashable, Tensor] = {}
         self._nested: WeakValueDictionary[Hashable, Inner] = WeakValueDictionary()
-        self._truth = Sequential(self.data, self.device, self.precision)  # trains what cannot be stacked
+        self._truth = Sequential(
+            self.data, self.device, self.precision
+        )  # trains what cannot be stacked
         self._truth._is_public = self._is_public
         self.examiner.forget()
         self._template: Weights | None = None
@@ -190,8 +206,12 @@ class Vectorised(Simulation):
         same pool.
         """
         other = super().with_data(data)
-        if other is not self and all(is_same(getattr(other.data, name), getattr(self.data, name)) for name in _READ):
-            other.data = replace(other.data, scale=self.data.scale)  # An equal one elsewhere would not be read.
+        if other is not self and all(
+            is_same(getattr(other.data, name), getattr(self.data, name)) for name in _READ
+        ):
+            other.data = replace(
+                other.data, scale=self.data.scale
+            )  # An equal one elsewhere would not be read.
             other._federation = self._federation
             for name in ("_idle", "_refused", "_chosen", "single", "warm", "tails"):
                 setattr(other, name, getattr(self, name))
@@ -211,16 +231,28 @@ class Vectorised(Simulation):
             age = self._age(server, job, learner) if learner.local.optimiser.ages else 0
             alike.setdefault((job.submodel.arch, learner, age), []).append(job)
         for wave in self._waves(alike):
-            stackable = [(learner, some) for learner, some in wave if some[0].submodel.arch not in self.single]
+            stackable = [
+                (learner, some)
+                for learner, some in wave
+                if some[0].submodel.arch not in self.single
+            ]
             while stackable:
                 try:
                     with self.computing():
                         stacks = self._run(server, stackable, shares)
-                except _UnstackableError as error:  # nothing has been added yet: the rest of the wave once more
+                except (
+                    _UnstackableError
+                ) as error:  # nothing has been added yet: the rest of the wave once more
                     self.set_apart(error.arch, str(error))
-                    stackable = [(learner, some) for learner, some in stackable if some[0].submodel.arch != error.arch]
+                    stackable = [
+                        (learner, some)
+                        for learner, some in stackable
+                        if some[0].submodel.arch != error.arch
+                    ]
                     continue
-                for stack in stacks:  # a GPU is still training while its results are put in their place
+                for (
+                    stack
+                ) in stacks:  # a GPU is still training while its results are put in their place
                     self._fold(stack, fold, outcome)
                 self._check(stacks, outcome)
                 break
@@ -229,14 +261,19 @@ class Vectorised(Simulation):
             self._truth.extra_shapes = self.extra_shapes
             self._truth._train(server, apart, fold, outcome)
 
-    def _waves(self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]) -> Iterator[list[tuple[Learner, list[Job]]]]:
+    def _waves(
+        self, alike: Mapping[tuple[Arch, Learner, int], list[Job]]
+    ) -> Iterator[list[tuple[Learner, list[Job]]]]:
         """Stacks that are trained at the same time: on a CPU one, on a GPU as many as fit."""
         wave: list[tuple[Learner, list[Job]]] = []
         room = 0
         needs = {
-            key: self.need(key[0], key[1].local.batch_size * self._sets(*key[:2]), key[1].num_slots) for key in alike
+            key: self.need(key[0], key[1].local.batch_size * self._sets(*key[:2]), key[1].num_slots)
+            for key in alike
         }
-        for key in sorted(alike, key=lambda key: -needs[key]):  # the largest take longest: they begin
+        for key in sorted(
+            alike, key=lambda key: -needs[key]
+        ):  # the largest take longest: they begin
             (arch, learner, _), members, need = key, alike[key], needs[key]
             for some in self._split(arch, learner, members, max(1, self.memory // need)):
                 if wave and (self.device.type != "cuda" or len(some) * need > room):
@@ -247,7 +284,9 @@ class Vectorised(Simulation):
         if wave:
             yield wave
 
-    def _split(self, arch: Arch, learner: Learner, jobs: list[Job], most: int) -> Iterator[list[Job]]:
+    def _split(
+        self, arch: Arch, learner: Learner, jobs: list[Job], most: int
+    ) -> Iterator[list[Job]]:
         """Jobs of one member as the stacks they are trained in."""
         for alike in self._by_samples(jobs):
             while alike:
@@ -290,7 +329,9 @@ class Vectorised(Simulation):
         self.single.add(arch)
         _log.warning("clients of one member are trained one after another: %s", why)
 
-    def _stack(self, server: Server, learner: Learner, jobs: list[Job], shares: Mapping[Job, float]) -> Stack:
+    def _stack(
+        self, server: Server, learner: Learner, jobs: list[Job], shares: Mapping[Job, float]
+    ) -> Stack:
         device = self.device
         starts = [
             receive(
@@ -304,7 +345,10 @@ class Vectorised(Simulation):
             for job in jobs
         ]
         state = stacked([start.state for start in starts])
-        batches = [self.batches(job, learner, start.extras) for job, start in zip(jobs, starts, strict=True)]
+        batches = [
+            self.batches(job, learner, start.extras)
+            for job, start in zip(jobs, starts, strict=True)
+        ]
         return Stack(
             server=server,
             received_bytes=[start.bytes for start in starts],
@@ -318,26 +362,37 @@ class Vectorised(Simulation):
             known=[start.known for start in starts],
             held=onto(device, torch.stack([self.held(job.client.id) for job in jobs])),
             keys=onto(device, torch.tensor([self.keys(job)[1] for job in jobs])),
-            shares=onto(device, torch.tensor([shares[job] for job in jobs], dtype=self.world.dtype)),
+            shares=onto(
+                device, torch.tensor([shares[job] for job in jobs], dtype=self.world.dtype)
+            ),
             batches=batches,
             ages=[start.steps for start in starts],
-            losses=torch.zeros(max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device),
+            losses=torch.zeros(
+                max(map(len, batches)), len(jobs), dtype=self.world.dtype, device=device
+            ),
             passes=[{} for _ in jobs],
         )
 
     @staticmethod
     def _state_slots(starts: Sequence[Start], learner: Learner) -> dict[str, State]:
         """Return the method's slots of a whole stack."""
-        return {slot: stacked([start.state_slots[slot] for start in starts]) for slot in learner.state.slots}
+        return {
+            slot: stacked([start.state_slots[slot] for start in starts])
+            for slot in learner.state.slots
+        }
 
-    def _slots(self, starts: Sequence[Start], learner: Learner, member: Member) -> OptimiserState | None:
+    def _slots(
+        self, starts: Sequence[Start], learner: Learner, member: Member
+    ) -> OptimiserState | None:
         """The optimisers' memory of a whole stack; None if nobody has any."""
         if all(start.slots is None for start in starts):
             return None
         own = [start.slots or learner.start_slots(start.state, member) for start in starts]
         return {slot: stacked([slots[slot] for slots in own]) for slot in own[0]}
 
-    def _run(self, server: Server, work: list[tuple[Learner, list[Job]]], shares: Mapping[Job, float]) -> list[Stack]:
+    def _run(
+        self, server: Server, work: list[tuple[Learner, list[Job]]], shares: Mapping[Job, float]
+    ) -> list[Stack]:
         """Train stacks: those that can be recorded side by side, the others one after another."""
         playing, plain = [], []
         for learner, jobs in work:
@@ -372,9 +427,21 @@ class Vectorised(Simulation):
         public = self.on_public(self.world)
         public.begin(self.federation)
         public.extra_shapes = self.extra_shapes
-        batches = [public.batches(job, lesson, own) for job, own in zip(stack.jobs, stack.extras, strict=True)]
-        losses = torch.zeros(max(map(len, batches)), len(stack.jobs), dtype=self.world.dtype, device=self.device)
-        own = replace(stack, learner=lesson, slots=None, batches=batches, ages=[0] * len(stack.jobs), losses=losses)
+        batches = [
+            public.batches(job, lesson, own)
+            for job, own in zip(stack.jobs, stack.extras, strict=True)
+        ]
+        losses = torch.zeros(
+            max(map(len, batches)), len(stack.jobs), dtype=self.world.dtype, device=self.device
+        )
+        own = replace(
+            stack,
+            learner=lesson,
+            slots=None,
+            batches=batches,
+            ages=[0] * len(stack.jobs),
+            losses=losses,
+        )
         unit = public._unit(own)
         if unit is None:
             public._run_one(own)
@@ -395,7 +462,9 @@ class Vectorised(Simulation):
         learner = stack.learner
         for one in passes:
             rows = [self.pass_batches(job, learner, one) for job in stack.jobs]
-            keys = onto(self.device, torch.tensor([self.pass_key(job, learner, one) for job in stack.jobs]))
+            keys = onto(
+                self.device, torch.tensor([self.pass_key(job, learner, one) for job in stack.jobs])
+            )
             parts: list[list[State]] = [[] for _ in stack.jobs]
             for place in range(max(map(len, rows))):
                 by_size: dict[int, list[int]] = {}
@@ -413,7 +482,9 @@ class Vectorised(Simulation):
                     for at, client in enumerate(clients):
                         parts[client].append({name: value[at] for name, value in found.items()})
             for client, own in enumerate(rows):
-                stack.passes[client][one.name] = one.merged(parts[client], [len(some) for some in own])
+                stack.passes[client][one.name] = one.merged(
+                    parts[client], [len(some) for some in own]
+                )
 
     def _pass(self, stack: Stack, one: ClientPass, who: Tensor, batch: Batch) -> State:
         """Return what a pass gives for one batch of some clients of a stack, who are in the first dimension."""
@@ -424,9 +495,17 @@ class Vectorised(Simulation):
             return _lead(run_pass(learner, member, one, *alone))
 
         def run(
-            state: State, received: Received, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, share: Tensor
+            state: State,
+            received: Received,
+            inputs: Tensor,
+            targets: Tensor,
+            held: Tensor,
+            key: Tensor,
+            share: Tensor,
         ) -> State:
-            return run_pass(learner, member, one, state, received, Batch(inputs, targets, held, key, share))
+            return run_pass(
+                learner, member, one, state, received, Batch(inputs, targets, held, key, share)
+            )
 
         own = batch.inputs, batch.targets, batch.held, batch.key, batch.share
         found: State = vmap(run)(state, received, *own)
@@ -445,10 +524,21 @@ class Vectorised(Simulation):
         whole = list(zip(stack.extras, stack.passes, strict=True))
         everyone = list(range(len(stack.jobs)))
 
-        def run(received: Received, weights: State, extras: State, passes: dict[str, State], steps: Tensor) -> Any:
-            trained = Trained(received.weights, weights, received.slots, extras, steps, learner.lr, passes)
+        def run(
+            received: Received,
+            weights: State,
+            extras: State,
+            passes: dict[str, State],
+            steps: Tensor,
+        ) -> Any:
+            trained = Trained(
+                received.weights, weights, received.slots, extras, steps, learner.lr, passes
+            )
             left = learner.state.finish(trained)
-            slots = [{slot: dict(values) for slot, values in own.items()} for own in (left.kept, left.sent)]
+            slots = [
+                {slot: dict(values) for slot, values in own.items()}
+                for own in (left.kept, left.sent)
+            ]
             return *slots, dict(left.kept_extras), dict(left.sent_extras)
 
         if len(stack.jobs) > 1 and len({_signature(own) for own in whole}) == 1:
@@ -459,7 +549,10 @@ class Vectorised(Simulation):
         else:
             for at, (extras, passes) in enumerate(whole):
                 with blamed(stack.jobs[at], "updating the method's state"):
-                    own = _at_received(stack.received, at), {name: value[at] for name, value in weights.items()}
+                    own = (
+                        _at_received(stack.received, at),
+                        {name: value[at] for name, value in weights.items()},
+                    )
                     stack.left.append(Left(*run(*own, dict(extras), passes, steps[at])))
         member = self.world.family.member(stack.arch)
         for job, left in zip(stack.jobs, stack.left, strict=True):
@@ -487,27 +580,39 @@ class Vectorised(Simulation):
         """The bytes that idle units of a shape hold: their weights, and on a GPU what their recording works in."""
         local = shape.learner.local
         if self.device.type != "cuda":
-            weights = self.world.family.member(shape.arch).weight_bytes * self.world.dtype.itemsize // 4
+            weights = (
+                self.world.family.member(shape.arch).weight_bytes * self.world.dtype.itemsize // 4
+            )
             return len(self._idle[shape]) * shape.count * weights * (2 + shape.learner.num_slots)
-        return len(self._idle[shape]) * shape.count * self.need(shape.arch, local.batch_size, shape.learner.num_slots)
+        return (
+            len(self._idle[shape])
+            * shape.count
+            * self.need(shape.arch, local.batch_size, shape.learner.num_slots)
+        )
 
     def _play(self, stack: Stack, unit: Unit, step: int) -> None:
         self._tried(stack, step, range(len(stack.jobs)), partial(unit.play, step))
 
     def _run_one(self, stack: Stack) -> None:
         if stack.slots is None:
-            stack.slots = stack.learner.start_slots(stack.state, self.world.family.member(stack.arch))
+            stack.slots = stack.learner.start_slots(
+                stack.state, self.world.family.member(stack.arch)
+            )
         for step in range(len(stack.losses)):
             for clients in stack.groups(step):
                 self._tried(stack, step, clients, partial(self.step, stack, step, clients))
 
-    def _tried(self, stack: Stack, step: int, clients: Sequence[int], action: Callable[[], None]) -> None:
+    def _tried(
+        self, stack: Stack, step: int, clients: Sequence[int], action: Callable[[], None]
+    ) -> None:
         """If a step fails, say whose fault it was."""
         try:
             action()
         except Exception as error:
             if _NO_RULE not in str(error):
-                self._accuse(stack, step, [client for client in clients if step < len(stack.batches[client])])
+                self._accuse(
+                    stack, step, [client for client in clients if step < len(stack.batches[client])]
+                )
             if fails_alone(error):
                 with blamed(stack.jobs[clients[0]], f"training in a stack of {len(clients)}"):
                     raise error
@@ -523,7 +628,9 @@ class Vectorised(Simulation):
         if not any(full in own for own in stack.sizes):
             return None
         count = len(stack.jobs)
-        shape = Shape.of(stack.arch, stack.learner, count, self._layout(stack.arch, stack.learner, count))
+        shape = Shape.of(
+            stack.arch, stack.learner, count, self._layout(stack.arch, stack.learner, count)
+        )
         ragged = any(set(own) != {full} or len(own) != len(stack.sizes[0]) for own in stack.sizes)
         for layout in dict.fromkeys((shape.layout, "stack" if count > 1 else "alone")):
             one = replace(shape, layout=layout)
@@ -549,12 +656,18 @@ class Vectorised(Simulation):
             return "alone"
         if self.device.type != "cuda":  # never slower than stacked: bench/layouts.py
             return "laid"
-        if not self.recorded or torch.are_deterministic_algorithms_enabled():  # a choice by the clock would not be
+        if (
+            not self.recorded or torch.are_deterministic_algorithms_enabled()
+        ):  # a choice by the clock would not be
             return "stack"
         key = Shape.of(arch, learner, count, "stack")
         if key not in self._chosen:
             # Side by side pays the more the more there are: where it did not for many, few need not be tried.
-            more = (own for one, own in self._chosen.items() if one.count > count and replace(one, count=count) == key)
+            more = (
+                own
+                for one, own in self._chosen.items()
+                if one.count > count and replace(one, count=count) == key
+            )
             self._chosen[key] = "alone" if "alone" in more else self._fastest(key)
         return self._chosen[key]
 
@@ -567,7 +680,9 @@ class Vectorised(Simulation):
         taken: dict[Layout, float] = {}
         layouts: tuple[Layout, ...] = ("alone", "laid", "stack")
         for layout in layouts:
-            if layout == "stack" and "laid" in taken:  # never faster where both were timed: docs/performance.md
+            if (
+                layout == "stack" and "laid" in taken
+            ):  # never faster where both were timed: docs/performance.md
                 continue
             one = replace(shape, layout=layout, count=1 if layout == "alone" else shape.count)
             try:
@@ -597,8 +712,16 @@ class Vectorised(Simulation):
     def _refuse(self, shape: Shape, error: FedquiltError) -> None:
         if shape not in self._refused:
             self._refused[shape] = str(error)
-            level = logging.INFO if isinstance(error, LayoutError) else logging.WARNING  # another layout will do
-            _log.log(level, "%d clients of one member cannot be trained %s: %s", shape.count, shape.layout, error)
+            level = (
+                logging.INFO if isinstance(error, LayoutError) else logging.WARNING
+            )  # another layout will do
+            _log.log(
+                level,
+                "%d clients of one member cannot be trained %s: %s",
+                shape.count,
+                shape.layout,
+                error,
+            )
 
     def _accuse(self, stack: Stack, step: int, clients: list[int]) -> None:
         """Once more, one client after another, to say whose batch it was."""
@@ -617,7 +740,11 @@ class Vectorised(Simulation):
             state, received = _of(state, who), _of_received(received, who)
             slots = {slot: _of(values, who) for slot, values in slots.items()}
         rows = torch.stack([stack.batches[client][step] for client in clients]).to(device)
-        inputs, targets, keys = self.data.samples(rows), self.data.targets[rows], noise.fold_in(stack.keys[who], step)
+        inputs, targets, keys = (
+            self.data.samples(rows),
+            self.data.targets[rows],
+            noise.fold_in(stack.keys[who], step),
+        )
         inputs, targets = self.augmented(learner, inputs, targets, keys)
         batch = Batch(inputs, targets, stack.held[who], keys, stack.shares[who])
         if learner.teacher:
@@ -625,13 +752,26 @@ class Vectorised(Simulation):
             taught = torch.stack([table[own] for table, own in zip(tables, rows, strict=True)])
             batch = replace(batch, taught=taught)
         if learner.taught:
-            batch = replace(batch, taught=self.taught(learner, self.world.family.member(stack.arch), state, batch))
+            batch = replace(
+                batch,
+                taught=self.taught(learner, self.world.family.member(stack.arch), state, batch),
+            )
         member = self.world.family.member(stack.arch)
         for place, phase in enumerate(learner.phases_at(step)):
-            grads, (loss, seen) = self.gradients(learner, member, phase.objective, state, received, batch)
+            grads, (loss, seen) = self.gradients(
+                learner, member, phase.objective, state, received, batch
+            )
             grads = self.clipped(learner, grads)
             masks = learner.masks(self.world.family.member(stack.arch), phase, device)
-            state, slots = move(learner, phase, state, slots, grads, masks, stack.ages[0] + learner.moves(step) + place)
+            state, slots = move(
+                learner,
+                phase,
+                state,
+                slots,
+                grads,
+                masks,
+                stack.ages[0] + learner.moves(step) + place,
+            )
             state = {**state, **seen}
         stack.losses[step, who] = loss.to(stack.losses.dtype)  # logits may be of any type
         if everyone:
@@ -639,12 +779,16 @@ class Vectorised(Simulation):
         else:
             stack.state = _put(stack.state, state, who)
             assert stack.slots is not None
-            stack.slots = {slot: _put(stack.slots[slot], values, who) for slot, values in slots.items()}
+            stack.slots = {
+                slot: _put(stack.slots[slot], values, who) for slot, values in slots.items()
+            }
 
     # --- what the truth does for one client, for all of a stack -------------------------------------------------
 
     @staticmethod
-    def augmented(learner: Learner, inputs: Tensor, targets: Tensor, keys: Tensor) -> tuple[Tensor, Tensor]:
+    def augmented(
+        learner: Learner, inputs: Tensor, targets: Tensor, keys: Tensor
+    ) -> tuple[Tensor, Tensor]:
         local, task = learner.local, learner.task
         if len(inputs) == 1:
             changed, changed_targets = augmented(inputs[0], targets[0], local, keys[0], task)
@@ -658,13 +802,21 @@ class Vectorised(Simulation):
         if len(batch.inputs) == 1:
             return teach(member, learner.local, _first(state), _first_batch(batch)).unsqueeze(0)
 
-        def one(state: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, share: Tensor) -> Tensor:
+        def one(
+            state: State, inputs: Tensor, targets: Tensor, held: Tensor, key: Tensor, share: Tensor
+        ) -> Tensor:
             return teach(member, learner.local, state, Batch(inputs, targets, held, key, share))
 
         return vmap(one)(state, batch.inputs, batch.targets, batch.held, batch.key, batch.share)
 
     def gradients(
-        self, learner: Learner, member: Member, objective: Objective, state: State, received: Received, batch: Batch
+        self,
+        learner: Learner,
+        member: Member,
+        objective: Objective,
+        state: State,
+        received: Received,
+        batch: Batch,
     ) -> tuple[State, tuple[Tensor, State]]:
         if len(batch.inputs) == 1:  # as the truth does it: not all that a net may do can be stacked
             alone, own = (_first(state), _first_received(received)), _first_batch(batch)
@@ -686,7 +838,14 @@ class Vectorised(Simulation):
 
         mapped = vmap(one, (0, 0, 0, 0, 0, 0, 0, None if batch.taught is None else 0))
         found: tuple[State, tuple[Tensor, State]] = mapped(
-            state, received, batch.inputs, batch.targets, batch.held, batch.key, batch.share, batch.taught
+            state,
+            received,
+            batch.inputs,
+            batch.targets,
+            batch.held,
+            batch.key,
+            batch.share,
+            batch.taught,
         )
         return found
 
@@ -697,9 +856,14 @@ class Vectorised(Simulation):
             masks = {}
             for name, shape in lines.shapes.items():
                 mask = moves.mask(member, name)
-                masks[name] = mask[None] if isinstance(mask, Tensor) else torch.full((1, *shape), mask)
+                masks[name] = (
+                    mask[None] if isinstance(mask, Tensor) else torch.full((1, *shape), mask)
+                )
             self._regions[key] = lines.join(masks).to(self.device)
-            while len(self._regions) > 1 and sum(known.numel() for known in self._regions.values()) > _REGIONS:
+            while (
+                len(self._regions) > 1
+                and sum(known.numel() for known in self._regions.values()) > _REGIONS
+            ):
                 self._regions.pop(next(iter(self._regions)))
         return self._regions[key]
 
@@ -708,7 +872,9 @@ class Vectorised(Simulation):
         key = member, inner, lines.channels_last
         found = self._nested.get(key)
         if found is None:
-            found = lines.nested(self.world.family.cutter, member.index, inner.index).to(self.device)
+            found = lines.nested(self.world.family.cutter, member.index, inner.index).to(
+                self.device
+            )
             self._nested[key] = found
         return found
 
@@ -726,7 +892,9 @@ class Vectorised(Simulation):
         outcome.stacks += 1
         alike: dict[Submodel, list[int]] = {}
         for client, job in enumerate(stack.jobs):
-            alike.setdefault(learner.upload(member, job.submodel, self.held(job.client.id)), []).append(client)
+            alike.setdefault(
+                learner.upload(member, job.submodel, self.held(job.client.id)), []
+            ).append(client)
         own = {name: stack.state[name] for name in learner.sent(member)}
         for wanted, clients in alike.items():
             chosen = own if len(clients) == len(stack.jobs) else _some(own, clients)
@@ -753,13 +921,18 @@ class Vectorised(Simulation):
             weights = {name: value[place] for name, value in state.items()}
             payload = upload_of(self.federation, job, learner, wanted, weights, stack.left[client])
             memory = memory_of(stack.server, job)
-            delivery = send(self.federation, job, payload, stack.known[client], memory, self.initial)
+            delivery = send(
+                self.federation, job, payload, stack.known[client], memory, self.initial
+            )
             intact = intact and delivery.intact
             macs = self.macs(job.client.id, learner, member, stack.sizes[client])
             received, first = stack.received_bytes[client], stack.first_bytes[client]
             outcome.charge(job.client.id, received, delivery.bytes, macs, first)
             own = {name: stack.state[name][client] for name in kept_names}
-            slots = {slot: {name: v[client].clone() for name, v in values.items()} for slot, values in kept.items()}
+            slots = {
+                slot: {name: v[client].clone() for name, v in values.items()}
+                for slot, values in kept.items()
+            }
             batches = len(stack.batches[client])
             steps = steps_behind(memory, learner, batches)
             left = stack.left[client]
@@ -767,7 +940,16 @@ class Vectorised(Simulation):
                 given = _at_received(stack.received, client).slots
                 left = kept_state(self.federation, learner, given, stack.extras[client], left)
             kept_memory = remember(
-                self.federation, job, learner, own, slots, steps, delivery.slots, memory, self.initial, left
+                self.federation,
+                job,
+                learner,
+                own,
+                slots,
+                steps,
+                delivery.slots,
+                memory,
+                self.initial,
+                left,
             )
             if kept_memory:
                 outcome.memory[job.client.id, job.submodel.scope] = kept_memory
@@ -782,7 +964,9 @@ class Vectorised(Simulation):
         """One look at all stacks; only if something is wrong, at every client: then the round fails."""
         members = [self.world.family.member(stack.arch) for stack in stacks]
         moved = [stack.learner.moved(member) for stack, member in zip(stacks, members, strict=True)]
-        learnt = [stack.state[name] for stack, names in zip(stacks, moved, strict=True) for name in names]
+        learnt = [
+            stack.state[name] for stack, names in zip(stacks, moved, strict=True) for name in names
+        ]
         method_state = [value for stack in stacks for left in stack.left for value in left.tensors]
         if method_state and not are_finite(method_state):
             for stack in stacks:
@@ -796,14 +980,18 @@ class Vectorised(Simulation):
                     self.check_finite(job, losses, [stack.state[name][client] for name in names])
         for stack in stacks:
             losses = stack.losses.cpu()
-            outcome.losses += [float(losses[: len(own), place].mean()) for place, own in enumerate(stack.batches)]
+            outcome.losses += [
+                float(losses[: len(own), place].mean()) for place, own in enumerate(stack.batches)
+            ]
 
     # --- evaluation --------------------------------------------------------------------------------------------
 
     def _evaluate(self, exams: Sequence[Exam], batch_size: int) -> list[Score]:
         return self.examiner.evaluate(exams, batch_size)
 
-    def _calibrate(self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]) -> list[dict[str, Tensor]]:
+    def _calibrate(
+        self, nets: Sequence[tuple[Kind, Weights]], batches: list[Tensor]
+    ) -> list[dict[str, Tensor]]:
         return self.examiner.calibrate(nets, batches)
 
 
@@ -841,7 +1029,9 @@ def _signature(tensors: Any) -> Hashable:
 
 def _first_batch(batch: Batch) -> Batch:
     taught = None if batch.taught is None else batch.taught[0]
-    return Batch(batch.inputs[0], batch.targets[0], batch.held[0], batch.key[0], batch.share[0], taught)
+    return Batch(
+        batch.inputs[0], batch.targets[0], batch.held[0], batch.key[0], batch.share[0], taught
+    )
 
 
 def _lead(state: Weights) -> State:

@@ -7,4 +7,17 @@ from fedquilt.family.layout import Layout
 from fedquilt.family.member import Member
 from fedquilt.family.net import Net, Pass
 
-__all__ = ["Axis", "Cost", "Family", "Index", "Layout", "Member", "Net", "Pass", "Positions", "parse", "trace", "write"]
+__all__ = [
+    "Axis",
+    "Cost",
+    "Family",
+    "Index",
+    "Layout",
+    "Member",
+    "Net",
+    "Pass",
+    "Positions",
+    "parse",
+    "trace",
+    "write",
+]

@@ -100,7 +100,9 @@ def _resolve_cat(terms: Sequence[Dim]) -> Dim:
         return flat[0] if flat else plain(0)
     # (a c + b c) is ((a + b) c), and (c + c + c) is (3 c): products can be split further, sums cannot.
     shared = 0
-    while all(len(term) > shared for term in flat) and len({term[-1 - shared] for term in flat}) == 1:
+    while (
+        all(len(term) > shared for term in flat) and len({term[-1 - shared] for term in flat}) == 1
+    ):
         shared += 1
     if not shared:
         return (Cat(tuple(flat)),)
@@ -304,16 +306,24 @@ def _cat_parts(terms: Sequence[Dim], counts: Sequence[int]) -> list[Dim]:
     return [_resolve_cat(found) for found in ranges]
 
 
-Terms = tuple[tuple[Fraction, tuple[tuple[Dim, int], ...]], ...]  # a sum of factor · dimension^power · …
+Terms = tuple[
+    tuple[Fraction, tuple[tuple[Dim, int], ...]], ...
+]  # a sum of factor · dimension^power · …
 
 
 @dataclass
 class Facts:
     """What operations say about dimensions beyond which are equal; settled once the whole graph is known."""
 
-    views: list[list[Dim]] = field(default_factory=list)  # pieces of one dimension that a view took apart
+    views: list[list[Dim]] = field(
+        default_factory=list
+    )  # pieces of one dimension that a view took apart
     slices: list[list[Dim]] = field(default_factory=list)  # ranges of one dimension
     groups: list[tuple[Dim, Dim]] = field(default_factory=list)  # (groups, channels inside each)
-    unlike: list[tuple[Terms, Terms]] = field(default_factory=list)  # sizes compared and found different
-    contracted: list[tuple[str, Dim]] = field(default_factory=list)  # (layer, dimension summed in a batched product)
+    unlike: list[tuple[Terms, Terms]] = field(
+        default_factory=list
+    )  # sizes compared and found different
+    contracted: list[tuple[str, Dim]] = field(
+        default_factory=list
+    )  # (layer, dimension summed in a batched product)
     notes: list[str] = field(default_factory=list)

@@ -91,7 +91,9 @@ def _prelu(layer: nn.PReLU) -> None:
 
 
 @resize(nn.RNNBase)
-def _recurrent(layer: Any) -> None:  # its weights are made by name, so its class does not declare them
+def _recurrent(
+    layer: Any,
+) -> None:  # its weights are made by name, so its class does not declare them
     layer.input_size = layer.weight_ih_l0.shape[1]
     layer.hidden_size = layer.weight_hh_l0.shape[0] // {"LSTM": 4, "GRU": 3}.get(layer.mode, 1)
     if layer.proj_size:
@@ -103,7 +105,9 @@ def _cell(layer: nn.RNNCellBase) -> None:
     layer.input_size, layer.hidden_size = layer.weight_ih.shape[1], layer.weight_hh.shape[1]
 
 
-def build(module: nn.Module, layout: Layout, widths: Mapping[str, int], variant: str = WHOLE) -> nn.Module:
+def build(
+    module: nn.Module, layout: Layout, widths: Mapping[str, int], variant: str = WHOLE
+) -> nn.Module:
     """A plain smaller network of the same classes that runs a variant, its weights empty on the meta device."""
     sizes = {**layout.sizes, **widths}
     if isinstance(module, Variants):
@@ -113,7 +117,9 @@ def build(module: nn.Module, layout: Layout, widths: Mapping[str, int], variant:
         first = layout.ties.get(name, name)
         shape = layout.shape(first, sizes) if first in layout.dims else tensor.shape
         made = torch.empty(shape, dtype=tensor.dtype, device="meta")
-        return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        return (
+            nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+        )
 
     member = blueprint(module, meta)
     leads = tuple(f"{net}." for net in layout.net_names(variant)) if layout.nets else ("",)
@@ -154,7 +160,11 @@ def _assign(holder: Any, path: list[str], full: int, size: int) -> Any:
     key, *rest = path
     if isinstance(holder, (tuple, list)):
         items = list(holder)
-        items[int(key)] = _assign(items[int(key)], rest, full, size) if rest else _rescale(items[int(key)], full, size)
+        items[int(key)] = (
+            _assign(items[int(key)], rest, full, size)
+            if rest
+            else _rescale(items[int(key)], full, size)
+        )
         return type(holder)(items)
     held = holder if isinstance(holder, dict) else vars(holder)
     if isinstance(holder, nn.Module) and key in holder._modules:

@@ -81,7 +81,9 @@ class TrainingStep:
             activations: Bytes that each forward pass of a batch saves, in float32.
         """
         saved = sum(activations)
-        if self.precision == "bf16":  # autocast saves bf16 copies of the weights with the activations
+        if (
+            self.precision == "bf16"
+        ):  # autocast saves bf16 copies of the weights with the activations
             saved = (saved + weights) // 2
         return (weights * (2 + self.slots) + saved) * DTYPES[self.precision].itemsize // 4
 
@@ -96,7 +98,9 @@ class Count:
 
     def __add__(self, other: Count) -> Count:
         """Add what was counted of another net that is trained at the same time."""
-        return Count(self.macs + other.macs, self.trained_macs + other.trained_macs, self.saved + other.saved)
+        return Count(
+            self.macs + other.macs, self.trained_macs + other.trained_macs, self.saved + other.saved
+        )
 
 
 def measure(
@@ -123,7 +127,9 @@ def measure(
 
     try:
         counter = counted(train=True)
-    except RunError:  # in training it reads data, and there is none here: evaluation has to do, as in tracing
+    except (
+        RunError
+    ):  # in training it reads data, and there is none here: evaluation has to do, as in tracing
         counter = counted(train=False)
     return Count(
         macs=counter.operations // 2 // count,
@@ -132,7 +138,9 @@ def measure(
     )
 
 
-def inference_activations(module: nn.Module, example_inputs: tuple[Any, ...], constants: Mapping[str, Tensor]) -> int:
+def inference_activations(
+    module: nn.Module, example_inputs: tuple[Any, ...], constants: Mapping[str, Tensor]
+) -> int:
     """Return the bytes that one sample's forward pass needs at once, besides the parameters.
 
     A tensor counts from the operation that makes it to the last that reads it. Buffers count
@@ -148,12 +156,18 @@ def inference_activations(module: nn.Module, example_inputs: tuple[Any, ...], co
     buffers = sum(buffer.numel() * buffer.element_size() for buffer in module.buffers())
     try:
         return buffers + peak(train=False, count=1)
-    except RunError:  # it refuses one sample alone, or reads data in evaluation: this is an upper bound
+    except (
+        RunError
+    ):  # it refuses one sample alone, or reads data in evaluation: this is an upper bound
         return buffers + peak(train=True, count=2)
 
 
 def _readable(constants: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    small = {name: value for name, value in constants.items() if value.numel() <= SMALL and not value.is_meta}
+    small = {
+        name: value
+        for name, value in constants.items()
+        if value.numel() <= SMALL and not value.is_meta
+    }
     return {name: value.to(_float32(value.dtype)) for name, value in small.items()}
 
 
@@ -165,7 +179,9 @@ class _Flops(FlopCounterMode):
         self.trained = 0
 
     def _count_flops(self, func_packet: Any, out: Any, args: Any, kwargs: Any) -> Any:
-        if func_packet in self.flop_registry and any(_moves(leaf) for leaf in tree_leaves((args, kwargs))):
+        if func_packet in self.flop_registry and any(
+            _moves(leaf) for leaf in tree_leaves((args, kwargs))
+        ):
             self.trained += self.flop_registry[func_packet](*args, **kwargs, out_val=out)
         return super()._count_flops(func_packet, out, args, kwargs)  # type: ignore[no-untyped-call]
 
@@ -182,7 +198,9 @@ class _Counter(ExitStack):
         self._flops = _Flops(display=False)
         self._weights: set[int] = set()
         self._saved: dict[int, int] = {}
-        self._alive: list[Any] = []  # storages, because the address of a freed one may be used again
+        self._alive: list[
+            Any
+        ] = []  # storages, because the address of a freed one may be used again
 
     @property
     def operations(self) -> int:
@@ -203,13 +221,17 @@ class _Counter(ExitStack):
 
     def __enter__(self) -> _Counter:
         self.enter_context(self._flops)
-        self.enter_context(torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved))
+        self.enter_context(
+            torch.autograd.graph.saved_tensors_hooks(self._keep, lambda saved: saved)
+        )
         return self
 
     def _keep(self, tensor: Tensor) -> None:
         # No backward pass follows. Returning the tensor would make an operation's output hold itself.
         storage = tensor.untyped_storage()
-        if storage._cdata not in self._weights:  # a weight's view, such as its transpose, is no activation
+        if (
+            storage._cdata not in self._weights
+        ):  # a weight's view, such as its transpose, is no activation
             self._saved[storage._cdata] = storage.nbytes()
             self._alive.append(storage)
 
@@ -220,22 +242,32 @@ class _Spans(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._own: set[int] = set()
-        self._spans: dict[int, tuple[int, int, int]] = {}  # storage → bytes, first operation, last operation
-        self._alive: list[Any] = []  # storages, because the address of a freed one may be used again
+        self._spans: dict[
+            int, tuple[int, int, int]
+        ] = {}  # storage → bytes, first operation, last operation
+        self._alive: list[
+            Any
+        ] = []  # storages, because the address of a freed one may be used again
         self._now = 0
 
     def attach(self, module: nn.Module, value: Callable[[Tensor], Any]) -> None:
-        self._own = {one.untyped_storage()._cdata for one in (*module.parameters(), *module.buffers())}
+        self._own = {
+            one.untyped_storage()._cdata for one in (*module.parameters(), *module.buffers())
+        }
         for layer in adjustables(module):
             layer.robustness = 0.0  # one of two norms, as in use
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         result = op(*args, **(kwargs or {}))
         self._now += 1
         for leaf in tree_leaves((args, kwargs, result)):
             if isinstance(leaf, Tensor) and leaf.untyped_storage()._cdata not in self._own:
                 storage = leaf.untyped_storage()
-                size, first, _ = self._spans.get(storage._cdata, (storage.nbytes(), self._now, self._now))
+                size, first, _ = self._spans.get(
+                    storage._cdata, (storage.nbytes(), self._now, self._now)
+                )
                 self._spans[storage._cdata] = size, first, self._now
                 self._alive.append(storage)
         return result

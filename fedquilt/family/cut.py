@@ -35,7 +35,9 @@ def prefix(arch: Arch) -> Submodel:
 
 def windows(arch: Arch, starts: Mapping[str, int], sizes: Mapping[str, int]) -> Submodel:
     """Neighbouring channels of every axis from a start of its own, wrapping at the end (FedRolex, equation 4)."""
-    index = {axis: Positions.window(starts[axis], width, sizes[axis]) for axis, width in arch.widths}
+    index = {
+        axis: Positions.window(starts[axis], width, sizes[axis]) for axis, width in arch.widths
+    }
     return Submodel(arch, Index(index))
 
 
@@ -76,13 +78,17 @@ def highest(arch: Arch, scores: Mapping[str, Tensor]) -> Submodel:
     return Submodel(arch, Index(index))
 
 
-Rows = tuple[Positions | None, ...]  # what a cut keeps of each dimension of a weight; None keeps all of it
+Rows = tuple[
+    Positions | None, ...
+]  # what a cut keeps of each dimension of a weight; None keeps all of it
 
 
 def rows(dims: Dims, index: Mapping[str, Positions], sizes: Mapping[str, int]) -> Rows:
     """What a cut keeps of each dimension of a weight whose axes have these sizes."""
     kept = [positions_of(dim, index, sizes) for dim in dims]
-    return tuple(None if k.covers(size_of(d, sizes)) else k for k, d in zip(kept, dims, strict=True))
+    return tuple(
+        None if k.covers(size_of(d, sizes)) else k for k, d in zip(kept, dims, strict=True)
+    )
 
 
 def take(weight: Tensor, cut: Rows, lead: int = 0) -> Tensor:
@@ -93,7 +99,9 @@ def take(weight: Tensor, cut: Rows, lead: int = 0) -> Tensor:
         if len(kept.runs) == 1:
             weight = weight.narrow(dim, kept.runs[0][0], len(kept))
         elif 1 < len(kept.runs) <= _FEW_RUNS:
-            weight = torch.cat([weight.narrow(dim, start, stop - start) for start, stop in kept.runs], dim)
+            weight = torch.cat(
+                [weight.narrow(dim, start, stop - start) for start, stop in kept.runs], dim
+            )
         else:
             weight = weight.index_select(dim, kept.tensor.to(weight.device))
     return weight
@@ -174,7 +182,9 @@ class Tally:
     complete: bool  # True if every position is known to be held by some client.
 
 
-def count(shape: Sequence[int], cuts: Sequence[tuple[Rows, float]], base: float, like: Tensor) -> Tensor:
+def count(
+    shape: Sequence[int], cuts: Sequence[tuple[Rows, float]], base: float, like: Tensor
+) -> Tensor:
     """Return how much every position of one weight was held.
 
     A dimension that no cut narrows (the two of a 3×3 kernel, say) has length 1 while the cuts are
@@ -190,7 +200,9 @@ def count(shape: Sequence[int], cuts: Sequence[tuple[Rows, float]], base: float,
         A tensor that broadcasts to `shape`.
     """
     narrowed = [any(cut[dim] is not None for cut, _ in cuts) for dim in range(len(shape))]
-    lengths = [length if is_narrowed else 1 for length, is_narrowed in zip(shape, narrowed, strict=True)]
+    lengths = [
+        length if is_narrowed else 1 for length, is_narrowed in zip(shape, narrowed, strict=True)
+    ]
     counts = like.new_full(lengths, base)
     for cut, value in cuts:
         add_at(counts, cut, value)
@@ -211,13 +223,18 @@ class Cutter:
         self.dims = dims
         self.sizes = dict(sizes)
         self.flat = flat  # cut all weights at once; None: on a GPU
-        self._names = names  # Weights of a variant of a union; None: every member counts all weights
+        self._names = (
+            names  # Weights of a variant of a union; None: every member counts all weights
+        )
         self._memory = memory
         self._rows: dict[tuple[Index, Index], dict[str, Rows]] = {}
         self._maps: dict[Hashable, Map] = {}
         self._places: dict[Hashable, Tensor] = {}
         self._having: dict[frozenset[str], frozenset[str]] = {}
-        self._axes = {name: frozenset(axis for dim in own for axis in axes_in(dim)) for name, own in dims.items()}
+        self._axes = {
+            name: frozenset(axis for dim in own for axis in axes_in(dim))
+            for name, own in dims.items()
+        }
 
     def rows(self, name: str, index: Index, within: Index = WHOLE) -> Rows:
         """What `index` keeps of a weight; its positions count within the server's state, or within another cut."""
@@ -245,7 +262,9 @@ class Cutter:
 
     def keeps(self, name: str, index: Index, within: Index = WHOLE) -> bool:
         """Whether a cut keeps all of a weight, in its own order."""
-        return not any(axis in index for axis in self._axes[name]) or is_whole(self.rows(name, index, within))
+        return not any(axis in index for axis in self._axes[name]) or is_whole(
+            self.rows(name, index, within)
+        )
 
     def is_flat(self, like: Tensor) -> bool:
         """Return True if weights such as this one are cut and merged at once, as parts of one vector."""
@@ -253,19 +272,34 @@ class Cutter:
 
     # --- many weights at once ----------------------------------------------------------------------------------
 
-    def gather(self, weights: Weights, submodel: Submodel, names: Sequence[str]) -> dict[str, Tensor]:
+    def gather(
+        self, weights: Weights, submodel: Submodel, names: Sequence[str]
+    ) -> dict[str, Tensor]:
         """Cut the named weights out of a whole state. Views where possible: copy before writing."""
         whole = {name: weights[submodel.scope + name] for name in names}
         cut, one_by_one = self._split(submodel, names, whole)
         found = {name: take(whole[name], self.rows(name, submodel.index)) for name in one_by_one}
         if cut:
-            flat = Flat.of({name: value for name, value in whole.items() if value.dtype == whole[cut[0]].dtype})
+            flat = Flat.of(
+                {name: value for name, value in whole.items() if value.dtype == whole[cut[0]].dtype}
+            )
             sizes = self.sizes | {axis: len(kept) for axis, kept in submodel.index.items()}
-            shapes = {name: torch.Size([size_of(dim, sizes) for dim in self.dims[name]]) for name in cut}
-            found |= Flat(flat.vector.index_select(0, self._where(submodel, cut, flat)), shapes).parts
+            shapes = {
+                name: torch.Size([size_of(dim, sizes) for dim in self.dims[name]]) for name in cut
+            }
+            found |= Flat(
+                flat.vector.index_select(0, self._where(submodel, cut, flat)), shapes
+            ).parts
         return {name: found[name] for name in names}
 
-    def add(self, whole: Flat, submodel: Submodel, parts: Weights, scale: float = 1.0, within: Index = WHOLE) -> None:
+    def add(
+        self,
+        whole: Flat,
+        submodel: Submodel,
+        parts: Weights,
+        scale: float = 1.0,
+        within: Index = WHOLE,
+    ) -> None:
         """`whole[cut] += scale * part` for every weight of a sub-model, in place; a scope may hold less, `within`."""
         cut, one_by_one = self._split(submodel, parts, parts)
         if cut:
@@ -284,7 +318,9 @@ class Cutter:
         if there:
             torch._foreach_add_(there, here, alpha=scale)
 
-    def tally(self, like: Flat, held: Sequence[tuple[Submodel, Index, Sequence[str], float]]) -> Tally:
+    def tally(
+        self, like: Flat, held: Sequence[tuple[Submodel, Index, Sequence[str], float]]
+    ) -> Tally:
         """Add up how much the clients count that held each position.
 
         Args:
@@ -303,7 +339,9 @@ class Cutter:
                 if self.keeps(name, submodel.index, within):
                     everywhere[name] += value
                 else:
-                    parts.setdefault(name, []).append((self.rows(name, submodel.index, within), value))
+                    parts.setdefault(name, []).append(
+                        (self.rows(name, submodel.index, within), value)
+                    )
         values = set(everywhere.values())
         complete = min(values) > 0
         if complete and not parts and not at_once and len(values) == 1:
@@ -323,7 +361,9 @@ class Cutter:
             counts.vector.index_add_(0, places, counts.vector.new_tensor(value).expand(len(places)))
         return Tally(counts.vector, complete)
 
-    def _split(self, submodel: Submodel, names: Iterable[str], like: Weights) -> tuple[list[str], list[str]]:
+    def _split(
+        self, submodel: Submodel, names: Iterable[str], like: Weights
+    ) -> tuple[list[str], list[str]]:
         """(cut at once, one by one): the second are those kept whole, and the few cut along other axes than widths.
 
         Those others are class rows: with them there would be many shapes of cuts, and a map for each.
@@ -336,9 +376,17 @@ class Cutter:
             return [], names
         widths, index = submodel.arch.sizes, submodel.index
         odd = self._with(frozenset(axis for axis in index if axis not in widths))
-        moved = self._with(frozenset(axis for axis, kept in index.items() if not kept.covers(self.sizes[axis])))
-        at_once = {name for name in names if name in moved and name not in odd and like[name].dtype == first.dtype}
-        return [name for name in names if name in at_once], [name for name in names if name not in at_once]
+        moved = self._with(
+            frozenset(axis for axis, kept in index.items() if not kept.covers(self.sizes[axis]))
+        )
+        at_once = {
+            name
+            for name in names
+            if name in moved and name not in odd and like[name].dtype == first.dtype
+        }
+        return [name for name in names if name in at_once], [
+            name for name in names if name not in at_once
+        ]
 
     def _where(self, submodel: Submodel, names: list[str], whole: Flat) -> Tensor:
         """The places of a cut's entries in a vector of whole weights.
@@ -348,12 +396,16 @@ class Cutter:
         """
         widths, device = submodel.arch.sizes, whole.vector.device
         index = Index({axis: kept for axis, kept in submodel.index.items() if axis in widths})
-        moved = self._with(frozenset(axis for axis, kept in index.items() if not kept.covers(self.sizes[axis])))
+        moved = self._with(
+            frozenset(axis for axis, kept in index.items() if not kept.covers(self.sizes[axis]))
+        )
         key = tuple(whole.shapes), device
         shape = tuple((axis, len(kept)) for axis, kept in index.items()), *key
         if shape not in self._maps:
             cut = [name for name in whole.shapes if name in moved]
-            self._maps[shape] = Map(self.dims, self.sizes, dict(shape[0]), whole.starts, cut, device)
+            self._maps[shape] = Map(
+                self.dims, self.sizes, dict(shape[0]), whole.starts, cut, device
+            )
             while len(self._maps) > 1 and sum(one.nbytes for one in self._maps.values()) > _MAPS:
                 self._maps.pop(next(iter(self._maps)))
         known = self._maps[shape]
@@ -368,7 +420,9 @@ class Cutter:
 
     # --- cuts of cuts --------------------------------------------------------------------------------------------
 
-    def narrow(self, weights: Weights, held: Index, wanted: Index, lead: int = 0) -> dict[str, Tensor]:
+    def narrow(
+        self, weights: Weights, held: Index, wanted: Index, lead: int = 0
+    ) -> dict[str, Tensor]:
         """From weights cut as `held`, those at `wanted`'s positions (global ones, among `held`'s). Differentiable."""
         places = self.places(held, wanted)
         touched = self._with(frozenset(places))
@@ -400,12 +454,17 @@ class Cutter:
 
     def union(self, one: Index, other: Index) -> Index:
         """The smallest cut that has the positions of both, ascending."""
-        axes = [axis for axis in one if axis in other]  # an axis that either keeps whole stays whole
+        axes = [
+            axis for axis in one if axis in other
+        ]  # an axis that either keeps whole stays whole
         return Index({axis: Positions.chosen(sorted({*one[axis], *other[axis]})) for axis in axes})
 
     def places(self, held: Index, wanted: Index) -> Index:
         """Where `wanted`'s positions stand in `held`'s order, axis by axis; axes that agree are left out."""
-        pairs = ((axis, self._at(held, axis), self._at(wanted, axis)) for axis in dict.fromkeys((*held, *wanted)))
+        pairs = (
+            (axis, self._at(held, axis), self._at(wanted, axis))
+            for axis in dict.fromkeys((*held, *wanted))
+        )
         return Index({axis: mine.places(theirs) for axis, mine, theirs in pairs if mine != theirs})
 
     def _at(self, index: Index, axis: str) -> Positions:

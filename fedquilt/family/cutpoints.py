@@ -26,7 +26,9 @@ aten = torch.ops.aten
 class CutPoint:
     """The output of a module that a stage may end with."""
 
-    paths: tuple[str, ...]  # names of the modules that end with this value, in the order of their ends
+    paths: tuple[
+        str, ...
+    ]  # names of the modules that end with this value, in the order of their ends
     value: Value
     stop: int  # number of operations before it
     macs: int  # multiply-adds before it
@@ -69,7 +71,9 @@ class Reads:
         self._made: dict[Value, int] = {}
         self._last_read: dict[Value, int] = {}
         self._from_data: dict[Value, int] = {}  # since which operation
-        self._aliases: dict[Value, list[Value]] = {}  # values that share memory, because some are views of others
+        self._aliases: dict[
+            Value, list[Value]
+        ] = {}  # values that share memory, because some are views of others
         for number, call in enumerate(run.calls):
             for value in call.inputs:
                 self._last_read[value] = number
@@ -148,7 +152,9 @@ def find_cuts(run: Run) -> list[CutPoint]:
         if is_end or len(value.shape) < 2 or not reads.is_computed(value) or reads.crossing(visit):
             continue
         found.setdefault((value, visit.stop), []).append(visit.path)
-    return [CutPoint(tuple(paths), value, stop, macs[stop]) for (value, stop), paths in found.items()]
+    return [
+        CutPoint(tuple(paths), value, stop, macs[stop]) for (value, stop), paths in found.items()
+    ]
 
 
 def _cumulative_macs(calls: Sequence[Call]) -> list[int]:
@@ -167,7 +173,9 @@ def multiply_adds(call: Call) -> int:
         transposed = packet.__name__.startswith("conv_transpose") or bool(
             packet is aten.convolution and len(call.args) > 6 and call.args[6]
         )
-        return prod(call.inputs[0].shape) * prod(weight[1:]) if transposed else size * prod(weight[1:])
+        return (
+            prod(call.inputs[0].shape) * prod(weight[1:]) if transposed else size * prod(weight[1:])
+        )
     if packet in (aten.addmm, aten.baddbmm, aten.addbmm):
         return size * call.inputs[1].shape[-1]
     if packet in (aten.linear, aten.mm, aten.bmm, aten.matmul, aten.mv, aten.addmv):
@@ -215,7 +223,9 @@ def propose(cuts: Sequence[CutPoint], count: int, run: Run) -> list[CutPoint]:
             if index in forced:
                 break
         # Of equal choices the one that ends latest.
-        return min(choices, key=lambda choice: (choice[0], [-index for index in choice[1]]), default=None)
+        return min(
+            choices, key=lambda choice: (choice[0], [-index for index in choice[1]]), default=None
+        )
 
     chosen = best(0, count, 0)
     assert chosen is not None, "there are fewer candidates than stages"
@@ -226,7 +236,9 @@ def _outermost(options: Sequence[CutPoint], marked: Sequence[int], count: int) -
     """Return the marked candidates and the outermost others, as few levels of modules as give `count`."""
     depth = 0
     while True:
-        allowed = [number for number, cut in enumerate(options) if cut.depth <= depth or number in marked]
+        allowed = [
+            number for number, cut in enumerate(options) if cut.depth <= depth or number in marked
+        ]
         if len(allowed) >= count:
             return allowed
         depth += 1
@@ -267,10 +279,14 @@ def _shrinks(before: tuple[int, ...], after: tuple[int, ...]) -> bool:
     """Return True if the resolution is halved or less. A convolution without padding does not count."""
     if len(before) != len(after):
         return _are_fewer(before, after)
-    return any(2 * small <= large + 1 and small < large for large, small in zip(before, after, strict=True))
+    return any(
+        2 * small <= large + 1 and small < large for large, small in zip(before, after, strict=True)
+    )
 
 
-def _where_resolution_changes(options: Sequence[CutPoint], cuts: Sequence[CutPoint], run: Run) -> list[int]:
+def _where_resolution_changes(
+    options: Sequence[CutPoint], cuts: Sequence[CutPoint], run: Run
+) -> list[int]:
     """Return the numbers of the candidates at which the resolution changes.
 
     A pooling ends the stage that it is in. Before a layer that strides, and before the positions vanish, the last of

@@ -87,13 +87,17 @@ class ConditionedNorm(Adjustable):
     def forward(self, input: Tensor) -> Tensor:
         chosen = self.robustness
         one_each = (
-            chosen if isinstance(chosen, Tensor) else torch.full((1,), chosen, dtype=input.dtype, device=input.device)
+            chosen
+            if isinstance(chosen, Tensor)
+            else torch.full((1,), chosen, dtype=input.dtype, device=input.device)
         )
         harmonics = torch.arange(self.codes, dtype=input.dtype, device=input.device)
         code = torch.cos(math.pi * one_each.unsqueeze(1) * harmonics)  # (sample or 1, code)
         between = (1,) * (input.dim() - 2)
         scale, shift = (
-            found.reshape(len(code), *between, -1) if self.last else found.reshape(len(code), -1, *between)
+            found.reshape(len(code), *between, -1)
+            if self.last
+            else found.reshape(len(code), -1, *between)
             for found in (self.scale(code), self.shift(code))
         )
         made: Tensor = (1 + scale) * self.norm(input) + shift
@@ -128,7 +132,9 @@ def dual(module: nn.Module | Callable[[], nn.Module]) -> nn.Module | Callable[[]
 def conditioned(module: nn.Module, codes: int = ...) -> nn.Module: ...
 @overload
 def conditioned(module: Callable[[], nn.Module], codes: int = ...) -> Callable[[], nn.Module]: ...
-def conditioned(module: nn.Module | Callable[[], nn.Module], codes: int = 128) -> nn.Module | Callable[[], nn.Module]:
+def conditioned(
+    module: nn.Module | Callable[[], nn.Module], codes: int = 128
+) -> nn.Module | Callable[[], nn.Module]:
     """A copy of a module in which every norm is a `ConditionedNorm`; or of what a function makes.
 
     It computes what the module did until it is trained, and goes through `fq.trace` as any other.
@@ -183,7 +189,11 @@ def is_adjustable(module: nn.Module, kind: type[Adjustable] = Adjustable) -> boo
 def set_robustness(module: nn.Module, robustness: float) -> nn.Module:
     """Choose λ for all that a module computes from now on: 0 is the clean net, 1 the noised one. Nothing is rebuilt."""
     if not isinstance(robustness, Real) or not 0 <= robustness <= 1:
-        what = f"a tensor {tuple(robustness.shape)}" if isinstance(robustness, Tensor) else repr(robustness)
+        what = (
+            f"a tensor {tuple(robustness.shape)}"
+            if isinstance(robustness, Tensor)
+            else repr(robustness)
+        )
         raise ConfigError(
             f"a robustness of {what} was asked for; it must lie in [0, 1]: one number for all samples, since one for "
             "each is not supported here."

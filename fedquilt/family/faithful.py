@@ -176,7 +176,9 @@ class _Pair:
         weights = {**self.weights, **own}
         # Weights of a union's nets keep the names that they have in the union, as the net's have them.
         extract = not family.layout.nets
-        module = family.assemble(member.prefix, weights, shared=True, extract=extract).train(mode.train)
+        module = family.assemble(member.prefix, weights, shared=True, extract=extract).train(
+            mode.train
+        )
         if not mode.train and mode.statistics == "batch":
             forget_statistics(module)
         if family.adjustable:

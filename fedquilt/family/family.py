@@ -54,9 +54,15 @@ def trace(
     `fixed` names axes or layers that are never cut; `parts` names groups of weights (`{"head": ["fc"]}`).
     """
     inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
-    factory = _maker(module.resolve(inputs, class_dim) if isinstance(module, VariantSource) else module)
+    factory = _maker(
+        module.resolve(inputs, class_dim) if isinstance(module, VariantSource) else module
+    )
     model = make_module(factory)
-    if slashed := [name for name in (*dict(model.named_parameters()), *dict(model.named_buffers())) if "/" in name]:
+    if slashed := [
+        name
+        for name in (*dict(model.named_parameters()), *dict(model.named_buffers()))
+        if "/" in name
+    ]:
         raise TraceError(
             f"{type(model).__name__} has a weight named {slashed[0]!r}; in a federation's state '/' stands between a "
             "net and its weights. Name the layer without it."
@@ -92,7 +98,9 @@ class Family:
     variant: str = WHOLE
     trains: tuple[str, ...] = ()
     _base: Family | None = None  # The family that `at` was called on, which holds the members
-    _traced: Tracing | None = None  # None: it was not traced here, but read from a file or sent by another machine
+    _traced: Tracing | None = (
+        None  # None: it was not traced here, but read from a file or sent by another machine
+    )
 
     # --- what there is -----------------------------------------------------------------------------------------
 
@@ -117,7 +125,9 @@ class Family:
     @property
     def num_outputs(self) -> int:
         """Return the size of the output's class dimension. It may be 1, and needs no axis of its own."""
-        return self.layout.axes["class"].size if "class" in self.layout.axes else self.output_shape[1]
+        return (
+            self.layout.axes["class"].size if "class" in self.layout.axes else self.output_shape[1]
+        )
 
     @cached_property
     def output_shape(self) -> tuple[int, ...]:
@@ -126,7 +136,10 @@ class Family:
         Raises:
             TraceError: The output has one dimension, so that it has no place for classes.
         """
-        state = {name: plain(value) for name, value in _state(self._module, tuple(self.layout.dims)).items()}
+        state = {
+            name: plain(value)
+            for name, value in _state(self._module, tuple(self.layout.dims)).items()
+        }
         with torch.no_grad():
             outputs, _ = self.member(self.whole).net(
                 state, plain(self.example_inputs[0].detach()), Pass(statistics="stored")
@@ -162,13 +175,19 @@ class Family:
         if self.layout.nets:
             return any(self.alone(variant).mixes(mode) for variant in self.variants)
         norms = [layer for layer in self._module.modules() if isinstance(layer, _BatchNorm)]
-        return any(mode.statistics != "stored" or layer.running_mean is None for layer in norms) or self._mingles
+        return (
+            any(mode.statistics != "stored" or layer.running_mean is None for layer in norms)
+            or self._mingles
+        )
 
     @cached_property
     def _mingles(self) -> bool:
         """Whether its forward mixes the batch in ways no layer shows: a sample's answer changes with another sample."""
         try:
-            state = {name: plain(value) for name, value in _state(self._module, tuple(self.layout.dims)).items()}
+            state = {
+                name: plain(value)
+                for name, value in _state(self._module, tuple(self.layout.dims)).items()
+            }
             rows, mode = plain(self.example_inputs[0].detach()), Pass(statistics="stored")
             sample = rows[:1]
             others = [row for row in rows[1:].unsqueeze(1) if not torch.equal(row, sample)]
@@ -181,7 +200,9 @@ class Family:
                     for beside in (sample, *others)
                 )
             return not all(agrees(logits, alone) for logits in mixed)
-        except Exception:  # a forward may be anybody's; batches as they were asked for are right for every net
+        except (
+            Exception
+        ):  # a forward may be anybody's; batches as they were asked for are right for every net
             return True
 
     def check_forgets(self) -> None:
@@ -195,7 +216,11 @@ class Family:
             return
         written, differs = self._remembers
         if differs:
-            kept = f"it writes into {', '.join(written)}" if written else "it keeps something outside of its weights"
+            kept = (
+                f"it writes into {', '.join(written)}"
+                if written
+                else "it keeps something outside of its weights"
+            )
             raise TraceError(
                 f"{type(self._module).__name__} answers the same batch otherwise when it is asked again: {kept}. A net "
                 "that is trained by many must be a function of its weights; without that (spectral norm's vectors, a "
@@ -203,13 +228,18 @@ class Family:
             )
         if written:
             name = type(self._module).__name__
-            _log.warning("%s: what its forward writes into %s is not kept.", name, ", ".join(written))
+            _log.warning(
+                "%s: what its forward writes into %s is not kept.", name, ", ".join(written)
+            )
 
     @cached_property
     def _remembers(self) -> tuple[list[str], bool]:
         """The buffers that a forward in training writes into, and whether a second one answers otherwise."""
         try:
-            inputs = tuple(plain(torch.cat([x, x])) if isinstance(x, Tensor) else x for x in self.example_inputs)
+            inputs = tuple(
+                plain(torch.cat([x, x])) if isinstance(x, Tensor) else x
+                for x in self.example_inputs
+            )
             module = copy.deepcopy(self._module).float().cpu().train()
             own = {*self.constants, *self.carried}
             before = {name: value.clone() for name, value in module.named_buffers() if name in own}
@@ -246,7 +276,9 @@ class Family:
     def carried(self) -> tuple[str, ...]:
         """Names of what is never trained but must be cut with the rest: frozen weights and buffers that carry axes."""
         moving = {*self.trainable, *self.statistics}
-        return tuple(name for name in self.layout.dims if name not in moving and self._cut_axes(name))
+        return tuple(
+            name for name in self.layout.dims if name not in moving and self._cut_axes(name)
+        )
 
     @cached_property
     def class_rows(self) -> bool:
@@ -261,7 +293,9 @@ class Family:
         """
         own = set(self.layout.weights(variant)) if self.layout.nets else set(self.layout.dims)
         tied = set(self.layout.ties.values()) & own
-        return "class" in self.layout.axes and not any("class" in self.layout.axes_of(name) for name in tied)
+        return "class" in self.layout.axes and not any(
+            "class" in self.layout.axes_of(name) for name in tied
+        )
 
     @cached_property
     def cutter(self) -> Cutter:
@@ -318,12 +352,16 @@ class Family:
         if stages is None and len(self.variants) > 1:
             return self
         if self._traced is None or isinstance(self._traced.source, VariantSource):
-            present = f"the variants {', '.join(self.variants)}" if len(self.variants) > 1 else "none"
+            present = (
+                f"the variants {', '.join(self.variants)}" if len(self.variants) > 1 else "none"
+            )
             raise TraceError(
                 f"stages of {self.title} were asked for; it has {present}, and cannot be traced again here. "
                 "fq.trace(fq.with_stages(module, stages=…), example) gives it stages."
             )
-        key = stages if stages is None or isinstance(stages, (int, str)) else tuple(stages)  # A list has no hash.
+        key = (
+            stages if stages is None or isinstance(stages, (int, str)) else tuple(stages)
+        )  # A list has no hash.
         known = self._staged.get(key)
         if known is None:
             found = usual_stages(self._module, self.example_inputs) if stages is None else stages
@@ -378,7 +416,9 @@ class Family:
             return self.at(variant, self.trains).fit(budget, rounding, step)
         return self._arch(self.share(budget, rounding, step), rounding)
 
-    def share(self, budget: Budget, rounding: Rounding = "floor", step: TrainingStep | None = None) -> float:
+    def share(
+        self, budget: Budget, rounding: Rounding = "floor", step: TrainingStep | None = None
+    ) -> float:
         """Return the share of every axis that a budget allows; the arguments are those of `fit`."""
         if budget.macs is budget.params is budget.memory is None:
             assert budget.share is not None
@@ -407,7 +447,9 @@ class Family:
             low, high = (middle, high) if fits(shares[middle]) else (low, middle)
         if low < 0:
             cost = self.cost(self._arch(shares[0], rounding), step or TrainingStep())
-            needs = f"trains in {cost.memory:,} bytes" if step else f"runs in {cost.inference:,} bytes"
+            needs = (
+                f"trains in {cost.memory:,} bytes" if step else f"runs in {cost.inference:,} bytes"
+            )
             raise BudgetError(
                 f"no member fits the budget {budget}: the smallest has {cost.params:,} parameters, {cost.macs:,} "
                 f"multiply-adds a sample and {needs}{_batches(step)}."
@@ -429,7 +471,10 @@ class Family:
         return shares
 
     def excess(
-        self, nets: Sequence[Arch | Submodel | Member], budget: Budget, step: TrainingStep | None = None
+        self,
+        nets: Sequence[Arch | Submodel | Member],
+        budget: Budget,
+        step: TrainingStep | None = None,
     ) -> tuple[str, ...]:
         """Return the bounds of a budget that a device's nets exceed together, and by how much.
 
@@ -451,14 +496,20 @@ class Family:
         return known
 
     @cached_property
-    def _excess(self) -> dict[tuple[tuple[Member, ...], Budget, TrainingStep | None], tuple[str, ...]]:
+    def _excess(
+        self,
+    ) -> dict[tuple[tuple[Member, ...], Budget, TrainingStep | None], tuple[str, ...]]:
         return {}
 
     def _widths_over(self, nets: tuple[Member, ...], budget: Budget) -> list[str]:
         if budget.share is None:
             return []
         found = [self._channels(net) for net in nets]
-        variants = members_of(JOIN.join(net.arch.variant for net in nets)) if self.layout.nets else (self.variant,)
+        variants = (
+            members_of(JOIN.join(net.arch.variant for net in nets))
+            if self.layout.nets
+            else (self.variant,)
+        )
         together = self.at(joined(*variants))
         allowed = self._channels(together._arch(budget.share, "ceil"))
         smallest = self._channels(together._arch(0.0, "floor"))
@@ -467,17 +518,27 @@ class Family:
             kept = sum(own)
             if kept > max(most, len(own) * smallest[dim]):
                 axis = " × ".join(map(repr, dim))
-                return [f"share {budget.share:g}: {most} channels of axis {axis} allowed, {kept} needed"]
+                return [
+                    f"share {budget.share:g}: {most} channels of axis {axis} allowed, {kept} needed"
+                ]
         return []
 
-    def _costs_over(self, nets: tuple[Member, ...], budget: Budget, step: TrainingStep | None) -> list[str]:
+    def _costs_over(
+        self, nets: tuple[Member, ...], budget: Budget, step: TrainingStep | None
+    ) -> list[str]:
         over, bounds = [], {name: getattr(budget, name) for name in ("params", "macs", "memory")}
         for name, most in bounds.items():
             if most is None:
                 continue
             needed = self._needed(name, nets, step)
             if needed > most:
-                kind = "" if name != "memory" else f" of training{_batches(step)}" if step else " of inference"
+                kind = (
+                    ""
+                    if name != "memory"
+                    else f" of training{_batches(step)}"
+                    if step
+                    else " of inference"
+                )
                 over.append(f"{name}{kind}: {most:,.10g} allowed, {needed:,} needed")
         return over
 
@@ -496,7 +557,9 @@ class Family:
         """Return the share of its channels that the widest dimension of a member keeps."""
         kept = self._channels(member)
         sizes = self.layout.sizes
-        return max((kept[dim] / math.prod(sizes[axis] for axis in dim) for dim in kept), default=1.0)
+        return max(
+            (kept[dim] / math.prod(sizes[axis] for axis in dim) for dim in kept), default=1.0
+        )
 
     def _channels(self, member: Arch | Submodel | Member) -> dict[tuple[str, ...], int]:
         """Return the channels that a member keeps of every dimension that can be cut.
@@ -536,18 +599,27 @@ class Family:
             # The finer of the two is cut first, the other where that is used up. Not what holds most channels at each
             # share: of 8 groups of 2, that is 8 of 1 at a half and 5 of 2 above it, and one is not within the other.
             least = min(inside.values())
-            if groups.size < least and round(share * least, 9) >= 1:  # all groups, with fewer channels
+            if (
+                groups.size < least and round(share * least, 9) >= 1
+            ):  # all groups, with fewer channels
                 widths[groups.name] = groups.size
                 widths |= {name: target(size) for name, size in inside.items()}
                 continue
             if groups.size < least:  # one channel of the smallest in each
-                kept, most = min(groups.size, target(groups.size * least)), {n: v // least for n, v in inside.items()}
+                kept, most = (
+                    min(groups.size, target(groups.size * least)),
+                    {n: v // least for n, v in inside.items()},
+                )
             else:  # whole ones
                 kept, most = target(groups.size), inside
             widths[groups.name] = kept
             for name, size in inside.items():
-                widths[name] = most[name] if kept > 1 else min(most[name], target(groups.size * size))
-        found = tuple((name, max(width, self.layout.axes[name].least)) for name, width in widths.items())
+                widths[name] = (
+                    most[name] if kept > 1 else min(most[name], target(groups.size * size))
+                )
+        found = tuple(
+            (name, max(width, self.layout.axes[name].least)) for name, width in widths.items()
+        )
         return Arch(found, self.variant, self.trains)
 
     def member(self, member: Arch | Submodel | Member) -> Member:
@@ -569,7 +641,10 @@ class Family:
     def part(self, submodel: Submodel, share: float) -> Submodel:
         """Of any positions, those of `share` of the whole model: the first channels in the sub-model's own order."""
         nested, index = self.member(submodel).nested(share), submodel.index
-        inner = {axis: index[axis].take(kept) if axis in index else kept for axis, kept in nested.index.items()}
+        inner = {
+            axis: index[axis].take(kept) if axis in index else kept
+            for axis, kept in nested.index.items()
+        }
         return Submodel(nested.arch, Index({**index, **inner}), submodel.scope)
 
     def count(self, member: Arch | Submodel | Member) -> int:
@@ -579,7 +654,11 @@ class Family:
     @cached_property
     def parameters(self) -> dict[str, nn.Parameter]:
         """Return the parameters of the traced module by name, tied ones once."""
-        return {name: weight for name, weight in self._module.named_parameters() if name in self.layout.dims}
+        return {
+            name: weight
+            for name, weight in self._module.named_parameters()
+            if name in self.layout.dims
+        }
 
     def cost(self, member: Arch | Submodel | Member, step: TrainingStep = TrainingStep()) -> Cost:
         """Return a member's multiply-adds, parameters, bytes, and memory to train and to run it.
@@ -599,8 +678,13 @@ class Family:
 
         On a device and in a type if asked for; whole numbers stay whole.
         """
-        state = _state(make_module(self._factory, seed), (*self.trainable, *self.statistics, *self.carried))
-        return {name: value.to(device, dtype if value.is_floating_point() else None) for name, value in state.items()}
+        state = _state(
+            make_module(self._factory, seed), (*self.trainable, *self.statistics, *self.carried)
+        )
+        return {
+            name: value.to(device, dtype if value.is_floating_point() else None)
+            for name, value in state.items()
+        }
 
     def seeded(self, seed: int) -> Family:
         """The family with one seed's weights for every seed: other machines need neither the factory nor its files."""
@@ -610,7 +694,9 @@ class Family:
 
     def bare(self) -> Family:
         """The family without weights: enough to put modules around weights that are somewhere else."""
-        module = build(self._module, self.layout, {}, JOIN.join(self.variants) if self.layout.nets else WHOLE)
+        module = build(
+            self._module, self.layout, {}, JOIN.join(self.variants) if self.layout.nets else WHOLE
+        )
         return Family(module, self.layout, self.example_inputs, _maker(module))
 
     def module(self, member: Arch | Submodel | Member, state: Weights | None = None) -> nn.Module:
@@ -621,7 +707,9 @@ class Family:
         weights = self.cutter.gather(state, submodel, names)
         return self.assemble(submodel, weights)
 
-    def assemble(self, submodel: Submodel, weights: Weights, shared: bool = False, extract: bool = True) -> nn.Module:
+    def assemble(
+        self, submodel: Submodel, weights: Weights, shared: bool = False, extract: bool = True
+    ) -> nn.Module:
         """Return a member as a plain nn.Module with weights that are already cut.
 
         Args:
@@ -634,7 +722,9 @@ class Family:
         module = self.built(own)
         # constants, and statistics nobody measured yet, are as the module brought them
         missing = [name for name in own.names if name not in weights]
-        brought = self.cutter.gather(_state(self._module, missing), replace(submodel, scope=""), missing)
+        brought = self.cutter.gather(
+            _state(self._module, missing), replace(submodel, scope=""), missing
+        )
         like = next((value for value in weights.values() if value.is_floating_point()), None)
         brought = {name: _beside(value, like) for name, value in brought.items()}
         owner = dict(module.named_modules(remove_duplicate=False))
@@ -643,7 +733,12 @@ class Family:
             aliases.setdefault(name, []).append(alias)
         for name in own.names:
             value = weights[name] if name in weights else brought[name]
-            _assign(owner, name, value.detach() if shared else value.detach().clone(), aliases.get(name, ()))
+            _assign(
+                owner,
+                name,
+                value.detach() if shared else value.detach().clone(),
+                aliases.get(name, ()),
+            )
         for layer in module.modules():
             counter = getattr(layer, "num_batches_tracked", None)
             if isinstance(counter, Tensor):
@@ -677,7 +772,9 @@ class Family:
         for axis, positions in submodel.index.items():
             known = self.layout.axes.get(axis)
             if known is None:
-                raise SubmodelError(f"{who} was planned positions on axis {axis!r}; axes here: {', '.join(widths)}.")
+                raise SubmodelError(
+                    f"{who} was planned positions on axis {axis!r}; axes here: {', '.join(widths)}."
+                )
             if len(positions) != len(set(positions)) or positions.stop > known.size:
                 raise SubmodelError(
                     f"{who} was planned {len(positions)} channels up to position {positions.stop - 1} on axis "
@@ -697,12 +794,18 @@ class Family:
 
     @staticmethod
     def load(
-        path: str | Path, module: nn.Module | Callable[[], nn.Module] | VariantSource, example_inputs: Any
+        path: str | Path,
+        module: nn.Module | Callable[[], nn.Module] | VariantSource,
+        example_inputs: Any,
     ) -> Family:
         """Read a traced family; the module's code is still needed, tracing is not."""
         inputs = example_inputs if isinstance(example_inputs, tuple) else (example_inputs,)
         layout = Layout.from_json(Path(path).read_text())
-        factory = _maker(module.resolve(inputs, layout.class_dim) if isinstance(module, VariantSource) else module)
+        factory = _maker(
+            module.resolve(inputs, layout.class_dim)
+            if isinstance(module, VariantSource)
+            else module
+        )
         return Family(make_module(factory), layout, inputs, factory)
 
 
@@ -750,11 +853,17 @@ def _state(module: nn.Module, names: Sequence[str]) -> dict[str, Tensor]:
     return {name: held[name].detach().clone() for name in names}
 
 
-def _assign(owner: Mapping[str, nn.Module], name: str, value: Tensor, aliases: Sequence[str]) -> None:
+def _assign(
+    owner: Mapping[str, nn.Module], name: str, value: Tensor, aliases: Sequence[str]
+) -> None:
     """Put a real tensor where the structural copy has an empty one, under all its names."""
     path, _, leaf = name.rpartition(".")
     old = getattr(owner[path], leaf)
-    new = nn.Parameter(value, requires_grad=old.requires_grad) if isinstance(old, nn.Parameter) else value
+    new = (
+        nn.Parameter(value, requires_grad=old.requires_grad)
+        if isinstance(old, nn.Parameter)
+        else value
+    )
     for each in (name, *aliases):
         path, _, leaf = each.rpartition(".")
         setattr(owner[path], leaf, new)

@@ -11,8 +11,16 @@ from torch import Tensor, nn
 from fedquilt.errors import TraceError
 
 Kind = Literal["flat", "pooled", "mean", "dense", "tokens"]
-POOLS: dict[int, type[nn.Module]] = {1: nn.AdaptiveAvgPool1d, 2: nn.AdaptiveAvgPool2d, 3: nn.AdaptiveAvgPool3d}
-CONVS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {1: nn.Conv1d, 2: nn.Conv2d, 3: nn.Conv3d}
+POOLS: dict[int, type[nn.Module]] = {
+    1: nn.AdaptiveAvgPool1d,
+    2: nn.AdaptiveAvgPool2d,
+    3: nn.AdaptiveAvgPool3d,
+}
+CONVS: dict[int, type[nn.Conv1d | nn.Conv2d | nn.Conv3d]] = {
+    1: nn.Conv1d,
+    2: nn.Conv2d,
+    3: nn.Conv3d,
+}
 
 
 class MeanOver(nn.Module):
@@ -69,7 +77,9 @@ class Head:
         return nn.Sequential(layers)
 
 
-def fit_head(features: tuple[int, ...], channel_dim: int, output: tuple[int, ...], class_dim: int, where: str) -> Head:
+def fit_head(
+    features: tuple[int, ...], channel_dim: int, output: tuple[int, ...], class_dim: int, where: str
+) -> Head:
     """Plan the head that turns features into an output of the model's shape.
 
     Args:
@@ -107,7 +117,11 @@ def fit_head(features: tuple[int, ...], channel_dim: int, output: tuple[int, ...
 
 
 def _dense(
-    in_features: int, num_outputs: int, positions: tuple[int, ...], size: tuple[int, ...], wanted: tuple[int, ...]
+    in_features: int,
+    num_outputs: int,
+    positions: tuple[int, ...],
+    size: tuple[int, ...],
+    wanted: tuple[int, ...],
 ) -> Head:
     # Factors, and not sizes, let the head run on samples of other sizes than the example's.
     if all(goal % side == 0 for side, goal in zip(size, wanted, strict=True)):

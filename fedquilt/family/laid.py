@@ -75,7 +75,9 @@ class LaidNet:
         outputs: Tensor = functional_call(self.module, dict(weights), (flat,), strict=False)
         self._shares = None
         if class_dim != 1 or outputs.shape[0] != inputs.shape[1] or outputs.shape[1] % self.count:
-            raise LayoutError(f"its output of shape {tuple(outputs.shape)} does not hold the classes in dimension 1")
+            raise LayoutError(
+                f"its output of shape {tuple(outputs.shape)} does not hold the classes in dimension 1"
+            )
         return outputs.reshape(len(outputs), self.count, -1, *outputs.shape[2:]).transpose(0, 1)
 
     def _rescale(self, layer: nn.Module, inputs: Any, outputs: Tensor) -> Tensor:
@@ -89,14 +91,18 @@ class LaidNet:
 def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
     """A layer's forward over clients laid side by side; None where its own will do."""
     if isinstance(layer, (_ConvNd, _BatchNorm, nn.GroupNorm, nn.Linear)) and not is_stock(layer):
-        raise LayoutError(f"a {type(layer).__name__} may compute more than the layer it is derived from")
+        raise LayoutError(
+            f"a {type(layer).__name__} may compute more than the layer it is derived from"
+        )
     match layer:
         case nn.Conv1d() | nn.Conv2d() | nn.Conv3d() if layer.padding_mode == "zeros":
             return partial(_conv, layer, count)
         case nn.ConvTranspose1d() | nn.ConvTranspose2d() | nn.ConvTranspose3d():
             return partial(_conv_transpose, layer, count)
         case ConditionedNorm():
-            raise LayoutError("it has norms that are conditioned on a number, each client's by its own net")
+            raise LayoutError(
+                "it has norms that are conditioned on a number, each client's by its own net"
+            )
         case nn.SyncBatchNorm():
             raise LayoutError("it has a SyncBatchNorm")
         case _BatchNorm():
@@ -109,7 +115,10 @@ def _laid(layer: nn.Module, count: int) -> Callable[[Tensor], Tensor] | None:
             return _mean
         case _DropoutNd() if layer.p:
             raise LayoutError(f"it has a {type(layer).__name__}, whose noise is each client's own")
-    if next(layer.parameters(recurse=False), None) is not None or next(layer.buffers(recurse=False), None) is not None:
+    if (
+        next(layer.parameters(recurse=False), None) is not None
+        or next(layer.buffers(recurse=False), None) is not None
+    ):
         raise LayoutError(f"a {type(layer).__name__} has no grouped kernel")
     return None
 
@@ -133,21 +142,33 @@ def _of(table: _Kernels, layer: nn.Module) -> Callable[..., Tensor]:
 
 def _conv(layer: Any, count: int, x: Tensor) -> Tensor:
     function, weight, bias = _of(_CONV, layer), layer.weight.flatten(0, 1), _joined(layer.bias)
-    return function(x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups * count)
+    return function(
+        x, weight, bias, layer.stride, layer.padding, layer.dilation, layer.groups * count
+    )
 
 
 def _conv_transpose(layer: Any, count: int, x: Tensor) -> Tensor:
-    function, weight, bias = _of(_TRANSPOSED, layer), layer.weight.flatten(0, 1), _joined(layer.bias)
+    function, weight, bias = (
+        _of(_TRANSPOSED, layer),
+        layer.weight.flatten(0, 1),
+        _joined(layer.bias),
+    )
     groups = layer.groups * count
-    return function(x, weight, bias, layer.stride, layer.padding, layer.output_padding, groups, layer.dilation)
+    return function(
+        x, weight, bias, layer.stride, layer.padding, layer.output_padding, groups, layer.dilation
+    )
 
 
 def _batch_norm(layer: _BatchNorm, x: Tensor) -> Tensor:
-    return F.batch_norm(x, None, None, _joined(layer.weight), _joined(layer.bias), True, 0.0, layer.eps)
+    return F.batch_norm(
+        x, None, None, _joined(layer.weight), _joined(layer.bias), True, 0.0, layer.eps
+    )
 
 
 def _group_norm(layer: nn.GroupNorm, count: int, x: Tensor) -> Tensor:
-    return F.group_norm(x, layer.num_groups * count, _joined(layer.weight), _joined(layer.bias), layer.eps)
+    return F.group_norm(
+        x, layer.num_groups * count, _joined(layer.weight), _joined(layer.bias), layer.eps
+    )
 
 
 def _linear(layer: nn.Linear, count: int, x: Tensor) -> Tensor:

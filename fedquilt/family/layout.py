@@ -8,7 +8,18 @@ from collections.abc import Mapping, ValuesView
 from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
-from fedquilt.axes import Axis, Dims, Expr, Positions, axes_in, parse, positions_of, renamed, size_of, write
+from fedquilt.axes import (
+    Axis,
+    Dims,
+    Expr,
+    Positions,
+    axes_in,
+    parse,
+    positions_of,
+    renamed,
+    size_of,
+    write,
+)
 from fedquilt.checks import whole
 from fedquilt.errors import FormatError, SubmodelError
 from fedquilt.family.variants import joined, members_of
@@ -26,11 +37,21 @@ class Layout:
     """The axes of a module and where each of its weights carries them."""
 
     axes: Mapping[str, Axis]
-    dims: Mapping[str, Dims]  # every parameter and buffer, by its first name: its dimensions as expressions of axes
-    ties: Mapping[str, str] = field(default_factory=dict)  # a tied weight's other names → its first name
-    attributes: Mapping[str, Expr] = field(default_factory=dict)  # "blocks.0.attn.head_dim" → the size it holds
-    parts: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # "norm", and the user's own → weight names
-    variants: Mapping[str, tuple[str, ...]] = field(default_factory=dict)  # Weights of each variant; {}: WHOLE alone
+    dims: Mapping[
+        str, Dims
+    ]  # every parameter and buffer, by its first name: its dimensions as expressions of axes
+    ties: Mapping[str, str] = field(
+        default_factory=dict
+    )  # a tied weight's other names → its first name
+    attributes: Mapping[str, Expr] = field(
+        default_factory=dict
+    )  # "blocks.0.attn.head_dim" → the size it holds
+    parts: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # "norm", and the user's own → weight names
+    variants: Mapping[str, tuple[str, ...]] = field(
+        default_factory=dict
+    )  # Weights of each variant; {}: WHOLE alone
     class_dim: int = 1  # which dimension of the output are the classes
     notes: tuple[str, ...] = ()  # what tracing pinned or assumed, for the log
     nets: tuple[str, ...] = ()  # Names of a union's nets, the whole model first; (): it is no union
@@ -51,7 +72,9 @@ class Layout:
         for name in members_of(self.known_as(variant)):
             if name not in self.variants:
                 known = ", ".join(map(repr, self.variants or (WHOLE,)))
-                raise SubmodelError(f"the variant {name!r} was asked for; the model was traced with {known}.")
+                raise SubmodelError(
+                    f"the variant {name!r} was asked for; the model was traced with {known}."
+                )
             chosen.update(self.variants[name])
         return tuple(name for name in self.dims if name in chosen)
 
@@ -70,7 +93,11 @@ class Layout:
         if not self.nets:
             return dict(self.axes)
         leads = tuple(f"{net}." for net in self.net_names(self.known_as(variant)))
-        return {name: axis for name, axis in self.axes.items() if name == CLASS or name.startswith(leads)}
+        return {
+            name: axis
+            for name, axis in self.axes.items()
+            if name == CLASS or name.startswith(leads)
+        }
 
     def restricted(self, variant: str) -> Layout:
         """Return the layout of one variant alone, as a module that has no other would be traced.
@@ -80,7 +107,10 @@ class Layout:
         kept = set(self.weights(variant))
         if self.nets:
             return self._of_net(variant)
-        parts = {part: tuple(name for name in names if name in kept) for part, names in self.parts.items()}
+        parts = {
+            part: tuple(name for name in names if name in kept)
+            for part, names in self.parts.items()
+        }
         return replace(
             self,
             dims={name: dims for name, dims in self.dims.items() if name in kept},
@@ -95,18 +125,31 @@ class Layout:
         names = {axis: axis.removeprefix(lead) for axis in self.axes_at(variant)}
 
         def own(names_of_weights: tuple[str, ...]) -> tuple[str, ...]:
-            return tuple(name.removeprefix(lead) for name in names_of_weights if name.startswith(lead))
+            return tuple(
+                name.removeprefix(lead) for name in names_of_weights if name.startswith(lead)
+            )
 
         axes = {
-            name: replace(self.axes[axis], name=name, inner=tuple(names[one] for one in self.axes[axis].inner))
+            name: replace(
+                self.axes[axis], name=name, inner=tuple(names[one] for one in self.axes[axis].inner)
+            )
             for axis, name in names.items()
         }
         carried = {axis for name in self.weights(variant) for axis in self.axes_of(name)}
-        parts = {part: own(weights) for part, weights in self.parts.items() if part not in self.nets}
+        parts = {
+            part: own(weights) for part, weights in self.parts.items() if part not in self.nets
+        }
         return Layout(
             axes={name: axis for name, axis in axes.items() if name != CLASS or CLASS in carried},
-            dims={name.removeprefix(lead): renamed(self.dims[name], names) for name in self.weights(variant)},
-            ties={own((alias,))[0]: own((name,))[0] for alias, name in self.ties.items() if alias.startswith(lead)},
+            dims={
+                name.removeprefix(lead): renamed(self.dims[name], names)
+                for name in self.weights(variant)
+            },
+            ties={
+                own((alias,))[0]: own((name,))[0]
+                for alias, name in self.ties.items()
+                if alias.startswith(lead)
+            },
             attributes={
                 path.removeprefix(lead): renamed((size,), names)[0]
                 for path, size in self.attributes.items()
@@ -114,7 +157,9 @@ class Layout:
             },
             parts={part: weights for part, weights in parts.items() if weights or part == "norm"},
             class_dim=self.class_dim,
-            notes=tuple(note.removeprefix(f"{net}: ") for note in self.notes if note.startswith(f"{net}: ")),
+            notes=tuple(
+                note.removeprefix(f"{net}: ") for note in self.notes if note.startswith(f"{net}: ")
+            ),
         )
 
     def shape(self, name: str, widths: Mapping[str, int]) -> tuple[int, ...]:
@@ -165,7 +210,9 @@ class Layout:
             axes={axis.name: axis for axis in axes},
             dims={name: _dims(name, dims) for name, dims in raw["dims"].items()},
             ties=raw["ties"],
-            attributes={name: _dims(name, expr, count=1)[0] for name, expr in raw["attributes"].items()},
+            attributes={
+                name: _dims(name, expr, count=1)[0] for name, expr in raw["attributes"].items()
+            },
             parts={name: tuple(weights) for name, weights in raw["parts"].items()},
             variants={name: tuple(weights) for name, weights in raw.get("variants", {}).items()},
             class_dim=raw["class_dim"],
@@ -191,7 +238,9 @@ def _check_tables(raw: Any) -> None:
     """Refuse JSON that does not have the tables and lists of a layout."""
     needed = {"axes", "dims", "ties", "attributes", "parts", "class_dim", "notes"}
     if not isinstance(raw, dict) or not needed <= raw.keys() <= needed | {"variants", "nets"}:
-        raise FormatError(f"the layout does not have {', '.join(sorted(needed))}, and variants and nets at most")
+        raise FormatError(
+            f"the layout does not have {', '.join(sorted(needed))}, and variants and nets at most"
+        )
     for key in ("dims", "ties", "attributes"):
         if not isinstance(raw[key], dict) or not _is_texts(raw[key].values()):
             raise FormatError(f"{key} of the layout are no JSON object of strings")
@@ -209,17 +258,27 @@ def _check_tables(raw: Any) -> None:
 
 
 def _is_texts(values: object) -> bool:
-    return isinstance(values, (list, ValuesView)) and all(isinstance(value, str) for value in values)
+    return isinstance(values, (list, ValuesView)) and all(
+        isinstance(value, str) for value in values
+    )
 
 
 def _axis(raw: Any) -> Axis:
     known = {field.name for field in fields(Axis)}
     if not isinstance(raw, dict) or not {"name", "size"} <= raw.keys() <= known:
-        raise FormatError(f"an axis of the layout has no name or no size, or more than {', '.join(sorted(known))}")
+        raise FormatError(
+            f"an axis of the layout has no name or no size, or more than {', '.join(sorted(known))}"
+        )
     inner = raw.get("inner", [])
     flags = [raw.get("fixed", False), raw.get("coupled", False)]
-    if not isinstance(raw["name"], str) or not _is_texts(inner) or not all(isinstance(flag, bool) for flag in flags):
-        raise FormatError("an axis of the layout has a name, an inner, a fixed or a coupled of another type")
+    if (
+        not isinstance(raw["name"], str)
+        or not _is_texts(inner)
+        or not all(isinstance(flag, bool) for flag in flags)
+    ):
+        raise FormatError(
+            "an axis of the layout has a name, an inner, a fixed or a coupled of another type"
+        )
     size, least = raw["size"], raw.get("least", 1)
     if not whole(size, 1) or size > MAX_AXIS_SIZE or not whole(least, 1) or least > size:
         raise FormatError(
@@ -247,7 +306,12 @@ def _check_names(layout: Layout) -> None:
     for name, expr in (*expressions, *layout.attributes.items()):
         if unknown := [axis for axis in axes_in(expr) if axis not in layout.axes]:
             raise FormatError(f"{name} has the axis {unknown[0]!r}, which the layout does not list")
-    inner = [(axis.name, name) for axis in layout.axes.values() for name in axis.inner if name not in layout.axes]
+    inner = [
+        (axis.name, name)
+        for axis in layout.axes.values()
+        for name in axis.inner
+        if name not in layout.axes
+    ]
     if inner:
         raise FormatError(
             f"the axis {inner[0][0]!r} has the inner axis {inner[0][1]!r}, which the layout does not list"

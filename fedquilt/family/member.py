@@ -14,7 +14,14 @@ from torch import Tensor, nn
 from fedquilt.axes import Index
 from fedquilt.devices import untransformed
 from fedquilt.errors import SubmodelError
-from fedquilt.family.cost import Cost, Count, TrainingStep, float32_size, inference_activations, measure
+from fedquilt.family.cost import (
+    Cost,
+    Count,
+    TrainingStep,
+    float32_size,
+    inference_activations,
+    measure,
+)
 from fedquilt.family.cut import prefix
 from fedquilt.family.faithful import check_net
 from fedquilt.family.laid import LaidNet
@@ -35,7 +42,9 @@ class _Known:
     inference: int | None = None
     counts: dict[int, Count] = field(default_factory=dict)  # by batch size
     costs: dict[TrainingStep, Cost] = field(default_factory=dict)
-    compared: set[Pass] = field(default_factory=set)  # modes in which net and module were found to agree
+    compared: set[Pass] = field(
+        default_factory=set
+    )  # modes in which net and module were found to agree
 
 
 @dataclass(frozen=True)
@@ -52,7 +61,9 @@ class Member:
 
     family: Family
     arch: Arch
-    share: float | None = None  # of the whole model, for a net nested in a larger member; None: not nested
+    share: float | None = (
+        None  # of the whole model, for a net nested in a larger member; None: not nested
+    )
 
     # --- names and shapes of its weights -------------------------------------------------------------------------
 
@@ -81,7 +92,9 @@ class Member:
     def frozen(self) -> tuple[str, ...]:
         """Return the names of the weights and statistics that other members train and this one does not."""
         own = set(self.names) - self._changing
-        return tuple(name for name in (*self.family.trainable, *self.family.statistics) if name in own)
+        return tuple(
+            name for name in (*self.family.trainable, *self.family.statistics) if name in own
+        )
 
     @property
     def unfrozen(self) -> Member:
@@ -104,7 +117,11 @@ class Member:
     def constants(self) -> dict[str, Tensor]:
         """Return the buffers that are neither statistics nor cut, by name."""
         found = self.family.constants
-        return {name: found[name] for name in self.names if name in found} if self.family.layout.nets else found
+        return (
+            {name: found[name] for name in self.names if name in found}
+            if self.family.layout.nets
+            else found
+        )
 
     @property
     def parts(self) -> Mapping[str, tuple[str, ...]]:
@@ -178,7 +195,10 @@ class Member:
         variants = members_of(self.arch.variant)
         if not self.family.layout.nets or len(variants) < 2:
             return ()
-        return tuple(self.family.member(replace(self.at(one).arch, trains=self.arch.trains)) for one in variants)
+        return tuple(
+            self.family.member(replace(self.at(one).arch, trains=self.arch.trains))
+            for one in variants
+        )
 
     @property
     def running(self) -> Member:
@@ -285,7 +305,9 @@ class Member:
     def weight_bytes(self) -> int:
         """Return the bytes of its parameters in float32, in which a run keeps them."""
         weights = self._parameters
-        return sum(math.prod(self.shape(name)) * float32_size(weight) for name, weight in weights.items())
+        return sum(
+            math.prod(self.shape(name)) * float32_size(weight) for name, weight in weights.items()
+        )
 
     @property
     def _parameters(self) -> dict[str, nn.Parameter]:
@@ -312,7 +334,9 @@ class Member:
             self._known.inference = max(net.inference_activations for net in self.nets)
         if self._known.inference is None:
             module = self._built().float()
-            self._known.inference = inference_activations(module, self.family.example_inputs, self.constants)
+            self._known.inference = inference_activations(
+                module, self.family.example_inputs, self.constants
+            )
         return self._known.inference
 
     def _nested_activations(self, step: TrainingStep) -> list[int]:
@@ -324,7 +348,9 @@ class Member:
     def _counted(self, batch_size: int) -> Count:
         known = self._known.counts.get(batch_size)
         if known is None and self.nets:
-            known = self._known.counts[batch_size] = reduce(add, (net._counted(batch_size) for net in self.nets))
+            known = self._known.counts[batch_size] = reduce(
+                add, (net._counted(batch_size) for net in self.nets)
+            )
         if known is None:
             module = self._built().float()
             frozen = set(self.frozen)

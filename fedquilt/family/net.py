@@ -66,16 +66,22 @@ class _Now:
 class Net:
     """A member of a family: `net(weights, inputs)` gives outputs and the norm statistics seen on the way."""
 
-    def __init__(self, module: nn.Module, constants: Mapping[str, Tensor], scaled: Scaled = Scaled()) -> None:
+    def __init__(
+        self, module: nn.Module, constants: Mapping[str, Tensor], scaled: Scaled = Scaled()
+    ) -> None:
         """`constants`: buffers that are no statistics. `scaled`: layers whose outputs the scaler divides."""
         self.module = module
         self._scaled = scaled
         self._constants = dict(constants)
-        self._leads = module.lead if isinstance(module, Nets) else None  # of names; weights of other nets are ignored
+        self._leads = (
+            module.lead if isinstance(module, Nets) else None
+        )  # of names; weights of other nets are ignored
         self._moved: dict[tuple[torch.device, torch.dtype], dict[str, Tensor]] = {}
         self._now = _Now()
         self._adjustables = tuple(adjustables(module))
-        self._plain: set[bool] = set()  # the modes, training or not, in which nothing needs to be replaced
+        self._plain: set[bool] = (
+            set()
+        )  # the modes, training or not, in which nothing needs to be replaced
         self._reading: set[bool] = set()  # those in which it leaves its inputs as they are
         self._norms: dict[str, _NormBase] = {}  # layers whose statistics are values
         self._counters: list[str] = []  # batch counters of norms that keep their own forward
@@ -128,7 +134,9 @@ class Net:
         else:
             with Drawn(key, self._functional_norm) as drawn:
                 outputs = functional_call(self.module, values, (inputs,), strict=False)
-            if not drawn.replaced:  # watching every operation costs a millisecond: nets are traced, so once will do
+            if (
+                not drawn.replaced
+            ):  # watching every operation costs a millisecond: nets are traced, so once will do
                 self._plain.add(mode.train)
         if copied and not _is_changed(inputs):
             self._reading.add(mode.train)
@@ -143,7 +151,9 @@ class Net:
         """Return new batch counters, since torch.func refuses to change the module's in place."""
         return {name: torch.zeros((), dtype=torch.long) for name in self._counters}
 
-    def _functional_norm(self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> Tensor | None:
+    def _functional_norm(
+        self, function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]
+    ) -> Tensor | None:
         """Run a functional norm by the pass's policy, if it was given a layer's statistics.
 
         Returns None if it was not.
@@ -163,7 +173,9 @@ class Net:
         if moved is None:
             with untransformed():
                 moved = {
-                    name: value.to(like.device, like.dtype if value.is_floating_point() else value.dtype)
+                    name: value.to(
+                        like.device, like.dtype if value.is_floating_point() else value.dtype
+                    )
                     for name, value in self._constants.items()
                 }
             self._moved[like.device, like.dtype] = moved
@@ -228,7 +240,9 @@ def _norm(layer: _NormBase, name: str, now: _Now, input: Tensor) -> Tensor:
     return _normalised(input, norm, now)
 
 
-def _own_norm(forward: Callable[..., Any], layer: _NormBase, name: str, now: _Now, *args: Any, **kwargs: Any) -> Any:
+def _own_norm(
+    forward: Callable[..., Any], layer: _NormBase, name: str, now: _Now, *args: Any, **kwargs: Any
+) -> Any:
     """Run the forward of a norm layer's own class. Functional norms in it follow the policy."""
     mean = layer.running_mean
     chosen = mean is not None and now.mode.statistics != "stored"
@@ -262,7 +276,11 @@ class _Within(TorchFunctionMode):
         self._layer, self._name, self._now = layer, name, now
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if func not in _FUNCTIONAL:
             return func(*args, **(kwargs or {}))
@@ -270,8 +288,26 @@ class _Within(TorchFunctionMode):
         return _functional(_arguments(func, args, kwargs or {}), self._layer, self._name, self._now)
 
 
-_PARAMETERS = ("input", "running_mean", "running_var", "weight", "bias", "training", "momentum", "eps")
-_PARAMETERS_OF_ATEN = ("input", "weight", "bias", "running_mean", "running_var", "training", "momentum", "eps")
+_PARAMETERS = (
+    "input",
+    "running_mean",
+    "running_var",
+    "weight",
+    "bias",
+    "training",
+    "momentum",
+    "eps",
+)
+_PARAMETERS_OF_ATEN = (
+    "input",
+    "weight",
+    "bias",
+    "running_mean",
+    "running_var",
+    "training",
+    "momentum",
+    "eps",
+)
 _FUNCTIONAL: dict[Any, tuple[str, ...]] = {
     F.batch_norm: _PARAMETERS,
     F.instance_norm: _PARAMETERS,
@@ -284,16 +320,33 @@ def _arguments(function: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) ->
     """Return the arguments of a functional norm by name; `alone` says if it is an instance norm."""
     alone = function in (F.instance_norm, torch.instance_norm)
     affine = {"weight": None, "bias": None}
-    defaults = {"running_mean": None, "running_var": None, **affine, "training": alone, "momentum": 0.1, "eps": 1e-5}
-    given = {**defaults, **dict(zip(_FUNCTIONAL[function], args, strict=False)), **kwargs, "alone": alone}
+    defaults = {
+        "running_mean": None,
+        "running_var": None,
+        **affine,
+        "training": alone,
+        "momentum": 0.1,
+        "eps": 1e-5,
+    }
+    given = {
+        **defaults,
+        **dict(zip(_FUNCTIONAL[function], args, strict=False)),
+        **kwargs,
+        "alone": alone,
+    }
     return {**given, "training": given.get("use_input_stats", given["training"])}
 
 
 def _functional(given: Mapping[str, Any], layer: _NormBase, name: str, now: _Now) -> Tensor:
     """Run a functional norm on a layer's statistics by the pass's policy."""
-    statistics, affine = (given["running_mean"], given["running_var"]), (given["weight"], given["bias"])
+    statistics, affine = (
+        (given["running_mean"], given["running_var"]),
+        (given["weight"], given["bias"]),
+    )
     momentum = None if layer.momentum is None else given["momentum"]
-    norm = _Norm(name, *statistics, *affine, momentum, given["eps"], given["alone"], given["training"])
+    norm = _Norm(
+        name, *statistics, *affine, momentum, given["eps"], given["alone"], given["training"]
+    )
     return _normalised(_widened(given["input"]), norm, now)
 
 
@@ -314,7 +367,11 @@ def _normalised(inputs: Tensor, norm: _Norm, now: _Now) -> Tensor:
             outputs, mean, var = _measured(inputs, norm)
             _hand_back(mean, var, norm, now)
             return outputs
-    return _each_by_itself(inputs, norm) if norm.alone else _by_batch(inputs, norm.weight, norm.bias, norm.eps)
+    return (
+        _each_by_itself(inputs, norm)
+        if norm.alone
+        else _by_batch(inputs, norm.weight, norm.bias, norm.eps)
+    )
 
 
 def _hand_back(mean: Tensor, var: Tensor, norm: _Norm, now: _Now) -> None:
@@ -356,7 +413,10 @@ def _measured(inputs: Tensor, norm: _Norm) -> tuple[Tensor, Tensor, Tensor]:
 def _each_by_itself(inputs: Tensor, norm: _Norm) -> Tensor:
     """Instance norm: a batch norm of one sample that has all channels of all samples."""
     apart = _by_batch(inputs.flatten(0, 1).unsqueeze(0), None, None, norm.eps).reshape(inputs.shape)
-    weight, bias = (None if v is None else v.reshape([-1] + [1] * (inputs.dim() - 2)) for v in (norm.weight, norm.bias))
+    weight, bias = (
+        None if v is None else v.reshape([-1] + [1] * (inputs.dim() - 2))
+        for v in (norm.weight, norm.bias)
+    )
     return apart if weight is None or bias is None else apart * weight + bias
 
 
@@ -410,7 +470,9 @@ class Drawn(TorchFunctionMode):
     `norms` is asked for the outputs of every functional norm; where it has none, torch's are taken.
     """
 
-    def __init__(self, key: Tensor | None, norms: Callable[..., Tensor | None] | None = None) -> None:
+    def __init__(
+        self, key: Tensor | None, norms: Callable[..., Tensor | None] | None = None
+    ) -> None:
         super().__init__()
         self.replaced = False
         self._key = key
@@ -418,7 +480,11 @@ class Drawn(TorchFunctionMode):
         self._site = 0
 
     def __torch_function__(
-        self, func: Callable[..., Any], types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
     ) -> Any:
         if self._norms is not None and func in _FUNCTIONAL:
             normalised = self._norms(func, args, kwargs or {})
@@ -446,7 +512,9 @@ class Drawn(TorchFunctionMode):
         return noise.fold_in(self._key, self._site)
 
 
-def _dropout(drawn: Drawn, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+def _dropout(
+    drawn: Drawn, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False
+) -> Tensor:
     return _dropped(drawn, input, p, training, input.shape)
 
 
@@ -456,7 +524,9 @@ def _dropout_channels(
     return _dropped(drawn, input, p, training, input.shape[:2] + (1,) * (input.dim() - 2))
 
 
-def _dropped(drawn: Drawn, input: Tensor, p: float, training: bool, shape: torch.Size | tuple[int, ...]) -> Tensor:
+def _dropped(
+    drawn: Drawn, input: Tensor, p: float, training: bool, shape: torch.Size | tuple[int, ...]
+) -> Tensor:
     if not training or p == 0:
         return input
     if p == 1:
@@ -480,12 +550,18 @@ def _attention(
     if enable_gqa:
         repeats = query.shape[-3] // key.shape[-3]
         key, value = key.repeat_interleave(repeats, -3), value.repeat_interleave(repeats, -3)
-    scores = query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    scores = (
+        query @ key.transpose(-2, -1) * (1 / math.sqrt(query.shape[-1]) if scale is None else scale)
+    )
     if is_causal:
         later = torch.ones(scores.shape[-2:], dtype=torch.bool, device=scores.device).triu(1)
         scores = scores.masked_fill(later, -torch.inf)
     if attn_mask is not None:
-        scores = scores.masked_fill(~attn_mask, -torch.inf) if attn_mask.dtype == torch.bool else scores + attn_mask
+        scores = (
+            scores.masked_fill(~attn_mask, -torch.inf)
+            if attn_mask.dtype == torch.bool
+            else scores + attn_mask
+        )
     attended = scores.softmax(-1)
     return _dropped(drawn, attended, dropout_p, dropout_p > 0, attended.shape) @ value
 
@@ -543,7 +619,9 @@ def _bernoulli_in_place(drawn: Drawn, input: Tensor, p: float | Tensor = 0.5, **
         return input.copy_(drawn_bits)
     except RuntimeError:  # a stack's noise does not fit a buffer that all its clients share
         if input.is_floating_point():
-            input.fill_(torch.nan)  # the result is right; who goes on with the buffer instead will hear of it
+            input.fill_(
+                torch.nan
+            )  # the result is right; who goes on with the buffer instead will hear of it
         return drawn_bits
 
 
@@ -567,19 +645,26 @@ def _layered(name: str, function: Any) -> Callable[..., Any]:
     """torch's recurrent layers, one call a layer: a call for all of them draws the dropout between them itself."""
 
     def layered(drawn: Drawn, *args: Any) -> Any:
-        packed = not isinstance(args[3], bool)  # then batch sizes come second, and all else is one place further on
+        packed = not isinstance(
+            args[3], bool
+        )  # then batch sizes come second, and all else is one place further on
         biases, count, dropout, train = args[3 + packed : 7 + packed]
         if not (train and dropout and count > 1):
             return function(*args)
         drawn.replaced = True
         if packed:
-            return _refuse(f"{name} on packed sequences, with dropout between layers", function)(drawn, *args)
+            return _refuse(f"{name} on packed sequences, with dropout between layers", function)(
+                drawn, *args
+            )
         value, state, weights, *_, both, batch_first = args
         states = state if isinstance(state, (tuple, list)) else [state]  # of an LSTM two
         each, after = len(weights) // count, []
         for layer in range(count):
             given = [one.chunk(count)[layer] for one in states]
-            start, own = given if len(given) > 1 else given[0], weights[layer * each : (layer + 1) * each]
+            start, own = (
+                given if len(given) > 1 else given[0],
+                weights[layer * each : (layer + 1) * each],
+            )
             value = _dropped(drawn, value, dropout, layer > 0, value.shape)
             value, *ended = function(value, start, own, biases, 1, 0.0, train, both, batch_first)
             after.append(ended)
@@ -588,7 +673,9 @@ def _layered(name: str, function: Any) -> Callable[..., Any]:
     return layered
 
 
-_LAYERED: dict[Any, Callable[..., Any]] = {  # which say for themselves whether they replaced anything
+_LAYERED: dict[
+    Any, Callable[..., Any]
+] = {  # which say for themselves whether they replaced anything
     torch.lstm: _layered("torch.lstm", torch.lstm),
     torch.gru: _layered("torch.gru", torch.gru),
     torch.rnn_tanh: _layered("torch.rnn_tanh", torch.rnn_tanh),

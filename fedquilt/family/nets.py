@@ -48,7 +48,9 @@ class Nets(nn.Module, Variants):
     def holding(self, variant: str) -> Nets:
         """Return a module of the same nets with those alone that a variant has, so that no other is copied."""
         names = [self._first if name == WHOLE else name for name in members_of(variant)]
-        held = Nets({name: self.get_submodule(name) for name in self._modules if name in names}, self._first)
+        held = Nets(
+            {name: self.get_submodule(name) for name in self._modules if name in names}, self._first
+        )
         held._chosen = names[0]
         return held.train(self.training)
 

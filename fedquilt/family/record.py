@@ -72,7 +72,9 @@ class Call:
 
     @property
     def inputs(self) -> list[Value]:
-        return [leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)]
+        return [
+            leaf for leaf in pytree.tree_leaves((self.args, self.kwargs)) if isinstance(leaf, Value)
+        ]
 
     def __str__(self) -> str:
         return f"{self.op.overloadpacket.__name__} in {layer_name(self.layer)} ({self.where})"
@@ -103,13 +105,17 @@ class Run:
     reads: list[str]  # where Python read the value of a constant
     train: bool
     variant: str = WHOLE
-    visits: list[Visit] = field(default_factory=list)  # executions of modules, in the order of their ends
+    visits: list[Visit] = field(
+        default_factory=list
+    )  # executions of modules, in the order of their ends
 
     @property
     def weights(self) -> tuple[str, ...]:
         """Return the names of the weights that it computes with, by first use."""
         uses = (value.weight for call in self.calls for value in call.inputs)
-        return tuple(dict.fromkeys([name for name in (*uses, self.output.weight) if name is not None]))
+        return tuple(
+            dict.fromkeys([name for name in (*uses, self.output.weight) if name is not None])
+        )
 
 
 class Follower(AbstractContextManager[Any], Protocol):
@@ -134,7 +140,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         super().__init__()  # type: ignore[no-untyped-call]
         self.known = known
         self.train = train
-        self.constants: dict[int, Tensor] = {}  # the values of tensors that no input and no weight goes into
+        self.constants: dict[
+            int, Tensor
+        ] = {}  # the values of tensors that no input and no weight goes into
         self.reads: list[str] = []  # where Python read one
         self.calls: list[Call] = []
         self.layers: list[str] = [""]
@@ -156,7 +164,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._values[id(tensor)] = value
         self._alive.append(tensor)
 
-    def __torch_dispatch__(self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, op: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if op.namespace == "prim":
             return op(*args, **kwargs)  # asks for a device, say: no tensors come of it
@@ -175,13 +185,17 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         tensors = _tensors(out)
         if constant and all(tensor.numel() <= SMALL for tensor in tensors):
             values = _tensors(self._compute(op, args, kwargs))
-            self.constants.update({id(tensor): value for tensor, value in zip(tensors, values, strict=True)})
+            self.constants.update(
+                {id(tensor): value for tensor, value in zip(tensors, values, strict=True)}
+            )
         else:
             self._forget(tensors)
         if tensors:
             given = tuple(self.taken(args)), self.taken(kwargs)
             random_ = torch.Tag.nondeterministic_seeded in op.tags
-            fixed = not random_ and all(self.value(tensor).constant for tensor in _tensors((args, kwargs)))
+            fixed = not random_ and all(
+                self.value(tensor).constant for tensor in _tensors((args, kwargs))
+            )
             outs = []
             for tensor in tensors:
                 # An in-place operation returns its argument: the same tensor, still the same dimensions.
@@ -197,7 +211,11 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         here = torch.device(kwargs.get("device") or "cpu").type == "cpu"
         tensors = _tensors((args, kwargs))
         for tensor in tensors:
-            if not isinstance(tensor, FakeTensor) and not tensor.is_meta and id(tensor) not in self._values:
+            if (
+                not isinstance(tensor, FakeTensor)
+                and not tensor.is_meta
+                and id(tensor) not in self._values
+            ):
                 self.value(tensor).constant = True  # kept in a plain attribute or a cache
                 with _real_tensors():
                     self.constants[id(tensor)] = tensor.detach().clone()
@@ -271,7 +289,9 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def seen(self, tree: Any) -> Any:
         """Return values in place of the run's tensors, which do not count as read, and None for all else."""
-        return pytree.tree_map(lambda leaf: self.value(leaf) if isinstance(leaf, FakeTensor) else None, tree)
+        return pytree.tree_map(
+            lambda leaf: self.value(leaf) if isinstance(leaf, FakeTensor) else None, tree
+        )
 
     def enter(self, path: str, inputs: Any) -> None:
         """Note that a module begins to run."""
@@ -287,7 +307,12 @@ class Recorder(TorchDispatchMode):  # type: ignore[no-untyped-call]
         visit.output = self.seen(output)
         self.visits.append(visit)
         error = sys.exc_info()[1]
-        if output is None and error is not None and not isinstance(error, StageEnd) and self.failed is None:
+        if (
+            output is None
+            and error is not None
+            and not isinstance(error, StageEnd)
+            and self.failed is None
+        ):
             self.failed = path
 
 
@@ -320,7 +345,9 @@ def _remove_from_caches(items: list[Any]) -> None:
 def _is_namespace(holder: dict[Any, Any]) -> bool:
     """Return True if a dictionary holds the globals of a file or the attributes of an object."""
     owners = gc.get_referrers(holder)
-    return any(isinstance(owner, type) or getattr(owner, "__dict__", None) is holder for owner in owners)
+    return any(
+        isinstance(owner, type) or getattr(owner, "__dict__", None) is holder for owner in owners
+    )
 
 
 def _tensors(tree: Any) -> list[Tensor]:
@@ -354,7 +381,9 @@ def _where() -> str:
 
 def _line_of(error: BaseException) -> str:
     """The innermost line of the user's own code that an exception came through."""
-    lines = [(frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    lines = [
+        (frame.f_code.co_filename, line) for frame, line in traceback.walk_tb(error.__traceback__)
+    ]
     own = [(file, line) for file, line in lines if not file.startswith((TORCH, HERE, "<"))]
     layers = [(file, line) for file, line in lines if file.startswith(f"{TORCH}/nn/")]
     file, line = (own or layers or lines)[-1]
@@ -366,12 +395,19 @@ def _plain_backends(grad: bool) -> Iterator[None]:
     """Fused kernels off: they hide the products whose axes we look for."""
     fast, onednn = torch.backends.mha.get_fastpath_enabled(), torch._C._get_mkldnn_enabled()
     log = logging.getLogger("torch._subclasses.fake_tensor")
-    quiet, log.disabled = log.disabled, True  # a member that does not run is an answer, not an incident
+    quiet, log.disabled = (
+        log.disabled,
+        True,
+    )  # a member that does not run is an answer, not an incident
     torch.backends.mha.set_fastpath_enabled(False)
     torch._C._set_mkldnn_enabled(False)
     try:
         # In inference mode operations reach us whole (linear, matmul, layer_norm), whatever the strides.
-        with sdpa_kernel(SDPBackend.MATH), torch.inference_mode(not grad), torch.set_grad_enabled(grad):
+        with (
+            sdpa_kernel(SDPBackend.MATH),
+            torch.inference_mode(not grad),
+            torch.set_grad_enabled(grad),
+        ):
             yield
     finally:
         log.disabled = quiet
@@ -409,7 +445,9 @@ def rehearse(module: nn.Module, inputs: tuple[Any, ...]) -> None:
             return nn.Parameter(weight.detach().cpu(), weight.requires_grad)
         return weight.detach().cpu().clone()
 
-    given = pytree.tree_map(lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, inputs)
+    given = pytree.tree_map(
+        lambda leaf: leaf.detach().cpu().clone() if isinstance(leaf, Tensor) else leaf, inputs
+    )
     with _same_dice(), torch.inference_mode(False), torch.no_grad(), suppress(Exception):
         blueprint(module, real).eval()(*given)
 
@@ -435,7 +473,9 @@ def record(
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     recorder = Recorder(known, train and not grad)
     try:
-        run = _run(recorder, mode, module, weights, inputs, follower, constants or {}, train, grad, variant)
+        run = _run(
+            recorder, mode, module, weights, inputs, follower, constants or {}, train, grad, variant
+        )
     except RunError as failure:
         _forget_frames(failure)
         recorder.close(mode)
@@ -509,4 +549,11 @@ def _run(
             output = module(*given)
         except Exception as error:
             raise RunError(recorder.calls, recorder.failed or "", _line_of(error)) from error
-    return Run(recorder.calls, recorder.taken(output), recorder.reads, train, variant or WHOLE, recorder.visits)
+    return Run(
+        recorder.calls,
+        recorder.taken(output),
+        recorder.reads,
+        train,
+        variant or WHOLE,
+        recorder.visits,
+    )

@@ -38,7 +38,9 @@ from fedquilt.family.record import Call
 aten: Any = torch.ops.aten
 
 Dims = tuple[Dim, ...]
-Rule = Callable[[Call, Facts], Any]  # the dimensions (`Dims`) of the output, or a list of them for several outputs
+Rule = Callable[
+    [Call, Facts], Any
+]  # the dimensions (`Dims`) of the output, or a list of them for several outputs
 _RULES: dict[str, Rule] = {}
 
 
@@ -65,7 +67,14 @@ def find_rule(op: OpOverload) -> Rule | None:
 def _tags(op: OpOverload) -> Sequence[torch.Tag]:
     """An operation's tags; in place, those of its functional twin too, since torch does not repeat them all."""
     twin = getattr(aten, op.overloadpacket.__name__.removesuffix("_"), None)
-    return [*op.tags, *(getattr(twin, op._overloadname).tags if twin and op._overloadname in twin.overloads() else ())]
+    return [
+        *op.tags,
+        *(
+            getattr(twin, op._overloadname).tags
+            if twin and op._overloadname in twin.overloads()
+            else ()
+        ),
+    ]
 
 
 def apply(call: Call, facts: Facts) -> None:
@@ -77,7 +86,9 @@ def apply(call: Call, facts: Facts) -> None:
     result = found(call, facts)
     described = result if isinstance(result, list) else [result]
     for out, dims in zip(call.outs, described, strict=False):
-        assert tuple(map(size, dims)) == out.shape, f"the rule for {call} gave {dims} for {out.shape}"
+        assert tuple(map(size, dims)) == out.shape, (
+            f"the rule for {call} gave {dims} for {out.shape}"
+        )
         if out.known:  # written in place: the tensor keeps its dimensions
             _unify_all(out.dims, dims)
         else:
@@ -110,7 +121,9 @@ def _argument(call: Call, name: str, default: Any = None) -> Any:
         if declared.name == name:
             if position < len(call.args):
                 return call.args[position]
-            return call.kwargs.get(name, declared.default_value if declared.has_default_value() else default)
+            return call.kwargs.get(
+                name, declared.default_value if declared.has_default_value() else default
+            )
     return default
 
 
@@ -119,7 +132,11 @@ def _dims(call: Call, name: str, ndim: int) -> list[int]:
     given = _argument(call, name)
     if given is None or given == []:
         return list(range(ndim))
-    return [dim % ndim for dim in (given if isinstance(given, (list, tuple)) else [given])] if ndim else []
+    return (
+        [dim % ndim for dim in (given if isinstance(given, (list, tuple)) else [given])]
+        if ndim
+        else []
+    )
 
 
 def told(call: Call, mark: object) -> int | None:
@@ -160,15 +177,40 @@ def _broadcast(operands: Sequence[Dims], shape: Sequence[int]) -> Dims:
 
 
 @rule(aten.copy, aten.fill, aten.masked_fill, aten.where, aten.lerp, aten.polar, aten.complex)
-@rule(aten.bernoulli, aten.normal, aten.uniform, aten.exponential, aten.random, aten.rrelu_with_noise)
+@rule(
+    aten.bernoulli, aten.normal, aten.uniform, aten.exponential, aten.random, aten.rrelu_with_noise
+)
 def _pointwise(call: Call, facts: Facts) -> Dims:
     return _broadcast([value.dims for value in call.inputs], call.outs[0].shape)
 
 
-@rule(aten.clone, aten.detach, aten.alias, aten.lift_fresh, aten.lift_fresh_copy, aten._to_copy, aten.contiguous)
-@rule(aten.to, aten.type_as, aten.zero, aten._conj, aten.full_like, aten.zeros_like, aten.ones_like, aten.empty_like)
+@rule(
+    aten.clone,
+    aten.detach,
+    aten.alias,
+    aten.lift_fresh,
+    aten.lift_fresh_copy,
+    aten._to_copy,
+    aten.contiguous,
+)
+@rule(
+    aten.to,
+    aten.type_as,
+    aten.zero,
+    aten._conj,
+    aten.full_like,
+    aten.zeros_like,
+    aten.ones_like,
+    aten.empty_like,
+)
 @rule(aten.rand_like, aten.randn_like)
-@rule(aten.dropout, aten.native_dropout, aten.feature_dropout, aten.alpha_dropout, aten.feature_alpha_dropout)
+@rule(
+    aten.dropout,
+    aten.native_dropout,
+    aten.feature_dropout,
+    aten.alpha_dropout,
+    aten.feature_alpha_dropout,
+)
 def _same(call: Call, facts: Facts) -> Dims:
     return call.inputs[0].dims
 
@@ -185,7 +227,15 @@ def _prelu(call: Call, facts: Facts) -> Dims:
 # --- views -------------------------------------------------------------------------------------------------------
 
 
-@rule(aten.view, aten._unsafe_view, aten.reshape, aten._reshape_alias, aten.unsqueeze, aten.squeeze, aten.view_copy)
+@rule(
+    aten.view,
+    aten._unsafe_view,
+    aten.reshape,
+    aten._reshape_alias,
+    aten.unsqueeze,
+    aten.squeeze,
+    aten.view_copy,
+)
 @rule(aten.flatten, aten.unflatten, aten.view_as, aten.reshape_as)
 def _view(call: Call, facts: Facts) -> Dims:
     x, out = call.inputs[0], call.outs[0]
@@ -270,7 +320,9 @@ def _select(call: Call, facts: Facts) -> list[Dims]:
     return [rest] * len(call.outs)
 
 
-@rule(aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.chunk)
+@rule(
+    aten.split, aten.split_with_sizes, aten.unsafe_split, aten.unsafe_split_with_sizes, aten.chunk
+)
 @rule(aten.unsafe_chunk, aten.tensor_split)
 def _split(call: Call, facts: Facts) -> list[Dims]:
     x = call.args[0]
@@ -288,7 +340,9 @@ def _split(call: Call, facts: Facts) -> list[Dims]:
 @rule(aten.cat)
 def _cat(call: Call, facts: Facts) -> Dims:
     out = call.outs[0]
-    tensors = [value for value in call.args[0] if len(value.shape) == len(out.shape)]  # torch skips shape (0,)
+    tensors = [
+        value for value in call.args[0] if len(value.shape) == len(out.shape)
+    ]  # torch skips shape (0,)
     along = (_argument(call, "dim") or 0) % len(out.shape)
     first, *others = tensors
     for other in others:
@@ -310,11 +364,19 @@ def _stack(call: Call, facts: Facts) -> Dims:
     return tuple(dims)
 
 
-@rule(aten.constant_pad_nd, aten.pad, aten.reflection_pad1d, aten.reflection_pad2d, aten.reflection_pad3d)
+@rule(
+    aten.constant_pad_nd,
+    aten.pad,
+    aten.reflection_pad1d,
+    aten.reflection_pad2d,
+    aten.reflection_pad3d,
+)
 @rule(aten.replication_pad1d, aten.replication_pad2d, aten.replication_pad3d)
 def _pad(call: Call, facts: Facts) -> Dims:
     x, pads = call.args[0], list(call.args[1])
-    constant = call.op.overloadpacket is aten.constant_pad_nd or _argument(call, "mode") == "constant"
+    constant = (
+        call.op.overloadpacket is aten.constant_pad_nd or _argument(call, "mode") == "constant"
+    )
     dims = list(x.dims)
     for step in range(len(pads) // 2):
         before, after = pads[2 * step : 2 * step + 2]
@@ -430,7 +492,10 @@ def _einsum(call: Call, facts: Facts) -> Dims:
     uses: dict[str, int] = {}
     for side, tensor in zip(sides, tensors, strict=True):
         left, dots, right = side.partition("...")
-        named = [*zip(left, tensor.dims, strict=False), *zip(right[::-1], tensor.dims[::-1], strict=False)]
+        named = [
+            *zip(left, tensor.dims, strict=False),
+            *zip(right[::-1], tensor.dims[::-1], strict=False),
+        ]
         rests.append(tensor.dims[len(left) : len(tensor.dims) - len(right)] if dots else ())
         for label, dim in named:
             uses[label] = uses.get(label, 0) + 1
@@ -445,7 +510,11 @@ def _einsum(call: Call, facts: Facts) -> Dims:
             couple(found[label])
     head, _, tail = after.partition("...")
     rest = shape[len(head) : len(shape) - len(tail)]
-    dims = (*(found[label] for label in head), *_broadcast(rests, rest), *(found[label] for label in tail))
+    dims = (
+        *(found[label] for label in head),
+        *_broadcast(rests, rest),
+        *(found[label] for label in tail),
+    )
     kept = [found[label] for label in uses if uses[label] > 1 and label in after]
     summed = [found[label] for label in uses if uses[label] > 1 and label not in after]
     if kept:
@@ -461,7 +530,9 @@ def _trilinear(call: Call, facts: Facts) -> Dims:
     operands: list[Dims] = []
     for value, new in zip(values, stretched, strict=True):
         given = iter(value.dims)
-        operands.append(tuple(() if at in new else next(given) for at in range(len(value.dims) + len(new))))
+        operands.append(
+            tuple(() if at in new else next(given) for at in range(len(value.dims) + len(new)))
+        )
     shape = [max(map(size, dims)) for dims in zip(*operands, strict=True)]
     return tuple(dim for at, dim in enumerate(_broadcast(operands, shape)) if at not in summed)
 
@@ -537,8 +608,15 @@ def _embedding_bag(call: Call, facts: Facts) -> Dims:
 # --- norms -------------------------------------------------------------------------------------------------------
 
 
-@rule(aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training)
-@rule(aten._native_batch_norm_legit_functional, aten.batch_norm, aten._batch_norm_no_update, aten.instance_norm)
+@rule(
+    aten.native_batch_norm, aten._native_batch_norm_legit, aten._native_batch_norm_legit_no_training
+)
+@rule(
+    aten._native_batch_norm_legit_functional,
+    aten.batch_norm,
+    aten._batch_norm_no_update,
+    aten.instance_norm,
+)
 def _batch_norm(call: Call, facts: Facts) -> Dims:
     x, *others = call.inputs
     for other in others:
@@ -595,11 +673,23 @@ def _along(call: Call, facts: Facts) -> Dims:
 @rule(aten.cumsum, aten.cumprod, aten.logcumsumexp)
 def _in_order(call: Call, facts: Facts) -> Dims:
     x = call.inputs[0]
-    _pin_all([x.dims[dim] for dim in _dims(call, "dim", len(x.shape))])  # a cut may reorder what it keeps
+    _pin_all(
+        [x.dims[dim] for dim in _dims(call, "dim", len(x.shape))]
+    )  # a cut may reorder what it keeps
     return x.dims
 
 
-@rule(aten.sum, aten.mean, aten.amax, aten.amin, aten.prod, aten.var, aten.std, aten.var_mean, aten.std_mean)
+@rule(
+    aten.sum,
+    aten.mean,
+    aten.amax,
+    aten.amin,
+    aten.prod,
+    aten.var,
+    aten.std,
+    aten.var_mean,
+    aten.std_mean,
+)
 @rule(aten.logsumexp, aten.linalg_vector_norm, aten.norm, aten.all, aten.any)
 def _reduce(call: Call, facts: Facts) -> list[Dims]:
     x, out = call.inputs[0], call.outs[0]
@@ -612,19 +702,29 @@ def _reduce(call: Call, facts: Facts) -> list[Dims]:
     return [tuple(kept)] * len(call.outs)
 
 
-@rule(aten.max, aten.min, aten.argmax, aten.argmin, aten.sort, aten.topk, aten.median, aten.kthvalue)
+@rule(
+    aten.max, aten.min, aten.argmax, aten.argmin, aten.sort, aten.topk, aten.median, aten.kthvalue
+)
 def _ranked(call: Call, facts: Facts) -> list[Dims]:
     x = call.inputs[0]
     if len(call.inputs) == 2:
         return [_broadcast([x.dims, call.inputs[1].dims], call.outs[0].shape)]  # max(a, b)
-    if call.op.overloadpacket in (aten.max, aten.min) and not any(out.read for out in call.outs[1:]):
+    if call.op.overloadpacket in (aten.max, aten.min) and not any(
+        out.read for out in call.outs[1:]
+    ):
         return _reduce(call, facts)[:1]  # type: ignore[no-any-return]
     ranked = _dims(call, "dim", len(x.shape))
-    _pin_all([x.dims[dim] for dim in ranked])  # which position won is a number: positions must not move
+    _pin_all(
+        [x.dims[dim] for dim in ranked]
+    )  # which position won is a number: positions must not move
     found: list[Dims] = []
     for out in call.outs:
         if len(out.shape) == len(x.shape):
-            found.append(tuple(plain(out.shape[at]) if at in ranked else dim for at, dim in enumerate(x.dims)))
+            found.append(
+                tuple(
+                    plain(out.shape[at]) if at in ranked else dim for at, dim in enumerate(x.dims)
+                )
+            )
         else:
             found.append(tuple(dim for at, dim in enumerate(x.dims) if at not in ranked))
     return found
@@ -666,7 +766,9 @@ for _count, _names in {
     3: "avg_pool3d max_pool3d_with_indices _adaptive_avg_pool3d adaptive_avg_pool3d adaptive_max_pool3d "
     "grid_sampler_3d upsample_nearest3d _upsample_nearest_exact3d upsample_trilinear3d",
 }.items():
-    rule(*(getattr(aten, _name) for _name in _names.split() if hasattr(aten, _name)))(_spatial(_count))
+    rule(*(getattr(aten, _name) for _name in _names.split() if hasattr(aten, _name)))(
+        _spatial(_count)
+    )
 
 
 # --- look-ups ----------------------------------------------------------------------------------------------------
@@ -685,7 +787,9 @@ def _index(call: Call, facts: Facts) -> Dims:
 def _index_put(call: Call, facts: Facts) -> Dims:
     x, indices, values = call.args[:3]
     rest, first = _left_alone(x.dims, indices)
-    looked_up = max(1 if index.is_mask else len(index.shape) for index in indices if index is not None)
+    looked_up = max(
+        1 if index.is_mask else len(index.shape) for index in indices if index is not None
+    )
     target: list[Dim | None] = [*rest[:first], *[None] * looked_up, *rest[first:]]
     for dim, written in zip(reversed(target), reversed(values.dims), strict=False):
         if dim is None:
@@ -709,7 +813,9 @@ def _left_alone(dims: Dims, indices: Sequence[Any]) -> tuple[Dims, int]:
             _pin_all(dims[at : at + covered])
             places.add(len(rest))
             at += covered
-    return (*rest, *dims[at:]), min(places) if len(places) == 1 else 0  # torch moves parted look-ups to the front
+    return (*rest, *dims[at:]), min(places) if len(
+        places
+    ) == 1 else 0  # torch moves parted look-ups to the front
 
 
 @rule(aten.scatter, aten.scatter_add, aten.scatter_reduce)
@@ -730,7 +836,10 @@ def _diagonal(call: Call, facts: Facts) -> Dims:
     x = call.args[0]
     gone = [_argument(call, name) % len(x.dims) for name in ("dim1", "dim2")]
     _pin_all([x.dims[at] for at in gone])
-    return (*(dim for at, dim in enumerate(x.dims) if at not in gone), plain(call.outs[0].shape[-1]))
+    return (
+        *(dim for at, dim in enumerate(x.dims) if at not in gone),
+        plain(call.outs[0].shape[-1]),
+    )
 
 
 @rule(aten.view_as_complex)
@@ -780,13 +889,31 @@ def _gather(call: Call, facts: Facts) -> Dims:
 
 
 @rule(
-    aten.full, aten.zeros, aten.ones, aten.empty, aten.rand, aten.randn, aten.new_zeros, aten.new_ones, aten.new_empty
+    aten.full,
+    aten.zeros,
+    aten.ones,
+    aten.empty,
+    aten.rand,
+    aten.randn,
+    aten.new_zeros,
+    aten.new_ones,
+    aten.new_empty,
 )
 @rule(aten.new_full, aten.scalar_tensor, aten.empty_strided, aten.new_empty_strided)
 def _made(call: Call, facts: Facts) -> Dims:
     return tuple(atom(n) for n in call.outs[0].shape)
 
 
-@rule(aten.arange, aten.linspace, aten.eye, aten.randperm, aten.tril_indices, aten.triu_indices, aten.hann_window)
+@rule(
+    aten.arange,
+    aten.linspace,
+    aten.eye,
+    aten.randperm,
+    aten.tril_indices,
+    aten.triu_indices,
+    aten.hann_window,
+)
 def _counted(call: Call, facts: Facts) -> Dims:
-    return tuple(plain(n) for n in call.outs[0].shape)  # values tell positions apart, so positions must not move
+    return tuple(
+        plain(n) for n in call.outs[0].shape
+    )  # values tell positions apart, so positions must not move

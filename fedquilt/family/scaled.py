@@ -49,12 +49,20 @@ class Scaled:
         for name, layer in module.named_modules():
             prefix = f"{name}." if name else ""
             if isinstance(layer, nn.MultiheadAttention):
-                projections = [prefix + own for own in (*_PROJECTIONS, "out_proj.weight", "out_proj.bias")]
-                weights |= {own for own in projections if own in dims and cut & set(axes_in(dims[own][0]))}
+                projections = [
+                    prefix + own for own in (*_PROJECTIONS, "out_proj.weight", "out_proj.bias")
+                ]
+                weights |= {
+                    own for own in projections if own in dims and cut & set(axes_in(dims[own][0]))
+                }
                 applied.add(f"{prefix}out_proj")
-            elif name not in applied and any(cut & set(axes_in(dim)) for dim in _outputs(layer, prefix, dims)):
+            elif name not in applied and any(
+                cut & set(axes_in(dim)) for dim in _outputs(layer, prefix, dims)
+            ):
                 layers.add(name)
-        return Scaled(frozenset(layers), tuple(sorted(layout.ties.get(name, name) for name in weights)))
+        return Scaled(
+            frozenset(layers), tuple(sorted(layout.ties.get(name, name) for name in weights))
+        )
 
 
 def _outputs(layer: nn.Module, prefix: str, dims: dict[str, tuple[Expr, ...]]) -> Iterator[Expr]:

@@ -16,7 +16,9 @@ from fedquilt.terms import Weights
 Norm = Literal[1, 2]
 
 
-def channel_scores(member: Member, weights: Weights, norm: Norm = 2, scope: str = "") -> dict[str, Tensor]:
+def channel_scores(
+    member: Member, weights: Weights, norm: Norm = 2, scope: str = ""
+) -> dict[str, Tensor]:
     """Score every position of every axis by the size of the weights that belong to it.
 
     The score of a position is a sum over all trainable weights that have the axis. Each weight
@@ -44,7 +46,10 @@ def channel_scores(member: Member, weights: Weights, norm: Norm = 2, scope: str 
     layout = member.family.layout
     names = [name for name in member.trainable if scope + name in weights]
     device = weights[scope + names[0]].device if names else torch.device("cpu")
-    scores = {axis: torch.zeros(member.sizes[axis], dtype=torch.float64, device=device) for axis in layout.axes}
+    scores = {
+        axis: torch.zeros(member.sizes[axis], dtype=torch.float64, device=device)
+        for axis in layout.axes
+    }
 
     for name in names:
         dims = layout.dims[name]
@@ -56,7 +61,9 @@ def channel_scores(member: Member, weights: Weights, norm: Norm = 2, scope: str 
     return scores
 
 
-def _sums_by_position(values: Tensor, dims: Sequence[Expr], axis: str, sizes: Mapping[str, int]) -> Tensor:
+def _sums_by_position(
+    values: Tensor, dims: Sequence[Expr], axis: str, sizes: Mapping[str, int]
+) -> Tensor:
     """Add up the entries of a weight that belong to each position of an axis, each entry once."""
     carrying = [place for place, dim in enumerate(dims) if axis in axes_in(dim)]
     others = [place for place in range(len(dims)) if place not in carrying]
@@ -86,7 +93,9 @@ def _masked_sums(values: Tensor, masks: Sequence[Tensor]) -> Tensor:
         values: (row of dimension 1, row of dimension 2, …)
         masks: (position, row) for the first dimensions. Later ones are summed as they are.
     """
-    values = values.sum(tuple(range(len(masks), values.dim()))) if values.dim() > len(masks) else values
+    values = (
+        values.sum(tuple(range(len(masks), values.dim()))) if values.dim() > len(masks) else values
+    )
     sums: Tensor = torch.tensordot(masks[0], values, 1)  # (position, row of dimension 2, …)
     for mask in masks[1:]:
         sums = (mask.reshape(*mask.shape, *[1] * (sums.dim() - 2)) * sums).sum(1)
@@ -103,14 +112,18 @@ def _owners(expr: Expr, axis: str, sizes: Mapping[str, int]) -> Tensor:
         case Sum(terms):
             parts = [_owners(term, axis, sizes) for term in terms]
             most = max(part.shape[1] for part in parts)
-            padded = [torch.nn.functional.pad(part, (0, most - part.shape[1]), value=-1) for part in parts]
+            padded = [
+                torch.nn.functional.pad(part, (0, most - part.shape[1]), value=-1) for part in parts
+            ]
             return torch.cat(padded)
         case Product(factors):
             owners = torch.zeros(1, 0, dtype=torch.int64)
             for factor in factors:
                 inner = _owners(factor, axis, sizes)
                 outer_rows, inner_rows = len(owners), len(inner)
-                owners = torch.cat([owners.repeat_interleave(inner_rows, 0), inner.repeat(outer_rows, 1)], 1)
+                owners = torch.cat(
+                    [owners.repeat_interleave(inner_rows, 0), inner.repeat(outer_rows, 1)], 1
+                )
             return owners
         case str() if expr == axis:
             return torch.arange(sizes[axis])[:, None]

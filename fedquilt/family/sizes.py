@@ -56,7 +56,11 @@ class Equation:
     def dim(self) -> Dim | None:
         if not self.value.known:
             return None
-        return self.value.dims[self.mark] if isinstance(self.mark, int) else self.value.marks.get(self.mark)
+        return (
+            self.value.dims[self.mark]
+            if isinstance(self.mark, int)
+            else self.value.marks.get(self.mark)
+        )
 
 
 class Size(int):
@@ -72,7 +76,9 @@ class Size(int):
         return self
 
     def _with(self, value: int, poly: Poly) -> Size:
-        return Size.of(value, {powers: factor for powers, factor in poly.items() if factor}, self.trail)
+        return Size.of(
+            value, {powers: factor for powers, factor in poly.items() if factor}, self.trail
+        )
 
     def __add__(self, other: int) -> int:
         total = int(self).__add__(other)
@@ -217,7 +223,9 @@ class Trail(TorchFunctionMode):
         if isinstance(size, Size):
             self.equations.append(Equation(size.poly, self.value(tensor), mark))
 
-    def __torch_function__(self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types_: Any, args: tuple[Any, ...] = (), kwargs: Any = None
+    ) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__self__", None) is Tensor.shape:
             return self.shape(args[0])
@@ -253,18 +261,55 @@ def _unguarded(func: types.FunctionType) -> Callable[..., Any]:
     """A function of torch's written in Python, without its own hand-over to modes: we want to see inside it."""
     checks = {name for name in func.__globals__ if name.startswith("has_torch_function")}
     around = {**func.__globals__, **dict.fromkeys(checks, lambda *_: False)}
-    copy = types.FunctionType(func.__code__, around, func.__name__, func.__defaults__, func.__closure__)
+    copy = types.FunctionType(
+        func.__code__, around, func.__name__, func.__defaults__, func.__closure__
+    )
     copy.__kwdefaults__ = func.__kwdefaults__
     return copy
 
 
 _ARITHMETIC = {
-    *("mul", "div", "true_divide", "divide", "multiply", "add", "sub", "pow", "rsub", "mul_", "div_", "add_", "sub_"),
-    *("__mul__", "__rmul__", "__truediv__", "__rtruediv__", "__div__", "__rdiv__", "__imul__", "__itruediv__"),
-    *("__add__", "__radd__", "__sub__", "__rsub__", "__pow__", "__rpow__", "softmax", "baddbmm", "clamp"),
+    *(
+        "mul",
+        "div",
+        "true_divide",
+        "divide",
+        "multiply",
+        "add",
+        "sub",
+        "pow",
+        "rsub",
+        "mul_",
+        "div_",
+        "add_",
+        "sub_",
+    ),
+    *(
+        "__mul__",
+        "__rmul__",
+        "__truediv__",
+        "__rtruediv__",
+        "__div__",
+        "__rdiv__",
+        "__imul__",
+        "__itruediv__",
+    ),
+    *(
+        "__add__",
+        "__radd__",
+        "__sub__",
+        "__rsub__",
+        "__pow__",
+        "__rpow__",
+        "softmax",
+        "baddbmm",
+        "clamp",
+    ),
 }
 _Use = Callable[..., None]
-_USES: dict[str, _Use] = {}  # by the name of torch's function or method: which arguments are lengths of the result
+_USES: dict[
+    str, _Use
+] = {}  # by the name of torch's function or method: which arguments are lengths of the result
 
 
 def _use(*names: str) -> Callable[[_Use], _Use]:
@@ -275,7 +320,17 @@ def _use(*names: str) -> Callable[[_Use], _Use]:
     return register
 
 
-@_use("view", "reshape", "expand", "view_copy", "new_zeros", "new_ones", "new_empty", "new_full", "broadcast_to")
+@_use(
+    "view",
+    "reshape",
+    "expand",
+    "view_copy",
+    "new_zeros",
+    "new_ones",
+    "new_empty",
+    "new_full",
+    "broadcast_to",
+)
 def _resized(trail: Trail, out: Tensor, _: Tensor, *args: Any, **kwargs: Any) -> None:
     _created(trail, out, *args, **kwargs)
 
@@ -295,10 +350,14 @@ def _unflattened(trail: Trail, out: Tensor, x: Tensor, dim: int, sizes: Sequence
 
 
 @_use("split", "split_with_sizes", "tensor_split")
-def _split(trail: Trail, out: Sequence[Tensor], x: Tensor, *args: Any, dim: int = 0, **kwargs: Any) -> None:
+def _split(
+    trail: Trail, out: Sequence[Tensor], x: Tensor, *args: Any, dim: int = 0, **kwargs: Any
+) -> None:
     sizes, *rest = (*args, *kwargs.values())
     dim = (rest[0] if rest else dim) % x.ndim
-    for piece, asked in zip(out, sizes if isinstance(sizes, (tuple, list)) else [sizes], strict=False):
+    for piece, asked in zip(
+        out, sizes if isinstance(sizes, (tuple, list)) else [sizes], strict=False
+    ):
         trail.equate(asked, piece, dim)
 
 
@@ -311,7 +370,10 @@ def _narrowed(trail: Trail, out: Tensor, x: Tensor, dim: int, start: int, length
 @_use("__getitem__")
 def _indexed(trail: Trail, out: Tensor, x: Tensor, index: Any) -> None:
     entries = list(index) if isinstance(index, tuple) else [index]
-    if not any(isinstance(e, slice) and any(isinstance(n, Size) for n in (e.start, e.stop)) for e in entries):
+    if not any(
+        isinstance(e, slice) and any(isinstance(n, Size) for n in (e.start, e.stop))
+        for e in entries
+    ):
         return
     if any(isinstance(entry, (Tensor, list)) for entry in entries):
         return  # advanced indexing moves dimensions; the check still sees what it did
@@ -333,7 +395,9 @@ def _indexed(trail: Trail, out: Tensor, x: Tensor, index: Any) -> None:
 
 
 @_use("layer_norm", "rms_norm")
-def _normalised(trail: Trail, out: Tensor, _: Tensor, normalized_shape: Sequence[int], *__: Any, **___: Any) -> None:
+def _normalised(
+    trail: Trail, out: Tensor, _: Tensor, normalized_shape: Sequence[int], *__: Any, **___: Any
+) -> None:
     for dim, asked in zip(range(-len(normalized_shape), 0), normalized_shape, strict=True):
         trail.equate(asked, out, out.ndim + dim)
 
@@ -349,7 +413,9 @@ def _convolved(trail: Trail, out: Tensor, *args: Any, **kwargs: Any) -> None:
 
 
 @_use("scaled_dot_product_attention")
-def _attended(trail: Trail, _: Tensor, query: Tensor, *args: Any, scale: float | None = None, **__: Any) -> None:
+def _attended(
+    trail: Trail, _: Tensor, query: Tensor, *args: Any, scale: float | None = None, **__: Any
+) -> None:
     if isinstance(scale, Scale):
         trail.scales.append(scale)
     elif scale is None:
@@ -366,10 +432,14 @@ def attributes(module: nn.Module) -> Iterator[tuple[str, Any, Any, Any]]:
     for path, layer in module.named_modules():
         for name, held in list(vars(layer).items()):
             if name not in _MACHINERY:
-                yield from _numbers(f"{path}.{name}" if path else name, vars(layer), name, held, seen)
+                yield from _numbers(
+                    f"{path}.{name}" if path else name, vars(layer), name, held, seen
+                )
 
 
-def _numbers(path: str, holder: Any, key: Any, held: Any, seen: set[int]) -> Iterator[tuple[str, Any, Any, Any]]:
+def _numbers(
+    path: str, holder: Any, key: Any, held: Any, seen: set[int]
+) -> Iterator[tuple[str, Any, Any, Any]]:
     sizes = type(held) in (tuple, list) and all(type(item) is int for item in held)
     if sizes or type(held) in (int, float):
         yield path, holder, key, held
@@ -385,7 +455,9 @@ def _settings(held: Any) -> dict[str, Any] | None:
     """The entries of a configuration: a dictionary of names, or an object that does nothing but hold attributes."""
     if type(held) is dict:
         return held if all(isinstance(key, str) and key.isidentifier() for key in held) else None
-    passive = not isinstance(held, (nn.Module, Tensor, type, types.ModuleType)) and not callable(held)
+    passive = not isinstance(held, (nn.Module, Tensor, type, types.ModuleType)) and not callable(
+        held
+    )
     return vars(held) if passive and hasattr(held, "__dict__") else None
 
 
@@ -399,7 +471,9 @@ def solve_sizes(
     values: dict[str, int] = {}
     for path, _, _, held in attributes(module):
         values.update(
-            {f"{path}.{at}": n for at, n in enumerate(held)} if isinstance(held, (tuple, list)) else {path: held}
+            {f"{path}.{at}": n for at, n in enumerate(held)}
+            if isinstance(held, (tuple, list))
+            else {path: held}
         )
     solver = _Solver(values, dict(_layer_sizes(module, weights)))
     # An equation may need what a later one finds out; three rounds reach what is written in real modules.
@@ -421,19 +495,29 @@ def solve_sizes(
     for scale in trail.scales:
         layer = scale.path.rpartition(".")[0]
         for where, dim in facts.contracted:
-            if where == layer and is_free(dim) and any(isclose(scale, size(dim) ** power) for power in (-0.5, 0.5)):
+            if (
+                where == layer
+                and is_free(dim)
+                and any(isclose(scale, size(dim) ** power) for power in (-0.5, 0.5))
+            ):
                 solver.found[scale.path] = dim
                 couple(dim)
     return solver.found
 
 
-def _layer_sizes(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]) -> Iterator[tuple[str, Dim]]:
+def _layer_sizes(
+    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]
+) -> Iterator[tuple[str, Dim]]:
     """The sizes that torch's own layers keep of their weights; a member's layers have their own."""
     for path, layer in module.named_modules():
         if isinstance(layer, nn.Linear):
             names = ["out_features", "in_features"]
         elif isinstance(layer, _ConvNd) and layer.groups == 1:
-            names = ["in_channels", "out_channels"] if layer.transposed else ["out_channels", "in_channels"]
+            names = (
+                ["in_channels", "out_channels"]
+                if layer.transposed
+                else ["out_channels", "in_channels"]
+            )
         else:
             continue
         prefix = f"{path}." if path else ""
@@ -447,7 +531,9 @@ class _Solver:
 
     values: Mapping[str, int]
     given: Mapping[str, Dim]  # attributes whose dimension needs no finding
-    found: dict[str, Dim] = field(default_factory=dict)  # attribute → the dimension whose size it holds
+    found: dict[str, Dim] = field(
+        default_factory=dict
+    )  # attribute → the dimension whose size it holds
 
     def dim_of(self, leaf: Leaf) -> Dim | None:
         if isinstance(leaf, str):

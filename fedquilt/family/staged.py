@@ -25,7 +25,9 @@ PLAN = "_stage_plan"  # Name of the attribute that holds the plan
 CHOSEN = "_chosen_variant"  # Name of the attribute that holds the variant that runs
 RESERVED = (HEADS, PLAN, CHOSEN, "choose", "extract", "variants", "variant_parts", "exportable")
 
-_CLASSES: dict[tuple[type, type], type[nn.Module]] = {}  # Classes in stages, by mixin and the user's class
+_CLASSES: dict[
+    tuple[type, type], type[nn.Module]
+] = {}  # Classes in stages, by mixin and the user's class
 
 
 def stage_name(stage: int) -> str:
@@ -74,10 +76,19 @@ class Plan:
         grown = _as(staged_class(kind, type(module)), blueprint(module, lambda _, weight: weight))
         setattr(grown, PLAN, self)
         setattr(grown, CHOSEN, WHOLE)
-        heads = {stage_name(s): stage.head.make() for s, stage in enumerate(self.stages, 1) if stage.head is not None}
+        heads = {
+            stage_name(s): stage.head.make()
+            for s, stage in enumerate(self.stages, 1)
+            if stage.head is not None
+        }
         if heads:
-            like = next((weight for weight in module.parameters() if weight.is_floating_point()), torch.empty(0))
-            grown.add_module(HEADS, nn.ModuleDict(heads).to(like.device, like.dtype).train(module.training))
+            like = next(
+                (weight for weight in module.parameters() if weight.is_floating_point()),
+                torch.empty(0),
+            )
+            grown.add_module(
+                HEADS, nn.ModuleDict(heads).to(like.device, like.dtype).train(module.training)
+            )
         return grown
 
 
@@ -148,7 +159,9 @@ class Grown(Variants):
             parts[stage_name(s)] = tuple(name for name in left if name in used)
             left = [name for name in left if name not in used]
         for s in range(1, count):
-            parts[f"head{s}"] = tuple(name for name in named if name.startswith(f"{HEADS}.{stage_name(s)}."))
+            parts[f"head{s}"] = tuple(
+                name for name in named if name.startswith(f"{HEADS}.{stage_name(s)}.")
+            )
         parts[f"head{count}"] = tuple(left)
         return parts
 
@@ -185,7 +198,9 @@ class Grown(Variants):
             if path == HEADS or path.startswith(f"{HEADS}."):
                 continue
             # No run reads the counters of batches. They stay where their norm is used.
-            is_used = any(id(tensor) in uses for tensor in (*_own(layer._parameters), *_own(layer._buffers)))
+            is_used = any(
+                id(tensor) in uses for tensor in (*_own(layer._parameters), *_own(layer._buffers))
+            )
             for key, weight in layer._parameters.items():
                 if weight is not None and id(weight) not in uses:
                     layer._parameters[key] = None
@@ -277,7 +292,11 @@ def _own(tensors: Mapping[str, Tensor | None]) -> list[Tensor]:
 def staged_class(mixin: type[Grown], kind: type[nn.Module]) -> type[nn.Module]:
     """Return the class of the user's modules in stages. It has the user's name."""
     if (mixin, kind) not in _CLASSES:
-        names = {"__module__": kind.__module__, "__qualname__": kind.__qualname__, "__doc__": kind.__doc__}
+        names = {
+            "__module__": kind.__module__,
+            "__qualname__": kind.__qualname__,
+            "__doc__": kind.__doc__,
+        }
         staged = new_class(kind.__name__, (mixin, kind), exec_body=lambda body: body.update(names))
         _CLASSES[mixin, kind] = cast(type[nn.Module], staged)
     return _CLASSES[mixin, kind]

@@ -66,12 +66,20 @@ def with_stages(
         torch.Size([5, 2])
     """
     if isinstance(module, VariantSource):
-        raise ConfigError("with_stages was asked to grow a model in stages that has stages already. Call it once.")
+        raise ConfigError(
+            "with_stages was asked to grow a model in stages that has stages already. Call it once."
+        )
     if isinstance(stages, bool) or (isinstance(stages, int) and stages < 1):
-        raise ConfigError(f"with_stages was asked for {stages} stages; a number from 1 on would work.")
+        raise ConfigError(
+            f"with_stages was asked for {stages} stages; a number from 1 on would work."
+        )
     if stages is None or isinstance(stages, int | str):
         return StageSource(module, stages)
-    if not isinstance(stages, Sequence) or not stages or not all(isinstance(name, str) for name in stages):
+    if (
+        not isinstance(stages, Sequence)
+        or not stages
+        or not all(isinstance(name, str) for name in stages)
+    ):
         raise ConfigError(
             f"with_stages was asked for the stages {stages!r}. A list of module names would work, or a number."
         )
@@ -153,7 +161,11 @@ def declaration(module: nn.Module, name: str | None) -> tuple[str, ...] | int:
     kind = type(module).__name__
     growths = growths_of(module)
     if not growths:
-        asked = f"the stages that {kind} declares were" if name is None else f"the growth {name!r} of {kind} was"
+        asked = (
+            f"the stages that {kind} declares were"
+            if name is None
+            else f"the growth {name!r} of {kind} was"
+        )
         raise TraceError(
             f"{asked} asked for; it declares none (`{DECLARATION}`). Give a number of stages, "
             "with_stages(module, 4), or a list of the names of the modules that end them."
@@ -176,9 +188,14 @@ def growths_of(module: nn.Module) -> dict[str, tuple[str, ...] | int]:
     declared = getattr(module, DECLARATION, None)
     if declared is None:
         return {}
-    growths: Mapping[str, Declaration] = declared if isinstance(declared, Mapping) else {"": declared}
+    growths: Mapping[str, Declaration] = (
+        declared if isinstance(declared, Mapping) else {"": declared}
+    )
     stated = {name: stages for name, stages in growths.items() if stages}
-    return {name: stages if isinstance(stages, int) else tuple(stages) for name, stages in stated.items()}
+    return {
+        name: stages if isinstance(stages, int) else tuple(stages)
+        for name, stages in stated.items()
+    }
 
 
 def usual_stages(module: nn.Module, inputs: tuple[Any, ...]) -> int | None:
@@ -302,7 +319,9 @@ def _proposed(module: nn.Module, run: Run, count: int) -> tuple[str, ...]:
                 f"*inputs) and their number as {DECLARATION}."
             )
         where = ", ".join(cut.name for cut in options)
-        raise TraceError(f"{asked}; they can end with {where} alone, so at most {len(options)} would work.")
+        raise TraceError(
+            f"{asked}; they can end with {where} alone, so at most {len(options)} would work."
+        )
     return _names(propose(cuts, count, run))
 
 
@@ -311,7 +330,9 @@ def _names(chosen: Sequence[CutPoint]) -> tuple[str, ...]:
     names = []
     for cut in chosen:
         others = [path for other in chosen if other is not cut for path in other.paths]
-        free = [path for path in cut.paths if not any(other.startswith(f"{path}.") for other in others)]
+        free = [
+            path for path in cut.paths if not any(other.startswith(f"{path}.") for other in others)
+        ]
         names.append(min(reversed(free or cut.paths), key=lambda path: path.count(".")))
     return tuple(names)
 
@@ -353,7 +374,9 @@ def _cut_plan(module: nn.Module, traced: Traced, visits: Sequence[Visit]) -> Pla
         value = visit.output
         assert isinstance(value, Value)
         where = layer_name(visit.path)
-        head = fit_head(value.shape, channel_dim(value), output.shape, traced.layout.class_dim, where)
+        head = fit_head(
+            value.shape, channel_dim(value), output.shape, traced.layout.class_dim, where
+        )
         chain, between = _chain(traced.runs, visit.path)
         stages.append(Stage(visit.path, head, _uses(traced.runs, visit.path), chain, between))
     return Plan(tuple(stages), visits[-1].path)
@@ -364,7 +387,12 @@ def _uses(runs: Sequence[Run], end: str) -> frozenset[str]:
     names: set[str] = set()
     for run in runs:
         stop = next((visit.stop for visit in run.visits if visit.path == end), 0)
-        names.update(value.weight for call in run.calls[:stop] for value in call.inputs if value.weight is not None)
+        names.update(
+            value.weight
+            for call in run.calls[:stop]
+            for value in call.inputs
+            if value.weight is not None
+        )
     return frozenset(names)
 
 

@@ -107,7 +107,9 @@ class Traced:
         return floor(total)
 
 
-def trace_runs(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: int | None) -> Traced:
+def trace_runs(
+    module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_dim: int | None
+) -> Traced:
     """Run every variant of a module symbolically, and read its axes off the runs. No member is built to check them.
 
     Args:
@@ -137,12 +139,16 @@ def trace_runs(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_d
         pin(dim)
     _settle(facts, heads)
     _pin_unproduced(module, weights, used, facts)
-    facts.notes += [f"Python reads a constant in {where}: every member takes that branch" for where in runs[0].reads]
+    facts.notes += [
+        f"Python reads a constant in {where}: every member takes that branch"
+        for where in runs[0].reads
+    ]
     unused = ", ".join(name for name, _ in module.named_parameters() if name not in used)
     facts.notes += [f"nothing is computed from {unused}: never cut"] if unused else []
     names = _name_axes(module, runs[0].output.dims[class_dim], weights, used)
     axes = {
-        name: Axis(name, one.size, one.fixed, one.coupled, _inner(one, facts, names)) for one, name in names.items()
+        name: Axis(name, one.size, one.fixed, one.coupled, _inner(one, facts, names))
+        for one, name in names.items()
     }
     free = {name for name, axis in axes.items() if not axis.fixed}
     whole = ", ".join(
@@ -150,11 +156,15 @@ def trace_runs(module: nn.Module, inputs: tuple[Any, ...], heads: Heads, class_d
         for name, (layer, made) in outputs.items()
         if name in used and is_plain(made)
     )
-    facts.notes += [f"no axis reaches the outputs of {whole}: every member has all of them"] if whole else []
+    facts.notes += (
+        [f"no axis reaches the outputs of {whole}: every member has all of them"] if whole else []
+    )
     held = {path: _expression(dim, names) for path, dim in sizes.items()}
     layout = Layout(
         axes=axes,
-        dims={name: tuple(_expression(dim, names) for dim in dims) for name, dims in weights.items()},
+        dims={
+            name: tuple(_expression(dim, names) for dim in dims) for name, dims in weights.items()
+        },
         ties=ties,
         attributes={path: expr for path, expr in held.items() if free & set(axes_in(expr))},
         variants=_variants(module, runs, weights),
@@ -184,7 +194,10 @@ def _refuse(module: nn.Module) -> None:
 def _ties(module: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     ties: dict[str, str] = {}
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    named = (
+        *module.named_parameters(remove_duplicate=False),
+        *module.named_buffers(remove_duplicate=False),
+    )
     for name, weight in named:
         if first.setdefault(id(weight), name) != name:
             ties[name] = first[id(weight)]
@@ -201,7 +214,11 @@ def _counters(module: nn.Module) -> set[str]:
 
 
 def _runs(
-    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], inputs: tuple[Any, ...], trail: Trail, facts: Facts
+    module: nn.Module,
+    weights: Mapping[str, tuple[Dim, ...]],
+    inputs: tuple[Any, ...],
+    trail: Trail,
+    facts: Facts,
 ) -> tuple[Run, ...]:
     """Return the run in evaluation and the one in training, for each variant; the whole model's are first.
 
@@ -237,7 +254,9 @@ def variant_runs(
     """
     evaluation = record_evaluation(module, inputs, variant, weights, trail)
     try:
-        training = record(module, weights, inputs, _known, trail, _constants(module), train=True, variant=variant)
+        training = record(
+            module, weights, inputs, _known, trail, _constants(module), train=True, variant=variant
+        )
     except RunError as failure:
         place = f"{layer_name(failure.layer)}, {failure.where}"
         cause = failure.__cause__
@@ -271,7 +290,9 @@ def record_evaluation(
         run = record(module, weights, inputs, _known, trail, _constants(module), variant=variant)
     except RunError as failure:
         cause = failure.__cause__
-        if isinstance(cause, FedquiltError):  # A model of fedquilt says what is wrong with its inputs.
+        if isinstance(
+            cause, FedquiltError
+        ):  # A model of fedquilt says what is wrong with its inputs.
             raise cause from None
         place = f"{layer_name(failure.layer)}, {failure.where}"
         if _reads_data(cause):
@@ -303,7 +324,11 @@ def _first_line(error: BaseException | None) -> str:
 
 def _constants(module: nn.Module) -> dict[str, Tensor]:
     """Buffers that are no statistics: masks, tables of positions."""
-    small = {name: buffer for name, buffer in module.named_buffers() if buffer.numel() <= SMALL and not buffer.is_meta}
+    small = {
+        name: buffer
+        for name, buffer in module.named_buffers()
+        if buffer.numel() <= SMALL and not buffer.is_meta
+    }
     norms = {path for path, layer in module.named_modules() if isinstance(layer, _NormBase)}
     return {name: buffer for name, buffer in small.items() if name.rpartition(".")[0] not in norms}
 
@@ -315,7 +340,9 @@ def _known(op: Any) -> bool:
 # --- what may be cut -----------------------------------------------------------------------------------------------
 
 
-def _apply_rules(runs: Sequence[Run], outputs: Mapping[str, tuple[str, Dim]], facts: Facts) -> dict[str, Call]:
+def _apply_rules(
+    runs: Sequence[Run], outputs: Mapping[str, tuple[str, Dim]], facts: Facts
+) -> dict[str, Call]:
     """Learn from every call, and return the one that pinned a layer's outputs, by its weight."""
     causes: dict[str, Call] = {}
     free = {name: made for name, (_, made) in outputs.items()}
@@ -346,10 +373,14 @@ def _pin_unproduced(
         for dim in weights.get(name, ()):
             if any(one not in produced and not one.fixed for one in atoms_in(dim)):
                 pin(dim)
-                facts.notes.append(f"no layer produces the {size(dim)} channels that {name} carries: never cut")
+                facts.notes.append(
+                    f"no layer produces the {size(dim)} channels that {name} carries: never cut"
+                )
 
 
-def _pin_projected(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], ties: Mapping[str, str]) -> None:
+def _pin_projected(
+    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], ties: Mapping[str, str]
+) -> None:
     """torch tells an LSTM's projection by its being smaller than the hidden state, which must therefore stay."""
     for path, layer in module.named_modules():
         if isinstance(layer, nn.LSTM) and layer.proj_size:
@@ -357,24 +388,32 @@ def _pin_projected(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]], ti
             pin(weights[ties.get(name, name)][0])
 
 
-def _settle_output(runs: Sequence[Run], inputs: tuple[Any, ...], class_dim: int | None, facts: Facts) -> int:
+def _settle_output(
+    runs: Sequence[Run], inputs: tuple[Any, ...], class_dim: int | None, facts: Facts
+) -> int:
     output: Value = runs[0].output
     for run in runs[1:]:
         for at, dim in enumerate(run.output.dims):
             unify(dim, output.dims[at] if run.output.shape == output.shape else plain(size(dim)))
     ndim = len(output.shape)
     if class_dim is None:
-        tokens = bool(inputs) and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point()
+        tokens = (
+            bool(inputs) and isinstance(inputs[0], Tensor) and not inputs[0].is_floating_point()
+        )
         class_dim = -1 if tokens and ndim != 2 else min(1, ndim - 1)
     if not -ndim <= class_dim < ndim:
-        raise TraceError(f"class_dim={class_dim} was asked for, but the output has shape {output.shape}.")
+        raise TraceError(
+            f"class_dim={class_dim} was asked for, but the output has shape {output.shape}."
+        )
     class_dim %= ndim
     for at, dim in enumerate(output.dims):
         if at != class_dim or len(resolve(dim)) != 1 or isinstance(resolve(dim)[0], Cat):
             pin(dim)
         fix(dim)
     if is_plain(output.dims[class_dim]):
-        facts.notes.append(f"dimension {class_dim} of the output is no axis of its own: there is no axis 'class'")
+        facts.notes.append(
+            f"dimension {class_dim} of the output is no axis of its own: there is no axis 'class'"
+        )
     return class_dim
 
 
@@ -385,7 +424,9 @@ def _settle(facts: Facts, heads: Heads) -> None:
     while changed:
         changed = False
         for pieces in facts.slices:
-            if any(is_plain(piece) and size(piece) for piece in pieces) and any(map(is_free, pieces)):
+            if any(is_plain(piece) and size(piece) for piece in pieces) and any(
+                map(is_free, pieces)
+            ):
                 changed = True
                 for piece in pieces:
                     pin(piece)
@@ -406,7 +447,13 @@ def _inner(one: Atom, facts: Facts, names: Mapping[Atom, str]) -> tuple[str, ...
     found: dict[str, None] = {}
     for outer, inner in facts.groups:
         if one in list(atoms_in(outer)):
-            found.update({names[inside]: None for inside in atoms_in(inner) if inside in names and not inside.fixed})
+            found.update(
+                {
+                    names[inside]: None
+                    for inside in atoms_in(inner)
+                    if inside in names and not inside.fixed
+                }
+            )
     return tuple(found)
 
 
@@ -416,7 +463,9 @@ def _inner(one: Atom, facts: Facts, names: Mapping[Atom, str]) -> tuple[str, ...
 def _first_uses(runs: Sequence[Run]) -> list[str]:
     """The weights in the order they are first computed with."""
     uses = (value.weight for run in runs for call in run.calls for value in call.inputs)
-    return list(dict.fromkeys([name for name in uses if name is not None] + [runs[0].output.weight or ""]))
+    return list(
+        dict.fromkeys([name for name in uses if name is not None] + [runs[0].output.weight or ""])
+    )
 
 
 def _name_axes(
@@ -455,12 +504,16 @@ def _name_axes(
     return names
 
 
-def _layer_outputs(module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]) -> dict[str, tuple[str, Dim]]:
+def _layer_outputs(
+    module: nn.Module, weights: Mapping[str, tuple[Dim, ...]]
+) -> dict[str, tuple[str, Dim]]:
     """Return name and outputs, by weight, of the layers that a budget is expected to narrow."""
     outputs: dict[str, tuple[str, Dim]] = {}
     for path, layer in module.named_modules():
         name = f"{path}.weight" if path else "weight"
-        grouped = isinstance(layer, _ConvTransposeNd) and layer.groups > 1  # its groups are among its weight's inputs
+        grouped = (
+            isinstance(layer, _ConvTransposeNd) and layer.groups > 1
+        )  # its groups are among its weight's inputs
         if isinstance(layer, (nn.Linear, _ConvNd)) and name in weights and not grouped:
             made = weights[name][_output_dim(module, name)]
             if size(made) > 1:
@@ -472,7 +525,10 @@ def _output_dim(module: nn.Module, weight: str) -> int:
     """Which dimension of a weight are its layer's outputs."""
     path, _, attribute = weight.rpartition(".")
     layer = module.get_submodule(path)
-    turned = isinstance(layer, (nn.Embedding, nn.EmbeddingBag, _ConvTransposeNd)) and attribute == "weight"
+    turned = (
+        isinstance(layer, (nn.Embedding, nn.EmbeddingBag, _ConvTransposeNd))
+        and attribute == "weight"
+    )
     return 1 if turned else 0
 
 
@@ -515,7 +571,9 @@ def _fix(layout: Layout, fixed: Sequence[str], module: nn.Module) -> Layout:
             under = list(_under(layout, name))
             if not under:
                 known = [*axes, *(path for path, _ in module.named_modules() if path), *layout.dims]
-                raise TraceError(f"fixed={name!r} names no axis, layer or weight.{_nearest(name, known)}")
+                raise TraceError(
+                    f"fixed={name!r} names no axis, layer or weight.{_nearest(name, known)}"
+                )
             pinned = {
                 axis
                 for weight in under
@@ -537,7 +595,11 @@ def _under(layout: Layout, name: str) -> Iterator[str]:
 def _nearest(name: str, known: Sequence[str]) -> str:
     known = list(dict.fromkeys(known))
     close = difflib.get_close_matches(name, known, n=3, cutoff=0.4)
-    return f" Nearest: {', '.join(map(repr, close))}." if close else f" There are {', '.join(map(repr, known[:8]))}."
+    return (
+        f" Nearest: {', '.join(map(repr, close))}."
+        if close
+        else f" There are {', '.join(map(repr, known[:8]))}."
+    )
 
 
 def _variants(
@@ -554,7 +616,9 @@ def _variants(
     for run in runs:
         used[run.variant].update(run.weights)
     used[WHOLE] |= set(weights).difference(*used.values())
-    return {variant: tuple(name for name in weights if name in used[variant]) for variant in variants}
+    return {
+        variant: tuple(name for name in weights if name in used[variant]) for variant in variants
+    }
 
 
 def _parts(
@@ -569,13 +633,18 @@ def _parts(
             under = dict.fromkeys(_under(layout, prefix) if prefix else layout.dims)
             if not under and part in wanted:
                 known = [*(path for path, _ in module.named_modules() if path), *layout.dims]
-                raise TraceError(f"parts[{part!r}] names {prefix!r}, no layer or weight.{_nearest(prefix, known)}")
+                raise TraceError(
+                    f"parts[{part!r}] names {prefix!r}, no layer or weight.{_nearest(prefix, known)}"
+                )
             weights.update(under)
         parts[part] = tuple(weights)
     if isinstance(module, Variants):
         declared = module.variant_parts({run.variant: run for run in runs if not run.train})
         # Counters of batches are among a module's buffers, and are no weights.
-        grown = {part: tuple(name for name in names if name in layout.dims) for part, names in declared.items()}
+        grown = {
+            part: tuple(name for name in names if name in layout.dims)
+            for part, names in declared.items()
+        }
         if taken := sorted(grown.keys() & parts.keys()):
             raise TraceError(
                 f"parts[{taken[0]!r}] was asked for; that is the name of a part of the stages. Another name would work."
@@ -594,7 +663,9 @@ class _Mismatch:
     call: Call
     found: str
     branch: bool = False  # whether it computes something else, and not only in other sizes
-    layer: tuple[Call, ...] = ()  # all of the layer's calls, where it is not clear which one is to blame
+    layer: tuple[
+        Call, ...
+    ] = ()  # all of the layer's calls, where it is not clear which one is to blame
     axes: tuple[str, ...] = ()  # the axes to blame, where they are known
     widths: Mapping[str, int] = field(default_factory=dict)  # of the member
 
@@ -628,7 +699,12 @@ def _checked(
     while current is not None:
         blamed = [name for name in current.suspects(traced) if not trial.axes[name].fixed]
         if not blamed and not current.layer and not current.axes:
-            alike = tuple(call for run in traced.runs for call in run.calls if call.layer == current.call.layer)
+            alike = tuple(
+                call
+                for run in traced.runs
+                for call in run.calls
+                if call.layer == current.call.layer
+            )
             current = replace(current, layer=alike)
         elif blamed:
             pinned += blamed
@@ -649,7 +725,9 @@ def _checked(
             if view
             else "read it from a tensor's shape or from an attribute"
         )
-    remedy = f"{rewrite}, or pin what it depends on: fixed=[{names}]" if current is None else rewrite
+    remedy = (
+        f"{rewrite}, or pin what it depends on: fixed=[{names}]" if current is None else rewrite
+    )
     raise TraceError(f"{found}: {problem.call}: {problem.found}. To mend it, {remedy}.")
 
 
@@ -667,7 +745,9 @@ def _widened(
         where = current.call.where
         alike = tuple(call for run in traced.runs for call in run.calls if call.where == where)
         suspects = replace(current, layer=alike).suspects(traced)
-        narrow = [name for name in suspects if current.widths[name] < min(2, layout.axes[name].size)]
+        narrow = [
+            name for name in suspects if current.widths[name] < min(2, layout.axes[name].size)
+        ]
         if not narrow:
             return None
         notes.append(
@@ -679,7 +759,9 @@ def _widened(
     return layout
 
 
-def _first_mismatch(module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout) -> _Mismatch | None:
+def _first_mismatch(
+    module: nn.Module, inputs: tuple[Any, ...], traced: Traced, layout: Layout
+) -> _Mismatch | None:
     free = [axis for axis in layout.axes.values() if not axis.fixed]
     numbers = _Numbers()
     for widths in (_uneven(free), *_narrowest(free)) if free else ():
@@ -712,7 +794,10 @@ class _Numbers:
         if not self.complete:
             self.varying.update((call, at) for at, _, _ in different)
             return None
-        return next((f"{own}, not {mine}" for at, mine, own in different if (call, at) not in self.varying), None)
+        return next(
+            (f"{own}, not {mine}" for at, mine, own in different if (call, at) not in self.varying),
+            None,
+        )
 
     @staticmethod
     def _of(call: Call) -> list[int | float]:
@@ -738,7 +823,9 @@ def _mismatch(
     member = build(module, layout, widths)
     for run in traced.runs:
         try:
-            done = record(member, {}, inputs, _known, constants=same, train=run.train, variant=run.variant).calls
+            done = record(
+                member, {}, inputs, _known, constants=same, train=run.train, variant=run.variant
+            ).calls
         except RunError as failure:
             fails = f"the member fails here ({_first_line(failure.__cause__)})"
             # What went wrong may have gone unnoticed for a while: -1 in a view takes any number of channels.
@@ -775,7 +862,9 @@ def _meetings(traced: Traced, layout: Layout) -> list[dict[str, int]]:
         for one in {one: None for dim in dims for one in atoms_in(dim) if one in traced.names}:
             axis = layout.axes[traced.names[one]]
             for width in range(axis.least, axis.least if axis.fixed else axis.size):
-                first, second = (traced.evaluate(terms, layout.sizes | {axis.name: width}) for terms in pair)
+                first, second = (
+                    traced.evaluate(terms, layout.sizes | {axis.name: width}) for terms in pair
+                )
                 if first == second:
                     found[axis.name, width] = None
     return [{name: width} for name, width in found]
@@ -808,7 +897,9 @@ def _compare(
         for value, got in zip(call.outs, other.outs, strict=False):
             predicted = tuple(traced.predict(dim, widths) for dim in value.dims)
             if value.known and predicted != got.shape:
-                return _Mismatch(call, f"the member gets shape {got.shape}, its axes say {predicted}")
+                return _Mismatch(
+                    call, f"the member gets shape {got.shape}, its axes say {predicted}"
+                )
             for mark, dim in value.marks.items():
                 asked, right = rules.told(other, mark), traced.predict(dim, widths)
                 if asked is not None and asked != right:
@@ -894,5 +985,15 @@ def _kind(call: Call) -> str:
     return "view" if packet in _VIEWS else str(packet.__name__)
 
 
-_COPIES = {torch.ops.aten.clone, torch.ops.aten.alias, torch.ops.aten.detach, torch.ops.aten.contiguous}
-_VIEWS = {torch.ops.aten.view, torch.ops.aten._unsafe_view, torch.ops.aten.reshape, torch.ops.aten._reshape_alias}
+_COPIES = {
+    torch.ops.aten.clone,
+    torch.ops.aten.alias,
+    torch.ops.aten.detach,
+    torch.ops.aten.contiguous,
+}
+_VIEWS = {
+    torch.ops.aten.view,
+    torch.ops.aten._unsafe_view,
+    torch.ops.aten.reshape,
+    torch.ops.aten._reshape_alias,
+}

@@ -77,8 +77,13 @@ class _Factory:
 
     def __call__(self) -> nn.Module:
         seed = torch.initial_seed()
-        seeds = [noise.key(_INITIAL, seed, place) if place else seed for place in range(len(self.factories))]
-        nets = {name: make_module(factory, seeds.pop(0)) for name, factory in self.factories.items()}
+        seeds = [
+            noise.key(_INITIAL, seed, place) if place else seed
+            for place in range(len(self.factories))
+        ]
+        nets = {
+            name: make_module(factory, seeds.pop(0)) for name, factory in self.factories.items()
+        }
         return Nets(nets)
 
 
@@ -100,7 +105,9 @@ def alone(
         return family, tuple(nets), tuple(states)
     lead = f"{family.layout.net_names(next(iter(variants)))[0]}."
     own = tuple(_stripped(net, lead) for net in nets)
-    short = tuple({name.removeprefix(lead): value for name, value in state.items()} for state in states)
+    short = tuple(
+        {name.removeprefix(lead): value for name, value in state.items()} for state in states
+    )
     return family.alone(next(iter(variants))), own, short
 
 
@@ -130,17 +137,23 @@ def _merged(layouts: Mapping[str, Layout]) -> Layout:
             axes.setdefault(names[axis.name], replace(axis, name=names[axis.name], inner=inner))
         dims |= {f"{net}.{name}": renamed(own, names) for name, own in layout.dims.items()}
         ties |= {f"{net}.{alias}": f"{net}.{name}" for alias, name in layout.ties.items()}
-        attributes |= {f"{net}.{path}": renamed((size,), names)[0] for path, size in layout.attributes.items()}
+        attributes |= {
+            f"{net}.{path}": renamed((size,), names)[0] for path, size in layout.attributes.items()
+        }
         for part, weights in layout.parts.items():
             parts[part] = (*parts.get(part, ()), *(f"{net}.{name}" for name in weights))
         variants[net if variants else WHOLE] = tuple(f"{net}.{name}" for name in layout.dims)
         notes += [f"{net}: {note}" for note in layout.notes]
     for net, weights in zip(layouts, variants.values(), strict=True):
         parts[net] = weights
-    if CLASS in axes:  # It is the last, as in most models, so that the layout of one net is what was traced.
+    if (
+        CLASS in axes
+    ):  # It is the last, as in most models, so that the layout of one net is what was traced.
         axes[CLASS] = axes.pop(CLASS)
     class_dim = next(iter(layouts.values())).class_dim
-    return Layout(axes, dims, ties, attributes, parts, variants, class_dim, tuple(notes), tuple(layouts))
+    return Layout(
+        axes, dims, ties, attributes, parts, variants, class_dim, tuple(notes), tuple(layouts)
+    )
 
 
 # --- what does not fit ----------------------------------------------------------------------------------------------
@@ -169,7 +182,9 @@ def _check_names(names: Sequence[str]) -> None:
                 "'first'."
             )
         if hasattr(Nets, name):
-            raise TraceError(f"{asked}; nn.Module has an attribute of that name. {name}_net would work.")
+            raise TraceError(
+                f"{asked}; nn.Module has an attribute of that name. {name}_net would work."
+            )
 
 
 def _check_kinds(nets: Mapping[str, Family]) -> None:
@@ -180,7 +195,11 @@ def _check_kinds(nets: Mapping[str, Family]) -> None:
                 "fq.trace(module, example)."
             )
         if family.layout.variants:
-            kind = "a union itself" if family.layout.nets else f"a model with the variants {', '.join(family.variants)}"
+            kind = (
+                "a union itself"
+                if family.layout.nets
+                else f"a model with the variants {', '.join(family.variants)}"
+            )
             raise TraceError(
                 f"a union was asked for, whose net {name!r} is {kind}; traced models without variants would work. "
                 "Give all nets to one union, and trace modules without stages."
@@ -200,10 +219,14 @@ def _check_shapes(nets: Mapping[str, Family]) -> None:
     remedy = "fq.trace(…, class_dim=…) names another dimension"
     _check_equal(nets, "the classes in dimension", remedy, lambda family: family.layout.class_dim)
     remedy = "Trace all of them with norms in pairs (fq.dual), or none"
-    _check_equal(nets, "dual or conditioned norms:", remedy, lambda family: (family.dual, family.conditioned))
+    _check_equal(
+        nets, "dual or conditioned norms:", remedy, lambda family: (family.dual, family.conditioned)
+    )
 
 
-def _check_equal(nets: Mapping[str, Family], what: str, remedy: str, value: Callable[[Family], object]) -> None:
+def _check_equal(
+    nets: Mapping[str, Family], what: str, remedy: str, value: Callable[[Family], object]
+) -> None:
     (first, family), *others = nets.items()
     expected = value(family)
     for name, other in others:
@@ -220,7 +243,11 @@ def _told(value: object) -> str:
 
 def _inputs(family: Family) -> list[str]:
     """Return the shapes and types of the example's inputs, without the batch."""
-    return [f"{tuple(value.shape[1:])} {value.dtype}" for value in family.example_inputs if hasattr(value, "shape")]
+    return [
+        f"{tuple(value.shape[1:])} {value.dtype}"
+        for value in family.example_inputs
+        if hasattr(value, "shape")
+    ]
 
 
 def _outputs(family: Family) -> tuple[int, ...]:

@@ -91,7 +91,9 @@ def choose(module: nn.Module, variant: str) -> None:
     if isinstance(module, Variants):
         module.choose(first)
     else:
-        assert first == WHOLE, f"{type(module).__name__} has no variants, and {variant!r} was asked for"
+        assert first == WHOLE, (
+            f"{type(module).__name__} has no variants, and {variant!r} was asked for"
+        )
 
 
 def joined(*variants: str) -> str:

@@ -43,7 +43,9 @@ def align(stage: int, own: Weights, whole: Weights) -> Alignment:
     alpha = min(1.0, _dot(whole, own, shared) / squared)
     if alpha <= 0:
         return Alignment(stage, alpha, math.inf)
-    return Alignment(stage, alpha, math.sqrt(_dot(whole, whole, whole)) / (alpha * math.sqrt(squared)))
+    return Alignment(
+        stage, alpha, math.sqrt(_dot(whole, whole, whole)) / (alpha * math.sqrt(squared))
+    )
 
 
 def _dot(one: Weights, other: Weights, names: Iterable[str]) -> float:

@@ -93,7 +93,13 @@ from fedquilt.round.training.objectives import (
     Wrapping,
 )
 from fedquilt.round.training.optimizers import SGD, Adam, AdamW
-from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
+from fedquilt.round.training.passes import (
+    ClientPass,
+    GradientPass,
+    LogitsPass,
+    LossPass,
+    StatisticsPass,
+)
 from fedquilt.round.training.public import POSITIONS, ROUND, drawn_positions, num_drawn
 from fedquilt.round.training.regions import Between, Everywhere, Part, Region, WithinVariant
 from fedquilt.round.training.schedules import Constant, Cosine, Steps

@@ -25,7 +25,9 @@ from fedquilt.tasks import Task
 from fedquilt.terms import Extras, Job, Server, Update
 
 PREDICTED_BATCHES = 4  # Batches of training that a client predicts at once.
-PREDICTIONS = "predictions"  # (public sample, class, …) Probabilities, of a client or of all together.
+PREDICTIONS = (
+    "predictions"  # (public sample, class, …) Probabilities, of a client or of all together.
+)
 
 
 def sharpened(mean: Tensor, temperature: float) -> Tensor:
@@ -124,11 +126,17 @@ class DSFL(Prototypes):
     predictions.
     """
 
-    weighting: Weighting = "uniform"  # What a client counts by in the mean of predictions; uniform counts all alike
+    weighting: Weighting = (
+        "uniform"  # What a client counts by in the mean of predictions; uniform counts all alike
+    )
     temperature: float = 0.1  # T of the sharpened mean. A large one makes predictions uniform
     samples: int = 1000  # Public samples that are drawn for each round; 0: all
-    sharpen: bool = True  # Sharpen the mean; False leaves the mean as it is, simple aggregation (SA)
-    public_epochs: int = 1  # Epochs over the public samples in which a client distils; 0: it does not
+    sharpen: bool = (
+        True  # Sharpen the mean; False leaves the mean as it is, simple aggregation (SA)
+    )
+    public_epochs: int = (
+        1  # Epochs over the public samples in which a client distils; 0: it does not
+    )
     coded: bool = False  # A link with a codec codes predictions too
     paper = "Itahara et al. 2023"
 
@@ -168,28 +176,43 @@ class DSFL(Prototypes):
         draw = self.draw(world)
         lesson = None
         if self.public_epochs and job.round:
-            plain = replace(self.local, epochs=self.public_epochs, crop=0, flip=False, flip_axes=(), intensity=None)
+            plain = replace(
+                self.local,
+                epochs=self.public_epochs,
+                crop=0,
+                flip=False,
+                flip_axes=(),
+                intensity=None,
+            )
             phase = Phase(SoftLabels())
             lesson = Learner((phase,), plain, self.lr(job.round), task=world.task)
             lesson = replace(lesson, teacher=PREDICTIONS, teacher_draw=draw)
         private = replace(base, send=Nothing(), keep=All(), class_rows=False)
         # Training keeps the activations of all layers and inference those of two, so that larger batches fit.
         predict = LogitsPass(samples=draw, size=PREDICTED_BATCHES * self.local.batch_size)
-        return replace(private, state=drawn_state(draw, self.coded), after=(predict,), lesson=lesson)
+        return replace(
+            private, state=drawn_state(draw, self.coded), after=(predict,), lesson=lesson
+        )
 
     def fold(self, server: Server, world: World) -> Fold:
         mean = super().fold(server, world)
         temperature = self.temperature if self.sharpen else None
         shape = self.shape(world)
-        predictions = PredictionsMean(world.family.cutter, self.weighting, temperature=temperature, shape=shape)
+        predictions = PredictionsMean(
+            world.family.cutter, self.weighting, temperature=temperature, shape=shape
+        )
         return PredictionsFold(mean, extras=predictions)
 
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if OUTPUTS not in outputs:  # Nobody has answered.
             return server
         rows, how = outputs[OUTPUTS], self.server_training
-        positions = drawn_positions(world.seed, server.round - 1, self.draw(world), world.num_public)
-        return train(server, teaching(self, self.nets(world), rows, SoftLabels(), how, world, positions))
+        positions = drawn_positions(
+            world.seed, server.round - 1, self.draw(world), world.num_public
+        )
+        return train(
+            server, teaching(self, self.nets(world), rows, SoftLabels(), how, world, positions)
+        )
 
 
 def needs_classes(method: Prototypes, task: Task) -> None:

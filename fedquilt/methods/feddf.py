@@ -66,5 +66,7 @@ class FedDF(Prototypes):
     def learn(self, server: Server, outputs: Extras, world: World, train: TrainServer) -> Server:
         if OUTPUTS not in outputs:  # Nobody has answered.
             return server
-        lesson = teaching(self, self.nets(world), outputs[OUTPUTS], Imitation(), self.server_training, world)
+        lesson = teaching(
+            self, self.nets(world), outputs[OUTPUTS], Imitation(), self.server_training, world
+        )
         return train(server, lesson)

@@ -39,7 +39,13 @@ class FedDropout(Method):
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         member = self.fit(client.budget, world, self.rounding)
-        return [scattered(member, world.family.layout.sizes, noise.key(31, world.seed, client.id, server.round))]
+        return [
+            scattered(
+                member,
+                world.family.layout.sizes,
+                noise.key(31, world.seed, client.id, server.round),
+            )
+        ]
 
     def divisor(self, job: Job, world: World) -> float:
         return self.trainable_share(job.client.budget, world, self.rounding)

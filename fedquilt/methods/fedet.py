@@ -123,7 +123,10 @@ class FedET(Prototypes):
     diversity: float = 0.05  # λ, weight of the nets that dissent. 0: they are ignored
     temperature: float = 1.0  # Of the term of the nets that dissent
     paper = "Cho et al. 2022"
-    demo: ClassVar[Mapping[str, Any]] = {"prototypes": [0.5, 0.25], "server_training": {"steps": 40}}
+    demo: ClassVar[Mapping[str, Any]] = {
+        "prototypes": [0.5, 0.25],
+        "server_training": {"steps": 40},
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -141,7 +144,9 @@ class FedET(Prototypes):
         """Refuse a union whose first net is not the largest."""
         names = [family.layout.net_names(net.arch.variant)[0] for net in architectures(family)]
         if names and (len(names) == 1 or names[0] != family.layout.nets[0]):
-            found = "there is no other" if len(names) == 1 else f"{names[0]!r} has more multiply-adds"
+            found = (
+                "there is no other" if len(names) == 1 else f"{names[0]!r} has more multiply-adds"
+            )
             raise ConfigError(
                 f"FedET was asked for on a union of {', '.join(family.layout.nets)}. The server trains its first net, "
                 f"{family.layout.nets[0]!r}, and clients train smaller ones; {found}. A union of two or more nets, the "
@@ -181,7 +186,9 @@ class FedET(Prototypes):
             return server
         logits = outputs[EACH]
         if server.round == 1:
-            _log.info("Fed-ET holds the outputs of %d nets at once: %d bytes", len(logits), logits.nbytes)
+            _log.info(
+                "Fed-ET holds the outputs of %d nets at once: %d bytes", len(logits), logits.nbytes
+            )
         objective = ConsensusLoss(self.diversity, self.temperature)
         rows = consensus(logits, self.temperature)
         net = self.server_net(world)

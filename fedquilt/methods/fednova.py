@@ -35,4 +35,6 @@ class FedNova(FedAvg):
 
     def fold(self, server: Server, world: World) -> Fold:
         plain = frozenset(world.family.statistics)
-        return Mean(world.family.cutter, self.weighting, self.server, paced=True, plain=plain).begin(server)
+        return Mean(
+            world.family.cutter, self.weighting, self.server, paced=True, plain=plain
+        ).begin(server)

@@ -17,7 +17,9 @@ class FedAvgM(FedAvg):
     The server's step is `ServerMomentum`. With lr 1 and momentum 0 this is FedAvg.
     """
 
-    server: Plain | ServerMomentum | ServerAdam | ServerYogi = ServerMomentum()  # Optimizer of the server
+    server: Plain | ServerMomentum | ServerAdam | ServerYogi = (
+        ServerMomentum()
+    )  # Optimizer of the server
     paper = "Hsu et al. 2019"
     presets: ClassVar[Presets] = {}
 
@@ -29,7 +31,9 @@ class FedAdam(FedAvg):
     The server's step is `ServerAdam`. The paper tunes its learning rate for each task.
     """
 
-    server: Plain | ServerMomentum | ServerAdam | ServerYogi = ServerAdam()  # Optimizer of the server
+    server: Plain | ServerMomentum | ServerAdam | ServerYogi = (
+        ServerAdam()
+    )  # Optimizer of the server
     paper = "Reddi et al. 2021"
     presets: ClassVar[Presets] = {}
 
@@ -41,6 +45,8 @@ class FedYogi(FedAvg):
     The server's step is `ServerYogi`. The paper tunes its learning rate for each task.
     """
 
-    server: Plain | ServerMomentum | ServerAdam | ServerYogi = ServerYogi()  # Optimizer of the server
+    server: Plain | ServerMomentum | ServerAdam | ServerYogi = (
+        ServerYogi()
+    )  # Optimizer of the server
     paper = "Reddi et al. 2021"
     presets: ClassVar[Presets] = {}

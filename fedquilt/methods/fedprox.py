@@ -24,4 +24,7 @@ class FedProx(FedAvg):
         within(self, mu="[0, inf)")
 
     def learner(self, job: Job, world: World) -> Learner:
-        return replace(super().learner(job, world), phases=(Phase(Proximal(self.local.build_objective(), self.mu)),))
+        return replace(
+            super().learner(job, world),
+            phases=(Phase(Proximal(self.local.build_objective(), self.mu)),),
+        )

@@ -32,7 +32,9 @@ class Progressive(Drawn):
             objective = self.local.build_objective(ratio)
             if self.alpha:
                 objective = Summed((objective, Distilled(ratio, self.alpha)))
-            phases.append(Phase(objective, Between(0.0 if self.overwrite else inner, ratio), self.freeze))
+            phases.append(
+                Phase(objective, Between(0.0 if self.overwrite else inner, ratio), self.freeze)
+            )
             inner = ratio
         # At ratio 1 there is nothing to distil (equation 3's α_i); then line 10.
         rest = Between(inner, 1.0) if inner and not self.overwrite else Everywhere()
@@ -49,7 +51,9 @@ class FedResCuE(Nested):
     """
 
     alpha: float = 1.0  # weight of the KL term in equation 3; 0 gives FedSeq
-    freeze: Freeze = "update"  # "gradient": as in A.6.2, where momentum and decay still move what is frozen
+    freeze: Freeze = (
+        "update"  # "gradient": as in A.6.2, where momentum and decay still move what is frozen
+    )
     paper = "Zhu et al. 2022"
     presets: ClassVar[Presets] = {**GRIDS, "masked-gradient": {"freeze": "gradient"}}
 
@@ -83,7 +87,12 @@ class FedRush(Nested):
 
 
 def progressive(
-    method: Nested, job: Job, world: World, alpha: float = 1.0, freeze: Freeze = "update", overwrite: bool = False
+    method: Nested,
+    job: Job,
+    world: World,
+    alpha: float = 1.0,
+    freeze: Freeze = "update",
+    overwrite: bool = False,
 ) -> Learner:
     """S ratios, the last of them the client's own."""
     own = {"alpha": alpha, "freeze": freeze, "overwrite": overwrite}

@@ -38,7 +38,9 @@ class FedRolex(Method):
     weighting: Weighting = "uniform"
     shift: int = 1  # channels the window moves each round; 0 gives HeteroFL, -1 the released code's direction
     offset: int = 0  # where the first window starts; Figure 1 draws its small client's at 2
-    overlap: float | None = None  # appendix A.4's r in [0, 1]: steps of 1 + floor(share·(1 − r)·K); None: `shift`
+    overlap: float | None = (
+        None  # appendix A.4's r in [0, 1]: steps of 1 + floor(share·(1 − r)·K); None: `shift`
+    )
     rounding: Rounding = "floor"  # of a share of an axis, to whole channels
     paper = "Alam et al. 2022"
     presets: ClassVar[Presets] = {
@@ -62,7 +64,9 @@ class FedRolex(Method):
         """Equation 4: on an axis of K channels the window starts at (offset + round · step) mod K and wraps."""
         axes, sizes, starts = world.family.layout.axes, world.family.layout.sizes, {}
         for axis, width in member.widths:
-            at = self.offset + round * self._step(self._share(budget) or width / sizes[axis], sizes[axis])
+            at = self.offset + round * self._step(
+                self._share(budget) or width / sizes[axis], sizes[axis]
+            )
             # Groups move on when the channels inside them have come round, or some pairs would never meet.
             turn = max((sizes[name] for name in axes[axis].inner), default=1)
             starts[axis] = at // turn

@@ -20,7 +20,15 @@ from fedquilt.round.budgets import learner_of
 from fedquilt.round.engine import Gradients
 from fedquilt.round.federation import World
 from fedquilt.round.labels import bounds_label, share_key, share_label, short_share
-from fedquilt.round.merge import Fold, Mean, Plain, ServerAdam, ServerMomentum, ServerYogi, Weighting
+from fedquilt.round.merge import (
+    Fold,
+    Mean,
+    Plain,
+    ServerAdam,
+    ServerMomentum,
+    ServerYogi,
+    Weighting,
+)
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.server import TrainServer
@@ -41,18 +49,32 @@ class Method:
     """
 
     local: Local = Local()
-    weighting: Weighting = "data"  # What a client counts by in the mean; updates: its optimizer steps in all rounds
-    server: Plain | ServerMomentum | ServerAdam | ServerYogi = Plain()  # takes the mean, or steps towards it
+    weighting: Weighting = (
+        "data"  # What a client counts by in the mean; updates: its optimizer steps in all rounds
+    )
+    server: Plain | ServerMomentum | ServerAdam | ServerYogi = (
+        Plain()
+    )  # takes the mean, or steps towards it
 
     paper: ClassVar[str] = ""
     presets: ClassVar[Presets] = {}  # settings that depart from the defaults, by name
-    copies: ClassVar[int] = 1  # how many times a payload's size the method is charged for on the wire
+    copies: ClassVar[int] = (
+        1  # how many times a payload's size the method is charged for on the wire
+    )
     ignores_budgets: ClassVar[bool] = False  # True: plans may exceed budgets; runs say for how many
     skips_clients: ClassVar[bool] = False  # True: an empty plan leaves a client out of a round
-    serves_one_net: ClassVar[bool] = False  # True: the server has one net for devices of all budgets
-    trains_pairs: ClassVar[bool] = False  # True: clients train the first net of a union and one of the others
-    keeps_nets: ClassVar[bool] = False  # True: clients keep nets of their own, which `kept_nets` names
-    demo: ClassVar[Mapping[str, Any]] = {}  # Settings of its own in the demo, whose devices have shares 1, 1/2 and 1/4
+    serves_one_net: ClassVar[bool] = (
+        False  # True: the server has one net for devices of all budgets
+    )
+    trains_pairs: ClassVar[bool] = (
+        False  # True: clients train the first net of a union and one of the others
+    )
+    keeps_nets: ClassVar[bool] = (
+        False  # True: clients keep nets of their own, which `kept_nets` names
+    )
+    demo: ClassVar[
+        Mapping[str, Any]
+    ] = {}  # Settings of its own in the demo, whose devices have shares 1, 1/2 and 1/4
     # Model and fleet that the demo has in place of its own, for methods that need others. Empty: the demo's
     demo_federation: ClassVar[Mapping[str, Any]] = {}
 
@@ -150,7 +172,9 @@ class Method:
         statistics = family.statistics if self.local.norm.has_server_statistics else ()
         names = {*family.trainable, *statistics, *family.carried}
         initial = self.initial(world).items()
-        return Server(0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names})
+        return Server(
+            0, {name: value for name, value in initial if name[name.rfind("/") + 1 :] in names}
+        )
 
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         """Return what a client trains this round; several nets are trained at the same time."""
@@ -184,7 +208,9 @@ class Method:
             world: The family, and the precision of the run.
             trains: True: the bound is on the training step. False: it is on inference.
         """
-        share = self.trainable_share(budget, world) if trains else self.runnable_share(budget, world)
+        share = (
+            self.trainable_share(budget, world) if trains else self.runnable_share(budget, world)
+        )
         return budget.without_memory(share)
 
     def _step_within(self, budget: Budget, world: World) -> TrainingStep | None:

@@ -55,7 +55,9 @@ class Drawn(Learner):
     def draw(self, key: int) -> tuple[float, ...]:
         """So many distinct ratios, the smallest first."""
         count = max(0, min(self.count, len(self.ratios)))
-        return tuple(sorted(self.ratios[place] for place in noise.choose(key, count, len(self.ratios))))
+        return tuple(
+            sorted(self.ratios[place] for place in noise.choose(key, count, len(self.ratios)))
+        )
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         return nets_of(self.phases_of(self.ratios) if self.drawn else self.phases, member)
@@ -72,12 +74,16 @@ class Drawn(Learner):
         always = {net.share for net in nets_of(self.phases_of(()), member)}
         ratios = sorted(self.ratios, key=lambda ratio: ratio in always)
         count = max(0, min(self.count, len(ratios)))
-        draws = [tuple(sorted(ratios[first : first + count])) for first in range(len(ratios) - count + 1)]
+        draws = [
+            tuple(sorted(ratios[first : first + count])) for first in range(len(ratios) - count + 1)
+        ]
         return tuple(phase for draw in draws for phase in self.phases_of(draw))
 
     @property
     def timeless(self) -> Self:
-        return replace(self, lr=0.0, key=0, phases=_phases(replace(self, phases=(), lr=0.0, key=0), 0))
+        return replace(
+            self, lr=0.0, key=0, phases=_phases(replace(self, phases=(), lr=0.0, key=0), 0)
+        )
 
 
 @lru_cache(maxsize=4096)  # a round's steps are looked at by every stack
@@ -110,13 +116,21 @@ class Nested(Method):
     def plan(self, server: Server, client: Client, world: World) -> list[Submodel]:
         return [prefix(self.fit(client.budget, world))]
 
-    def drawing(self, kind: type[Drawn], count: int, distils: bool, job: Job, world: World, **own: Any) -> Learner:
+    def drawing(
+        self, kind: type[Drawn], count: int, distils: bool, job: Job, world: World, **own: Any
+    ) -> Learner:
         """A learner that draws so many of the ratios below the client's share."""
         share = self.trainable_share(job.client.budget, world)
         below = tuple(ratio for ratio in self.ratios if ratio < share)
         key, taught = noise.key(41, world.seed, job.round), distils and count > 0 and bool(below)
         return Drawn.of(
-            kind, Method.learner(self, job, world), ratios=below, count=count, key=key, taught=taught, **own
+            kind,
+            Method.learner(self, job, world),
+            ratios=below,
+            count=count,
+            key=key,
+            taught=taught,
+            **own,
         )
 
 

@@ -29,15 +29,27 @@ def _at(local: Local, *milestones: int) -> dict[str, Any]:
 # Adam and batches of 128, without static norms. The scheduler steps before the first round, so that the rate falls one
 # round earlier than `--schedule 1200` says, or `--schedule 800 1200` on iid data.
 _RELEASED = replace(
-    PARTIAL, optimiser=Adam(lr=2e-4, decay=5e-4, clip=1.0), batch_size=128, norm=BatchStatistics(), crop=4, flip=True
+    PARTIAL,
+    optimiser=Adam(lr=2e-4, decay=5e-4, clip=1.0),
+    batch_size=128,
+    norm=BatchStatistics(),
+    crop=4,
+    flip=True,
 )
 
 
 def released_settings(**own: Any) -> Presets:
     """Return the local settings of FedRolex's released code, with those that a method has besides."""
     return {
-        name: {"local": replace(_RELEASED, schedule=Steps(milestones, 0.25)), "rounding": "ceil", **own}
-        for name, milestones in (("released-settings", (1199,)), ("released-settings-iid", (799, 1199)))
+        name: {
+            "local": replace(_RELEASED, schedule=Steps(milestones, 0.25)),
+            "rounding": "ceil",
+            **own,
+        }
+        for name, milestones in (
+            ("released-settings", (1199,)),
+            ("released-settings-iid", (799, 1199)),
+        )
     }
 
 

@@ -63,17 +63,25 @@ class ProgFed(Method):
     server: Plain | ServerMomentum | ServerAdam | ServerYogi = field(
         init=False, repr=False, compare=False, metadata={"setting": False}
     )
-    over: Method = FedAvg(weighting="uniform")  # Method that trains every stage; line 20 is FedAvg with uniform weights
+    over: Method = FedAvg(
+        weighting="uniform"
+    )  # Method that trains every stage; line 20 is FedAvg with uniform weights
     # Modules whose outputs end the stages, a number of stages to be found, or the name of a growth that the model
     # declares. None: the growth that the model declares first; for a model that declares none, four stages are found.
     stages: int | str | tuple[str, ...] | None = None
-    stage_rounds: int | tuple[int, ...] = 0  # T_s: rounds of every stage but the last, or of each; 0: T/2S
+    stage_rounds: int | tuple[int, ...] = (
+        0  # T_s: rounds of every stage but the last, or of each; 0: T/2S
+    )
     # Rounds after growing in which only the new block and its head move (line 13); 0: none. Strategies other than
     # progressive have no warm-up.
     warmup: int = 0
-    extra_warmup: bool = False  # Warm-up rounds are added to T_s and use the initial learning rate, as released
+    extra_warmup: bool = (
+        False  # Warm-up rounds are added to T_s and use the initial learning rate, as released
+    )
     restart: bool = False  # Restart the learning-rate schedule at growth
-    strategy: Strategy = "progressive"  # What a stage trains (Table 5); end_to_end trains the whole model throughout
+    strategy: Strategy = (
+        "progressive"  # What a stage trains (Table 5); end_to_end trains the whole model throughout
+    )
     rounds: int = 0  # T, from which T_s follows; 0: the rounds of the run
     alignment: int = 0  # Training samples of all clients that alpha_t and q_t are measured on at evaluations; 0: not
 
@@ -84,7 +92,9 @@ class ProgFed(Method):
         "released": {
             "over": FedAvg(
                 local=Local(
-                    optimiser=SGD(lr=0.1, momentum=0.9, decay=1e-4), schedule=Cosine(3000), keep_optimizer=True
+                    optimiser=SGD(lr=0.1, momentum=0.9, decay=1e-4),
+                    schedule=Cosine(3000),
+                    keep_optimizer=True,
                 ),
                 weighting="uniform",
             ),
@@ -96,12 +106,22 @@ class ProgFed(Method):
     def __post_init__(self) -> None:
         inner = self.over
         if not isinstance(inner, Method):
-            problem = f"{inner!r} was asked for; a method is needed, such as ProgFed(over=HeteroFL())."
+            problem = (
+                f"{inner!r} was asked for; a method is needed, such as ProgFed(over=HeteroFL())."
+            )
             refuse(self, {"over": problem})
         if isinstance(inner, ProgFed):
             problem = "ProgFed was asked for over ProgFed; a model grows once. Any other method would work."
             refuse(self, {"over": problem})
-        shared = ("local", "weighting", "server", "copies", "ignores_budgets", "skips_clients", "keeps_nets")
+        shared = (
+            "local",
+            "weighting",
+            "server",
+            "copies",
+            "ignores_budgets",
+            "skips_clients",
+            "keeps_nets",
+        )
         for name in shared:  # Fields and attributes of the class that are the inner method's
             object.__setattr__(self, name, getattr(inner, name))
         super().__post_init__()
@@ -109,11 +129,20 @@ class ProgFed(Method):
             object.__setattr__(self, "stages", tuple(self.stages))
         if isinstance(self.stage_rounds, list):
             object.__setattr__(self, "stage_rounds", tuple(self.stage_rounds))
-        within(self, stage_rounds="[0, inf)", warmup="[0, inf)", rounds="[0, inf)", alignment="[0, inf)")
+        within(
+            self,
+            stage_rounds="[0, inf)",
+            warmup="[0, inf)",
+            rounds="[0, inf)",
+            alignment="[0, inf)",
+        )
         one_of(self, strategy=Strategy)
         if self.alignment and self.strategy != "progressive":
             refuse(
-                self, {"alignment": f"{self.alignment} was asked for with strategy = {self.strategy!r}; {_PROGRESSIVE}"}
+                self,
+                {
+                    "alignment": f"{self.alignment} was asked for with strategy = {self.strategy!r}; {_PROGRESSIVE}"
+                },
             )
         if isinstance(self.stages, int) and self.stages < 1:
             refuse(self, {"stages": f"{self.stages} was asked for; at least one stage is needed."})
@@ -146,7 +175,9 @@ class ProgFed(Method):
         warm = stage > 1 and round - start < self.warm_rounds
         scheduled = round - start if self.restart else round
         if self.extra_warmup:
-            warmups = min(1, stage - 1) if self.restart else stage - 1  # that the schedule does not count
+            warmups = (
+                min(1, stage - 1) if self.restart else stage - 1
+            )  # that the schedule does not count
             scheduled = 0 if warm else scheduled - warmups * self.warm_rounds
         return Moment(stage, warm, scheduled)
 
@@ -166,7 +197,9 @@ class ProgFed(Method):
                 return WHOLE, ()
             case "layerwise":  # "only updates the latest layer E_i while still passing the input through the whole"
                 return WHOLE, (blocks[-1], f"head{last}")
-            case "partial":  # "similar to our method but acquires supervision signals from the last head"
+            case (
+                "partial"
+            ):  # "similar to our method but acquires supervision signals from the last head"
                 return WHOLE, () if stage == last else (*blocks, f"head{last}")
             case "mixed":  # "combines Partial and Ours"
                 both = joined(WHOLE, _name(stage, last))
@@ -234,7 +267,11 @@ class ProgFed(Method):
         return self.over.initial(world)
 
     def init(self, world: World) -> Server:
-        if num_stages(world.family) == 1 and self.strategy != "end_to_end" and self.stages not in (None, 1):
+        if (
+            num_stages(world.family) == 1
+            and self.strategy != "end_to_end"
+            and self.stages not in (None, 1)
+        ):
             raise ConfigError(
                 f"ProgFed was asked for with stages = {self.stages!r}; the model was traced without stages. "
                 "fq.trace(fq.with_stages(module, stages=…), example) gives it some."
@@ -265,7 +302,9 @@ class ProgFed(Method):
 
     def learner(self, job: Job, world: World) -> Learner:
         arch = job.submodel.arch
-        inner = self.over.learner(job, replace(world, family=world.family.at(arch.variant, arch.trains)))
+        inner = self.over.learner(
+            job, replace(world, family=world.family.at(arch.variant, arch.trains))
+        )
         learner = replace(inner, lr=self.lr(self.moment(job.round, num_stages(world.family)).round))
         variants = members_of(arch.variant)
         if len(variants) == 1:
@@ -275,7 +314,10 @@ class ProgFed(Method):
                 f"ProgFed was asked for with strategy = 'mixed' over {type(self.over).__name__}, whose clients run "
                 "nested nets; another strategy or a method without nested nets would work."
             )
-        phases = tuple(replace(phase, objective=OfVariants(phase.objective, variants)) for phase in inner.phases)
+        phases = tuple(
+            replace(phase, objective=OfVariants(phase.objective, variants))
+            for phase in inner.phases
+        )
         return replace(learner, phases=phases)
 
     def divisor(self, job: Job, world: World) -> float:
@@ -330,7 +372,9 @@ class ProgFed(Method):
         measured = self.measure(server, world, gradients, self.alignment)
         return {**found, "alignment": measured.alpha, "norm_discrepancy": measured.q}
 
-    def measure(self, server: Server, world: World, gradients: Gradients, samples: int) -> Alignment:
+    def measure(
+        self, server: Server, world: World, gradients: Gradients, samples: int
+    ) -> Alignment:
         """Return alpha_t and q_t (equation 11) of the stage that was trained last.
 
         f^s is the mean loss of the stage's model and f that of the whole model, both at the whole width.
@@ -345,7 +389,9 @@ class ProgFed(Method):
             ConfigError: The strategy is not `progressive`, or the state has no single whole model.
         """
         if self.strategy != "progressive":
-            raise ConfigError(f"alignment was asked for with strategy = {self.strategy!r}; {_PROGRESSIVE}")
+            raise ConfigError(
+                f"alignment was asked for with strategy = {self.strategy!r}; {_PROGRESSIVE}"
+            )
         _check_whole(server, world)
         last = num_stages(world.family)
         stage = self.moment(max(0, server.round - 1), last).stage
@@ -379,7 +425,9 @@ class OfVariants(Wrapping):
         for net in self._nets(view.member):
             own = replace(view, member=net, seen={})
             losses.append(self.objective(own))
-            view.seen |= {name: value for name, value in own.seen.items() if name in view.member.statistics}
+            view.seen |= {
+                name: value for name, value in own.seen.items() if name in view.member.statistics
+            }
         return torch.stack(losses).sum()
 
 

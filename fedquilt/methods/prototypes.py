@@ -40,13 +40,20 @@ class Prototypes(Method):
     # Shares of the whole model that clients train, each a net of its own. A union has its nets instead
     prototypes: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125, 0.0625)
     server_training: ServerTraining = ServerTraining()  # How the server trains on public samples
-    demo: ClassVar[Mapping[str, Any]] = {"prototypes": [1.0, 0.5, 0.25], "server_training": {"steps": 40}}
+    demo: ClassVar[Mapping[str, Any]] = {
+        "prototypes": [1.0, 0.5, 0.25],
+        "server_training": {"steps": 40},
+    }
 
     def __post_init__(self) -> None:
         super().__post_init__()
         shares = tuple(sorted(map(float, self.prototypes), reverse=True))
         wrong = {}
-        if not shares or len(set(shares)) < len(shares) or not all(0 < share <= 1 for share in shares):
+        if (
+            not shares
+            or len(set(shares)) < len(shares)
+            or not all(0 < share <= 1 for share in shares)
+        ):
             wrong["prototypes"] = (
                 f"{list(self.prototypes)} was asked for; different shares in (0, 1] would work, such as [1.0, 0.5]."
             )
@@ -83,7 +90,9 @@ class Prototypes(Method):
             return weights
         for place, net in enumerate(self.nets(world)):
             seed = noise.key(_INITIAL, world.seed, place) if place else world.seed
-            weights |= {net.scope + name: value for name, value in drawn(net.arch, seed, world).items()}
+            weights |= {
+                net.scope + name: value for name, value in drawn(net.arch, seed, world).items()
+            }
         return weights
 
     def nets(self, world: World) -> tuple[Submodel, ...]:
@@ -100,7 +109,11 @@ class Prototypes(Method):
         """Return the largest prototype that the client can train."""
         if world.family.layout.nets:
             return [self.trained_net(client.budget, world)]
-        return [self.prototype(self.fitting(self.trainable_share(client.budget, world), client.budget), world)]
+        return [
+            self.prototype(
+                self.fitting(self.trainable_share(client.budget, world), client.budget), world
+            )
+        ]
 
     def divisor(self, job: Job, world: World) -> float:
         """Return the share of the client's prototype. The nets of a union are whole."""
@@ -193,7 +206,9 @@ def architectures(family: Family) -> tuple[Submodel, ...]:
     return tuple(Submodel(wholes[net], Index(), f"{net}/") for net in order)
 
 
-def largest(nets: Sequence[Submodel], budget: Budget, world: World, step: TrainingStep | None = None) -> Submodel:
+def largest(
+    nets: Sequence[Submodel], budget: Budget, world: World, step: TrainingStep | None = None
+) -> Submodel:
     """Return the first net that a budget holds.
 
     Args:
@@ -236,4 +251,7 @@ def drawn(arch: Arch, seed: int, world: World) -> dict[str, Tensor]:
     whole = family.init(seed, dtype=world.dtype)
     cut = family.cutter.gather(whole, prefix(arch), list(whole))
     gains = own_range(cut, whole, family)
-    return {name: value * gains[name] if gains.get(name, 1.0) != 1 else value.clone() for name, value in cut.items()}
+    return {
+        name: value * gains[name] if gains.get(name, 1.0) != 1 else value.clone()
+        for name, value in cut.items()
+    }

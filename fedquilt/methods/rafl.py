@@ -102,16 +102,32 @@ class RaFL(Method):
     # and the knowledge net learns from the net that has moved (algorithm 1, lines 7 and 8)
     order: Order = "together"
     distance: Distance = "divergence"  # How far nets are from each other: KL, or the mean squared difference of logits
-    mutual_weight: float = 1.0  # Weight of KL in equations 4 and 5. 0: each net learns from the labels alone
-    detach: bool = True  # Each net takes the other one's output as a constant. False: gradients go into it too
-    distil: bool = False  # The server learns from the clients' nets on public samples. False: it needs none
-    server_training: ServerTraining = ServerTraining()  # How the server trains on public samples, with `distil`
-    ensemble: Combined = "mean"  # How the clients' logits become the teacher's: their mean, or the maximum
+    mutual_weight: float = (
+        1.0  # Weight of KL in equations 4 and 5. 0: each net learns from the labels alone
+    )
+    detach: bool = (
+        True  # Each net takes the other one's output as a constant. False: gradients go into it too
+    )
+    distil: bool = (
+        False  # The server learns from the clients' nets on public samples. False: it needs none
+    )
+    server_training: ServerTraining = (
+        ServerTraining()
+    )  # How the server trains on public samples, with `distil`
+    ensemble: Combined = (
+        "mean"  # How the clients' logits become the teacher's: their mean, or the maximum
+    )
     softened: bool = False  # The server has the released code's loss instead of equation 7
-    transfer: bool = False  # Nets bring weights of a supernet, so that a device downloads its private net once
-    knowledge_pretrained: bool = False  # The knowledge net brings such weights although private nets do not
+    transfer: bool = (
+        False  # Nets bring weights of a supernet, so that a device downloads its private net once
+    )
+    knowledge_pretrained: bool = (
+        False  # The knowledge net brings such weights although private nets do not
+    )
     limit: Limit = "pair"  # What a device's limits are limits of: of both nets that it trains, or the private one alone
-    keep_knowledge: bool = True  # Clients keep the knowledge net that they trained too, so that it can be tested
+    keep_knowledge: bool = (
+        True  # Clients keep the knowledge net that they trained too, so that it can be tested
+    )
 
     paper = "Yu et al. 2022"
     # Nets of the space `tiny`, which have 53,000 to 277,000 multiply-adds; a device trains two of them.
@@ -152,7 +168,11 @@ class RaFL(Method):
     @property
     def note(self) -> str:
         told = "accuracy is that of the knowledge net; private nets stay on clients"
-        return f"{told}; limits are those of the private net alone" if self.limit == "private" else told
+        return (
+            f"{told}; limits are those of the private net alone"
+            if self.limit == "private"
+            else told
+        )
 
     @property
     def needs_supernet(self) -> bool:
@@ -197,7 +217,9 @@ class RaFL(Method):
         if not self.transfer:
             _warn_of_brought(world)
         own = set(world.family.member(knowledge_net(world.family)).names)
-        return replace(server, weights={name: value for name, value in server.weights.items() if name in own})
+        return replace(
+            server, weights={name: value for name, value in server.weights.items() if name in own}
+        )
 
     # --- limits ------------------------------------------------------------------------------------------------------
 
@@ -232,10 +254,12 @@ class RaFL(Method):
         member = self._limited(name, world)
         kind = "private net" if self.limit == "private" else "pair of nets"
         memory = f" and trains in {member.training_memory(step):,} bytes" if step else ""
-        least = (
-            f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and {member.count:,} parameters{memory}"
+        least = f"the smallest {kind} ({name}) has {member.macs:,} multiply-adds and {member.count:,} parameters{memory}"
+        other = (
+            ""
+            if self.limit == "private"
+            else ", or limit = 'private', by which limits are those of one net"
         )
-        other = "" if self.limit == "private" else ", or limit = 'private', by which limits are those of one net"
         return f"no {kind} is within the budget {budget}: {least}. Larger limits or smaller nets would work{other}."
 
     def training_step(self, world: World) -> TrainingStep:
@@ -264,27 +288,41 @@ class RaFL(Method):
         The utilisation is the mean of the private nets' multiply-adds over the mean limit. Beside it is that of one
         common net, the largest that all devices can have. Devices without a limit of multiply-adds are left out.
         """
-        family, limited = world.family, {budget: count for budget, count in counts.items() if budget.macs}
+        family, limited = (
+            world.family,
+            {budget: count for budget, count in counts.items() if budget.macs},
+        )
         step = self.training_step(world) if any(budget.memory for budget in counts) else None
         pairs = {budget: family.member(self.fit(budget, world)) for budget in counts}
         total = sum(counts.values())
         found: dict[str, Any] = {
-            "pair_macs": sum(pairs[budget].macs * count for budget, count in counts.items()) / total,
+            "pair_macs": sum(pairs[budget].macs * count for budget, count in counts.items())
+            / total,
             "over_limit": sum(
-                count for budget, count in counts.items() if family.excess([pairs[budget]], budget, step)
+                count
+                for budget, count in counts.items()
+                if family.excess([pairs[budget]], budget, step)
             ),
         }
         if not limited:
             return found
         limits = sum((budget.macs or 0.0) * count for budget, count in limited.items())
-        used = sum(_macs(family, self.private_for(budget, world)) * count for budget, count in limited.items())
+        used = sum(
+            _macs(family, self.private_for(budget, world)) * count
+            for budget, count in limited.items()
+        )
         found["utilisation"] = used / limits
-        common = next((name for name in private_nets(family) if self._fits_all(name, limited, step, world)), None)
+        common = next(
+            (name for name in private_nets(family) if self._fits_all(name, limited, step, world)),
+            None,
+        )
         if common is not None:
             found["common_utilisation"] = _macs(family, common) * sum(limited.values()) / limits
         return found
 
-    def _fits_all(self, private: str, budgets: Mapping[Budget, int], step: TrainingStep | None, world: World) -> bool:
+    def _fits_all(
+        self, private: str, budgets: Mapping[Budget, int], step: TrainingStep | None, world: World
+    ) -> bool:
         member = self._limited(private, world)
         return not any(world.family.excess([member], budget, step) for budget in budgets)
 
@@ -297,7 +335,9 @@ class RaFL(Method):
     def learner(self, job: Job, world: World) -> Learner:
         base = super().learner(job, world)
         keep = All() if self.keep_knowledge else Nothing()
-        stays = replace(base, keep=keep, private=VariantWeights(WHOLE, other=True), installs=self.transfer)
+        stays = replace(
+            base, keep=keep, private=VariantWeights(WHOLE, other=True), installs=self.transfer
+        )
         variants = members_of(job.submodel.arch.variant)
         if len(variants) == 1:  # One net of a pair, as it is tested or deployed.
             return stays
@@ -309,7 +349,9 @@ class RaFL(Method):
     def _phases(self, private: str, knowledge: str, loss: Objective) -> tuple[Phase, ...]:
         """Return the updates of a batch: one of both nets (equations 4 and 5), or one after the other."""
         pair = (private, knowledge)
-        both = Mutual(loss, pair, distance=self.distance, detach=self.detach, weight=self.mutual_weight)
+        both = Mutual(
+            loss, pair, distance=self.distance, detach=self.detach, weight=self.mutual_weight
+        )
         if self.order == "together":
             return (Phase(both),)
         first = replace(both, learns=(private,), detach=True)
@@ -330,7 +372,9 @@ class RaFL(Method):
             return server
         loss = Softened() if self.softened else Imitation()
         students = (prefix(knowledge_net(world.family)),)
-        return train(server, teaching(self, students, outputs[OUTPUTS], loss, self.server_training, world))
+        return train(
+            server, teaching(self, students, outputs[OUTPUTS], loss, self.server_training, world)
+        )
 
     # --- nets that clients keep --------------------------------------------------------------------------------------
 
@@ -371,7 +415,10 @@ class RaFL(Method):
 
     def trial(self, family: Family) -> tuple[Family, tuple[Budget, ...]]:
         """Return a union of three nets that are cut from one, and limits that allow the larger and the smaller."""
-        nets = {name: _cut_out(family, share) for name, share in (("knowledge", 0.25), ("small", 0.25), ("big", 0.5))}
+        nets = {
+            name: _cut_out(family, share)
+            for name, share in (("knowledge", 0.25), ("small", 0.25), ("big", 0.5))
+        }
         found = union(nets)
         pairs = [found.member(found.at(joined(WHOLE, name)).whole) for name in ("big", "small")]
         return found, (Budget(share=1.0), *(Budget(macs=float(pair.macs)) for pair in pairs))
@@ -406,7 +453,9 @@ def _warn_of_brought(world: World) -> None:
     family = world.family
     one, other = (family.init(seed) for seed in (world.seed, world.seed + 1))
     for name in private_nets(family):
-        drawn = [key for key in family.member(family.at(name).whole).trainable if one[key].dim() > 1]
+        drawn = [
+            key for key in family.member(family.at(name).whole).trainable if one[key].dim() > 1
+        ]
         if drawn and all(torch.equal(one[key], other[key]) for key in drawn):
             _log.warning(
                 "the private net %r has the same weights for every seed, so that devices cannot draw them. "
@@ -429,4 +478,6 @@ def _private(submodel: Submodel) -> str:
 def _cut_out(family: Family, share: float) -> Family:
     """Return the family of a net that has a share of another family's channels, drawn from the seed as that is."""
     arch = family.fit(Budget(share=share))
-    return trace(lambda: family.module(arch, family.init(torch.initial_seed())), family.example_inputs)
+    return trace(
+        lambda: family.module(arch, family.init(torch.initial_seed())), family.example_inputs
+    )

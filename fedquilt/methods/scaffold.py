@@ -103,7 +103,9 @@ class Scaffold(Method):
         """Return the state before the first round, with c = 0."""
         server = super().init(world)
         names = set(world.family.trainable)
-        zeros = {name: torch.zeros_like(value) for name, value in server.weights.items() if name in names}
+        zeros = {
+            name: torch.zeros_like(value) for name, value in server.weights.items() if name in names
+        }
         return replace(server, slots={CONTROL: zeros})
 
     def learner(self, job: Job, world: World) -> Learner:
@@ -111,7 +113,9 @@ class Scaffold(Method):
         (phase,) = base.phases
         passes = (GradientPass(objective=phase.objective),) if self.option == "I" else ()
         corrected = Phase(Corrected(phase.objective))
-        return replace(base, phases=(corrected,), state=ControlVariates(option=self.option), before=passes)
+        return replace(
+            base, phases=(corrected,), state=ControlVariates(option=self.option), before=passes
+        )
 
     def fold(self, server: Server, world: World) -> Fold:
         """Fold the weights as a mean with the server's step size, and add (c_i⁺ − c_i)/N to c."""

@@ -48,7 +48,12 @@ class SHeteroFL(Method):
 
     local: Local = Local()
     weighting: Weighting = "uniform"
-    widths: tuple[float, ...] = (1.0, 0.5, 0.25, 0.125)  # the shares a client trains, as far as it can hold them
+    widths: tuple[float, ...] = (
+        1.0,
+        0.5,
+        0.25,
+        0.125,
+    )  # the shares a client trains, as far as it can hold them
     count_widths: bool = False  # Count a client once per width it trains, as the released code does
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
@@ -66,9 +71,14 @@ class SHeteroFL(Method):
 
     def learner(self, job: Job, world: World) -> Learner:
         smaller = self._affordable(job.submodel.arch, world)
-        objectives = (self.local.build_objective(), *(self.local.build_objective(share) for share in smaller))
+        objectives = (
+            self.local.build_objective(),
+            *(self.local.build_objective(share) for share in smaller),
+        )
         times = len(objectives) if self.count_widths else 1
-        return replace(super().learner(job, world), phases=(Phase(Summed(objectives)),), times=times)
+        return replace(
+            super().learner(job, world), phases=(Phase(Summed(objectives)),), times=times
+        )
 
     def _affordable(self, arch: Arch, world: World) -> tuple[float, ...]:
         """The prototypes narrower than the client's net."""

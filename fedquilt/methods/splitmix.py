@@ -76,8 +76,12 @@ class SplitMix(Method):
     weighting: Weighting = "data"
     base: float = 0.125  # r, the share of a base net; 1 gives FedAvg
     rescale_init: bool = True  # initial weights have the variance of the whole net's (section 4.2)
-    sort: bool = False  # Best base nets first, by validation or training samples (algorithm 1, line 9)
-    robust: bool = False  # algorithm 4: attacked samples go through noised norms of their own (section 4.3)
+    sort: bool = (
+        False  # Best base nets first, by validation or training samples (algorithm 1, line 9)
+    )
+    robust: bool = (
+        False  # algorithm 4: attacked samples go through noised norms of their own (section 4.3)
+    )
     paper = "Hong et al. 2022"
     presets: ClassVar[Presets] = {
         **compared_presets(scaler=True),
@@ -117,11 +121,15 @@ class SplitMix(Method):
             )
             refuse(self, {"sort": why})
         if self.robust and self.local.adversarial is None:
-            object.__setattr__(self, "local", replace(self.local, adversarial=AdversarialTraining()))
+            object.__setattr__(
+                self, "local", replace(self.local, adversarial=AdversarialTraining())
+            )
 
     def init(self, world: World) -> Server:
         if self.robust and not world.family.dual:
-            raise ConfigError(f"Split-Mix was asked to be robust; the model has no dual norms to train. {HOW_TO}")
+            raise ConfigError(
+                f"Split-Mix was asked to be robust; the model has no dual norms to train. {HOW_TO}"
+            )
         return super().init(world)
 
     @property
@@ -162,7 +170,10 @@ class SplitMix(Method):
         others = [base for base in range(self.count) if base != first]
         key = noise.key(44, world.seed, client.id, server.round)
         drawn = noise.choose(key, self._trained(client, world) - 1, len(others))
-        return [self._base(place, world) for place in sorted([first, *(others[place] for place in drawn)])]
+        return [
+            self._base(place, world)
+            for place in sorted([first, *(others[place] for place in drawn)])
+        ]
 
     def learner(self, job: Job, world: World) -> Learner:
         """Algorithm 3, or 4 where robust; the loss may be masked, but all rows of the output layer are averaged."""
@@ -187,7 +198,9 @@ class SplitMix(Method):
         best = sorted(range(self.count), key=lambda place: -scores[place])
         names = list(dict.fromkeys(name[name.rfind("/") + 1 :] for name in server.weights))
         weights = {
-            _scope(to) + name: server.weights[_scope(place) + name] for to, place in enumerate(best) for name in names
+            _scope(to) + name: server.weights[_scope(place) + name]
+            for to, place in enumerate(best)
+            for name in names
         }
         return replace(server, weights=weights)
 
@@ -228,7 +241,9 @@ class SplitMix(Method):
             (room, one.memory if step else one.bytes),
             (budget.share, self.base),
         ]
-        count = min(self.count, *(_whole(bound / each) for bound, each in bounds if bound is not None))
+        count = min(
+            self.count, *(_whole(bound / each) for bound, each in bounds if bound is not None)
+        )
         if count < 1:
             fits = world.family.share(budget, step=step)
             needs = f"train in {one.memory:,}" if step else f"run in {one.inference:,}"

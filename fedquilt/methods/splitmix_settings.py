@@ -13,7 +13,13 @@ SPLITMIX_SGD = SGD(lr=0.01, momentum=0.9, decay=5e-4)
 
 # All compared methods use the statistics of the batch in norms, and the masked loss where classes are missing (A.2).
 DIGITS = Local(optimiser=replace(SPLITMIX_SGD, lr=0.1), schedule=Cosine(400))
-CIFAR10 = Local(optimiser=SPLITMIX_SGD, schedule=Steps((150, 250), 0.1), epochs=5, batch_size=128, masked="client")
+CIFAR10 = Local(
+    optimiser=SPLITMIX_SGD,
+    schedule=Steps((150, 250), 0.1),
+    epochs=5,
+    batch_size=128,
+    masked="client",
+)
 DOMAINNET = Local(optimiser=SPLITMIX_SGD)
 
 

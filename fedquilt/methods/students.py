@@ -73,5 +73,7 @@ def teaching(
         last_batch="drop",
         norm=method.local.norm,
     )
-    learners = Students(local=local, weighting="uniform", objective=objective, batches=how.steps_per_check)
+    learners = Students(
+        local=local, weighting="uniform", objective=objective, batches=how.steps_per_check
+    )
     return Teaching(tuple(students), teacher, learners, how, positions)

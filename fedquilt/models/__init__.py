@@ -11,7 +11,12 @@ from torch import Tensor, nn
 from fedquilt.models.cnn import AlexNet, ConvNet, DigitsCNN, ProgFedCNN, digits_cnn, digits_cnn_norm
 from fedquilt.models.densenet import DenseNet, densenet40_12, densenet100_12, densenet121
 from fedquilt.models.mlp import MLP
-from fedquilt.models.mobilenet import MobileNet, mobilenet_v2, mobilenet_v3_large, mobilenet_v3_small
+from fedquilt.models.mobilenet import (
+    MobileNet,
+    mobilenet_v2,
+    mobilenet_v3_large,
+    mobilenet_v3_small,
+)
 from fedquilt.models.resnet import (
     PreResNet,
     ResNet,
@@ -76,11 +81,15 @@ class ModelSpec:
     input_shape: tuple[int, ...]  # without the batch
     paper: str
     integer_vocab: int | None = None  # inputs are integers below this instead of real numbers
-    fixed: tuple[str, ...] = ()  # layers its paper leaves whole: what to pass on to `fedquilt.trace`
+    fixed: tuple[
+        str, ...
+    ] = ()  # layers its paper leaves whole: what to pass on to `fedquilt.trace`
 
     def takes(self, sample: Tensor) -> bool:
         """Whether it was made for samples of this kind: images, rows of numbers, tokens."""
-        return sample.dim() == len(self.input_shape) and sample.is_floating_point() == (self.integer_vocab is None)
+        return sample.dim() == len(self.input_shape) and sample.is_floating_point() == (
+            self.integer_vocab is None
+        )
 
     def example(self, batch: int = 2) -> Tensor:
         """An input to trace with: the same numbers every time, and the global random state is left alone."""
@@ -108,7 +117,9 @@ MODELS: dict[str, ModelSpec] = {
     "resnet50": ModelSpec(resnet50, _CIFAR, "He et al. 2016"),
     "resnet152": ModelSpec(resnet152, _CIFAR, "He et al. 2016; ProgFed"),
     "rescue_resnet": ModelSpec(rescue_resnet, _CIFAR, "FedResCuE, Table 15"),
-    "wide_resnet": ModelSpec(WideResNet, _CIFAR, "Zagoruyko & Komodakis 2016; FedResCuE, CIFAR-100"),
+    "wide_resnet": ModelSpec(
+        WideResNet, _CIFAR, "Zagoruyko & Komodakis 2016; FedResCuE, CIFAR-100"
+    ),
     "preresnet18": ModelSpec(preresnet18, _CIFAR, "He et al. 2016; HeteroFL, FedRolex, Split-Mix"),
     "mobilenet_v2": ModelSpec(mobilenet_v2, _CIFAR, "Sandler et al. 2018; RaFL"),
     "mobilenet_v3_small": ModelSpec(mobilenet_v3_small, _CIFAR, "Howard et al. 2019; RaFL"),

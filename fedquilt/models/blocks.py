@@ -49,21 +49,31 @@ class ConvUnit(nn.Sequential):
         groups: int = 1,
         dims: int = 2,
     ) -> None:
-        conv = CONV[dims](in_channels, out_channels, kernel, stride, (kernel - 1) // 2, groups=groups, bias=bias)
+        conv = CONV[dims](
+            in_channels, out_channels, kernel, stride, (kernel - 1) // 2, groups=groups, bias=bias
+        )
         super().__init__(OrderedDict(conv=conv, norm=norm(out_channels), act=act()))
 
 
 class LinearUnit(nn.Sequential):
     """Linear layer, norm, activation."""
 
-    def __init__(self, in_features: int, out_features: int, *, norm: MakeNorm, act: Layer = nn.ReLU) -> None:
-        super().__init__(OrderedDict(linear=nn.Linear(in_features, out_features), norm=norm(out_features), act=act()))
+    def __init__(
+        self, in_features: int, out_features: int, *, norm: MakeNorm, act: Layer = nn.ReLU
+    ) -> None:
+        super().__init__(
+            OrderedDict(
+                linear=nn.Linear(in_features, out_features), norm=norm(out_features), act=act()
+            )
+        )
 
 
 class Residual(nn.Module):
     """act(body(x) + shortcut(x)), where the shortcut is the identity unless given."""
 
-    def __init__(self, body: nn.Module, shortcut: nn.Module | None = None, act: Layer = nn.Identity) -> None:
+    def __init__(
+        self, body: nn.Module, shortcut: nn.Module | None = None, act: Layer = nn.Identity
+    ) -> None:
         super().__init__()
         self.body = body
         self.shortcut = shortcut or nn.Identity()
@@ -94,4 +104,6 @@ class Staged(nn.Module):
 
 def pooled(channels: int, num_classes: int) -> OrderedDict[str, nn.Module]:
     """The layers of a head that averages over positions and classifies."""
-    return OrderedDict(pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(1), linear=nn.Linear(channels, num_classes))
+    return OrderedDict(
+        pool=nn.AdaptiveAvgPool2d(1), flatten=nn.Flatten(1), linear=nn.Linear(channels, num_classes)
+    )

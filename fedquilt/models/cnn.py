@@ -12,13 +12,17 @@ from fedquilt.models.blocks import ConvUnit, LinearUnit, Norm, Staged, norms
 class ConvNet(Staged):
     """The EMNIST net: two convolutions and two linear layers (Reddi et al. 2021; ProgFed, appendix B)."""
 
-    def __init__(self, num_classes: int = 62, in_channels: int = 1, *, image_size: int = 28) -> None:
+    def __init__(
+        self, num_classes: int = 62, in_channels: int = 1, *, image_size: int = 28
+    ) -> None:
         side = (image_size - 4) // 2
         super().__init__(
             [
                 nn.Sequential(nn.Conv2d(in_channels, 32, 3), nn.ReLU()),
                 nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Dropout(0.25)),
-                nn.Sequential(nn.Flatten(1), nn.Linear(64 * side * side, 128), nn.ReLU(), nn.Dropout(0.5)),
+                nn.Sequential(
+                    nn.Flatten(1), nn.Linear(64 * side * side, 128), nn.ReLU(), nn.Dropout(0.5)
+                ),
             ],
             head=nn.Linear(128, num_classes),
         )
@@ -27,7 +31,9 @@ class ConvNet(Staged):
 class ProgFedCNN(Staged):
     """The CIFAR-10 net of ProgFed (appendix B): three convolutions and two linear layers, 122,570 parameters."""
 
-    def __init__(self, num_classes: int = 10, in_channels: int = 3, *, image_size: int = 32) -> None:
+    def __init__(
+        self, num_classes: int = 10, in_channels: int = 3, *, image_size: int = 32
+    ) -> None:
         side = ((image_size - 2) // 2 - 2) // 2 - 2
         super().__init__(
             [
@@ -44,7 +50,12 @@ class DigitsCNN(Staged):
     """The Digits net of FedBN, used by FedResCuE (Table 16) and, with norms after fc1 and fc2, Split-Mix (Table 2)."""
 
     def __init__(
-        self, num_classes: int = 10, in_channels: int = 3, *, norm_fc: bool = False, image_size: int = 28
+        self,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        *,
+        norm_fc: bool = False,
+        image_size: int = 28,
     ) -> None:
         conv = partial(ConvUnit, kernel=5, norm=norms("batch"), bias=True)
         linear = partial(LinearUnit, norm=norms("batch" if norm_fc else "none", dims=1))
@@ -65,7 +76,12 @@ class AlexNet(Staged):
     """AlexNet with a norm after each convolution and hidden linear layer (FedBN; Split-Mix, Table 3: DomainNet)."""
 
     def __init__(
-        self, num_classes: int = 10, in_channels: int = 3, *, norm: Norm = "batch", hidden: int = 4096
+        self,
+        num_classes: int = 10,
+        in_channels: int = 3,
+        *,
+        norm: Norm = "batch",
+        hidden: int = 4096,
     ) -> None:
         conv = partial(ConvUnit, norm=norms(norm), bias=True)
         linear = partial(LinearUnit, norm=norms(norm, dims=1))

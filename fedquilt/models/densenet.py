@@ -23,7 +23,9 @@ class DenseLayer(nn.Module):
 
     def __init__(self, in_channels: int, growth: int, norm: MakeNorm) -> None:
         super().__init__()
-        self.body = nn.Sequential(pre_unit(in_channels, 4 * growth, 1, norm), pre_unit(4 * growth, growth, 3, norm))
+        self.body = nn.Sequential(
+            pre_unit(in_channels, 4 * growth, 1, norm), pre_unit(4 * growth, growth, 3, norm)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.cat([x, self.body(x)], 1)

@@ -54,7 +54,9 @@ def inverted_residual(in_channels: int, row: Row, norm: MakeNorm) -> nn.Module:
     layers: list[nn.Module] = []
     if row.expanded != in_channels:
         layers.append(unit(in_channels, row.expanded, 1, act=row.act))
-    layers.append(unit(row.expanded, row.expanded, row.kernel, row.stride, act=row.act, groups=row.expanded))
+    layers.append(
+        unit(row.expanded, row.expanded, row.kernel, row.stride, act=row.act, groups=row.expanded)
+    )
     if row.squeeze:
         layers.append(SqueezeExcite(row.expanded))
     layers.append(unit(row.expanded, row.out, 1, act=nn.Identity))
@@ -89,7 +91,11 @@ class MobileNet(Staged):
             first = next(i for i, row in enumerate(rows) if row.stride == 2)
             rows = [*rows[:first], rows[first]._replace(stride=1), *rows[first + 1 :]]
         stages: list[list[nn.Module]] = [
-            [ConvUnit(in_channels, stem_width, 3, 1 if stem == "cifar" else 2, norm=make_norm, act=act)]
+            [
+                ConvUnit(
+                    in_channels, stem_width, 3, 1 if stem == "cifar" else 2, norm=make_norm, act=act
+                )
+            ]
         ]
         channels = stem_width
         for row in rows:

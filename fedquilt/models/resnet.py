@@ -16,7 +16,9 @@ Stem = Literal["cifar", "imagenet"]
 EXPANSION: dict[Block, int] = {"basic": 1, "bottleneck": 4}
 
 
-def residual_block(kind: Block, in_channels: int, width: int, stride: int, norm: MakeNorm) -> Residual:
+def residual_block(
+    kind: Block, in_channels: int, width: int, stride: int, norm: MakeNorm
+) -> Residual:
     """Two 3×3 convolutions, or one between two 1×1; the shortcut is a convolution where the shape changes."""
     out_channels = width * EXPANSION[kind]
     unit = partial(ConvUnit, norm=norm)
@@ -24,7 +26,9 @@ def residual_block(kind: Block, in_channels: int, width: int, stride: int, norm:
     if kind == "basic":
         body = nn.Sequential(unit(in_channels, width, 3, stride), last(width, out_channels, 3))
     else:
-        body = nn.Sequential(unit(in_channels, width, 1), unit(width, width, 3, stride), last(width, out_channels, 1))
+        body = nn.Sequential(
+            unit(in_channels, width, 1), unit(width, width, 3, stride), last(width, out_channels, 1)
+        )
     same = stride == 1 and in_channels == out_channels
     return Residual(body, None if same else last(in_channels, out_channels, 1, stride), nn.ReLU)
 
@@ -73,14 +77,17 @@ class ResNet(Staged):
         make_block = partial(residual_block, block, norm=make_norm)
         first, *rest = residual_stages(make_block, blocks, widths, widths[0], expansion)
         super().__init__(
-            [nn.Sequential(*opening, *first), *rest], nn.Sequential(pooled(widths[-1] * expansion, num_classes))
+            [nn.Sequential(*opening, *first), *rest],
+            nn.Sequential(pooled(widths[-1] * expansion, num_classes)),
         )
 
 
 class PreActBlock(nn.Module):
     """Norm and activation come before each convolution; a shortcut convolution starts after the first of them."""
 
-    def __init__(self, in_channels: int, width: int, stride: int, norm: MakeNorm, dropout: float = 0.0) -> None:
+    def __init__(
+        self, in_channels: int, width: int, stride: int, norm: MakeNorm, dropout: float = 0.0
+    ) -> None:
         super().__init__()
         same = stride == 1 and in_channels == width
         self.open = nn.Sequential(norm(in_channels), nn.ReLU())
@@ -146,7 +153,9 @@ class WideResNet(PreResNet):
         dropout: float = 0.0,
     ) -> None:
         if depth % 6 != 4:
-            raise ValueError(f"depth {depth} does not make a WideResNet; 6n + 4 does: 10, 16, 22, 28, 40 …")
+            raise ValueError(
+                f"depth {depth} does not make a WideResNet; 6n + 4 does: 10, 16, 22, 28, 40 …"
+            )
         super().__init__(
             ((depth - 4) // 6,) * 3,
             num_classes,
@@ -165,4 +174,6 @@ resnet50 = partial(ResNet, "bottleneck", (3, 4, 6, 3))
 resnet152 = partial(ResNet, "bottleneck", (3, 8, 36, 3))
 rescue_resnet = partial(ResNet, "bottleneck", (1, 1, 1, 1), stem="imagenet")  # FedResCuE, Table 15
 preresnet18 = partial(PreResNet, (2, 2, 2, 2))
-tiny_resnet = partial(ResNet, "basic", (1, 1), in_channels=1, widths=(12, 24))  # the demo's 8×8 digits
+tiny_resnet = partial(
+    ResNet, "basic", (1, 1), in_channels=1, widths=(12, 24)
+)  # the demo's 8×8 digits

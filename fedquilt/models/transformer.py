@@ -48,9 +48,15 @@ class TransformerBlock(nn.Module):
     ) -> None:
         super().__init__()
         self.pre_norm = pre_norm
-        self.attention = nn.Sequential(Attention(width, heads, head_dim, causal), nn.Dropout(dropout))
+        self.attention = nn.Sequential(
+            Attention(width, heads, head_dim, causal), nn.Dropout(dropout)
+        )
         self.perceptron = nn.Sequential(
-            nn.Linear(width, hidden), act(), nn.Dropout(dropout), nn.Linear(hidden, width), nn.Dropout(dropout)
+            nn.Linear(width, hidden),
+            act(),
+            nn.Dropout(dropout),
+            nn.Linear(hidden, width),
+            nn.Dropout(dropout),
         )
         self.norm1 = nn.LayerNorm(width)
         self.norm2 = nn.LayerNorm(width)
@@ -91,12 +97,21 @@ class ViT(nn.Module):
         super().__init__()
         self.embed = nn.Conv2d(in_channels, width, patch, patch)
         self.token = nn.Parameter(torch.zeros(1, 1, width))
-        self.position = nn.Parameter(torch.empty(1, 1 + (image_size // patch) ** 2, width).normal_(std=0.02))
+        self.position = nn.Parameter(
+            torch.empty(1, 1 + (image_size // patch) ** 2, width).normal_(std=0.02)
+        )
         self.dropout = nn.Dropout(dropout)
         self.blocks = nn.Sequential(
             *(
                 TransformerBlock(
-                    width, heads, head_dim, hidden, causal=False, pre_norm=True, act=nn.GELU, dropout=dropout
+                    width,
+                    heads,
+                    head_dim,
+                    hidden,
+                    causal=False,
+                    pre_norm=True,
+                    act=nn.GELU,
+                    dropout=dropout,
                 )
                 for _ in range(depth)
             )
@@ -143,7 +158,14 @@ class TransformerLM(nn.Module):
         self.blocks = nn.Sequential(
             *(
                 TransformerBlock(
-                    width, heads, head_dim, hidden, causal=True, pre_norm=False, act=nn.ReLU, dropout=dropout
+                    width,
+                    heads,
+                    head_dim,
+                    hidden,
+                    causal=True,
+                    pre_norm=False,
+                    act=nn.ReLU,
+                    dropout=dropout,
                 )
                 for _ in range(depth)
             )

@@ -15,7 +15,10 @@ from fedquilt.units import sides
 
 Up = Literal["transpose", "upsample"]
 POOL: dict[int, type[nn.MaxPool2d | nn.MaxPool3d]] = {2: nn.MaxPool2d, 3: nn.MaxPool3d}
-TRANSPOSE: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {2: nn.ConvTranspose2d, 3: nn.ConvTranspose3d}
+TRANSPOSE: dict[int, type[nn.ConvTranspose2d | nn.ConvTranspose3d]] = {
+    2: nn.ConvTranspose2d,
+    3: nn.ConvTranspose3d,
+}
 
 
 def double_conv(in_channels: int, out_channels: int, dims: int, norm: MakeNorm) -> nn.Sequential:
@@ -79,9 +82,12 @@ class UNet(nn.Module):
         pairs = list(pairwise(widths))
         self.pool = POOL[dims](2)
         self.encoder = nn.ModuleList(
-            double_conv(above, here, dims, make_norm) for above, here in [(in_channels, width), *pairs]
+            double_conv(above, here, dims, make_norm)
+            for above, here in [(in_channels, width), *pairs]
         )
-        self.decoder = nn.ModuleList(Decoder(below, here, dims, make_norm, up) for here, below in pairs)
+        self.decoder = nn.ModuleList(
+            Decoder(below, here, dims, make_norm, up) for here, below in pairs
+        )
         self.head = CONV[dims](width, num_classes, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -103,8 +109,13 @@ class UNet(nn.Module):
     def stage_ends(self) -> dict[str, int | list[str]]:
         """Return how it grows: from the outer levels in, by `forward_stage`, or the decoder from the innermost out."""
         depth = len(self.decoder)
-        return {"symmetric": depth, "asymmetric": [f"decoder.{level}" for level in reversed(range(depth))]}
+        return {
+            "symmetric": depth,
+            "asymmetric": [f"decoder.{level}" for level in reversed(range(depth))],
+        }
 
 
 unet2d = partial(UNet, 2)
-unet3d = partial(UNet, 3, num_classes=5, in_channels=4)  # BraTS: four modalities, five labels (ProgFed, appendix B)
+unet3d = partial(
+    UNet, 3, num_classes=5, in_channels=4
+)  # BraTS: four modalities, five labels (ProgFed, appendix B)

@@ -22,7 +22,9 @@ class ProgressiveColumns(Method):
     Overwriting moves the whole net.
     """
 
-    progressive: bool = True  # Train only what the narrower net does not have. False: overwrite it too
+    progressive: bool = (
+        True  # Train only what the narrower net does not have. False: overwrite it too
+    )
     inner: float = 0.5  # Share of the narrower net, which the first client trains
     paper = "Zhu et al. 2022"
     skips_clients = True

@@ -42,9 +42,13 @@ class Record:
     loss: float | None  # None: nobody was there to take part
     stacks: int = 0  # how many groups of clients were trained as one; not written down
     grades: Grades = field(default_factory=Grades)
-    link_seconds: float | None = None  # what the slowest client would take; None: the link has no clock
+    link_seconds: float | None = (
+        None  # what the slowest client would take; None: the link has no clock
+    )
     missing: int = 0  # Clients of the cohort that did not answer.
-    server_seconds: float | None = None  # Time of the server's own training; None: it does not learn
+    server_seconds: float | None = (
+        None  # Time of the server's own training; None: it does not learn
+    )
     server_macs: int = 0  # Multiply-adds of the server, of its teachers' outputs and its training
     server_steps: int = 0  # Optimizer steps of all nets that the server trained
     bytes_first: int = 0  # Bytes of `bytes_down` that clients get once, such as their private nets
@@ -54,7 +58,9 @@ class Record:
 
         `main` names the metric that tables, targets and trackers use. `accuracy` is empty where the task has none.
         """
-        record = {name: value for name, value in vars(self).items() if name not in ("grades", "stacks")}
+        record = {
+            name: value for name, value in vars(self).items() if name not in ("grades", "stacks")
+        }
         if self.link_seconds is None:
             del record["link_seconds"]
         for name in ("missing", "bytes_first"):
@@ -71,10 +77,18 @@ class Record:
     @staticmethod
     def from_dict(plain: Mapping[str, Any]) -> Record:
         """Return the record that `to_dict` wrote. Earlier versions had accuracy beside the other metrics alone."""
-        rest = {name: value for name, value in plain.items() if name not in ("accuracy", "metrics", "main")}
+        rest = {
+            name: value
+            for name, value in plain.items()
+            if name not in ("accuracy", "metrics", "main")
+        }
         if "accuracy" not in plain:
             return Record(**rest)
-        metrics = plain["metrics"] if "main" in plain else {"accuracy": plain["accuracy"], **plain["metrics"]}
+        metrics = (
+            plain["metrics"]
+            if "main" in plain
+            else {"accuracy": plain["accuracy"], **plain["metrics"]}
+        )
         return Record(**rest, grades=Grades(plain.get("main", "accuracy"), metrics))
 
 
@@ -88,7 +102,12 @@ class Played:
 
 
 def play(
-    federation: Federation, server: Server, fleet: Fleet, engine: Engine, rounds: int, evaluation: Evaluation
+    federation: Federation,
+    server: Server,
+    fleet: Fleet,
+    engine: Engine,
+    rounds: int,
+    evaluation: Evaluation,
 ) -> Played:
     """Run the next of `rounds` rounds. Nothing that was handed in changes."""
     began, world, method = time.perf_counter(), federation.world, federation.method
@@ -96,7 +115,11 @@ def play(
         fleet.client(id, server.round, world.seed, engine.size(id), place)
         for place, id in enumerate(fleet.cohort(server.round, world.seed, engine.online()))
     ]
-    jobs = [Job(c, submodel, server.round) for c in cohort for submodel in planned(method, server, c, world)]
+    jobs = [
+        Job(c, submodel, server.round)
+        for c in cohort
+        for submodel in planned(method, server, c, world)
+    ]
     if method.keeps_nets:
         for job in jobs:
             method.resumed(job, memory_of(server, job), world)
@@ -150,7 +173,11 @@ def _check_merged(method: Method, server: Server, merged: Merged) -> None:
     for before, after in pairs:
         if are_finite(after.values()):
             continue
-        wrong = [name for name, value in after.items() if not are_finite([value]) and _was_finite(before, name)]
+        wrong = [
+            name
+            for name, value in after.items()
+            if not are_finite([value]) and _was_finite(before, name)
+        ]
         if wrong:
             raise DivergenceError(
                 f"the fold of {type(method).__name__} gave values that are not finite in round {server.round + 1}, "

@@ -38,9 +38,18 @@ class PGD:
     high: float = 1.0
 
     def __post_init__(self) -> None:
-        within(self, eps="[0, inf)", steps="[0, inf)", size="[0, inf)", low="(-inf, inf)", high="(-inf, inf)")
+        within(
+            self,
+            eps="[0, inf)",
+            steps="[0, inf)",
+            size="[0, inf)",
+            low="(-inf, inf)",
+            high="(-inf, inf)",
+        )
         if not self.low < self.high:
-            raise ConfigError(f"PGD was asked to stay between low = {self.low:g} and high = {self.high:g}: no range.")
+            raise ConfigError(
+                f"PGD was asked to stay between low = {self.low:g} and high = {self.high:g}: no range."
+            )
 
     def __call__(self, loss: Callable[[Tensor], Tensor], inputs: Tensor, drawn: Tensor) -> Tensor:
         """The attacked samples. `drawn` are numbers in [0, 1), shaped as the samples, that the start is taken from.
@@ -51,13 +60,24 @@ class PGD:
 
     def _climbed(self, slope: Callable[[Tensor], Tensor], inputs: Tensor, drawn: Tensor) -> Tensor:
         least, most = ((inputs + by).clamp(self.low, self.high) for by in (-self.eps, self.eps))
-        found = (inputs + self.eps * (2 * drawn - 1)).clamp(self.low, self.high) if self.start else inputs
+        found = (
+            (inputs + self.eps * (2 * drawn - 1)).clamp(self.low, self.high)
+            if self.start
+            else inputs
+        )
         for _ in range(self.steps):
-            found = torch.minimum(torch.maximum(found + self.size * slope(found).sign(), least), most)
+            found = torch.minimum(
+                torch.maximum(found + self.size * slope(found).sign(), least), most
+            )
         return found.detach()
 
     def on(
-        self, module: nn.Module, inputs: Tensor, targets: Tensor, seed: int = 0, task: Task = Classification()
+        self,
+        module: nn.Module,
+        inputs: Tensor,
+        targets: Tensor,
+        seed: int = 0,
+        task: Task = Classification(),
     ) -> Tensor:
         """The samples as they are worst for a plain module, one of `run.deploy` or any other, as it runs now.
 
@@ -66,15 +86,23 @@ class PGD:
         self._refuse(inputs, "the samples given", "Give them as they are without normalisation")
         key = torch.tensor(noise.key(seed), device=inputs.device)
         drawn = noise.uniform(key, inputs.shape, inputs.dtype)
-        kept = (value.dtype for value in (*module.parameters(), *module.buffers()) if value.is_floating_point())
+        kept = (
+            value.dtype
+            for value in (*module.parameters(), *module.buffers())
+            if value.is_floating_point()
+        )
         kind = next(kept, inputs.dtype)
 
         def slope(x: Tensor) -> Tensor:
             """By plain autograd: torch.func forbids what a module writes into itself, as norms do in training."""
             with torch.enable_grad():
                 x = x.detach().requires_grad_()
-                loss = task.mean_loss(module(x.to(kind, copy=True)), targets)  # it may begin in place
-                (found,) = torch.autograd.grad(loss + 0 * x.sum(), x)  # zero where no slope reaches the samples
+                loss = task.mean_loss(
+                    module(x.to(kind, copy=True)), targets
+                )  # it may begin in place
+                (found,) = torch.autograd.grad(
+                    loss + 0 * x.sum(), x
+                )  # zero where no slope reaches the samples
             return found
 
         return self._climbed(slope, inputs, drawn)
@@ -87,11 +115,17 @@ class PGD:
         ):
             for first in range(0, count, _CHUNK):
                 seen = samples(torch.arange(first, min(first + _CHUNK, count)))
-                self._refuse(seen, f"the {what} samples of {data.name}", "Load the data with normalise = 'none'")
+                self._refuse(
+                    seen,
+                    f"the {what} samples of {data.name}",
+                    "Load the data with normalise = 'none'",
+                )
 
     def _refuse(self, samples: Tensor, whose: str, remedy: str) -> None:
         if not samples.is_floating_point():
-            raise DataError(f"an attack was asked for; it moves real numbers, and {whose} are {samples.dtype}.")
+            raise DataError(
+                f"an attack was asked for; it moves real numbers, and {whose} are {samples.dtype}."
+            )
         if not samples.numel():
             return
         lowest, highest = float(samples.min()), float(samples.max())
@@ -115,7 +149,9 @@ class AdversarialTraining:
     norms use their stored statistics, and dropout and scaler are off.
     """
 
-    weight: float | tuple[float, ...] = 0.5  # of attacked samples' loss (λn): 0 none, 1 all; several: drawn by sample
+    weight: float | tuple[float, ...] = (
+        0.5  # of attacked samples' loss (λn): 0 none, 1 all; several: drawn by sample
+    )
     attack: PGD = PGD()  # on every batch
     search: Search = "training"  # Mode of the net while an attack is searched
 
@@ -123,7 +159,9 @@ class AdversarialTraining:
         within(self, weight="[0, 1]")
         one_of(self, search=Search)
         if self.weight == ():
-            raise ConfigError("adversarial training was given no weights to draw from; (0, 0.5, 1) would fit.")
+            raise ConfigError(
+                "adversarial training was given no weights to draw from; (0, 0.5, 1) would fit."
+            )
 
     @property
     def draws(self) -> bool:
@@ -138,10 +176,14 @@ class AdversarialTraining:
         """A weight for each sample of a batch, all of them as likely."""
         place = (noise.uniform(key, (len(like),), torch.float32) * len(self.all)).long()
         # Summed up from what is known: a list of numbers would have to be copied to the device.
-        return torch.stack([(place == at).to(like.dtype) * weight for at, weight in enumerate(self.all)]).sum(0)
+        return torch.stack(
+            [(place == at).to(like.dtype) * weight for at, weight in enumerate(self.all)]
+        ).sum(0)
 
 
 def by_sample(key: int, rows: Tensor, like: Tensor) -> Tensor:
     """Numbers in [0, 1) for samples at positions: a sample's are its own, whoever is in its batch."""
-    keys = noise.fold_in(torch.full_like(rows, key), rows)  # filled on the device: it may be recorded
+    keys = noise.fold_in(
+        torch.full_like(rows, key), rows
+    )  # filled on the device: it may be recorded
     return vmap(lambda one: noise.uniform(one, like.shape[1:], like.dtype))(keys)

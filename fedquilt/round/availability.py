@@ -43,7 +43,9 @@ class Trace:
         within(self, period="[0, inf)")
 
     def presence(self, num_clients: int, seed: int) -> Presence:
-        rows = read_csv(self.file, "availability", needs=("client", "start"), knows=("client", "start", "end"))
+        rows = read_csv(
+            self.file, "availability", needs=("client", "start"), knows=("client", "start", "end")
+        )
         stays = np.array([self._stay(line, row, num_clients) for line, row in rows], dtype=np.int64)
         return Presence(stays[:, 0], stays[:, 1], stays[:, 2], self.period, self.file)
 
@@ -56,13 +58,23 @@ class Trace:
             elif text.isascii() and text.isdigit() and len(text) < 19:
                 numbers[name] = int(text)
             else:
-                raise ConfigError(f"{where}: {name} = {text!r} was found; it is a whole number, 0 or above.")
-        client, start, end = numbers["client"], numbers["start"], numbers.get("end", self.period or _FOREVER)
+                raise ConfigError(
+                    f"{where}: {name} = {text!r} was found; it is a whole number, 0 or above."
+                )
+        client, start, end = (
+            numbers["client"],
+            numbers["start"],
+            numbers.get("end", self.period or _FOREVER),
+        )
         if client >= num_clients:
-            raise ConfigError(f"{where}: there is no client {client}; the fleet has {num_clients}, from 0.")
+            raise ConfigError(
+                f"{where}: there is no client {client}; the fleet has {num_clients}, from 0."
+            )
         if not start < end or (self.period and end > self.period):
             within = f" and lies within the period of {self.period}" if self.period else ""
-            raise ConfigError(f"{where}: a stay from {start} to {end} was found; it ends after it starts{within}.")
+            raise ConfigError(
+                f"{where}: a stay from {start} to {end} was found; it ends after it starts{within}."
+            )
         return client, start, end
 
 
@@ -83,13 +95,25 @@ class Diurnal:
         within(self, awake=f"[1, {self.period}]")
 
     def presence(self, num_clients: int, seed: int) -> Presence:
-        drawn = noise.uniform(torch.tensor(noise.key(seed, 25)), (num_clients,), torch.float64).numpy()
-        clients, start = np.arange(num_clients), (drawn * self.spread * self.period).astype(np.int64)
-        over = np.flatnonzero(start + self.awake > self.period)  # a stay that goes on into the next period is two
+        drawn = noise.uniform(
+            torch.tensor(noise.key(seed, 25)), (num_clients,), torch.float64
+        ).numpy()
+        clients, start = (
+            np.arange(num_clients),
+            (drawn * self.spread * self.period).astype(np.int64),
+        )
+        over = np.flatnonzero(
+            start + self.awake > self.period
+        )  # a stay that goes on into the next period is two
         return Presence(
             np.concatenate([clients, clients[over]]),
             np.concatenate([start, np.zeros_like(over)]),
-            np.concatenate([np.minimum(start + self.awake, self.period), start[over] + self.awake - self.period]),
+            np.concatenate(
+                [
+                    np.minimum(start + self.awake, self.period),
+                    start[over] + self.awake - self.period,
+                ]
+            ),
             period=self.period,
             name="the daily pattern",
         )
@@ -105,13 +129,17 @@ class Presence:
     the root: they are counted and drawn from without being listed, however many there are.
     """
 
-    def __init__(self, clients: Ints, starts: Ints, ends: Ints, period: int = 0, name: str = "availability") -> None:
+    def __init__(
+        self, clients: Ints, starts: Ints, ends: Ints, period: int = 0, name: str = "availability"
+    ) -> None:
         self.period, self.name = period, name
         self._sums: dict[int, list[int]] = {}
         open_end = ends == _FOREVER
         # Rounds between two neighbouring cuts are alike; after the last cut only open stays are left.
         self._cuts = np.unique(np.concatenate([starts, ends[~open_end]]))
-        self.last = None if period or open_end.any() else int(self._cuts[-1])  # nobody is there from this round on
+        self.last = (
+            None if period or open_end.any() else int(self._cuts[-1])
+        )  # nobody is there from this round on
         size = self._size = len(self._cuts)
         client, left, right = _merged(
             clients,

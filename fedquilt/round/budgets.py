@@ -29,7 +29,9 @@ def planned(method: Method, server: Server, client: Client, world: World) -> lis
     if not isinstance(plan, Sequence) or not all(isinstance(one, Submodel) for one in plan):
         kinds = {type(one).__name__: None for one in plan} if isinstance(plan, Sequence) else {}
         found = f"{type(plan).__name__}{' of ' + ', '.join(kinds) if kinds else ''}"
-        raise SubmodelError(f"{name}.plan returned a {found} {who}; it must return a list of sub-models: [submodel].")
+        raise SubmodelError(
+            f"{name}.plan returned a {found} {who}; it must return a list of sub-models: [submodel]."
+        )
     if not plan and not method.skips_clients:
         raise SubmodelError(
             f"{name}.plan returned nothing to train {who}. A method that leaves out clients on purpose sets "

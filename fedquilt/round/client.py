@@ -24,7 +24,18 @@ from fedquilt.round.link import PERFECT, Trip
 from fedquilt.round.training.learner import Learner
 from fedquilt.round.training.optimizers import OptimiserState, State
 from fedquilt.round.training.state import Left, Received, Trained
-from fedquilt.terms import Extras, Job, Memory, Payload, Server, Slots, Submodel, Update, Weights, in_slots
+from fedquilt.terms import (
+    Extras,
+    Job,
+    Memory,
+    Payload,
+    Server,
+    Slots,
+    Submodel,
+    Update,
+    Weights,
+    in_slots,
+)
 
 Results = Mapping[str, Weights]  # of passes over samples, by the name of the pass
 NOTHING_LEFT = Left()
@@ -38,10 +49,16 @@ class Start:
     slots: OptimiserState | None  # Optimizer slots that it remembers. None: they are empty.
     steps: int  # Optimizer steps behind the slots.
     bytes: int  # Bytes that arrived.
-    known: Weights = field(default_factory=dict)  # What both sides know that it received, where a codec needs it.
-    state_slots: dict[str, State] = field(default_factory=dict)  # Slots of the method: the server's, and its own.
+    known: Weights = field(
+        default_factory=dict
+    )  # What both sides know that it received, where a codec needs it.
+    state_slots: dict[str, State] = field(
+        default_factory=dict
+    )  # Slots of the method: the server's, and its own.
     extras: Extras = field(default_factory=dict)  # Extras of the method: the server's, and its own.
-    first_bytes: int = 0  # Bytes of weights that it received for the first and only time; `bytes` has them too.
+    first_bytes: int = (
+        0  # Bytes of weights that it received for the first and only time; `bytes` has them too.
+    )
 
     @property
     def received(self) -> Received:
@@ -105,7 +122,9 @@ def receive(
         if memory and learner.keep_slots:
             slots = learner.start_slots(state, member)
             for slot, values in slots.items():
-                slots[slot] = cutter.overlay(values, held, memory.slots.get(slot, {}), memory.submodel.held)
+                slots[slot] = cutter.overlay(
+                    values, held, memory.slots.get(slot, {}), memory.submodel.held
+                )
         state_slots: dict[str, State] = {}
         extras: Extras = {}
         if learner.state:
@@ -116,7 +135,9 @@ def receive(
     return Start(state, slots, steps, arrival.bytes + first, known, state_slots, extras, first)
 
 
-def first_names(federation: Federation, job: Job, learner: Learner, memory: Memory | None) -> tuple[str, ...]:
+def first_names(
+    federation: Federation, job: Job, learner: Learner, memory: Memory | None
+) -> tuple[str, ...]:
     """Return the names of the weights that a client downloads because it has none of them yet.
 
     Args:
@@ -160,7 +181,9 @@ def _state_extras(learner: Learner, arrived: Payload | None, memory: Memory | No
     return {name: known[name] for name in names if name in known}
 
 
-def finish(job: Job, learner: Learner, start: Start, trained: State, batches: int, passes: Results) -> Left:
+def finish(
+    job: Job, learner: Learner, start: Start, trained: State, batches: int, passes: Results
+) -> Left:
     """Return what a client keeps and sends of its method's state.
 
     Args:
@@ -177,12 +200,19 @@ def finish(job: Job, learner: Learner, start: Start, trained: State, batches: in
     steps = torch.tensor(learner.moves(batches), dtype=like.dtype, device=like.device)
     with blamed(job, "updating the method's state"):
         return learner.state.finish(
-            Trained(start.state, trained, start.state_slots, start.extras, steps, learner.lr, passes)
+            Trained(
+                start.state, trained, start.state_slots, start.extras, steps, learner.lr, passes
+            )
         )
 
 
 def upload_of(
-    federation: Federation, job: Job, learner: Learner, wanted: Submodel, weights: Weights, left: Left
+    federation: Federation,
+    job: Job,
+    learner: Learner,
+    wanted: Submodel,
+    weights: Weights,
+    left: Left,
 ) -> Payload:
     """Return what a client uploads.
 
@@ -224,7 +254,10 @@ def send(
     residual = _recalled(federation, job, "residual", known, memory) if link.feedback else {}
     lost = residual
     with blamed(job, "sending"):
-        beside = [cutter.narrow(one, held, payload.submodel.held) if one else one for one in (known, residual)]
+        beside = [
+            cutter.narrow(one, held, payload.submodel.held) if one else one
+            for one in (known, residual)
+        ]
         arrival = link.up(payload, Trip(federation.world, job, up=True), *beside)
         if arrival.payload:
             if link.codec:  # A codec's range may exceed that of the numbers it decodes to.
@@ -233,7 +266,9 @@ def send(
             if arrival.error:  # The residual of what did not arrive stays as it was.
                 lost = cutter.overlay(lost, held, arrival.error, arrival.payload.submodel.held)
         slots = {"residual": lost} if lost else {}
-        if link.tracks and known:  # Kept as the change since the beginning, so that an empty slot is zero.
+        if (
+            link.tracks and known
+        ):  # Kept as the change since the beginning, so that an empty slot is zero.
             first = cutter.gather(initial, job.submodel, list(known))
             slots["received"] = {name: value - first[name] for name, value in known.items()}
     sent = (arrival.payload,) if arrival.payload else ()
@@ -284,10 +319,14 @@ def remember(
 def _covers(new: Memory, old: Memory) -> bool:
     """Return True if a memory has all weights and positions of an older one."""
     same = new.submodel.index == old.submodel.index and old.weights.keys() <= new.weights.keys()
-    return same and all(values.keys() <= new.slots.get(slot, {}).keys() for slot, values in old.slots.items())
+    return same and all(
+        values.keys() <= new.slots.get(slot, {}).keys() for slot, values in old.slots.items()
+    )
 
 
-def kept_state(federation: Federation, learner: Learner, slots: Slots, extras: Extras, left: Left) -> Left:
+def kept_state(
+    federation: Federation, learner: Learner, slots: Slots, extras: Extras, left: Left
+) -> Left:
     """Return what a client keeps of its method's state.
 
     Where a link may lose some, it also keeps what it received, to replace what is lost in its next round.
@@ -308,7 +347,10 @@ def kept_state(federation: Federation, learner: Learner, slots: Slots, extras: E
     # Copies, because an engine may use the memory of these tensors for the next clients.
     return replace(
         left,
-        kept={slot: {name: value.clone() for name, value in values.items()} for slot, values in kept.items()},
+        kept={
+            slot: {name: value.clone() for name, value in values.items()}
+            for slot, values in kept.items()
+        },
         kept_extras={name: value.clone() for name, value in kept_extras.items()},
     )
 
@@ -330,7 +372,9 @@ def steps_behind(memory: Memory | None, learner: Learner, batches: int) -> int:
     return before + learner.moves(batches)
 
 
-def update_of(job: Job, learner: Learner, sent: tuple[Payload, ...], steps: int, batches: int) -> Update:
+def update_of(
+    job: Job, learner: Learner, sent: tuple[Payload, ...], steps: int, batches: int
+) -> Update:
     """Return what the merge is given of a job, whose client has taken `steps` optimizer steps so far."""
     return Update(job, sent, steps, learner.pace(batches), times=learner.times)
 
@@ -365,7 +409,10 @@ def check_left(job: Job, learner: Learner, member: Member, left: Left) -> None:
     """Refuse state of a method that is not as its learner declares it. Values are not looked at."""
     who = f"client {job.client.id} (budget {job.client.budget}) of round {job.round + 1}"
     state = learner.state
-    for what, found, declared in (("keeps", left.kept, state.slots_kept), ("sends", left.sent, state.slots_up)):
+    for what, found, declared in (
+        ("keeps", left.kept, state.slots_kept),
+        ("sends", left.sent, state.slots_up),
+    ):
         if set(found) != set(declared):
             raise TrainingError(
                 f"{who} {what} the slots {sorted(found)}; its learner declares {sorted(declared)}. "
@@ -454,7 +501,9 @@ def _known(
     return {name: value + since[name] for name, value in first.items()}
 
 
-def _recalled(federation: Federation, job: Job, slot: str, like: Weights, memory: Memory | None) -> dict[str, Tensor]:
+def _recalled(
+    federation: Federation, job: Job, slot: str, like: Weights, memory: Memory | None
+) -> dict[str, Tensor]:
     """Return a slot of a client's memory at a job's positions, zero where it has nothing."""
     found = {name: torch.zeros_like(value) for name, value in like.items()}
     if memory and slot in memory.slots:
@@ -468,7 +517,9 @@ def _joined(federation: Federation, old: Memory, new: Memory, initial: Weights) 
     family = federation.world.family
     cutter = family.cutter
     index = cutter.union(old.submodel.index, new.submodel.index)
-    arch = replace(new.submodel.arch, widths=tuple((axis, len(kept)) for axis, kept in index.items()))
+    arch = replace(
+        new.submodel.arch, widths=tuple((axis, len(kept)) for axis, kept in index.items())
+    )
     both = replace(new.submodel, arch=arch, index=index)
 
     def joined(base: Weights, before: Weights, after: Weights) -> dict[str, Tensor]:

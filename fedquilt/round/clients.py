@@ -11,7 +11,17 @@ import numpy as np
 from fedquilt import noise
 from fedquilt.checks import missing, outside, refuse, whole
 from fedquilt.errors import BudgetError, ConfigError
-from fedquilt.fleets import FIVE_SHARES, FLEETS, Budgets, Deal, Uniform, Which, in_portions, in_turn, warn_of_portions
+from fedquilt.fleets import (
+    FIVE_SHARES,
+    FLEETS,
+    Budgets,
+    Deal,
+    Uniform,
+    Which,
+    in_portions,
+    in_turn,
+    warn_of_portions,
+)
 from fedquilt.names import known
 from fedquilt.round.availability import AVAILABILITY, Availability, Diurnal, Presence, Trace
 from fedquilt.terms import Budget, Client
@@ -27,7 +37,9 @@ class Fleet:
     It is two arrays however many there are, and nothing a round asks of it costs more than the cohort.
     """
 
-    kinds: tuple[Budget, ...]  # the different budgets; those nobody has are left out, in order of first appearance
+    kinds: tuple[
+        Budget, ...
+    ]  # the different budgets; those nobody has are left out, in order of first appearance
     which: Which  # of each client, the place of its budget among the kinds
     sample: int
     dynamic: bool = False  # every round, every client has the budget of one drawn from all of them
@@ -35,7 +47,9 @@ class Fleet:
 
     def __post_init__(self) -> None:
         if not 1 <= self.sample <= self.num_clients:
-            raise ConfigError(f"a cohort of {self.sample} was asked for; the fleet has {self.num_clients} clients.")
+            raise ConfigError(
+                f"a cohort of {self.sample} was asked for; the fleet has {self.num_clients} clients."
+            )
         places, first = np.unique(self.which, return_index=True)
         met: dict[Budget, int] = {}
         renamed = np.zeros(len(self.kinds), dtype=np.int32)
@@ -58,7 +72,11 @@ class Fleet:
         `sample` is the size of a cohort: a number of clients, or, as a float up to 1.0, a part of all.
         """
         _check_count(num_clients)
-        dealt = shares.deal(num_clients, seed) if isinstance(shares, Budgets) else in_turn(shares, num_clients)
+        dealt = (
+            shares.deal(num_clients, seed)
+            if isinstance(shares, Budgets)
+            else in_turn(shares, num_clients)
+        )
         return _fleet(dealt, sample, dynamic, available, seed)
 
     @staticmethod
@@ -83,7 +101,11 @@ class Fleet:
     @property
     def counts(self) -> dict[Budget, int]:
         """How many clients have each budget."""
-        return dict(zip(self.kinds, np.bincount(self.which, minlength=len(self.kinds)).tolist(), strict=True))
+        return dict(
+            zip(
+                self.kinds, np.bincount(self.which, minlength=len(self.kinds)).tolist(), strict=True
+            )
+        )
 
     def first(self, budget: Budget) -> int:
         """The first client with a budget."""
@@ -137,7 +159,11 @@ class Fleet:
 
     def client(self, id: int, round: int, seed: int, size: int, place: int = 0) -> Client:
         """One of them as it is in a round, at a place of its cohort."""
-        before = round * self.sample if self.presence is None else self.presence.before(round, self.sample)
+        before = (
+            round * self.sample
+            if self.presence is None
+            else self.presence.before(round, self.sample)
+        )
         return Client(id, self.budget(id, round, seed), size, before + place)
 
 
@@ -146,7 +172,9 @@ class Devices:
     """A fleet as settings: how many clients, how many of them a round, what they can hold, when they are there."""
 
     clients: int | None = None  # None: as many as the data has
-    sample: int | float = 0.1  # a cohort: a number of clients, or, as a float up to 1.0, a part of all
+    sample: int | float = (
+        0.1  # a cohort: a number of clients, or, as a float up to 1.0, a part of all
+    )
     budgets: Budgets | dict[str, float] = Uniform()  # a preset, or portions by share
     dynamic: bool = False  # budgets are redrawn every round, in the same proportions
     available: Trace | Diurnal | str = ""  # a trace's file or a pattern; nothing: everybody, always
@@ -159,7 +187,11 @@ class Devices:
                 _share(name)
             except ConfigError as error:
                 wrong["budgets"] = str(error)
-        if isinstance(self.available, str) and self.available.endswith(".csv") and missing(self.available):
+        if (
+            isinstance(self.available, str)
+            and self.available.endswith(".csv")
+            and missing(self.available)
+        ):
             wrong["available"] = missing(self.available)
         refuse(self, wrong)
 
@@ -173,12 +205,16 @@ class Devices:
         """
         count = num_clients if self.clients is None else self.clients
         if count > num_clients:
-            raise ConfigError(f"{count} clients were asked for; the data is dealt to {num_clients}.")
+            raise ConfigError(
+                f"{count} clients were asked for; the data is dealt to {num_clients}."
+            )
         budgets, available = self.budgets, self._availability()
         if isinstance(budgets, Budgets):
             budgets = budgets.for_family(family) if family is not None else budgets
             return Fleet.of(budgets, count, self.sample, self.dynamic, available, seed)
-        portions: dict[float | Budget, float] = {_share(name): portion for name, portion in budgets.items()}
+        portions: dict[float | Budget, float] = {
+            _share(name): portion for name, portion in budgets.items()
+        }
         return Fleet.mixed(portions, count, self.sample, self.dynamic, available, seed)
 
     def _availability(self) -> Availability | None:
@@ -202,10 +238,14 @@ def _share(name: str) -> float:
 
 def _check_count(num_clients: int) -> None:
     if not whole(num_clients, 1):
-        raise ConfigError(f"a fleet of {num_clients!r} clients was asked for; whole numbers from 1 on fit.")
+        raise ConfigError(
+            f"a fleet of {num_clients!r} clients was asked for; whole numbers from 1 on fit."
+        )
 
 
-def _fleet(dealt: Deal, sample: int | float, dynamic: bool, available: Availability | None, seed: int) -> Fleet:
+def _fleet(
+    dealt: Deal, sample: int | float, dynamic: bool, available: Availability | None, seed: int
+) -> Fleet:
     kinds, which = dealt
     presence = available.presence(len(which), seed) if available else None
     return Fleet(kinds, which, cohort_size(sample, len(which)), dynamic, presence)
@@ -222,4 +262,14 @@ def cohort_size(sample: int | float, num_clients: int) -> int:
     return max(1, round(sample * num_clients))
 
 
-__all__ = ["AVAILABILITY", "FIVE_SHARES", "FLEETS", "Budgets", "Devices", "Diurnal", "Fleet", "Trace", "cohort_size"]
+__all__ = [
+    "AVAILABILITY",
+    "FIVE_SHARES",
+    "FLEETS",
+    "Budgets",
+    "Devices",
+    "Diurnal",
+    "Fleet",
+    "Trace",
+    "cohort_size",
+]

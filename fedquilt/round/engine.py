@@ -75,12 +75,18 @@ class Engine(ABC):
     outputs_may_leave: ClassVar[bool] = False
 
     @abstractmethod
-    def train(self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold) -> Outcome:
+    def train(
+        self, federation: Federation, server: Server, jobs: Sequence[Job], fold: Fold
+    ) -> Outcome:
         """Send jobs to their clients, and add what comes back to the fold."""
 
     @abstractmethod
     def evaluate(
-        self, federation: Federation, exams: Sequence[EvalJob], batch_size: int, by_domain: bool = False
+        self,
+        federation: Federation,
+        exams: Sequence[EvalJob],
+        batch_size: int,
+        by_domain: bool = False,
     ) -> list[Score]:
         """Test networks, each on the samples that it names."""
 

@@ -43,7 +43,9 @@ def bounds_label(budget: Budget) -> str:
     return ", ".join(bound for bound in bounds.values() if bound)
 
 
-def budgets_by_share(method: Method, budgets: Sequence[Budget], world: World) -> dict[str, tuple[Budget, ...]]:
+def budgets_by_share(
+    method: Method, budgets: Sequence[Budget], world: World
+) -> dict[str, tuple[Budget, ...]]:
     """Return the budgets of a fleet by the key of their results in records, in the order of the fleet.
 
     Args:
@@ -79,6 +81,7 @@ def labels_by_share(
     names = list(joined.values())
     # Rounded bounds of unequal budgets may read alike: their shares tell them apart.
     distinct = {
-        key: label if names.count(label) == 1 else f"{label} ({short_share(key)})" for key, label in joined.items()
+        key: label if names.count(label) == 1 else f"{label} ({short_share(key)})"
+        for key, label in joined.items()
     }
     return {key: label for key, label in distinct.items() if label != short_share(key)}

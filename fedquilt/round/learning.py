@@ -35,7 +35,9 @@ if TYPE_CHECKING:
     from fedquilt.round.federation import Federation
     from fedquilt.round.training.local import Local
 
-_CHECKS = 1 << 20  # A student's job counts comparisons as rounds: this many are reserved for each round of the run.
+_CHECKS = (
+    1 << 20
+)  # A student's job counts comparisons as rounds: this many are reserved for each round of the run.
 _SERVER = Client(0, Budget(share=1.0))  # The server as the client that all students belong to.
 
 
@@ -74,7 +76,9 @@ class _Progress:
             self.failures += 1
 
 
-def learn(federation: Federation, server: Server, merged: Merged, engine: Engine) -> tuple[Server, Learnt]:
+def learn(
+    federation: Federation, server: Server, merged: Merged, engine: Engine
+) -> tuple[Server, Learnt]:
     """Let the server learn what the method teaches it, and return its new state and the costs.
 
     Args:
@@ -108,12 +112,25 @@ def learn(federation: Federation, server: Server, merged: Merged, engine: Engine
 class _School:
     """Trains the students of one round, a few steps at a time."""
 
-    def __init__(self, federation: Federation, server: Server, teaching: Teaching, engine: Engine) -> None:
-        self._federation, self._server, self._teaching, self._engine = federation, server, teaching, engine
+    def __init__(
+        self, federation: Federation, server: Server, teaching: Teaching, engine: Engine
+    ) -> None:
+        self._federation, self._server, self._teaching, self._engine = (
+            federation,
+            server,
+            teaching,
+            engine,
+        )
         self._students = replace(federation, method=teaching.method, link=PERFECT, received={})
         world = federation.world
-        assert world.public is not None, "a method that teaches without public samples was refused before the run"
-        positions = torch.arange(world.num_public) if teaching.positions is None else teaching.positions.cpu()
+        assert world.public is not None, (
+            "a method that teaches without public samples was refused before the run"
+        )
+        positions = (
+            torch.arange(world.num_public)
+            if teaching.positions is None
+            else teaching.positions.cpu()
+        )
         rows, held = teaching.how.split(len(positions), world.seed)
         self._public = engine.on_public(world)
         teacher = teaching.teacher.to(engine.device, world.dtype)
@@ -126,23 +143,37 @@ class _School:
         self.macs = self.steps = 0
         self._progress: dict[Submodel, _Progress] = {}
         for student, value in self._compared(teaching.students, server.weights).items():
-            own = {name: weight for name, weight in server.weights.items() if name.startswith(student.scope)}
+            own = {
+                name: weight
+                for name, weight in server.weights.items()
+                if name.startswith(student.scope)
+            }
             self._progress[student] = _Progress(own, value, own)
 
     @property
     def best(self) -> dict[str, Tensor]:
         """Return the best weights of all students, by scope and name."""
-        return {name: weight for progress in self._progress.values() for name, weight in progress.best_weights.items()}
+        return {
+            name: weight
+            for progress in self._progress.values()
+            for name, weight in progress.best_weights.items()
+        }
 
     def train(self) -> None:
         """Train until every student has had all steps, or makes no progress any more."""
         how = self._teaching.how
         for check in range(math.ceil(how.steps / how.steps_per_check)):
-            active = [one for one, progress in self._progress.items() if progress.failures < how.patience]
+            active = [
+                one for one, progress in self._progress.items() if progress.failures < how.patience
+            ]
             if not active:
                 return
             self._train(active, check)
-            weights = {name: weight for one in active for name, weight in self._progress[one].weights.items()}
+            weights = {
+                name: weight
+                for one in active
+                for name, weight in self._progress[one].weights.items()
+            }
             for student, value in self._compared(active, weights).items():
                 self._progress[student].take(value)
 
@@ -151,7 +182,11 @@ class _School:
         jobs = [Job(_SERVER, student, self._server.round * _CHECKS + check) for student in active]
         state = Server(
             jobs[0].round,
-            {name: weight for one in active for name, weight in self._progress[one].weights.items()},
+            {
+                name: weight
+                for one in active
+                for name, weight in self._progress[one].weights.items()
+            },
             {key: memory for one in active for key, memory in self._progress[one].memory.items()},
             extras=self._extras,
         )
@@ -181,7 +216,9 @@ class _School:
                 "rate (method.server_training.optimiser.lr) would help; the server's state is that of the round before."
             ) from error
 
-    def _compared(self, students: Sequence[Submodel], weights: Mapping[str, Tensor]) -> dict[Submodel, float]:
+    def _compared(
+        self, students: Sequence[Submodel], weights: Mapping[str, Tensor]
+    ) -> dict[Submodel, float]:
         """Return a value for each student that falls as it gets better."""
         if self._teaching.how.stop_by == "labels":
             state = replace(self._server, weights={**self._server.weights, **weights})
@@ -197,13 +234,20 @@ class _School:
         names = [name for name in member.names if student.scope + name in weights]
         state = world.family.cutter.gather(weights, student, names)
         one = EvaluatedLoss(objective=self._teaching.method.objective)
-        targets = world.task.blank_targets((len(samples), *world.family.output_shape[1:])).to(device)
+        targets = world.task.blank_targets((len(samples), *world.family.output_shape[1:])).to(
+            device
+        )
         present = torch.ones(world.family.num_outputs, dtype=torch.bool, device=device)
-        key, share = torch.tensor(noise.key(0), device=device), torch.ones((), dtype=world.dtype, device=device)
+        key, share = (
+            torch.tensor(noise.key(0), device=device),
+            torch.ones((), dtype=world.dtype, device=device),
+        )
         parts, sizes = [], []
         with torch.no_grad(), computing(world.precision, device):
             for chosen in batched(torch.arange(len(samples), device=device), output_batch(world)):
-                batch = Batch(samples[chosen].clone(), targets[chosen], present, key, share, rows[chosen])
+                batch = Batch(
+                    samples[chosen].clone(), targets[chosen], present, key, share, rows[chosen]
+                )
                 parts.append(run_pass(learner, member, one, state, Received(state), batch))
                 sizes.append(len(chosen))
         self.macs += member.macs * len(samples)

@@ -55,7 +55,9 @@ class ServerOptimiser(Protocol):
     @property
     def slots(self) -> tuple[str, ...]: ...
 
-    def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]: ...
+    def step(
+        self, change: Tensor, slots: Mapping[str, Tensor]
+    ) -> tuple[Tensor, dict[str, Tensor]]: ...
 
 
 @dataclass(frozen=True)
@@ -127,7 +129,9 @@ class ServerYogi:
     lr: float = 0.01  # Learning rate η of the server
     beta1: float = 0.9  # Share of the mean change that is kept
     beta2: float = 0.99  # One minus the rate at which the mean square changes
-    tau: float = 1e-3  # Added to the root of the mean square; a larger one makes steps less adaptive
+    tau: float = (
+        1e-3  # Added to the root of the mean square; a larger one makes steps less adaptive
+    )
 
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", tau="(0, inf)")
@@ -139,7 +143,9 @@ class ServerYogi:
     def step(self, change: Tensor, slots: Mapping[str, Tensor]) -> tuple[Tensor, dict[str, Tensor]]:
         mean = self.beta1 * slots["mean"] + (1 - self.beta1) * change
         squared = change.square()
-        square = slots["square"] - (1 - self.beta2) * squared * torch.sign(slots["square"] - squared)
+        square = slots["square"] - (1 - self.beta2) * squared * torch.sign(
+            slots["square"] - squared
+        )
         return self.lr * mean / (square.sqrt() + self.tau), {"mean": mean, "square": square}
 
 
@@ -180,7 +186,9 @@ class Merged(NamedTuple):
     weights: Weights
     slots: Slots = MappingProxyType({})  # By slot, scope and name.
     extras: Extras = MappingProxyType({})
-    outputs: Extras = MappingProxyType({})  # Outputs of teachers on public samples, which are no part of the state
+    outputs: Extras = MappingProxyType(
+        {}
+    )  # Outputs of teachers on public samples, which are no part of the state
     macs: int = 0  # Multiply-adds that the server spent on them
 
 
@@ -215,7 +223,9 @@ class Mean:
     weighting: Weighting = "uniform"
     optimiser: ServerOptimiser = Plain()
     paced: bool = False
-    plain: frozenset[str] = frozenset()  # norm statistics: measured, not stepped, so neither pace nor optimiser applies
+    plain: frozenset[str] = (
+        frozenset()
+    )  # norm statistics: measured, not stepped, so neither pace nor optimiser applies
     # Σ (p/a)·w over the clients that held a position; Σ p·w of what was measured.
     _sums: dict[Piece, Flat] = field(default_factory=dict)
     # Who held what is kept as positions, names and three sums (p/a, p, p·a), not as tensors.
@@ -228,7 +238,10 @@ class Mean:
         return self
 
     def add(self, update: Update) -> None:
-        weight, pace = client_weight(update, self.weighting, self.cutter), update.pace if self.paced else 1.0
+        weight, pace = (
+            client_weight(update, self.weighting, self.cutter),
+            update.pace if self.paced else 1.0,
+        )
         home = update.job.submodel.home
         for payload in update.sent:
             for piece, parts in self._pieces(payload.submodel.scope, payload.weights).items():
@@ -245,7 +258,13 @@ class Mean:
             for piece, parts in self._pieces(submodel.scope, state).items():
                 scales = weights if piece.is_measured else ratios
                 if len(updates) == 1:  # nothing to sum
-                    self._add(piece, submodel, home, {name: value[0] for name, value in parts.items()}, scales[0])
+                    self._add(
+                        piece,
+                        submodel,
+                        home,
+                        {name: value[0] for name, value in parts.items()},
+                        scales[0],
+                    )
                     continue
                 like = next(iter(parts.values()))
                 row = onto(like.device, torch.tensor(scales, dtype=like.dtype))
@@ -264,8 +283,12 @@ class Mean:
             pieces.setdefault(piece, {})[name] = value
         return pieces
 
-    def _add(self, piece: Piece, submodel: Submodel, home: Index, parts: Weights, scale: float) -> None:
-        if piece not in self._sums and all(self.cutter.keeps(name, submodel.index, home) for name in parts):
+    def _add(
+        self, piece: Piece, submodel: Submodel, home: Index, parts: Weights, scale: float
+    ) -> None:
+        if piece not in self._sums and all(
+            self.cutter.keeps(name, submodel.index, home) for name in parts
+        ):
             first = Flat.of(parts)  # the first of many need not be added to zeros
             self._sums[piece] = first if scale == 1.0 else first.same(first.vector.mul_(scale))
             return
@@ -275,12 +298,18 @@ class Mean:
         """Return the sums of a piece, with zeros for weights that nobody has sent before."""
         sums = self._sums.get(piece)
         known = sums.parts if sums is not None else {}
-        new = {name: torch.zeros_like(self._old[piece.scope + name]) for name in names if name not in known}
+        new = {
+            name: torch.zeros_like(self._old[piece.scope + name])
+            for name in names
+            if name not in known
+        }
         if sums is None or new:
             sums = self._sums[piece] = Flat.of(known | new)
         return sums
 
-    def _count(self, submodel: Submodel, home: Index, weights: Weights, weight: float, pace: float) -> None:
+    def _count(
+        self, submodel: Submodel, home: Index, weights: Weights, weight: float, pace: float
+    ) -> None:
         held = self._held.setdefault((submodel, home, frozenset(weights)), [0.0, 0.0, 0.0])
         for place, value in enumerate((weight / pace, weight, weight * pace)):
             held[place] += value
@@ -332,7 +361,9 @@ class Mean:
         for slot in self.optimiser.slots:
             held = slots.setdefault(slot, {})
             empty = sums.same(torch.zeros_like(old)).parts
-            own[slot] = Flat.of({name: held.get(scope + name, zeros) for name, zeros in empty.items()}).vector
+            own[slot] = Flat.of(
+                {name: held.get(scope + name, zeros) for name, zeros in empty.items()}
+            ).vector
         step, after = self.optimiser.step(mean - old, own)
         for slot, value in after.items():
             kept = sums.same(value if touched is None else torch.where(touched, value, own[slot]))
@@ -398,7 +429,9 @@ class Stateful:
         for slot, fold in self.slots.items():
             own = [_of_slot(update, slot) for update in updates]
             sent = zip(*(update.sent for update in own), strict=True)
-            fold.add_stack(own, [_stacked([payload.weights for payload in payloads]) for payloads in sent])
+            fold.add_stack(
+                own, [_stacked([payload.weights for payload in payloads]) for payloads in sent]
+            )
         if self.extras is not None:
             for update in updates:
                 self.extras.add(update)
@@ -442,7 +475,10 @@ class ExtrasMean:
 
     def finish(self, server: Server) -> Extras:
         """Return the server's new extras."""
-        return {**server.extras, **{name: total / count for name, (total, count) in self._sums.items()}}
+        return {
+            **server.extras,
+            **{name: total / count for name, (total, count) in self._sums.items()},
+        }
 
 
 def as_weights(server: Server, slot: str) -> Server:

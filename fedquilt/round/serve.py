@@ -52,7 +52,9 @@ class EvalJob:
     label: str
     nets: Mix
     weights: Weights  # Already cut, by scope and name.
-    client: int | None = None  # The client whose own test samples are meant, if clients have some. None: all.
+    client: int | None = (
+        None  # The client whose own test samples are meant, if clients have some. None: all.
+    )
     own_classes: bool = False  # Only the classes that the client holds count.
     absent: float = -torch.inf  # Logit of the classes that the client lacks.
     robustness: float = 0.0  # Of dual norms.
@@ -70,7 +72,9 @@ class Kind:
     attack: PGD | None = None
     training: bool = False  # Positions are in the training set, and not in the test set.
 
-    def inputs(self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
+    def inputs(
+        self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None
+    ) -> Tensor:
         """The samples as the nets see them: as they are, or as they are worst for the nets together.
 
         All classes are attacked, also those that an exam hides: a sample of a hidden class is lost anyway.
@@ -78,14 +82,20 @@ class Kind:
         if self.attack is None:
             return inputs
         assert drawn is not None, "an attack starts somewhere"
-        mode = replace(self.mode, statistics="batch") if self.mode.statistics == "measure" else self.mode
+        mode = (
+            replace(self.mode, statistics="batch")
+            if self.mode.statistics == "measure"
+            else self.mode
+        )
 
         def loss(x: Tensor) -> Tensor:
             return world.task.mean_loss(mixed(world.family, self.nets, weights, x, mode), targets)
 
         return self.attack(loss, inputs, drawn)
 
-    def logits(self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None) -> Tensor:
+    def logits(
+        self, world: World, weights: Weights, inputs: Tensor, targets: Tensor, drawn: Tensor | None
+    ) -> Tensor:
         """The mean of the nets' logits, classes in dimension 1. Pure: may be vmapped."""
         seen = self.inputs(world, weights, inputs, targets, drawn)
         return mixed(world.family, self.nets, weights, seen, self.mode)
@@ -136,7 +146,12 @@ class Score:
         sums = dict(self.sums)
         for name, own in other.sums.items():
             sums[name] = sums[name] + own if name in sums else own
-        return Score(self.label, sums, _joined(self.outputs, other.outputs), _joined(self.targets, other.targets))
+        return Score(
+            self.label,
+            sums,
+            _joined(self.outputs, other.outputs),
+            _joined(self.targets, other.targets),
+        )
 
 
 def compared_passes(local: Local, norm: NormPolicy) -> tuple[Pass, Pass]:
@@ -153,8 +168,14 @@ def mixed(family: Family, nets: Mix, weights: Weights, inputs: Tensor, mode: Pas
     """The mean of the nets' logits (Split-Mix, algorithm 1, line 11), classes in dimension 1. Pure: may be vmapped."""
     found = []
     for net in nets:
-        own = {name.removeprefix(net.scope): value for name, value in weights.items() if name.startswith(net.scope)}
-        found.append(family.member(net).net(own, inputs, mode)[0].movedim(family.layout.class_dim, 1))
+        own = {
+            name.removeprefix(net.scope): value
+            for name, value in weights.items()
+            if name.startswith(net.scope)
+        }
+        found.append(
+            family.member(net).net(own, inputs, mode)[0].movedim(family.layout.class_dim, 1)
+        )
     return found[0] if len(found) == 1 else torch.stack(found).mean(0)
 
 
@@ -184,12 +205,17 @@ def mean_statistics(measured: Sequence[Weights], count: int) -> dict[str, Tensor
 
     `measured` are those of single batches, or sums over some of them; `count` is the number of batches.
     """
-    return {name: torch.stack([one[name] for one in measured]).sum(0) / count for name in measured[0]}
+    return {
+        name: torch.stack([one[name] for one in measured]).sum(0) / count for name in measured[0]
+    }
 
 
 def both_statistics(clean: Weights, noised: Weights) -> dict[str, Tensor]:
     """Statistics of norms that saw one kind of samples, and the mean of those that saw both."""
-    return {**noised, **{name: (v + noised[name]) / 2 if name in noised else v for name, v in clean.items()}}
+    return {
+        **noised,
+        **{name: (v + noised[name]) / 2 if name in noised else v for name, v in clean.items()},
+    }
 
 
 @dataclass(frozen=True)
@@ -204,19 +230,34 @@ class Evaluation:
     """
 
     every: int = 1  # rounds; the last round is always evaluated, 0: only that one
-    batch_size: int = 50  # norm statistics are means over batches of so many; a CPU is fastest with about so many
+    batch_size: int = (
+        50  # norm statistics are means over batches of so many; a CPU is fastest with about so many
+    )
     clients: int = 100  # at most so many clients take part where a metric is a mean over clients
     local: bool = True  # also test the widest model on each client's own part of the test set, if there are parts
     absent: Absent = "hidden"  # Classes that a client lacks, in its own test: never predicted, or with a logit of zero
-    domains: bool = True  # also tell the main figure on each domain of the test set, if it has domains
+    domains: bool = (
+        True  # also tell the main figure on each domain of the test set, if it has domains
+    )
     shares: tuple[float, ...] = ()  # tested besides those that devices hold
-    robustness: tuple[float, ...] = ()  # also tell the main figure, standard and under attack, with dual norms so mixed
+    robustness: tuple[
+        float, ...
+    ] = ()  # also tell the main figure, standard and under attack, with dual norms so mixed
     attack: PGD = PGD()  # that nets are tested under, where their robustness is asked for
-    on: EvaluatedOn = "test"  # Samples of all evaluations: the test set, or what data.validation holds back
+    on: EvaluatedOn = (
+        "test"  # Samples of all evaluations: the test set, or what data.validation holds back
+    )
 
     def __post_init__(self) -> None:
         one_of(self, absent=Absent, on=EvaluatedOn)
-        within(self, every="[0, inf)", batch_size="[1, inf)", clients="[1, inf)", shares="(0, 1]", robustness="[0, 1]")
+        within(
+            self,
+            every="[0, inf)",
+            batch_size="[1, inf)",
+            clients="[1, inf)",
+            shares="(0, 1]",
+            robustness="[0, 1]",
+        )
 
     @property
     def logit(self) -> float:
@@ -253,7 +294,9 @@ class Grades:
         return self.metrics.get(self.main, {})
 
 
-def grade(federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
+def grade(
+    federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
+) -> Grades:
     """Test what a device of each budget would get, and add the method's own figures of the server's state.
 
     Figures are of the whole model. One that is not finite is left out, because JSON cannot hold it.
@@ -263,7 +306,9 @@ def grade(federation: Federation, server: Server, fleet: Fleet, engine: Engine, 
     if method.keeps_nets:
         grades.metrics.update(_kept_by_clients(federation, server, fleet, engine, how))
     whole = share_label(method, Budget(share=1.0), world)
-    for name, value in method.figures(server, world, gradients_at(federation, server, engine, how)).items():
+    for name, value in method.figures(
+        server, world, gradients_at(federation, server, engine, how)
+    ).items():
         if math.isfinite(value):
             grades.metrics[name] = {whole: value}
     return grades
@@ -276,20 +321,30 @@ def _kept_by_clients(
     task = federation.world.task
     found: dict[str, list[Score]] = {}
     for some in _few(_remembering(federation, fleet, server, engine, how)):
-        exams = [exam for client in some for exam in _kept_exams(federation, server, client, engine, how)]
+        exams = [
+            exam for client in some for exam in _kept_exams(federation, server, client, engine, how)
+        ]
         scores = engine.evaluate(federation, [exam for _, exam in exams], how.batch_size)
         for (metric, _), score in zip(exams, scores, strict=True):
             found.setdefault(metric, []).append(score)
     return {metric: main_by_label(scores, task) for metric, scores in found.items()}
 
 
-def _remembering(federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
+def _remembering(
+    federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation
+) -> list[Client]:
     """Draw clients among those that remember something, each as it was when it trained last."""
     seed = federation.world.seed
     pool = sorted({client for client, scope in server.memory if not scope})
     count = min(how.clients, len(pool))
-    drawn = [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))] if pool else []
-    return [fleet.client(client, server.last(client), seed, engine.size(client)) for client in drawn]
+    drawn = (
+        [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))]
+        if pool
+        else []
+    )
+    return [
+        fleet.client(client, server.last(client), seed, engine.size(client)) for client in drawn
+    ]
 
 
 def _kept_exams(
@@ -302,7 +357,9 @@ def _kept_exams(
     for name, net in method.kept_nets(memory, world).items():
         state = _remembered(federation, net, memory, engine.device)
         if method.local.norm.measures and world.family.statistics:
-            (statistics,) = measured_statistics(federation, [(net, state)], engine, how.batch_size, client.id)
+            (statistics,) = measured_statistics(
+                federation, [(net, state)], engine, how.batch_size, client.id
+            )
             state |= statistics
         exam = EvalJob(label, (net,), state)
         yield f"{name}_{main}", exam
@@ -311,7 +368,9 @@ def _kept_exams(
             yield f"local_{name}_{main}", own
 
 
-def _remembered(federation: Federation, net: Submodel, memory: Memory, device: torch.device) -> dict[str, Tensor]:
+def _remembered(
+    federation: Federation, net: Submodel, memory: Memory, device: torch.device
+) -> dict[str, Tensor]:
     """Return a net's weights as a client remembers them, else the initial ones."""
     cutter, initial = federation.world.family.cutter, federation.initial_on(device)
     names = [name for name in federation.world.family.member(net).names if name in initial]
@@ -319,17 +378,23 @@ def _remembered(federation: Federation, net: Submodel, memory: Memory, device: t
     return cutter.overlay(first, net.held, memory.weights, memory.submodel.held)
 
 
-def gradients_at(federation: Federation, server: Server, engine: Engine, how: Evaluation) -> Gradients:
+def gradients_at(
+    federation: Federation, server: Server, engine: Engine, how: Evaluation
+) -> Gradients:
     """Return the function that a method asks for gradients at the server's state."""
 
     def gradients(nets: Sequence[Submodel], samples: int) -> list[dict[str, Tensor]]:
         cuts = _cut(federation, server, nets)
-        return engine.pooled_gradients(federation, [(net, cuts[net]) for net in nets], how.batch_size, samples)
+        return engine.pooled_gradients(
+            federation, [(net, cuts[net]) for net in nets], how.batch_size, samples
+        )
 
     return gradients
 
 
-def _tested(federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation) -> Grades:
+def _tested(
+    federation: Federation, server: Server, fleet: Fleet, engine: Engine, how: Evaluation
+) -> Grades:
     """Test what a device of each budget would get: from the server, or, where results live on clients, theirs."""
     method, world, task = federation.method, federation.world, federation.world.task
     server = arranged(federation, server, engine)
@@ -342,7 +407,9 @@ def _tested(federation: Federation, server: Server, fleet: Fleet, engine: Engine
             for metric, attacked in _under_attack(federation, engine, how, own).items():
                 under.setdefault(metric, []).extend(attacked)
         grades = _grades(scores, task)
-        grades.metrics.update({metric: main_by_label(attacked, task) for metric, attacked in under.items()})
+        grades.metrics.update(
+            {metric: main_by_label(attacked, task) for metric, attacked in under.items()}
+        )
         return grades
     members = members_by_share(method, server, fleet.kinds, world, how.shares)
     submodels = list(dict.fromkeys(net for nets in members.values() for net in nets))
@@ -357,8 +424,12 @@ def _tested(federation: Federation, server: Server, fleet: Fleet, engine: Engine
         grades.metrics[f"local_{task.main.name}"] = main_by_label(local, task)
     if how.robustness:
         asked = _asked(federation, fleet, server, engine, how)
-        under = _under_attack(federation, engine, how, _by_client(exams, asked, federation, engine, how))
-        grades.metrics.update({metric: main_by_label(attacked, task) for metric, attacked in under.items()})
+        under = _under_attack(
+            federation, engine, how, _by_client(exams, asked, federation, engine, how)
+        )
+        grades.metrics.update(
+            {metric: main_by_label(attacked, task) for metric, attacked in under.items()}
+        )
     return grades
 
 
@@ -383,7 +454,10 @@ def scored(federation: Federation, server: Server, candidates: Mix, engine: Engi
     weights = ready(federation, server, candidates, engine, _RANKING_BATCH)
     on: SampleSet = "validation" if engine.has_validation else "training"
     limit = None if engine.has_validation else _RANKING
-    exams = [EvalJob(net.scope, (net,), joined((net,), weights), on=on, limit=limit) for net in candidates]
+    exams = [
+        EvalJob(net.scope, (net,), joined((net,), weights), on=on, limit=limit)
+        for net in candidates
+    ]
     scores = engine.evaluate(federation, exams, _RANKING_BATCH)
     sign = 1.0 if world.task.main.higher_is_better else -1.0
     return [sign * score.main(world.task) for score in scores]
@@ -397,12 +471,19 @@ def _grades(scores: Sequence[Score], task: Task) -> Grades:
             by_domain.setdefault(domain, []).append(own)
     main = task.main.name
     found = means_by_label(scores, task)
-    found |= {f"{main}/{domain[1]}": main_by_label(by_domain[domain], task) for domain in sorted(by_domain)}
+    found |= {
+        f"{main}/{domain[1]}": main_by_label(by_domain[domain], task)
+        for domain in sorted(by_domain)
+    }
     return Grades(main, {metric: values for metric, values in found.items() if values})
 
 
 def _by_client(
-    exams: Sequence[EvalJob], clients: Sequence[Client], federation: Federation, engine: Engine, how: Evaluation
+    exams: Sequence[EvalJob],
+    clients: Sequence[Client],
+    federation: Federation,
+    engine: Engine,
+    how: Evaluation,
 ) -> list[EvalJob]:
     """Return tests on each client's own test samples. Where there are none, the tests stay as they are."""
     if not engine.tests_by_client:
@@ -430,9 +511,16 @@ def _under_attack(
         for suffix, robustness in chosen
         for metric, attack in (("standard", None), ("robust", how.attack))
     }
-    asked = [replace(exam, robustness=one, attack=attack) for one, attack in kinds.values() for exam in exams]
+    asked = [
+        replace(exam, robustness=one, attack=attack)
+        for one, attack in kinds.values()
+        for exam in exams
+    ]
     scores = engine.evaluate(federation, asked, how.batch_size) if asked else []
-    return {metric: scores[place * len(exams) : (place + 1) * len(exams)] for place, metric in enumerate(kinds)}
+    return {
+        metric: scores[place * len(exams) : (place + 1) * len(exams)]
+        for place, metric in enumerate(kinds)
+    }
 
 
 def joined(nets: Mix, weights: Mapping[Submodel, Weights]) -> dict[str, Tensor]:
@@ -477,7 +565,11 @@ def trained_within(method: Method, budget: Budget, world: World) -> Budget:
 
 
 def members_by_share(
-    method: Method, server: Server, budgets: Sequence[Budget], world: World, shares: Sequence[float] = ()
+    method: Method,
+    server: Server,
+    budgets: Sequence[Budget],
+    world: World,
+    shares: Sequence[float] = (),
 ) -> dict[str, Mix]:
     """What a device of each budget gets, widest first; and of other shares that are asked for.
 
@@ -488,13 +580,21 @@ def members_by_share(
     for kind in (*tested_budgets(method, budgets), *asked):
         budget = trained_within(method, kind, world)
         own = Client(0, budget)
-        nets = owned(method, server, own, world) if method.personal else given(method, server, budget, world)
+        nets = (
+            owned(method, server, own, world)
+            if method.personal
+            else given(method, server, budget, world)
+        )
         found.setdefault(share_label(method, kind, world), nets)
     return dict(sorted(found.items(), key=lambda item: -float(item[0])))
 
 
 def ready(
-    federation: Federation, server: Server, submodels: Sequence[Submodel], engine: Engine, batch_size: int
+    federation: Federation,
+    server: Server,
+    submodels: Sequence[Submodel],
+    engine: Engine,
+    batch_size: int,
 ) -> dict[Submodel, dict[str, Tensor]]:
     """Sub-models' weights as they are tested or deployed: cut, and their norms re-estimated if the policy says so."""
     method, family = federation.method, federation.world.family
@@ -506,12 +606,18 @@ def ready(
     return cuts
 
 
-def _cut(federation: Federation, server: Server, submodels: Sequence[Submodel]) -> dict[Submodel, dict[str, Tensor]]:
+def _cut(
+    federation: Federation, server: Server, submodels: Sequence[Submodel]
+) -> dict[Submodel, dict[str, Tensor]]:
     """Return sub-models' weights and norm statistics, as far as the server's state has them."""
     family = federation.world.family
     cuts = {}
     for submodel in submodels:
-        names = [name for name in family.member(submodel).names if submodel.scope + name in server.weights]
+        names = [
+            name
+            for name in family.member(submodel).names
+            if submodel.scope + name in server.weights
+        ]
         cuts[submodel] = family.cutter.gather(server.weights, submodel, names)
     return cuts
 
@@ -535,12 +641,18 @@ def measured_statistics(
     world = federation.world
     if not federation.method.local.norm.needs_public:
         return engine.calibrate(federation, nets, batch_size, client)
-    assert world.public is not None, "a policy that needs public samples was refused where there are none"
+    assert world.public is not None, (
+        "a policy that needs public samples was refused where there are none"
+    )
     with computing(world.precision, engine.device):
-        return [measured(world.family, net, weights, world.public, batch_size) for net, weights in nets]
+        return [
+            measured(world.family, net, weights, world.public, batch_size) for net, weights in nets
+        ]
 
 
-def measured(family: Family, net: Submodel, state: Weights, samples: Array, batch_size: int) -> dict[str, Tensor]:
+def measured(
+    family: Family, net: Submodel, state: Weights, samples: Array, batch_size: int
+) -> dict[str, Tensor]:
     """A net's norm statistics over samples as the model sees them: the mean over batches."""
     example, samples = family.example_inputs[0], torch.as_tensor(samples)
     if samples.shape[1:] != example.shape[1:] or len(samples) < 2:
@@ -554,26 +666,37 @@ def measured(family: Family, net: Submodel, state: Weights, samples: Array, batc
     def seen(robustness: float) -> dict[str, Tensor]:
         mode = Pass(statistics="measure", robustness=robustness)
         with torch.no_grad():  # copies: a net may begin with an operation in place
-            found = [family.member(net).net(state, some.clone(), mode)[1] for some in batched(inputs, batch_size)]
+            found = [
+                family.member(net).net(state, some.clone(), mode)[1]
+                for some in batched(inputs, batch_size)
+            ]
         return mean_statistics(found, len(found))
 
     # Without labels nothing can be attacked: both kinds of norms see the samples as they are.
     return both_statistics(seen(0.0), seen(1.0)) if family.adjustable else seen(0.0)
 
 
-def _asked(federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation) -> list[Client]:
+def _asked(
+    federation: Federation, fleet: Fleet, server: Server, engine: Engine, how: Evaluation
+) -> list[Client]:
     """The clients that are tested on their own samples: all of a small fleet, a draw of a large one.
 
     Where results live on clients, the draw is among those that have one: most of a large fleet have never trained.
     """
     personal, seed = federation.method.personal, federation.world.seed
     count = min(how.clients, fleet.num_clients)
-    trained = sorted({client for client, _ in server.memory}) if personal and count < fleet.num_clients else []
+    trained = (
+        sorted({client for client, _ in server.memory})
+        if personal and count < fleet.num_clients
+        else []
+    )
     pool: Sequence[int] = trained if len(trained) >= count else range(fleet.num_clients)
     drawn = [pool[place] for place in noise.choose(noise.key(seed, 23), count, len(pool))]
     # A budget may change from round to round; what a client has of its own it has from the last.
     when = {client: server.last(client) if personal else server.round for client in drawn}
-    return [fleet.client(client, round, seed, engine.size(client)) for client, round in when.items()]
+    return [
+        fleet.client(client, round, seed, engine.size(client)) for client, round in when.items()
+    ]
 
 
 def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
@@ -582,15 +705,21 @@ def _few(clients: list[Client], count: int = 16) -> Iterator[list[Client]]:
         yield clients[first : first + count]
 
 
-def own_exam(federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation) -> EvalJob:
+def own_exam(
+    federation: Federation, server: Server, client: Client, engine: Engine, how: Evaluation
+) -> EvalJob:
     """Return a test of what a client holds now, on its own test samples, or on all where clients have none."""
     method, world = federation.method, federation.world
     nets = owned(method, server, client, world)
     jobs = [Job(client, net, server.round) for net in nets]
     states = {job.submodel: own_state(federation, server, job, engine.device) for job in jobs}
     if method.local.norm.measures and world.family.statistics:
-        found = measured_statistics(federation, list(states.items()), engine, how.batch_size, client.id)
-        states = {net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)}
+        found = measured_statistics(
+            federation, list(states.items()), engine, how.batch_size, client.id
+        )
+        states = {
+            net: {**state, **own} for (net, state), own in zip(states.items(), found, strict=True)
+        }
     label, own_classes = share_label(method, client.budget, world), _among_own_classes(federation)
     return EvalJob(label, nets, joined(nets, states), client.id, own_classes, how.logit)
 

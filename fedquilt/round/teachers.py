@@ -35,7 +35,9 @@ def output_batch(world: World) -> int:
     return max(2, min(MAX_OUTPUT_BATCH, MAX_OUTPUT_BYTES // saved))
 
 
-def net_outputs(world: World, member: Member, state: Weights, mode: Pass, samples: Tensor) -> Tensor:
+def net_outputs(
+    world: World, member: Member, state: Weights, mode: Pass, samples: Tensor
+) -> Tensor:
     """Return a net's outputs (sample, class, …) on samples, without gradients and in the precision of the run.
 
     Args:
@@ -47,7 +49,10 @@ def net_outputs(world: World, member: Member, state: Weights, mode: Pass, sample
     """
     with torch.no_grad(), computing(world.precision, samples.device):
         # Copies, because a net may begin with an operation in place.
-        parts = [member.net(state, some.clone(), mode)[0] for some in batched(samples, output_batch(world))]
+        parts = [
+            member.net(state, some.clone(), mode)[0]
+            for some in batched(samples, output_batch(world))
+        ]
         return torch.cat([part.movedim(member.class_dim, 1) for part in parts]).to(world.dtype)
 
 
@@ -65,10 +70,16 @@ class Teachers:
     weights: Fold  # Fold of the weights
     world: World
     server: Server  # State that the clients started from
-    statistics: Literal["stored", "batch"] = "batch"  # What norms use: tracked statistics, or those of a batch
+    statistics: Literal["stored", "batch"] = (
+        "batch"  # What norms use: tracked statistics, or those of a batch
+    )
     each: bool = False  # Keep the outputs of every net
-    combined: Combined = "mean"  # How outputs of all nets become one; maximum: the largest at every position
-    variant: str | None = None  # Variant of the nets that came back which runs; None: the net that clients trained
+    combined: Combined = (
+        "mean"  # How outputs of all nets become one; maximum: the largest at every position
+    )
+    variant: str | None = (
+        None  # Variant of the nets that came back which runs; None: the net that clients trained
+    )
     _sum: Tensor | None = None
     _count: int = 0
     _outputs: list[Tensor] = field(default_factory=list)
@@ -113,7 +124,9 @@ class Teachers:
         own = cutter.gather(self.server.weights, submodel, names)
         state = cutter.overlay(own, submodel.held, payload.weights, payload.submodel.held)
         mode = Pass(train=False, statistics=self.statistics)
-        outputs = net_outputs(self.world, member, state, mode, public.to(next(iter(state.values())).device))
+        outputs = net_outputs(
+            self.world, member, state, mode, public.to(next(iter(state.values())).device)
+        )
         self._macs += member.macs * len(public)
         if self.each:
             self._outputs.append(outputs)

@@ -100,11 +100,17 @@ def _same_ground(first: Experiment, second: Experiment) -> bool:
     names = ("data", "model", "task", "fleet", "seed", "init")
     if any(getattr(first, name) != getattr(second, name) for name in names):
         return False
-    if any(getattr(first.engine, name) != getattr(second.engine, name) for name in ("device", "precision")):
+    if any(
+        getattr(first.engine, name) != getattr(second.engine, name)
+        for name in ("device", "precision")
+    ):
         return False
     if not any(model.is_searched for model in first.models):
         return True
-    terms = [SearchTerms.of(experiment.method, experiment.engine.precision) for experiment in (first, second)]
+    terms = [
+        SearchTerms.of(experiment.method, experiment.engine.precision)
+        for experiment in (first, second)
+    ]
     return terms[0] == terms[1]
 
 
@@ -159,7 +165,9 @@ def finished(planned: PlannedRun, path: Path) -> Result | None:
     if summary is None:
         return None
     if planned.measure == TRAINING and not ("metrics" in summary or "accuracy" in summary):
-        raise RecordError(f"{path / 'summary.json'} is damaged: it has no metrics. Delete it to finish the run again.")
+        raise RecordError(
+            f"{path / 'summary.json'} is damaged: it has no metrics. Delete it to finish the run again."
+        )
     is_short = summary.get("rounds", 0) < planned.rounds
     if is_short and "diverged" not in summary:
         return None
@@ -181,7 +189,11 @@ def _all_records(path: Path, summary: Mapping[str, Any]) -> list[Record]:
             f"{summary['rounds']}. {remedy}"
         )
     if missing := gaps(records, last):
-        _log.warning("%s has no record of %s. Costs leave them out.", path / "rounds.jsonl", rounds_text(missing))
+        _log.warning(
+            "%s has no record of %s. Costs leave them out.",
+            path / "rounds.jsonl",
+            rounds_text(missing),
+        )
     return records
 
 
@@ -263,7 +275,11 @@ def _diverged(run: Run) -> dict[str, Any]:
     grades = run.grades
     if not run.records or not run.records[-1].grades.main:
         grades = grade(run.federation, run.server, run.fleet, run.engine, run.evaluation)
-    return {"accuracy": grades.accuracy, "metrics": grades.metrics, "diverged": run.server.round + 1}
+    return {
+        "accuracy": grades.accuracy,
+        "metrics": grades.metrics,
+        "diverged": run.server.round + 1,
+    }
 
 
 def _opened(
@@ -288,7 +304,9 @@ def _opened(
     run = settled.prepare(grounds.of(settled))
     done = folder.load(run)
     if done > settled.rounds:
-        raise ConfigError(f"{settled.rounds} rounds were asked for; the run in {path} has {done} behind it.")
+        raise ConfigError(
+            f"{settled.rounds} rounds were asked for; the run in {path} has {done} behind it."
+        )
     if settled != stored:
         write_text(config, settled.to_toml())
     return settled, run, folder

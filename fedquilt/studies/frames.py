@@ -53,7 +53,9 @@ def rounds(results: Iterable[Result]) -> list[dict[str, Any]]:
     evaluated has one row with None as share and metrics.
     """
     runs = list(results)
-    metrics = dict.fromkeys(name for result in runs for record in result.records for name in record.grades.metrics)
+    metrics = dict.fromkeys(
+        name for result in runs for record in result.records for name in record.grades.metrics
+    )
     flat: list[dict[str, Any]] = []
     for result in runs:
         for record in result.records:

@@ -50,7 +50,9 @@ def growth(run: Run, rounds: int) -> dict[str, Any]:
     """
     method = run.method
     if not isinstance(method, ProgFed):
-        raise ConfigError(f"the measure 'growth' was asked for with {type(method).__name__}; it is of ProgFed alone.")
+        raise ConfigError(
+            f"the measure 'growth' was asked for with {type(method).__name__}; it is of ProgFed alone."
+        )
     stages = num_stages(run.world.family)
     added = method.warm_rounds * (stages - 1) if method.extra_warmup else 0
     grown = total_cost(run, rounds)
@@ -134,12 +136,16 @@ class _Count:
         federation, family = self.run.federation, self.run.world.family
         member = family.member(job.submodel)
         names = learner.received(member)
-        payload = Payload(job.submodel, family.cutter.gather(federation.initial, job.submodel, names))
+        payload = Payload(
+            job.submodel, family.cutter.gather(federation.initial, job.submodel, names)
+        )
         start = receive(federation, job, learner, payload, None, federation.initial)
         own = {name: start.state[name] for name in learner.sent(member)}
         narrowed = family.cutter.narrow(own, job.submodel.held, wanted.held)
         upload = upload_of(federation, job, learner, wanted, narrowed, Left())
-        return start.bytes, send(federation, job, upload, start.known, None, federation.initial).bytes
+        return start.bytes, send(
+            federation, job, upload, start.known, None, federation.initial
+        ).bytes
 
 
 def _named(cost: Spent) -> dict[str, int]:
@@ -156,7 +162,12 @@ def _parameters(run: Run, stages: int) -> dict[str, Mapping[str, int] | float]:
         heads[str(stage)] = _count(run, f"head{stage}")
         params[str(stage)] = family.member(family.at(variant).whole).count
     params[WHOLE] = params[str(stages)]
-    return {"blocks": blocks, "heads": heads, "params": params, "first_share": params["1"] / params[WHOLE]}
+    return {
+        "blocks": blocks,
+        "heads": heads,
+        "params": params,
+        "first_share": params["1"] / params[WHOLE],
+    }
 
 
 def _count(run: Run, part: str) -> int:

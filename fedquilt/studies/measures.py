@@ -42,7 +42,9 @@ def clients(run: Run, rounds: int) -> dict[str, Any]:
     """
     report = clientwise(_after(run, rounds), evaluate=False)
     spreads = {name: report.spread(name) for name in ("macs", "params")}
-    costs = {name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in spreads.items()}
+    costs = {
+        name: {"mean": mean, "deviation": deviation} for name, (mean, deviation) in spreads.items()
+    }
     return {**costs, "trained": report.trained}
 
 
@@ -71,7 +73,9 @@ def coverage(run: Run, rounds: int) -> dict[str, Any]:
         outputs.append(_indicator(positions[0], sizes[0]))
         inputs.append(_indicator(positions[1], sizes[1]))
     if not outputs:
-        raise ConfigError(f"the measure 'coverage' was asked for; no client trains {weight} in {rounds} rounds.")
+        raise ConfigError(
+            f"the measure 'coverage' was asked for; no client trains {weight} in {rounds} rounds."
+        )
     has_output = torch.stack(outputs)  # (sub-model, output channel)
     has_input = torch.stack(inputs)  # (sub-model, input channel)
     counts = {"channel": has_output.sum(0), "entry": has_output.T @ has_input}
@@ -163,7 +167,9 @@ def limits(run: Run, rounds: int) -> dict[str, Any]:
             "keep nets of their own, such as RaFL, and limits on multiply-adds."
         )
     limited = {budget: count for budget, count in counts.items() if budget.macs}
-    limit = sum((budget.macs or 0.0) * count for budget, count in limited.items()) / sum(limited.values())
+    limit = sum((budget.macs or 0.0) * count for budget, count in limited.items()) / sum(
+        limited.values()
+    )
     return {
         **account,
         "limit": limit,
@@ -185,7 +191,9 @@ MEASURES: dict[str, Measure] = {
 def measure_problems(measure: str) -> list[str]:
     """Return a sentence if a name is neither `TRAINING` nor in `MEASURES`."""
     names = (TRAINING, *MEASURES)
-    return [] if measure in names else [f"there is no measure {measure!r}.{nearest(measure, names)}"]
+    return (
+        [] if measure in names else [f"there is no measure {measure!r}.{nearest(measure, names)}"]
+    )
 
 
 def _after(run: Run, rounds: int) -> Run:
@@ -197,7 +205,9 @@ def _last_convolution(family: Family) -> str:
     whole = family.member(family.whole)
     weights = [name for name in whole.trainable if len(family.layout.dims[name]) == 4]
     if not weights:
-        raise ConfigError("the measure 'coverage' was asked for; it counts channels of a convolution.")
+        raise ConfigError(
+            "the measure 'coverage' was asked for; it counts channels of a convolution."
+        )
     return weights[-1]
 
 

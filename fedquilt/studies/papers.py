@@ -164,7 +164,10 @@ class Preset:
     def _settings_of(self, row: Row, scale: Scale) -> Settings:
         """Return the settings of a row, with all layers laid over one another."""
         layers = [self.settings, *(self.parts[part] for part in row.parts), row.settings]
-        layers += [scale.settings, *(scale.parts[part] for part in row.parts if part in scale.parts)]
+        layers += [
+            scale.settings,
+            *(scale.parts[part] for part in row.parts if part in scale.parts),
+        ]
         settings: Settings = {}
         for layer in layers:
             settings = overlay(settings, dict(layer))
@@ -325,7 +328,11 @@ def _problems(preset: Preset) -> Iterator[str]:
 
 def _problems_of_shape(preset: Preset) -> Iterator[str]:
     """Yield problems of names, numbers and lists."""
-    for key, values in (("columns", preset.columns), ("rows", preset.rows), ("seeds", preset.seeds)):
+    for key, values in (
+        ("columns", preset.columns),
+        ("rows", preset.rows),
+        ("seeds", preset.seeds),
+    ):
         if not values:
             yield f"{key}: an empty list was found; at least one is needed."
     yield from (f"measure: {problem}" for problem in measure_problems(preset.measure))

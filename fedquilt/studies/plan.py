@@ -34,7 +34,11 @@ from fedquilt.studies.statistics import check_alike
 MAX_RUNS = 1_000  # More runs than this are started only if they are confirmed.
 STUDY_FILE = "study.toml"
 COMPARISON_FILE = "compare.json"
-_FILES = (STUDY_FILE, COMPARISON_FILE, "lock")  # in the folder of every study, beside those of its entries
+_FILES = (
+    STUDY_FILE,
+    COMPARISON_FILE,
+    "lock",
+)  # in the folder of every study, beside those of its entries
 MAX_FOLDER_BYTES = 80
 Point = Mapping[str, Any]  # Values of a grid by the path of their setting.
 Stage = Literal["final", "tuning"]
@@ -63,7 +67,10 @@ class Entry:
     def points(self) -> list[Point]:
         """Return all combinations of the grid's values, in the order in which they were given."""
         paths = list(self.grid)
-        return [dict(zip(paths, values, strict=True)) for values in itertools.product(*self.grid.values())]
+        return [
+            dict(zip(paths, values, strict=True))
+            for values in itertools.product(*self.grid.values())
+        ]
 
 
 @dataclass(frozen=True)
@@ -92,7 +99,11 @@ class PlannedRun:
     def title(self) -> str:
         """Return the name of the run in progress lines."""
         tuned = ", ".join(f"{_last_key(path)} {value}" for path, value in self.point.items())
-        return f"{self.entry}, {tuned}, tuning" if self.stage == "tuning" else f"{self.entry}, seed {self.seed}"
+        return (
+            f"{self.entry}, {tuned}, tuning"
+            if self.stage == "tuning"
+            else f"{self.entry}, seed {self.seed}"
+        )
 
     @property
     def rounds(self) -> int:
@@ -132,7 +143,9 @@ class Plan:
 
     def _problems(self) -> Iterator[str]:
         yield from self._problems_of_names()
-        wrong_seeds = [seed for seed in self.seeds if type(seed) is not int or not 0 <= seed < 2**63]
+        wrong_seeds = [
+            seed for seed in self.seeds if type(seed) is not int or not 0 <= seed < 2**63
+        ]
         if not self.seeds:
             yield "it has no seeds; give at least one."
         elif wrong_seeds:
@@ -171,7 +184,9 @@ class Plan:
     @property
     def num_runs(self) -> int:
         """Return the number of runs, tuning included."""
-        tuning = sum(math.prod(map(len, entry.grid.values())) for entry in self.entries if entry.grid)
+        tuning = sum(
+            math.prod(map(len, entry.grid.values())) for entry in self.entries if entry.grid
+        )
         return tuning * self.tuning_seeds + len(self.entries) * len(self.seeds)
 
     def check(self, confirmed: bool = False) -> None:
@@ -196,7 +211,9 @@ class Plan:
                     problems.setdefault(str(error), []).append(entry.name)
                     break  # The other points would say the same again.
         if problems:
-            raise ConfigError("\n".join(f"{'; '.join(names)}: {problem}" for problem, names in problems.items()))
+            raise ConfigError(
+                "\n".join(f"{'; '.join(names)}: {problem}" for problem, names in problems.items())
+            )
 
     def check_comparable(self) -> None:
         """Refuse entries with different data or tasks, because their figures cannot be compared.
@@ -208,7 +225,9 @@ class Plan:
         for entry in self.entries:
             experiment = self._final(entry, self.seeds[0], {}).experiment
             options = json.dumps(experiment.data.options, default=str, sort_keys=True)
-            data.setdefault(f"{experiment.data.name} {options.replace('{}', '')}".strip(), []).append(entry.name)
+            data.setdefault(
+                f"{experiment.data.name} {options.replace('{}', '')}".strip(), []
+            ).append(entry.name)
             if experiment.task is not None:
                 tasks.setdefault(repr(experiment.task), []).append(entry.name)
         check_alike({"data": data, "task": tasks})
@@ -224,12 +243,18 @@ class Plan:
         Args:
             chosen: Point of the grid by entry, for those that have one.
         """
-        return [self._final(entry, seed, chosen.get(entry.name, {})) for seed in self.seeds for entry in self.entries]
+        return [
+            self._final(entry, seed, chosen.get(entry.name, {}))
+            for seed in self.seeds
+            for entry in self.entries
+        ]
 
     def _final(self, entry: Entry, seed: int, point: Point) -> PlannedRun:
         settings = at_point(entry.settings, point)
         settings["seed"] = seed
-        return PlannedRun(entry.name, seed, settings, f"{entry.folder}/seed{seed}", point, measure=self.measure)
+        return PlannedRun(
+            entry.name, seed, settings, f"{entry.folder}/seed{seed}", point, measure=self.measure
+        )
 
     def _tuning_runs(self, entry: Entry) -> list[PlannedRun]:
         if not entry.grid:
@@ -237,7 +262,9 @@ class Plan:
         runs = []
         for seed in self.seeds[: self.tuning_seeds]:
             for point in entry.points:
-                settings = self._on_validation(at_point(overlay(entry.settings, self.tuning), point))
+                settings = self._on_validation(
+                    at_point(overlay(entry.settings, self.tuning), point)
+                )
                 settings["seed"] = seed
                 folder = f"{entry.folder}/tuning/{_point_name(point)}-seed{seed}"
                 runs.append(PlannedRun(entry.name, seed, settings, folder, point, "tuning"))
@@ -249,7 +276,9 @@ class Plan:
         It is evaluated once, at the end, unless the settings ask for more.
         """
         data = settings.get("data", {})
-        if not (isinstance(data, Mapping) and "validation" in data):  # 0: the data has a part of its own.
+        if not (
+            isinstance(data, Mapping) and "validation" in data
+        ):  # 0: the data has a part of its own.
             assign(settings, ["data", "validation"], self.validation)
         evaluation = settings.get("evaluation", {})
         if not (isinstance(evaluation, Mapping) and "every" in evaluation):
@@ -263,7 +292,10 @@ class Plan:
         import tomli_w
 
         entries = [
-            {"name": entry.name, "grid": {path: list(values) for path, values in entry.grid.items()}}
+            {
+                "name": entry.name,
+                "grid": {path: list(values) for path, values in entry.grid.items()},
+            }
             | {"settings": {key: value for key, value in entry.settings.items() if key != "seed"}}
             for entry in self.entries
         ]
@@ -287,7 +319,11 @@ class Plan:
         plain = read_toml(file)
         try:
             entries = [
-                Entry(one["name"], one["settings"], {path: tuple(values) for path, values in one["grid"].items()})
+                Entry(
+                    one["name"],
+                    one["settings"],
+                    {path: tuple(values) for path, values in one["grid"].items()},
+                )
                 for one in plain["entries"]
             ]
             return Plan(
@@ -299,7 +335,9 @@ class Plan:
                 plain["measure"],
             )
         except (KeyError, TypeError, AttributeError) as error:
-            raise ConfigError(f"{file} is not what a study wrote: {type(error).__name__} {error}.") from error
+            raise ConfigError(
+                f"{file} is not what a study wrote: {type(error).__name__} {error}."
+            ) from error
         except ConfigError as error:
             raise ConfigError(f"{file} is not what a study wrote: {error}") from error
 
@@ -317,7 +355,9 @@ class Plan:
         earlier = {entry.name: entry for entry in other.entries}
         for entry in self.entries:
             if entry.name in earlier:
-                lines += [f"{entry.name}: {line}" for line in _differences_of(entry, earlier[entry.name])]
+                lines += [
+                    f"{entry.name}: {line}" for line in _differences_of(entry, earlier[entry.name])
+                ]
         if self.has_grid and other.has_grid:
             lines += _differences(self._tuning_choices, other._tuning_choices)
         lines += _differences({"measure": self.measure}, {"measure": other.measure})
@@ -408,7 +448,9 @@ def find_entry(entries: Sequence[str], text: str, flag: str) -> tuple[str, str]:
     if not colon:
         return "", text
     if name not in entries:
-        raise ConfigError(f"{flag} {text} was asked for; there is no entry {name!r}.{nearest(name, entries)}")
+        raise ConfigError(
+            f"{flag} {text} was asked for; there is no entry {name!r}.{nearest(name, entries)}"
+        )
     return name, f"{setting}{equals}{value}"
 
 
@@ -421,14 +463,20 @@ def folder_name(name: str) -> str:
 
 
 def _point_name(point: Point) -> str:
-    return folder_name("-".join(f"{_last_key(path)}{_value_name(value)}" for path, value in point.items()))
+    return folder_name(
+        "-".join(f"{_last_key(path)}{_value_name(value)}" for path, value in point.items())
+    )
 
 
 def _value_name(value: Any) -> str:
     """Return a value as part of a folder's name. Values of one type that differ get different texts."""
     text = str(value)
     plain = re.sub(r"[^\w.-]+", "_", text).strip("_")
-    return plain if plain == text else f"{plain}_{_checksum(json.dumps(value, default=str))}".lstrip("_")
+    return (
+        plain
+        if plain == text
+        else f"{plain}_{_checksum(json.dumps(value, default=str))}".lstrip("_")
+    )
 
 
 def _checksum(text: str) -> str:

@@ -53,7 +53,9 @@ def spread_of(results: Sequence[Result], value: Value) -> Spread | None:
         return Spread.of([number for number in numbers if not isinstance(number, Mapping)])
     mean = sum(table["mean"] for table in tables) / len(tables)
     deviation = sum(table["deviation"] for table in tables) / len(tables)
-    return Spread(mean, deviation or None, len(tables))  # All clients alike have no deviation to show.
+    return Spread(
+        mean, deviation or None, len(tables)
+    )  # All clients alike have no deviation to show.
 
 
 def spread_text(spread: Spread, value: Value) -> str:

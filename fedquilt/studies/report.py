@@ -146,7 +146,11 @@ class _Comparison:
     @cached_property
     def labels(self) -> dict[str, str]:
         """Return the name of each share in tables."""
-        named = {share: label for result in self.runs for share, label in labels_of(result.summary).items()}
+        named = {
+            share: label
+            for result in self.runs
+            for share, label in labels_of(result.summary).items()
+        }
         return {share: share_label(share, named) for share in self.shares}
 
     @cached_property
@@ -156,7 +160,9 @@ class _Comparison:
         show = _points if self.percent else "{:.4g}".format
         verdicts: dict[str, Verdict] = {}
         for share in self.shares:
-            values = {name: values_by_seed(runs, share, self.metric) for name, runs in self.rows.items()}
+            values = {
+                name: values_by_seed(runs, share, self.metric) for name, runs in self.rows.items()
+            }
             verdicts[share] = best_entry(values, higher, show)
         return verdicts
 
@@ -165,7 +171,9 @@ class _Comparison:
         """Return the cost to the target by row and then by share; empty without a target."""
         if self.target is None:
             return {}
-        return {name: cost_to_target(runs, self.target, self.metric) for name, runs in self.rows.items()}
+        return {
+            name: cost_to_target(runs, self.target, self.metric) for name, runs in self.rows.items()
+        }
 
     @cached_property
     def baseline_costs(self) -> dict[str, dict[float, Cost]]:
@@ -271,11 +279,20 @@ class _Comparison:
         for name in self.rows:
             for share, label in self.labels.items():
                 cost = self.target_costs[name].get(share, Cost({}))
-                cells = [cost.shown(mean(cost), show) for mean, show in self._target_columns.values()]
+                cells = [
+                    cost.shown(mean(cost), show) for mean, show in self._target_columns.values()
+                ]
                 rows.append([name, label, *cells])
         reached = target_text(self.target, self.metric, self.percent)
         title = f"cost until a share first had {reached}"
-        return [Table(title, ["method", "share", *self._target_columns], rows, ["Means over the seeds that had it."])]
+        return [
+            Table(
+                title,
+                ["method", "share", *self._target_columns],
+                rows,
+                ["Means over the seeds that had it."],
+            )
+        ]
 
     def _notes(self) -> list[str]:
         notes = self._verdict_notes()
@@ -302,13 +319,18 @@ class _Comparison:
         if len(by_reason) == 1:
             (reason,) = by_reason
             return [reason.replace("nothing is marked", "Nothing is marked", 1)]
-        return [f"Share{'s'[: len(labels) != 1]} {', '.join(labels)}: {reason}" for reason, labels in by_reason.items()]
+        return [
+            f"Share{'s'[: len(labels) != 1]} {', '.join(labels)}: {reason}"
+            for reason, labels in by_reason.items()
+        ]
 
     def domain_tables(self) -> list[Table]:
         """Return the widest share's metric by domain, if there are domains."""
         if self.metric in UNDER_ATTACK:  # what follows a slash there is a robustness
             return []
-        domains = dict.fromkeys(domain for result in self.runs for domain in domains_of(result.summary, self.metric))
+        domains = dict.fromkeys(
+            domain for result in self.runs for domain in domains_of(result.summary, self.metric)
+        )
         if not domains:
             return []
         widest = max(self.shares, key=float)
@@ -336,7 +358,9 @@ class _Comparison:
         ]
         missing = missing_seeds(self.rows[self.baseline], [result.seed for result in self.runs])
         if missing:
-            notes.append(f"{self.baseline} has no run of {seeds_text(missing)}; its mean best is used there.")
+            notes.append(
+                f"{self.baseline} has no run of {seeds_text(missing)}; its mean best is used there."
+            )
         costs: dict[str, tuple[Callable[[Cost], float | None], Show]] = {
             "rounds": (lambda cost: cost.rounds, _count),
             "bytes": (lambda cost: cost.bytes, size),
@@ -365,7 +389,10 @@ class _Comparison:
         for names in alike.values():
             members = members_of(self.rows[names[0]][0].summary)
             columns = list(next(iter(members.values())))
-            rows = [[share, *(f"{member[column]:,}" for column in columns)] for share, member in members.items()]
+            rows = [
+                [share, *(f"{member[column]:,}" for column in columns)]
+                for share, member in members.items()
+            ]
             title = "sizes" if len(alike) == 1 else f"sizes ({', '.join(names)})"
             tables.append(Table(title, ["share", *columns], rows))
         return tables
@@ -399,7 +426,9 @@ class _Comparison:
 
     def _plain_entry(self, name: str) -> dict[str, Any]:
         runs = self.rows[name]
-        domains = dict.fromkeys(domain for result in runs for domain in domains_of(result.summary, self.metric))
+        domains = dict.fromkeys(
+            domain for result in runs for domain in domains_of(result.summary, self.metric)
+        )
         entry = {
             "figures": self._plain_figures(runs, self.metric),
             "domains": {d: self._plain_figures(runs, f"{self.metric}/{d}") for d in domains},
@@ -416,7 +445,8 @@ class _Comparison:
             entry["to_target"] = {share: _plain_cost(cost) for share, cost in costs.items()}
         if self._has_baseline:
             entry["to_baseline"] = {
-                f"{percentage:g}": _plain_cost(cost) for percentage, cost in self.baseline_costs[name].items()
+                f"{percentage:g}": _plain_cost(cost)
+                for percentage, cost in self.baseline_costs[name].items()
             }
         return entry
 
@@ -428,7 +458,9 @@ class _Comparison:
 def _check_comparable(runs: Sequence[Result]) -> None:
     """Refuse an empty list, and runs of different data or tasks."""
     if not runs:
-        raise ConfigError("a comparison was asked for; there are no runs. Give at least one finished run.")
+        raise ConfigError(
+            "a comparison was asked for; there are no runs. Give at least one finished run."
+        )
     properties: dict[str, dict[str, dict[str, None]]] = {"data": {}, "task": {}, "main metric": {}}
     for result in runs:
         values = (result.summary.get("data"), result.summary.get("task"), result.main)
@@ -442,7 +474,9 @@ def _check_metric(runs: Sequence[Result], metric: str) -> None:
     if any(result.metric(metric) for result in runs):
         return
     names = dict.fromkeys(name for result in runs for name in metric_names(result))
-    raise ConfigError(f"the metric {metric!r} was asked for; no run has it.{nearest(metric, names)}")
+    raise ConfigError(
+        f"the metric {metric!r} was asked for; no run has it.{nearest(metric, names)}"
+    )
 
 
 # --- numbers as text ------------------------------------------------------------------------------
@@ -495,5 +529,7 @@ def _plain_cost(cost: Cost) -> dict[str, Any]:
         "link_seconds": cost.link_seconds,
         "reached": len(cost.reached),
         "count": len(cost.by_seed),
-        "by_seed": {str(seed): milestone and asdict(milestone) for seed, milestone in cost.by_seed.items()},
+        "by_seed": {
+            str(seed): milestone and asdict(milestone) for seed, milestone in cost.by_seed.items()
+        },
     }

@@ -135,7 +135,12 @@ class Storing:
         paper, table = _paper_and_table(self.preset.name)
         name = stored_name(table, result.entry, "" if self.scale == FULL else self.scale)
         folder = self.target / paper / f"{name}-seed{result.seed}"
-        origin = {"table": self.preset.name, "row": result.entry, "scale": self.scale, "tuned": dict(planned.point)}
+        origin = {
+            "table": self.preset.name,
+            "row": result.entry,
+            "scale": self.scale,
+            "tuned": dict(planned.point),
+        }
         store(result, self.study / planned.folder, folder, {**self.about, **origin})
         self.folders.append(folder)
 

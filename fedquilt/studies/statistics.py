@@ -122,7 +122,10 @@ def best_entry(
         return Verdict(None, "there are fewer than three seeds")
 
     sign = 1.0 if higher_is_better else -1.0
-    signed = {name: {seed: sign * value for seed, value in by_seed.items()} for name, by_seed in rows.items()}
+    signed = {
+        name: {seed: sign * value for seed, value in by_seed.items()}
+        for name, by_seed in rows.items()
+    }
     best, runner_up = sorted(signed, key=lambda name: _rank(signed[name]), reverse=True)[:2]
     return _compare(best, runner_up, signed, show)
 
@@ -133,7 +136,9 @@ def _rank(by_seed: BySeed) -> float:
     return -math.inf if math.isnan(mean) else mean
 
 
-def _compare(best: str, runner_up: str, signed: Mapping[str, BySeed], show: Callable[[float], str]) -> Verdict:
+def _compare(
+    best: str, runner_up: str, signed: Mapping[str, BySeed], show: Callable[[float], str]
+) -> Verdict:
     """Compare two rows of figures that are better when they are higher."""
     difference = paired_difference(signed[best], signed[runner_up])
     count = difference.count if difference else 0
@@ -160,9 +165,7 @@ def _compare(best: str, runner_up: str, signed: Mapping[str, BySeed], show: Call
             f"its standard error, {error}"
         )
         return Verdict(best, reason, difference)
-    reason = (
-        f"the mean paired difference of {best} to {runner_up}, {shown}, is within twice its standard error, {error}"
-    )
+    reason = f"the mean paired difference of {best} to {runner_up}, {shown}, is within twice its standard error, {error}"
     return Verdict(None, reason, difference)
 
 
@@ -318,7 +321,10 @@ def cost_to_target(runs: Sequence[Result], target: float, metric: str = "") -> d
     """
     reached = {result.seed: _milestones(result, target, metric) for result in runs}
     shares = dict.fromkeys(share for by_share in reached.values() for share in by_share)
-    return {share: Cost({seed: by_share.get(share) for seed, by_share in reached.items()}) for share in shares}
+    return {
+        share: Cost({seed: by_share.get(share) for seed, by_share in reached.items()})
+        for share in shares
+    }
 
 
 def _milestones(result: Result, target: float, metric: str) -> dict[str, Milestone | None]:
@@ -381,7 +387,12 @@ def cost_to_percentages(
     return {
         name: {
             percentage: Cost(
-                {result.seed: _part_reached(result, bests.get(result.seed, mean_best), percentage) for result in runs}
+                {
+                    result.seed: _part_reached(
+                        result, bests.get(result.seed, mean_best), percentage
+                    )
+                    for result in runs
+                }
             )
             for percentage in percentages
         }

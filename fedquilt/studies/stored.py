@@ -49,7 +49,9 @@ def store(result: Result, run_folder: Path, target: Path, about: Mapping[str, An
     config = _portable(_read(run_folder / "config.toml"))
     if (target / "summary.json").exists():
         if _read(target / "config.toml") != config:
-            raise ConfigError(f"{target} was to be written; it holds a run with other settings. Move it first.")
+            raise ConfigError(
+                f"{target} was to be written; it holds a run with other settings. Move it first."
+            )
         return
     files = {"config.toml": config}
     if result.records:
@@ -93,7 +95,11 @@ def _read(file: Path) -> bytes:
 
 
 def _summary(result: Result, about: Mapping[str, Any]) -> bytes:
-    versions = {"fedquilt": __version__, "torch": torch.__version__, "python": platform.python_version()}
+    versions = {
+        "fedquilt": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+    }
     data = Path(str(result.summary.get("data", ""))).name
     summary = {
         **result.summary,
@@ -129,9 +135,19 @@ def read_stored(folder: Path) -> Result:
         try:
             lines = gzip.decompress(file.read_bytes()).splitlines()
             records = [Record.from_dict(json.loads(line)) for line in lines]
-        except (OSError, EOFError, zlib.error, ValueError, TypeError, KeyError, AttributeError) as error:
+        except (
+            OSError,
+            EOFError,
+            zlib.error,
+            ValueError,
+            TypeError,
+            KeyError,
+            AttributeError,
+        ) as error:
             raise RecordError(f"{file} is damaged: {error}.") from error
-    return Result(summary.get("method", folder.name), summary.get("seed", 0), summary, tuple(records))
+    return Result(
+        summary.get("method", folder.name), summary.get("seed", 0), summary, tuple(records)
+    )
 
 
 def read_config(folder: Path) -> dict[str, Any]:

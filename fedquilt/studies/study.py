@@ -68,7 +68,9 @@ class Study:
     trials: Mapping[str, tuple[Trial, ...]] = field(default_factory=dict, repr=False)
     path: Path | None = None
 
-    def tables(self, metric: str = "", target: float | None = None, baseline: str = "") -> list[Table]:
+    def tables(
+        self, metric: str = "", target: float | None = None, baseline: str = ""
+    ) -> list[Table]:
         """Return the tables that compare the entries.
 
         Args:
@@ -77,14 +79,23 @@ class Study:
             baseline: Name of an entry. Further tables have the cost to reach percentages of its
                 best figure. Empty: no such tables.
         """
-        tables = comparison(self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline)
+        tables = comparison(
+            self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline
+        )
         return [*tables, *self._tuning_tables()]
 
-    def to_json(self, metric: str = "", target: float | None = None, baseline: str = "") -> dict[str, Any]:
+    def to_json(
+        self, metric: str = "", target: float | None = None, baseline: str = ""
+    ) -> dict[str, Any]:
         """Return all numbers of the tables as plain values. Arguments are those of `tables`."""
-        numbers = to_json(self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline)
+        numbers = to_json(
+            self.results, seeds=self.plan.seeds, metric=metric, target=target, baseline=baseline
+        )
         tuned = {
-            name: {"chosen": dict(self.chosen[name]), "trials": [_plain_trial(trial) for trial in trials]}
+            name: {
+                "chosen": dict(self.chosen[name]),
+                "trials": [_plain_trial(trial) for trial in trials],
+            }
             for name, trials in self.trials.items()
         }
         return {**numbers, **({"tuned": tuned} if tuned else {})}
@@ -106,7 +117,14 @@ class Study:
         for name, trials in self.trials.items():
             for trial in trials:
                 shown = "diverged" if math.isnan(trial.mean) else figure_text(trial.mean, is_rate)
-                rows.append([name, _point_text(trial.point), shown, "yes" if trial.point == self.chosen[name] else ""])
+                rows.append(
+                    [
+                        name,
+                        _point_text(trial.point),
+                        shown,
+                        "yes" if trial.point == self.chosen[name] else "",
+                    ]
+                )
         note = (
             f"Tuned on {100 * self.plan.validation:g} % of every client's training samples, which these runs "
             "held back. The test set was not used."
@@ -118,7 +136,9 @@ class Study:
         """Return the study in a folder with the runs that are finished. Nothing is trained."""
         path = Path(folder)
         plan = Plan.read(path)
-        runs: dict[str, list[tuple[PlannedRun, Result | None]]] = {entry.name: [] for entry in plan.entries}
+        runs: dict[str, list[tuple[PlannedRun, Result | None]]] = {
+            entry.name: [] for entry in plan.entries
+        }
         for run in plan.tuning_runs:
             runs[run.entry].append((run, finished(run, path / run.folder)))
         chosen: dict[str, Point] = {}
@@ -163,7 +183,9 @@ def run_plan(
             _announce(plan, path)
         workspace = path
         if workspace is None and jobs > 1:  # Processes exchange their results through a folder.
-            workspace = Path(stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-study-")))
+            workspace = Path(
+                stack.enter_context(tempfile.TemporaryDirectory(prefix="fedquilt-study-"))
+            )
         chosen, trials = _tuned(plan, workspace, jobs, watch)
         results = execute(plan.final_runs(chosen), workspace, jobs, watch, grounds)
     return Study(plan, tuple(results), chosen, trials, path)
@@ -186,11 +208,15 @@ def check_comparable(plan: Plan, folder: Path | None) -> None:
 def _check_folder(plan: Plan, folder: Path) -> None:
     """Refuse a file, and a folder that holds a run or a study with other settings."""
     if folder.is_file():
-        raise ConfigError(f"the folder {folder} was asked for; a file is there. Name another folder for the study.")
+        raise ConfigError(
+            f"the folder {folder} was asked for; a file is there. Name another folder for the study."
+        )
     if (folder / STUDY_FILE).exists():
         plan.check_extends(Plan.read(folder), folder)
     elif (folder / "config.toml").exists():
-        raise ConfigError(f"the folder {folder} was asked for; a run is there. Name another folder for the study.")
+        raise ConfigError(
+            f"the folder {folder} was asked for; a run is there. Name another folder for the study."
+        )
     elif hint := runs_outside_a_study(folder):
         raise ConfigError(f"the folder {folder} was asked for; there is no study in it.{hint}")
 
@@ -199,10 +225,14 @@ def _announce(plan: Plan, folder: Path) -> None:
     """Write `study.toml` before the first run begins. Entries and seeds that it has already stay."""
     if (folder / STUDY_FILE).exists():
         stored = Plan.read(folder)
-        plan.check_extends(stored, folder)  # Another process may have written it before this one had the lock.
+        plan.check_extends(
+            stored, folder
+        )  # Another process may have written it before this one had the lock.
         plan = plan.extending(stored)
     write_text(folder / STUDY_FILE, plan.to_toml())
-    remember_code(entry.settings for entry in plan.entries)  # Stored entries were compared when the study was opened.
+    remember_code(
+        entry.settings for entry in plan.entries
+    )  # Stored entries were compared when the study was opened.
 
 
 def _tuned(
@@ -216,7 +246,11 @@ def _tuned(
     for entry in plan.entries:
         if not entry.grid:
             continue
-        pairs = [(run, result) for run, result in zip(runs, results, strict=True) if run.entry == entry.name]
+        pairs = [
+            (run, result)
+            for run, result in zip(runs, results, strict=True)
+            if run.entry == entry.name
+        ]
         chosen[entry.name], trials[entry.name] = _choose(entry, pairs)
         if folder is not None:
             _write_choice(entry, chosen[entry.name], trials[entry.name], folder / entry.folder)
@@ -256,7 +290,9 @@ def _point_text(point: Point) -> str:
     return ", ".join(f"{path} = {value}" for path, value in point.items())
 
 
-def _choose(entry: Entry, runs: Sequence[tuple[PlannedRun, Result]]) -> tuple[Point, tuple[Trial, ...]]:
+def _choose(
+    entry: Entry, runs: Sequence[tuple[PlannedRun, Result]]
+) -> tuple[Point, tuple[Trial, ...]]:
     """Return the point with the best mean figure, the first of equal ones, and all trials.
 
     The figure is the task's main one, of the widest model, in the last evaluated round. A point
@@ -285,7 +321,9 @@ def _widest_figure(result: Result) -> float:
 
 
 def _plain_trial(trial: Trial) -> dict[str, Any]:
-    figures = {str(seed): None if math.isnan(figure) else figure for seed, figure in trial.figures.items()}
+    figures = {
+        str(seed): None if math.isnan(figure) else figure for seed, figure in trial.figures.items()
+    }
     return {"point": dict(trial.point), "figures": figures}
 
 
@@ -335,14 +373,22 @@ def study(
     """
     if out is not None:
         check_study_code(out, trust)
-    named = entries if isinstance(entries, Mapping) else {name: _settings_of(name, trust) for name in _names(entries)}
+    named = (
+        entries
+        if isinstance(entries, Mapping)
+        else {name: _settings_of(name, trust) for name in _names(entries)}
+    )
     values = {path: _listed(one, f"the values of {path}") for path, one in (grid or {}).items()}
     rows = []
     for name, entry in named.items():
         if not isinstance(entry, (Experiment, Mapping)):
-            raise ConfigError(f"study({{{name!r}: {entry!r}}}) was called; an Experiment or a table of settings fits.")
+            raise ConfigError(
+                f"study({{{name!r}: {entry!r}}}) was called; an Experiment or a table of settings fits."
+            )
         plain = plain_settings(entry) if isinstance(entry, Experiment) else dict(entry)
-        rows.append(Entry(name, {key: value for key, value in plain.items() if key != "seed"}, values))
+        rows.append(
+            Entry(name, {key: value for key, value in plain.items() if key != "seed"}, values)
+        )
     plan = Plan(tuple(rows), _whole_seeds(seeds), validation, tuning_seeds, dict(tuning or {}))
     check_comparable(plan, None if out is None else Path(out))
     return run_plan(plan, out, jobs, watch, confirmed)
@@ -350,11 +396,15 @@ def study(
 
 def _names(entries: Sequence[str]) -> Sequence[str]:
     if isinstance(entries, str):
-        raise ConfigError(f"study({entries!r}) was called; a list of names or a mapping fits: study([{entries!r}]).")
+        raise ConfigError(
+            f"study({entries!r}) was called; a list of names or a mapping fits: study([{entries!r}])."
+        )
     names = _listed(entries, "the entries")
     for name in names:
         if not isinstance(name, str):
-            raise ConfigError(f"study([{name!r}]) was called; names of methods and TOML files fit, or a mapping.")
+            raise ConfigError(
+                f"study([{name!r}]) was called; names of methods and TOML files fit, or a mapping."
+            )
         if names.count(name) > 1:
             raise ConfigError(f"study({list(names)}) was called; give {name!r} once.")
     return names
@@ -372,7 +422,9 @@ def _whole_seeds(seeds: Iterable[int]) -> tuple[int, ...]:
     try:
         return tuple(operator.index(seed) for seed in _listed(seeds, "seeds"))
     except TypeError as error:
-        raise ConfigError(f"study was called with the seeds {seeds!r}; whole numbers fit.") from error
+        raise ConfigError(
+            f"study was called with the seeds {seeds!r}; whole numbers fit."
+        ) from error
 
 
 def _settings_of(name: str, trust: bool) -> Settings:

@@ -89,7 +89,9 @@ class Table:
     @cached_property
     def cells(self) -> list[list[Cell]]:
         """Return all rows as cells."""
-        return [[Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows]
+        return [
+            [Cell(cell) if isinstance(cell, str) else cell for cell in row] for row in self.rows
+        ]
 
     @cached_property
     def right_aligned(self) -> list[bool]:
@@ -104,14 +106,18 @@ class Table:
     def render(self, format: str) -> str:
         """Return the table in one of the text formats: text, markdown, latex or csv."""
         if format not in FORMATS or format == "json":
-            raise ConfigError(f"a table in the format {format!r} was asked for.{nearest(format, FORMATS[:-1])}")
+            raise ConfigError(
+                f"a table in the format {format!r} was asked for.{nearest(format, FORMATS[:-1])}"
+            )
         text: str = getattr(self, format)
         return text
 
     @property
     def text(self) -> str:
         """Return the table as columns that are aligned by spaces."""
-        has_best = [any(cell.is_best for cell in column) for column in zip(*self.cells, strict=True)]
+        has_best = [
+            any(cell.is_best for cell in column) for column in zip(*self.cells, strict=True)
+        ]
         has_best = has_best or [False for _ in self.head]
 
         def padded(text: str, column: int) -> str:
@@ -121,7 +127,10 @@ class Table:
         lines = [[padded(text, column) for column, text in enumerate(self.head)]]
         for row in self.cells:
             lines.append(
-                [cell.starred if cell.is_best else padded(cell.text, column) for column, cell in enumerate(row)]
+                [
+                    cell.starred if cell.is_best else padded(cell.text, column)
+                    for column, cell in enumerate(row)
+                ]
             )
         widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
         body = ["  ".join(self._aligned(line, widths)).rstrip() for line in lines]
@@ -180,7 +189,10 @@ class Table:
     def plain(self) -> dict[str, Any]:
         """Return the table as values that JSON has. `best` lists row and column of marked cells."""
         best = [
-            [row, column] for row, cells in enumerate(self.cells) for column, cell in enumerate(cells) if cell.is_best
+            [row, column]
+            for row, cells in enumerate(self.cells)
+            for column, cell in enumerate(cells)
+            if cell.is_best
         ]
         return {
             "title": self.title,

@@ -116,7 +116,10 @@ class _Workers:
         for process in running:
             try:
                 process.wait(STOP_SECONDS)
-            except (subprocess.TimeoutExpired, KeyboardInterrupt):  # ctrl-C again: do not wait any longer
+            except (
+                subprocess.TimeoutExpired,
+                KeyboardInterrupt,
+            ):  # ctrl-C again: do not wait any longer
                 process.kill()
 
 
@@ -140,7 +143,9 @@ class _Conversation:
         self._after: Callable[[Record], None] = lambda record: None
         self._error: dict[str, Any] | None = None
         self._lines: deque[str] = deque(maxlen=MAX_ERROR_LINES)  # of standard error
-        self._printed: deque[str] = deque(maxlen=MAX_ERROR_LINES)  # apart, because two pipes have no common order
+        self._printed: deque[str] = deque(
+            maxlen=MAX_ERROR_LINES
+        )  # apart, because two pipes have no common order
 
     def hold(self, request: str) -> None:
         """Send the request, and read what the worker writes until it ends.
@@ -172,7 +177,9 @@ class _Conversation:
             message = json.loads(line)
         except ValueError:
             message = None
-        if not isinstance(message, dict):  # Something was printed before the worker could redirect it.
+        if not isinstance(
+            message, dict
+        ):  # Something was printed before the worker could redirect it.
             self._printed.append(line)
         elif "display" in message:
             self._after = self._watch.begin(self._planned, Display(**message["display"]))
@@ -198,7 +205,9 @@ class _Conversation:
                 "less. The same command again continues the study."
             )
         if status:
-            lines = "".join(self._lines or self._printed).strip().splitlines() or ["it wrote nothing to standard error"]
+            lines = "".join(self._lines or self._printed).strip().splitlines() or [
+                "it wrote nothing to standard error"
+            ]
             raise TrainingError(f"{title}: its process ended with status {status}: {lines[-1]}")
 
 
@@ -228,7 +237,9 @@ def main() -> int:
     """Run the planned run in the first line of standard input, and return the exit status."""
     out = os.fdopen(os.dup(sys.stdout.fileno()), "w", buffering=1)
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # A user's module may print.
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # Stop as for ctrl-C: with a checkpoint.
+    signal.signal(
+        signal.SIGTERM, signal.default_int_handler
+    )  # Stop as for ctrl-C: with a checkpoint.
     messenger = _Messenger(out)
     try:
         request = json.loads(sys.stdin.readline())

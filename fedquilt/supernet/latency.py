@@ -23,7 +23,9 @@ from fedquilt.supernet.space import Config, Space
 FORMAT = 1  # version of the file
 MAX_CACHED_KEYS = 65_536  # distinct blocks whose name is kept
 WARM_UP = 2  # forward passes before a block is timed
-SAMPLED_CONFIGS = 100  # random configurations in which blocks are looked for besides the regular ones
+SAMPLED_CONFIGS = (
+    100  # random configurations in which blocks are looked for besides the regular ones
+)
 
 Watch = Callable[[int, int], None]  # is called with the number of timed blocks and of all blocks
 
@@ -84,10 +86,16 @@ class LatencyTable:
         except (OSError, UnicodeDecodeError, json.JSONDecodeError) as error:
             raise ConfigError(f"{asked}; it cannot be read: {error}.") from error
         expected = {"format", "unit", *LatencyTable.__dataclass_fields__}
-        if not isinstance(content, dict) or set(content) != expected or not _are_times(content["milliseconds"]):
+        if (
+            not isinstance(content, dict)
+            or set(content) != expected
+            or not _are_times(content["milliseconds"])
+        ):
             raise ConfigError(f"{asked}; it is no table that `fedquilt probe --space` wrote.")
         if content.pop("format") != FORMAT:
-            raise ConfigError(f"{asked}; it was written by another version. Measure the space again.")
+            raise ConfigError(
+                f"{asked}; it was written by another version. Measure the space again."
+            )
         content.pop("unit")
         return LatencyTable(**content)
 
@@ -99,7 +107,9 @@ def key(block: BlockSpec) -> str:
 
 
 def _are_times(value: Any) -> bool:
-    return isinstance(value, dict) and all(isinstance(one, int | float) and one >= 0 for one in value.values())
+    return isinstance(value, dict) and all(
+        isinstance(one, int | float) and one >= 0 for one in value.values()
+    )
 
 
 def distinct_blocks(space: Space, seed: int = 0) -> list[BlockSpec]:
@@ -111,7 +121,9 @@ def distinct_blocks(space: Space, seed: int = 0) -> list[BlockSpec]:
     """
     generator = torch.Generator().manual_seed(seed)
     configs = [*_regular(space), *(space.sample(generator) for _ in range(SAMPLED_CONFIGS))]
-    return list(dict.fromkeys(block for config in configs for block in space.blocks(config).values()))
+    return list(
+        dict.fromkeys(block for config in configs for block in space.blocks(config).values())
+    )
 
 
 def _regular(space: Space) -> Iterable[Config]:
@@ -123,7 +135,11 @@ def _regular(space: Space) -> Iterable[Config]:
     for expansion, kernel, even, odd in product(
         ranges["expansions"], ranges["kernels"], ranges["widths"], ranges["widths"]
     ):
-        places = {"expansions": (expansion, expansion), "kernels": (kernel, kernel), "widths": (even, odd)}
+        places = {
+            "expansions": (expansion, expansion),
+            "kernels": (kernel, kernel),
+            "widths": (even, odd),
+        }
         values = []
         for choice in space.choices:
             last = len(choice.options) - 1
@@ -151,7 +167,9 @@ def measure_blocks(
         if watch:
             watch(count, len(blocks))
     is_cuda = where.type == "cuda"
-    machine = torch.cuda.get_device_name(where) if is_cuda else platform.processor() or platform.machine()
+    machine = (
+        torch.cuda.get_device_name(where) if is_cuda else platform.processor() or platform.machine()
+    )
     date = datetime.now(UTC).isoformat(timespec="seconds")
     return LatencyTable(space.name, times, machine, device, torch.get_num_threads(), date)
 

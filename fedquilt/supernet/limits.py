@@ -12,7 +12,9 @@ from fedquilt.checks import refuse
 from fedquilt.errors import BudgetError
 from fedquilt.terms import Budget
 
-MAX_LEVELS = 1024  # distinct limits that the choice looks at; a fleet with more is thinned to quantiles
+MAX_LEVELS = (
+    1024  # distinct limits that the choice looks at; a fleet with more is thinned to quantiles
+)
 
 
 @dataclass(frozen=True)
@@ -34,10 +36,16 @@ class Limits:
     def __post_init__(self) -> None:
         given = {name: value for name, value in vars(self).items() if value is not None}
         if not given:
-            raise BudgetError("a search needs at least one of macs=, params=, memory=, milliseconds=; none was given.")
+            raise BudgetError(
+                "a search needs at least one of macs=, params=, memory=, milliseconds=; none was given."
+            )
         refuse(
             self,
-            {name: f"{value} was asked for; it must be above 0." for name, value in given.items() if not value > 0},
+            {
+                name: f"{value} was asked for; it must be above 0."
+                for name, value in given.items()
+                if not value > 0
+            },
         )
 
     @staticmethod
@@ -75,11 +83,15 @@ class Limits:
     def tightest(self, other: Limits) -> Limits:
         """Return the limits that a member within both keeps."""
         names = [field.name for field in fields(self)]
-        values = {name: [one.given[name] for one in (self, other) if name in one.given] for name in names}
+        values = {
+            name: [one.given[name] for one in (self, other) if name in one.given] for name in names
+        }
         return Limits(**{name: min(found) for name, found in values.items() if found})
 
 
-DeviceCounts = Mapping[Budget, int] | Mapping[Limits, int]  # number of devices with each limits, as `Fleet.counts`
+DeviceCounts = (
+    Mapping[Budget, int] | Mapping[Limits, int]
+)  # number of devices with each limits, as `Fleet.counts`
 
 
 def limits_of(fleet: DeviceCounts) -> dict[Limits, int]:
@@ -148,7 +160,9 @@ def choose_levels(values: Sequence[float], counts: Sequence[int], num_levels: in
     """
     places = _thinned(counts)
     level = np.asarray([values[place] for place in places], dtype=np.float64)
-    before = np.concatenate([[0], np.cumsum(counts)])[[*places, len(counts)]]  # devices below each level, then all
+    before = np.concatenate([[0], np.cumsum(counts)])[
+        [*places, len(counts)]
+    ]  # devices below each level, then all
     count = len(places)
     best = np.full(count + 1, -np.inf)
     best[count] = 0.0  # no device is left
@@ -184,9 +198,15 @@ def _weakest(limits: tuple[Limits, ...]) -> Limits:
 
 
 def _choose_greedily(
-    limits: Sequence[Limits], counts: Sequence[int], values: Sequence[float], num_members: int, first: int
+    limits: Sequence[Limits],
+    counts: Sequence[int],
+    values: Sequence[float],
+    num_members: int,
+    first: int,
 ) -> tuple[Limits, ...]:
-    fits = np.array([[low.is_within(high) for high in limits] for low in limits])  # (chosen, device)
+    fits = np.array(
+        [[low.is_within(high) for high in limits] for low in limits]
+    )  # (chosen, device)
     gains = fits * np.asarray(values)[:, None]
     chosen = [first]
     used = gains[first]

@@ -22,7 +22,9 @@ class Costs:
     macs: int  # multiply-adds of one sample's forward pass
     params: int  # number of parameters
     memory: int  # bytes of a training step
-    milliseconds: float | None = None  # predicted inference time of one sample; None: there is no table of blocks
+    milliseconds: float | None = (
+        None  # predicted inference time of one sample; None: there is no table of blocks
+    )
 
     def __str__(self) -> str:
         text = f"{amount(self.macs)} multiply-adds, {amount(self.params)} parameters, {size(self.memory)} to train"
@@ -35,7 +37,9 @@ class Meter:
     Multiply-adds, parameters and training memory are exact. Inference time is the sum over measured blocks.
     """
 
-    def __init__(self, space: Space, step: TrainingStep = TrainingStep(), table: LatencyTable | None = None) -> None:
+    def __init__(
+        self, space: Space, step: TrainingStep = TrainingStep(), table: LatencyTable | None = None
+    ) -> None:
         """Prepare counting.
 
         Args:
@@ -46,7 +50,9 @@ class Meter:
         self.space = space
         self.step = step
         self.table = table
-        self.cost = lru_cache(MAX_CACHED_CONFIGS)(space.cost)  # multiply-adds and parameters of a configuration
+        self.cost = lru_cache(MAX_CACHED_CONFIGS)(
+            space.cost
+        )  # multiply-adds and parameters of a configuration
 
     def costs(self, config: Config) -> Costs:
         """Return all costs of a configuration."""

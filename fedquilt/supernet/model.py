@@ -19,7 +19,9 @@ if TYPE_CHECKING:
     from fedquilt.supernet.elastic import Supernet
     from fedquilt.supernet.space import Space
 
-TINY_IMAGES = 16  # pixels; smaller images get the space `tiny`, because the others halve images five times
+TINY_IMAGES = (
+    16  # pixels; smaller images get the space `tiny`, because the others halve images five times
+)
 
 
 @dataclass(frozen=True)
@@ -30,9 +32,13 @@ class SearchedModel:
     its weights, which is setting (c).
     """
 
-    space: str = ""  # Search space by name, or file.py:Class. Empty: tiny for small images, else mobilenetv3
+    space: str = (
+        ""  # Search space by name, or file.py:Class. Empty: tiny for small images, else mobilenetv3
+    )
     supernet: File = ""  # Supernet file whose weights the nets start from. Empty: fresh weights
-    knowledge_macs: float = 0.0  # Multiply-adds of the knowledge net, at most. 0: half of the weakest device's limit
+    knowledge_macs: float = (
+        0.0  # Multiply-adds of the knowledge net, at most. 0: half of the weakest device's limit
+    )
     num_members: int = 8  # Private nets, at most
     # How nets are searched: evolution, random or exhaustive. Empty: exhaustive in small spaces, else by evolution
     strategy: Strategy | Literal[""] = ""
@@ -89,7 +95,12 @@ class SearchedModel:
                 f"{shape} and {data.num_classes} classes. Name models that fit, or your own search space."
             )
         name = self.space or ("tiny" if shape[1] <= TINY_IMAGES else "mobilenetv3")
-        return replace(space_by_name(name), in_channels=shape[0], image_size=shape[1], num_classes=data.num_classes)
+        return replace(
+            space_by_name(name),
+            in_channels=shape[0],
+            image_size=shape[1],
+            num_classes=data.num_classes,
+        )
 
     def _supernet(self, space: Space) -> Supernet | None:
         return load_supernet(self.supernet, space) if self.supernet else None

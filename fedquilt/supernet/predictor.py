@@ -12,7 +12,9 @@ from fedquilt.errors import ConfigError
 
 Floats = NDArray[np.float64]
 
-PENALTIES = tuple(10.0**power for power in range(-3, 5))  # on squared coefficients of standardized features
+PENALTIES = tuple(
+    10.0**power for power in range(-3, 5)
+)  # on squared coefficients of standardized features
 MIN_MEASURED = 8  # members; with fewer the choice of a penalty is random
 
 

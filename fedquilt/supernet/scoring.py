@@ -21,9 +21,13 @@ from fedquilt.supernet.training import SupernetData, member_accuracy
 
 NUM_MEASURED = 128  # members on which a predictor is fitted
 MAX_VALIDATION = 2_000  # images on which accuracy is measured; a rotated image gives four samples
-MAX_CALIBRATION = 500  # images on which norm statistics are measured; a rotated image gives four samples
+MAX_CALIBRATION = (
+    500  # images on which norm statistics are measured; a rotated image gives four samples
+)
 
-Watch = Callable[[int, int], None]  # is called with the number of measured members and of all to be measured
+Watch = Callable[
+    [int, int], None
+]  # is called with the number of measured members and of all to be measured
 
 
 @dataclass(frozen=True, eq=False)
@@ -35,7 +39,9 @@ class Validation:
 
     images: Tensor  # (sample, channel, height, width)
     labels: Tensor  # (sample,)
-    calibration: Tensor  # (sample, channel, height, width) images on which norm statistics are measured
+    calibration: (
+        Tensor  # (sample, channel, height, width) images on which norm statistics are measured
+    )
 
     def __post_init__(self) -> None:
         if len(self.images) != len(self.labels) or not len(self.images):
@@ -62,7 +68,9 @@ class Validation:
 
     def to(self, device: torch.device) -> Validation:
         """Return the images on a device."""
-        return Validation(self.images.to(device), self.labels.to(device), self.calibration.to(device))
+        return Validation(
+            self.images.to(device), self.labels.to(device), self.calibration.to(device)
+        )
 
     def accuracy(self, supernet: Supernet, config: Config) -> float:
         """Return the accuracy of a member with the supernet's weights and norm statistics of its own, in [0, 1]."""
@@ -94,7 +102,11 @@ class MeasuredMember:
 
 
 def measured_members(
-    supernet: Supernet, validation: Validation, count: int = 32, seed: int = 0, watch: Watch | None = None
+    supernet: Supernet,
+    validation: Validation,
+    count: int = 32,
+    seed: int = 0,
+    watch: Watch | None = None,
 ) -> list[MeasuredMember]:
     """Measure members whose multiply-adds are spread between the smallest and the largest, which are among them.
 
@@ -113,7 +125,9 @@ def measured_members(
     configs = list(dict.fromkeys([space.smallest, space.largest, *drawn]))[:count]
     members = []
     for done, config in enumerate(configs, start=1):
-        members.append(MeasuredMember(config, space.cost(config), validation.accuracy(supernet, config)))
+        members.append(
+            MeasuredMember(config, space.cost(config), validation.accuracy(supernet, config))
+        )
         if watch:
             watch(done, len(configs))
     return sorted(members, key=lambda member: member.costs.macs)
@@ -144,7 +158,11 @@ def features(meter: Meter, configs: Sequence[Config]) -> Floats:
 
 
 def fit_score(
-    search: Search, measure: Measure, num_measured: int = NUM_MEASURED, seed: int = 0, watch: Watch | None = None
+    search: Search,
+    measure: Measure,
+    num_measured: int = NUM_MEASURED,
+    seed: int = 0,
+    watch: Watch | None = None,
 ) -> PredictedAccuracy:
     """Measure members of a space and fit a predictor on them.
 
@@ -161,4 +179,6 @@ def fit_score(
         accuracies.append(measure(config))
         if watch:
             watch(done, len(configs))
-    return PredictedAccuracy(search.meter, Predictor.fit(features(search.meter, configs), accuracies))
+    return PredictedAccuracy(
+        search.meter, Predictor.fit(features(search.meter, configs), accuracies)
+    )

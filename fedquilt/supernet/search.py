@@ -30,7 +30,9 @@ Watch = Callable[[int, int], None]  # is called with the generations that are do
 MAX_ENUMERATED = 20_000  # configurations; a smaller space is counted as a whole, so that its best member is known
 SATURATED = 12  # generations without a better member after which the evolution ends
 MAX_CACHED_LIMITS = 4_096  # limits whose capacity is kept
-FILLED_STARTS = 32  # random configurations that are filled up to a limit to find how much of it a space can use
+FILLED_STARTS = (
+    32  # random configurations that are filled up to a limit to find how much of it a space can use
+)
 
 
 @dataclass(frozen=True)
@@ -100,13 +102,17 @@ class Genome:
     def __init__(self, space: Space) -> None:
         self.choices: tuple[SpaceChoice, ...] = space.choices
         self.sizes = tuple(len(choice.options) for choice in self.choices)
-        self._kinds = {kind: [i for i, one in enumerate(self.choices) if one.kind == kind] for kind in KINDS}
+        self._kinds = {
+            kind: [i for i, one in enumerate(self.choices) if one.kind == kind] for kind in KINDS
+        }
         self._depths = {self.choices[i].stage: i for i in self._kinds["depths"]}
 
     def config(self, genes: Genes) -> Config:
         """Return the configuration of canonical genes."""
         values = [choice.options[gene] for choice, gene in zip(self.choices, genes, strict=True)]
-        fields: dict[str, Any] = {kind: tuple(values[i] for i in places) for kind, places in self._kinds.items()}
+        fields: dict[str, Any] = {
+            kind: tuple(values[i] for i in places) for kind, places in self._kinds.items()
+        }
         return Config(**fields)
 
     def is_kept(self, place: int, genes: Sequence[int]) -> bool:
@@ -119,7 +125,9 @@ class Genome:
 
     def canonical(self, genes: Sequence[int]) -> Genes:
         """Return the genes with choices that have no effect at 0. Equal nets have equal genes."""
-        return tuple(int(gene) if self.is_kept(place, genes) else 0 for place, gene in enumerate(genes))
+        return tuple(
+            int(gene) if self.is_kept(place, genes) else 0 for place, gene in enumerate(genes)
+        )
 
     def random(self, random: np.random.Generator) -> Genes:
         """Draw every choice uniformly from its options."""
@@ -132,7 +140,11 @@ class Genome:
     def larger(self, genes: Genes) -> list[int]:
         """Return the choices that can take a larger option."""
         places = enumerate(zip(genes, self.sizes, strict=True))
-        return [place for place, (gene, count) in places if gene + 1 < count and self.is_kept(place, genes)]
+        return [
+            place
+            for place, (gene, count) in places
+            if gene + 1 < count and self.is_kept(place, genes)
+        ]
 
     def moved(self, genes: Genes, place: int, by: int) -> Genes:
         """Return the genes with one choice moved to another option."""
@@ -140,7 +152,10 @@ class Genome:
 
     def __iter__(self) -> Iterator[Genes]:
         """Go through all configurations, each once."""
-        depths = [range(self.sizes[place]) if self.choices[place].kind == "depths" else (0,) for place in self._places]
+        depths = [
+            range(self.sizes[place]) if self.choices[place].kind == "depths" else (0,)
+            for place in self._places
+        ]
         for chosen in product(*depths):
             ranges = [
                 (chosen[place],)
@@ -194,7 +209,9 @@ class Search:
         self.measure = measure
         self.has_proxy = score is None  # True if the score is no predicted accuracy
         self._genome = Genome(self.space)
-        self._columns: dict[str, Floats] = {}  # costs of all configurations of a small space, by name
+        self._columns: dict[
+            str, Floats
+        ] = {}  # costs of all configurations of a small space, by name
         self._lock = threading.Lock()
         self.capacity = lru_cache(MAX_CACHED_LIMITS)(self._capacity)
 
@@ -290,7 +307,10 @@ class Search:
         else:
             self._evolve(task, filled, watch)
         ranked = sorted(task.scores, key=lambda genes: (task.scores[genes], genes), reverse=True)
-        return [self._found(genes, task.scores[genes], limits, len(task.scores)) for genes in ranked[:count]]
+        return [
+            self._found(genes, task.scores[genes], limits, len(task.scores))
+            for genes in ranked[:count]
+        ]
 
     def _found(self, genes: Genes, score: float, limits: Limits, scored: int) -> Found:
         config = self._genome.config(genes)
@@ -326,7 +346,9 @@ class Search:
 
         def mended(algorithm: Any, offspring: NDArray[Any]) -> NDArray[Any]:
             children = [self._genome.canonical(row) for row in offspring.tolist()]
-            return np.asarray([self._fill(child, task.limits, task.least, random) for child in children])
+            return np.asarray(
+                [self._fill(child, task.limits, task.least, random) for child in children]
+            )
 
         def fitness(algorithm: Any, rows: NDArray[Any], places: Any) -> list[float]:
             return task.fitness([self._genome.canonical(row) for row in np.asarray(rows).tolist()])
@@ -373,7 +395,11 @@ class Search:
                 break
         if not drawn:
             genes = self._fill(genes, limits, least, random)
-            drawn[genes if self._macs(genes) >= self.options.floor * capacity else self._filled(limits)[0]] = None
+            drawn[
+                genes
+                if self._macs(genes) >= self.options.floor * capacity
+                else self._filled(limits)[0]
+            ] = None
         scores = self.score([self._genome.config(genes) for genes in drawn])
         ranked = sorted(zip(scores.tolist(), drawn, strict=True), reverse=True)
         return [self._found(genes, score, limits, len(drawn)) for score, genes in ranked]
@@ -389,7 +415,9 @@ class Search:
             seed: Random seed.
         """
         random = np.random.default_rng([seed, 3])
-        low, high = (self.meter.cost(config).macs for config in (self.space.smallest, self.space.largest))
+        low, high = (
+            self.meter.cost(config).macs for config in (self.space.smallest, self.space.largest)
+        )
         drawn: dict[Genes, None] = {}
         while len(drawn) < min(count, self.space.num_configs):
             genes = self._genome.random(random)
@@ -472,11 +500,17 @@ class _Task:
 
     def is_candidate(self, genes: Genes) -> bool:
         """Return True if a configuration is within the limits and uses enough of them."""
-        return self.search._macs(genes) >= self.least and not self.search._exceeds(genes, self.limits)
+        return self.search._macs(genes) >= self.least and not self.search._exceeds(
+            genes, self.limits
+        )
 
     def fitness(self, rows: Sequence[Genes]) -> list[float]:
         """Return the scores of candidates. Other configurations rank below all candidates, and are not scored."""
-        new = [genes for genes in dict.fromkeys(rows) if genes not in self.scores and self.is_candidate(genes)]
+        new = [
+            genes
+            for genes in dict.fromkeys(rows)
+            if genes not in self.scores and self.is_candidate(genes)
+        ]
         if new:
             scores = self.search.score([self.search._genome.config(genes) for genes in new])
             self.scores.update(zip(new, scores.tolist(), strict=True))

@@ -17,7 +17,9 @@ from fedquilt.terms import Budget
 
 SERVICE_FLOOR = 0.95  # of a chosen limit's multiply-adds; see `SearchService`
 
-Watch = Callable[[int, int], None]  # is called with the number of searches that are done and of all searches
+Watch = Callable[
+    [int, int], None
+]  # is called with the number of searches that are done and of all searches
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,9 @@ class SearchService:
         self.num_builds = 0
         self._build = build or self.search.space.member
         self._members: tuple[Found, ...] = ()  # replaced as a whole, so that readers need no lock
-        self._searched: set[Limits] = set()  # for which a search was made, so that none is made twice
+        self._searched: set[Limits] = (
+            set()
+        )  # for which a search was made, so that none is made twice
         self._modules: dict[Config, nn.Module] = {}
         self._searching = threading.Lock()
         self._building = threading.Lock()
@@ -171,14 +175,21 @@ class SearchService:
         self.num_searches += 1
         self._searched.add(limits)
         others = [member for member in self._members if member.config != found.config]
-        self._members = tuple(sorted([*others, found], key=lambda member: (member.costs.macs, str(member.config))))
+        self._members = tuple(
+            sorted([*others, found], key=lambda member: (member.costs.macs, str(member.config)))
+        )
 
     def _largest_within(self, limits: Limits) -> Found | None:
         meter = self.search.meter
-        return next((one for one in reversed(self._members) if not meter.exceeded(one.config, limits)), None)
+        return next(
+            (one for one in reversed(self._members) if not meter.exceeded(one.config, limits)), None
+        )
 
     def _needs_search(self, member: Found | None, limits: Limits) -> bool:
         """Return True if there is room for another member, and what exists leaves much of the limits unused."""
         if len(self._members) >= self.num_members or limits in self._searched:
             return False
-        return member is None or member.costs.macs < self.search.options.floor * self.search.capacity(limits)
+        return (
+            member is None
+            or member.costs.macs < self.search.options.floor * self.search.capacity(limits)
+        )

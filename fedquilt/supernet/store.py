@@ -115,7 +115,9 @@ def _read_weights(path: Path) -> dict[str, Tensor]:
     elif path.suffix in (".pt", ".pth"):
         weights = _read_pickled(path)
     else:
-        raise RecordError(f"{path} was given as weights; a .safetensors, .pt or .pth file would work.")
+        raise RecordError(
+            f"{path} was given as weights; a .safetensors, .pt or .pth file would work."
+        )
     check_finite(weights, str(path))
     return weights
 
@@ -128,7 +130,9 @@ def _read_pickled(path: Path) -> dict[str, Tensor]:
         raise RecordError(f"{path} cannot be read: {why(error)}.") from error
     except (pickle.UnpicklingError, EOFError, RuntimeError, ValueError) as error:
         # UnpicklingError: objects other than tensors. RuntimeError: torch's reader of zip files.
-        raise RecordError(f"{path} cannot be read as weights: {type(error).__name__}: {error}") from error
+        raise RecordError(
+            f"{path} cannot be read as weights: {type(error).__name__}: {error}"
+        ) from error
     if not _is_state_dict(weights):
         raise RecordError(f"{path} has no state dict: tensors by name are needed.")
     return dict(weights)
@@ -196,7 +200,9 @@ def read_tensors(path: Path, kind: str) -> tuple[dict[str, Any], dict[str, Tenso
         or not isinstance(space.get("name"), str)
         or not isinstance(space.get("fields"), dict)
     ):
-        raise RecordError(f"{path} does not say which space it is of: a name and fields are needed.")
+        raise RecordError(
+            f"{path} does not say which space it is of: a name and fields are needed."
+        )
     return note, tensors
 
 

@@ -36,7 +36,9 @@ class Metric:
     higher_is_better: ClassVar[bool] = True
     kinds: ClassVar[tuple[Kind, ...]] = _EVERY_KIND  # Kinds of targets that the metric can read
     of_predictions: ClassVar[bool] = False  # Absent classes may be hidden from it
-    is_rate: ClassVar[bool] = False  # True: a share of something, from 0 to 1, which tables show in percent
+    is_rate: ClassVar[bool] = (
+        False  # True: a share of something, from 0 to 1, which tables show in percent
+    )
 
     @property
     def name(self) -> str:

@@ -51,14 +51,18 @@ class Task(ABC):
     def __post_init__(self) -> None:
         within(self, max_samples="[1, inf)")
         if isinstance(self.metrics, str):
-            told = f"{self.metrics!r} was asked for; a list of names would work: [{self.metrics!r}]."
+            told = (
+                f"{self.metrics!r} was asked for; a list of names would work: [{self.metrics!r}]."
+            )
             refuse(self, {"metrics": told})
         object.__setattr__(self, "metrics", tuple(self.metrics))  # A list has no hash.
         names = [metric.name for metric in self.measured]
         if not names:
             raise ConfigError(f"{type(self).__name__} has no metrics; it needs at least one.")
         if repeated := sorted({name for name in names if names.count(name) > 1}):
-            raise ConfigError(f"{type(self).__name__} has the metric {repeated[0]!r} more than once; name each once.")
+            raise ConfigError(
+                f"{type(self).__name__} has the metric {repeated[0]!r} more than once; name each once."
+            )
 
     # --- targets ----------------------------------------------------------------------------------
 
@@ -102,7 +106,9 @@ class Task(ABC):
         """
         if self.kind == "classes":
             return torch.full((output_shape[0], *output_shape[2:]), 1 if self.ignored == 0 else 0)
-        return torch.zeros(tuple(output_shape), dtype=torch.bool if self.kind == "labels" else torch.float32)
+        return torch.zeros(
+            tuple(output_shape), dtype=torch.bool if self.kind == "labels" else torch.float32
+        )
 
     def num_outputs(self, targets: Tensor, num_classes: int) -> int:
         """Return how many numbers a model puts out for each sample: target columns, or classes.

@@ -25,13 +25,18 @@ def _net(share: float) -> nn.Module:
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_a_published_round_is_a_round(residual: fq.Family, make_data: Any, play: Any, engine: str) -> None:
+def test_a_published_round_is_a_round(
+    residual: fq.Family, make_data: Any, play: Any, engine: str
+) -> None:
     data = make_data(residual, [12, 10, 15, 10, 7], labels=2)
     optimiser = SGD(lr=0.1, momentum=0.9, decay=5e-4, clip=published.CLIP)
     method = replace(
-        fq.methods.HeteroFL(), local=replace(fq.methods.HeteroFL().local, optimiser=optimiser, batch_size=BATCH)
+        fq.methods.HeteroFL(),
+        local=replace(fq.methods.HeteroFL().local, optimiser=optimiser, batch_size=BATCH),
     )
-    run = play(method, residual, data, SHARES, engine, rounds=1, evaluation=fq.Evaluation(batch_size=BATCH))
+    run = play(
+        method, residual, data, SHARES, engine, rounds=1, evaluation=fq.Evaluation(batch_size=BATCH)
+    )
     weights = {name: value.clone() for name, value in method.init(run.world).weights.items()}
     states, indices = [], []
     held = [run.engine.held(id) for id in range(data.num_clients)]
@@ -42,8 +47,14 @@ def test_a_published_round_is_a_round(residual: fq.Family, make_data: Any, play:
         indices.append(published.split(net))
         start = published.distribute(weights, indices[-1])
         batches = run.engine.batches(job, method.learner(job, run.world))
-        settings = {"lr": optimiser.lr, "momentum": optimiser.momentum, "weight_decay": optimiser.decay}
-        states.append(published.train(net, start, batches, data.inputs, data.targets, own, **settings))
+        settings = {
+            "lr": optimiser.lr,
+            "momentum": optimiser.momentum,
+            "weight_decay": optimiser.decay,
+        }
+        states.append(
+            published.train(net, start, batches, data.inputs, data.targets, own, **settings)
+        )
     published.combine(weights, states, indices, held)
     torch.testing.assert_close(dict(run.server.weights), weights, rtol=0, atol=1e-9)
 

@@ -108,7 +108,9 @@ ENVIRONMENT = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 def command(*args: str, **options: Any) -> subprocess.CompletedProcess[str]:
     line = [sys.executable, "-m", "fedquilt", *args]
-    return subprocess.run(line, capture_output=True, text=True, env=ENVIRONMENT, check=False, **options)
+    return subprocess.run(
+        line, capture_output=True, text=True, env=ENVIRONMENT, check=False, **options
+    )
 
 
 @pytest.fixture
@@ -202,8 +204,18 @@ def test_a_terminal_gets_a_bar_and_a_frame() -> None:
     assert "╭" in text
 
 
-def test_json_is_all_there_is_on_standard_output(own: Path, capfd: pytest.CaptureFixture[str]) -> None:
-    parts = ["--model", "mine.py:net", "--method", "mine.py:method", "--data", "mine.py:data", *THREE]
+def test_json_is_all_there_is_on_standard_output(
+    own: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    parts = [
+        "--model",
+        "mine.py:net",
+        "--method",
+        "mine.py:method",
+        "--data",
+        "mine.py:data",
+        *THREE,
+    ]
     assert main(["run", *parts, "--rounds", "2", "--json"]) == 0
     said = capfd.readouterr()
     summary = json.loads(said.out)
@@ -217,20 +229,33 @@ def test_json_is_all_there_is_on_standard_output(own: Path, capfd: pytest.Captur
 
 
 def test_a_seed_repeats_a_run(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    found = [told(capsys, "run", *TINY, "--rounds", "1", "--seed", seed)["accuracy"] for seed in ("3", "3", "4")]
+    found = [
+        told(capsys, "run", *TINY, "--rounds", "1", "--seed", seed)["accuracy"]
+        for seed in ("3", "3", "4")
+    ]
     assert found[0] == found[1]
     assert found[0] != found[2]
 
 
-ABLATIONS = ("fedseq", "fedrush", "fedslim", "fjord", "sheterofl")  # They take the time of their relatives.
+ABLATIONS = (
+    "fedseq",
+    "fedrush",
+    "fedslim",
+    "fjord",
+    "sheterofl",
+)  # They take the time of their relatives.
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow) if name in ABLATIONS else name for name in METHODS]
+    "name",
+    [pytest.param(name, marks=pytest.mark.slow) if name in ABLATIONS else name for name in METHODS],
 )
 def test_every_method_runs_by_its_name_alone(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     rounds = ["--rounds", "2"] if name == "progfed" else []  # one for each stage
-    assert told(capsys, "run", "--method", name, *shortened(QUICK, rounds), "--labels", "3")["method"] == name
+    assert (
+        told(capsys, "run", "--method", name, *shortened(QUICK, rounds), "--labels", "3")["method"]
+        == name
+    )
 
 
 def test_a_run_may_start_from_given_weights(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -254,11 +279,26 @@ engine = "sequential"
 """
 
 
-def test_a_file_holds_an_experiment_and_flags_change_it(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_file_holds_an_experiment_and_flags_change_it(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("a.toml").write_text(SETTINGS)
-    asked = ["--rounds", "1", "--set", "method.shift=2", "--set", "method.local.norm=tracked", "--lr", "0.3"]
+    asked = [
+        "--rounds",
+        "1",
+        "--set",
+        "method.shift=2",
+        "--set",
+        "method.local.norm=tracked",
+        "--lr",
+        "0.3",
+    ]
     summary = told(capsys, "run", "a.toml", *asked, "--out", "d")
-    assert (summary["method"], summary["engine"], summary["rounds"]) == ("fedrolex", "sequential", 1)
+    assert (summary["method"], summary["engine"], summary["rounds"]) == (
+        "fedrolex",
+        "sequential",
+        1,
+    )
     written = tomllib.loads(Path("d/config.toml").read_text())
     assert written["method"]["shift"] == 2
     assert written["method"]["local"]["norm"] == "tracked"
@@ -266,8 +306,18 @@ def test_a_file_holds_an_experiment_and_flags_change_it(own: Path, capsys: pytes
     assert written["fleet"]["clients"] == 6
 
 
-def test_the_resolved_file_alone_repeats_the_run_bit_for_bit(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    asked = [*shortened(TINY, ["--data", "mine.py:pool"]), "--rounds", "3", "--seed", "5", "--labels", "2"]
+def test_the_resolved_file_alone_repeats_the_run_bit_for_bit(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked = [
+        *shortened(TINY, ["--data", "mine.py:pool"]),
+        "--rounds",
+        "3",
+        "--seed",
+        "5",
+        "--labels",
+        "2",
+    ]
     more = ["--set", "method.local.optimiser.momentum=0", "--clients", "5"]
     first = told(capsys, "run", *asked, *more, "--out", "one")
     again = told(capsys, "run", "one/config.toml", "--out", "two")
@@ -279,7 +329,9 @@ def test_the_resolved_file_alone_repeats_the_run_bit_for_bit(own: Path, capsys: 
 
 
 def test_all_problems_are_told_at_once(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    Path("a.toml").write_text(SETTINGS.replace("shift", "shfit").replace("sample", "smaple") + "seed = true\n")
+    Path("a.toml").write_text(
+        SETTINGS.replace("shift", "shfit").replace("sample", "smaple") + "seed = true\n"
+    )
     assert main(["run", "a.toml", "--engine", "vectorized", "--lr", "0", "--set", "a.b=1"]) == 2
     first, *lines = capsys.readouterr().err.splitlines()
     assert first == "ConfigError: 6 problems in a.toml:"
@@ -339,7 +391,9 @@ OTHER = [*TINY[:4], "--cohort", "2"]
 
 
 def values(
-    training: str = "lr 0.1, 2 epochs, batch 16", clients: str = "10 of 20", shares: str = "1, 0.5, 0.25"
+    training: str = "lr 0.1, 2 epochs, batch 16",
+    clients: str = "10 of 20",
+    shares: str = "1, 0.5, 0.25",
 ) -> str:
     return f"({training}, {clients} clients, shares {shares}, 1 round, seed 0)"
 
@@ -353,14 +407,19 @@ def default_values(training: str = "lr 0.05, 1 epoch, batch 32") -> str:
     [
         (["run"], [f"settings: demo {values()}"]),
         (["run", "--method", "fedrolex"], [f"settings: demo {values()}"]),
-        (["run", "--method", "fedrolex", *OTHER], [f"settings: fedrolex's defaults {default_values()}"]),
+        (
+            ["run", "--method", "fedrolex", *OTHER],
+            [f"settings: fedrolex's defaults {default_values()}"],
+        ),
         (
             ["run", "--method", "mine.py:method"],
             [f"settings: demo, mine.py:method's defaults {values('lr 0.03, 1 epoch, batch 5')}"],
         ),
         (
             ["run", "--method", "fedavg", *OTHER, "--set", "method.preset='cifar10'"],
-            [f"settings: fedavg's preset cifar10 {default_values('lr 0.01 (steps), 5 epochs, batch 128')}"],
+            [
+                f"settings: fedavg's preset cifar10 {default_values('lr 0.01 (steps), 5 epochs, batch 128')}"
+            ],
         ),
         (
             ["run", "a.toml", "--set", "method.local.optimiser.name=adam"],
@@ -382,31 +441,57 @@ def test_the_first_line_names_the_source_of_the_settings_and_their_values(
 ) -> None:
     Path("a.toml").write_text(SETTINGS)
     assert main([*args, "--rounds", "1"]) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if "a module may talk" not in line]
+    said = [
+        line for line in capsys.readouterr().out.splitlines() if "a module may talk" not in line
+    ]
     assert said[: len(lines)] == lines
     assert not said[len(lines)].startswith("settings")
 
 
-def test_a_resumed_runs_settings_come_from_its_folder(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_resumed_runs_settings_come_from_its_folder(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
     assert main(["run", "--resume", "d", "--rounds", "2"]) == 0
-    assert capsys.readouterr().out.startswith("settings: d/config.toml (lr 0.05, 1 epoch, batch 32, 3 of 6 clients, ")
+    assert capsys.readouterr().out.startswith(
+        "settings: d/config.toml (lr 0.05, 1 epoch, batch 32, 3 of 6 clients, "
+    )
 
 
 @pytest.mark.parametrize(
     ("args", "said"),
     [
-        (["compare", "fedavg", "heterofl", "--seed", "0", "--seed", "1"], "--seed was given as 0 and again as 1"),
+        (
+            ["compare", "fedavg", "heterofl", "--seed", "0", "--seed", "1"],
+            "--seed was given as 0 and again as 1",
+        ),
         (["run", "--lr", "0.1", "--lr=0.3"], "--lr was given as 0.1 and again as 0.3"),
-        (["run", "--batch-size", "4", "--batch_size", "8"], "--batch-size was given as 4 and again as 8"),
-        (["run", "--out", "a", "--rounds", "1", "--out", "b"], "--out was given as a and again as b"),
-        (["export", "r", "--params", "9", "--max-params", "8", "--out", "x"], "--params was given as 9 and again as 8"),
-        (["list", "data", "--plot", "--by", "class", "--by", "domain"], "--by was given as class and again as domain"),
-        (["probe", "--device", "cpu", "--device", "cuda"], "--device was given as cpu and again as cuda"),
+        (
+            ["run", "--batch-size", "4", "--batch_size", "8"],
+            "--batch-size was given as 4 and again as 8",
+        ),
+        (
+            ["run", "--out", "a", "--rounds", "1", "--out", "b"],
+            "--out was given as a and again as b",
+        ),
+        (
+            ["export", "r", "--params", "9", "--max-params", "8", "--out", "x"],
+            "--params was given as 9 and again as 8",
+        ),
+        (
+            ["list", "data", "--plot", "--by", "class", "--by", "domain"],
+            "--by was given as class and again as domain",
+        ),
+        (
+            ["probe", "--device", "cpu", "--device", "cuda"],
+            "--device was given as cpu and again as cuda",
+        ),
     ],
     ids=lambda value: value[0] if isinstance(value, list) else "",
 )
-def test_a_flag_of_one_value_is_given_once(args: list[str], said: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_flag_of_one_value_is_given_once(
+    args: list[str], said: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """The last value was used, without a word about the others."""
     assert main(args) == 2
     assert capsys.readouterr().err == f"ConfigError: {said}; it takes one value.\n"
@@ -427,9 +512,23 @@ def test_a_flag_of_several_values_is_given_once(capsys: pytest.CaptureFixture[st
 
 def test_flags_that_make_lists_may_be_given_again() -> None:
     lists = {name: _given_once(kind) for name, kind in COMMANDS.items()}
-    assert not {"--set", "--assign", "--track", "--share", "--json", "--force", "--plot"} & set().union(*lists.values())
-    assert {"--seed", "--lr", "--config", "--method", "--resume"} <= {*lists["run"], *lists["compare"]}
-    refuse_repeated(COMMANDS["run"], ["--set", "seed=1", "--set", "rounds=2", "--track", "mlflow", "--track", "wandb"])
+    assert not {
+        "--set",
+        "--assign",
+        "--track",
+        "--share",
+        "--json",
+        "--force",
+        "--plot",
+    } & set().union(*lists.values())
+    assert {"--seed", "--lr", "--config", "--method", "--resume"} <= {
+        *lists["run"],
+        *lists["compare"],
+    }
+    refuse_repeated(
+        COMMANDS["run"],
+        ["--set", "seed=1", "--set", "rounds=2", "--track", "mlflow", "--track", "wandb"],
+    )
     refuse_repeated(COMMANDS["export"], ["r", "--share", "1", "--share", "0.5"])
 
 
@@ -445,7 +544,12 @@ def test_every_flag_is_a_setting(own: Path) -> None:
     }  # fmt: skip
     assert {*values, "supernet"} == FLAGS.keys()  # A supernet stands in the place of a model.
     experiment = COMMANDS["run"](**values).experiment("a.toml", "fedavg")
-    assert experiment.names == {"method": "fedavg", "model": "tiny_resnet", "data": "digits", "engine": "vectorised"}
+    assert experiment.names == {
+        "method": "fedavg",
+        "model": "tiny_resnet",
+        "data": "digits",
+        "engine": "vectorised",
+    }
     local = experiment.method.local
     assert (local.optimiser.lr, local.batch_size, local.epochs) == (0.7, 3, 5)
     assert (experiment.rounds, experiment.seed, experiment.init) == (7, 8, "x")
@@ -472,20 +576,26 @@ def test_a_run_leaves_a_folder(own: Path, capsys: pytest.CaptureFixture[str]) ->
     assert "a run is there already" in capsys.readouterr().err
 
 
-def test_a_finished_run_tells_its_summary_or_trains_longer(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_finished_run_tells_its_summary_or_trains_longer(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     summary = told(capsys, "run", *TINY, "--rounds", "2", "--out", "d")
     assert told(capsys, "run", "--resume", "d") == summary
     assert main(["run", "--resume", "d", "--rounds", "1", "--json"]) == 0
     said = capsys.readouterr()
     assert json.loads(said.out) == summary
-    assert "--rounds 1 was asked for; the run in d has 2 behind it, and this is what they came to." in said.err
+    assert (
+        "--rounds 1 was asked for; the run in d has 2 behind it, and this is what they came to."
+        in said.err
+    )
     assert main(["run", "--resume", "d", "--rounds", "2"]) == 0
     assert "was asked for" not in capsys.readouterr().err
     assert main(["run", "--resume", "d"]) == 0
     head, *rows, _, last = capsys.readouterr().out.splitlines()
     assert head.split() == ["share", "accuracy", "parameters", "MACs", "a", "sample"]
     assert [row.split()[::2] for row in rows] == [
-        [f"{float(share):g}", f"{member['params']:,}"] for share, member in summary["members"].items()
+        [f"{float(share):g}", f"{member['params']:,}"]
+        for share, member in summary["members"].items()
     ]
     assert last.startswith("2 rounds in ")
     longer = told(capsys, "run", "--resume", "d", "--rounds", "4")
@@ -513,10 +623,14 @@ def test_a_run_goes_on_with_its_own_settings(own: Path, capsys: pytest.CaptureFi
 
 def started(*args: str, cwd: Path) -> subprocess.Popen[str]:
     line = [sys.executable, "-m", "fedquilt", *args]
-    return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=cwd)
+    return subprocess.Popen(
+        line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT, cwd=cwd
+    )
 
 
-@pytest.mark.parametrize("by", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    "by", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_an_interrupted_run_says_how_to_go_on(
     own: Path, by: signal.Signals, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -534,7 +648,10 @@ def test_an_interrupted_run_says_how_to_go_on(
     assert out == ""
     assert "Traceback" not in err
     done = rounds.read_text().count("\n")
-    assert f"The run was stopped after round {done} of 3000. Go on with: fedquilt run --resume 'a run'" in err
+    assert (
+        f"The run was stopped after round {done} of 3000. Go on with: fedquilt run --resume 'a run'"
+        in err
+    )
     assert load("a run").round == done
     assert told(capsys, "run", "--resume", "a run", "--rounds", str(done + 2))["rounds"] == done + 2
     told(capsys, "run", *TINY, "--rounds", str(done + 2), "--out", "whole")
@@ -557,7 +674,9 @@ def test_without_a_folder_nothing_is_kept(
     )
 
 
-def test_a_folder_is_written_by_one_run_at_a_time(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_is_written_by_one_run_at_a_time(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     from fedquilt.records import Folder
 
     told(capsys, "run", *TINY, "--rounds", "1", "--out", "d")
@@ -567,13 +686,17 @@ def test_a_folder_is_written_by_one_run_at_a_time(own: Path, capsys: pytest.Capt
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may write everywhere")
-def test_a_folder_that_cannot_be_written_to_is_refused(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_folder_that_cannot_be_written_to_is_refused(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     Path("closed").mkdir(mode=0o500)
     assert main(["run", *TINY, "--out", "closed/d"]) == 2
     assert "cannot be written to: Permission denied" in capsys.readouterr().err
 
 
-def test_a_name_the_system_does_not_take_is_refused_in_a_line(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_name_the_system_does_not_take_is_refused_in_a_line(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     name = 300 * "a"
     assert main(["run", *TINY, "--out", name]) == 2
     told = capsys.readouterr().err
@@ -594,7 +717,9 @@ def test_a_full_disk_fails_the_run_and_says_so(
     assert main(["run", "--resume", "d", "--json"]) == 1
     said = capsys.readouterr()
     assert said.out == ""
-    assert said.err.startswith("RecordError: d/summary.json could not be written: No space left on device")
+    assert said.err.startswith(
+        "RecordError: d/summary.json could not be written: No space left on device"
+    )
 
 
 def test_a_finished_run_with_damaged_files_shows_its_summary_and_says_so(
@@ -606,11 +731,15 @@ def test_a_finished_run_with_damaged_files_shows_its_summary_and_says_so(
     assert main(["run", "--resume", "d", "--json"]) == 1
     said = capsys.readouterr()
     assert json.loads(said.out) == summary
-    assert said.err.startswith("RecordError: the run in d is finished and its summary is intact, but other files are")
+    assert said.err.startswith(
+        "RecordError: the run in d is finished and its summary is intact, but other files are"
+    )
     assert "checkpoint 00000002: 00000002.safetensors has" in said.err
 
 
-@pytest.mark.parametrize(("old", "new"), [('"members"', '"membars"'), ('"rounds": 1', '"rounds": 2'), ("{", "[")])
+@pytest.mark.parametrize(
+    ("old", "new"), [('"members"', '"membars"'), ('"rounds": 1', '"rounds": 2'), ("{", "[")]
+)
 def test_a_damaged_summary_is_an_error_that_names_it(
     own: Path, capsys: pytest.CaptureFixture[str], old: str, new: str
 ) -> None:
@@ -627,10 +756,22 @@ def test_a_damaged_summary_is_an_error_that_names_it(
 
 def test_a_summary_of_another_run_is_noticed(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for name in ("a", "b"):
-        told(capsys, "run", *TINY, "--rounds", "1", "--seed", str(len(name) + ord(name)), "--out", name)
+        told(
+            capsys,
+            "run",
+            *TINY,
+            "--rounds",
+            "1",
+            "--seed",
+            str(len(name) + ord(name)),
+            "--out",
+            name,
+        )
     shutil.copy("a/summary.json", "b/summary.json")
     assert main(["run", "--resume", "b"]) == 1
-    assert "config.toml: it is not the one that the run had when it ended" in capsys.readouterr().err
+    assert (
+        "config.toml: it is not the one that the run had when it ended" in capsys.readouterr().err
+    )
 
 
 # --- mistakes ---------------------------------------------------------------------------------------------------
@@ -654,17 +795,44 @@ def test_a_summary_of_another_run_is_noticed(own: Path, capsys: pytest.CaptureFi
         (["--model", "absent.py:net"], "there is no file 'absent.py'"),
         (["--model", "mine.py"], "Write mine.py:NAME"),
         (["--model", "mine.py:nt"], "Did you mean 'net'?"),
-        (["--model", "mine.py:nothing"], "mine.py:nothing was called for a Module; it returned an int"),
-        (["--data", "mine.py:broken"], "mine.py:broken was called and failed: ValueError: on purpose"),
-        (["--data", "mine.py:data", "--labels", "2"], "mine.py:data returned data that is dealt already"),
-        (["absent.toml"], "absent.toml was asked for; it cannot be read: No such file or directory."),
+        (
+            ["--model", "mine.py:nothing"],
+            "mine.py:nothing was called for a Module; it returned an int",
+        ),
+        (
+            ["--data", "mine.py:broken"],
+            "mine.py:broken was called and failed: ValueError: on purpose",
+        ),
+        (
+            ["--data", "mine.py:data", "--labels", "2"],
+            "mine.py:data returned data that is dealt already",
+        ),
+        (
+            ["absent.toml"],
+            "absent.toml was asked for; it cannot be read: No such file or directory.",
+        ),
         (["mine.py"], "mine.py:2:6: this is not TOML"),
         (["--set", "rounds"], "--set rounds was asked for; write it as --set method.shift=2."),
-        (["--set", "model={depth=2}"], "model.name (--set): nothing was found; the name of a model"),
-        (["--labels", "2", "--set", "data.partition=iid"], "together with --labels, which sets data.partition. One of"),
-        (["--labels", "2", "--set", "data.partition.name=iid"], "together with --labels, which sets data.partition."),
-        (["--model", "vit", "--set", "model={depth=2}"], "together with --model, which sets model.name. One of them"),
-        (["--lr", "1", "--set", "method.local.optimiser.lr=2"], "with --lr, which sets method.local.optimiser.lr."),
+        (
+            ["--set", "model={depth=2}"],
+            "model.name (--set): nothing was found; the name of a model",
+        ),
+        (
+            ["--labels", "2", "--set", "data.partition=iid"],
+            "together with --labels, which sets data.partition. One of",
+        ),
+        (
+            ["--labels", "2", "--set", "data.partition.name=iid"],
+            "together with --labels, which sets data.partition.",
+        ),
+        (
+            ["--model", "vit", "--set", "model={depth=2}"],
+            "together with --model, which sets model.name. One of them",
+        ),
+        (
+            ["--lr", "1", "--set", "method.local.optimiser.lr=2"],
+            "with --lr, which sets method.local.optimiser.lr.",
+        ),
         (["--set", "rounds=ten"], "rounds (--set): 'ten' was found; a whole number would fit."),
         (["--set", "method.local={epochs=0}"], "method.local.epochs (--set): 0 was asked for"),
     ],
@@ -678,8 +846,12 @@ def test_a_wrong_request_exits_with_2(
     assert "Traceback" not in told.err
 
 
-@pytest.mark.parametrize("args", [[], ["rn"], ["run", "--ronds", "3"], ["list", "data", "--by", "age"]])
-def test_arguments_nobody_knows_exit_with_2(args: Sequence[str], capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize(
+    "args", [[], ["rn"], ["run", "--ronds", "3"], ["list", "data", "--by", "age"]]
+)
+def test_arguments_nobody_knows_exit_with_2(
+    args: Sequence[str], capsys: pytest.CaptureFixture[str]
+) -> None:
     with pytest.raises(SystemExit) as stopped:
         main(args)
     assert stopped.value.code == 2
@@ -710,7 +882,17 @@ def test_methods_that_ignore_budgets_say_so(own: Path, capsys: pytest.CaptureFix
 
 
 def test_domains_have_a_table_of_their_own(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    quick = ["--model", "mine.py:net", "--data", "mine.py:homes", *THREE, "--cohort", "3", "--rounds", "1"]
+    quick = [
+        "--model",
+        "mine.py:net",
+        "--data",
+        "mine.py:homes",
+        *THREE,
+        "--cohort",
+        "3",
+        "--rounds",
+        "1",
+    ]
     assert main(["run", "--method", "heterofl", *quick]) == 0
     *_, space, head, one, other, below, last = capsys.readouterr().out.splitlines()
     assert (space, head.split(), below) == ("", ["domain", "1", "0.5", "0.25"], "")
@@ -741,7 +923,9 @@ def test_what_a_target_took_is_told(own: Path, capsys: pytest.CaptureFixture[str
     assert "c/rounds.jsonl is not what was written" in capsys.readouterr().err
 
 
-def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     asked = [*TINY[:4], "--cohort", "3", "--rounds", "1", "--link", "mobile", "--target", "0.01"]
     found = told(capsys, "run", "--method", "fedavg", *asked, "--out", "timed")
     over = found["reached"]["1.0"]["link_seconds"]
@@ -753,7 +937,9 @@ def test_a_target_over_a_link_with_a_clock_is_told_in_its_time(own: Path, capsys
 # --- list and probe ---------------------------------------------------------------------------------------------
 
 
-def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.CaptureFixture[str]) -> None:
+def test_methods_are_listed_with_paper_options_and_defaults(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     listed = told(capsys, "list", "methods")
     assert list(listed) == list(METHODS)
     rolex = listed["fedrolex"]
@@ -761,7 +947,9 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
     assert rolex["options"]["shift"] == "int"
     assert rolex["defaults"]["shift"] == 1
     assert rolex["defaults"]["local"]["optimiser"]["name"] == "sgd"
-    assert rolex["help"]["shift"].startswith("channels the window moves each round; 0 gives HeteroFL")
+    assert rolex["help"]["shift"].startswith(
+        "channels the window moves each round; 0 gives HeteroFL"
+    )
     assert {"paper", "released-settings"} <= set(rolex["presets"])
     for name, entry in listed.items():
         assert entry["paper"], name
@@ -769,7 +957,9 @@ def test_methods_are_listed_with_paper_options_and_defaults(capsys: pytest.Captu
         assert set(entry["defaults"]) == set(entry["options"]), name
 
 
-def test_an_own_method_is_listed_with_its_options(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_own_method_is_listed_with_its_options(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     (own / "slow.py").write_text(OWN_METHOD)
     entry = told(capsys, "list", "methods", "slow.py:Slow")["slow.py:Slow"]
     assert entry["summary"] == "FedAvg with a pause after every round."
@@ -783,16 +973,25 @@ def test_an_own_method_is_listed_with_its_options(own: Path, capsys: pytest.Capt
     assert (needy["options"]["pauses"], "pauses" in needy["defaults"]) == ("int", False)
 
     assert main(["list", "methods", "slow.py:slow"]) == 2
-    assert "list methods slow.py:slow was asked for; that is no class of a method" in capsys.readouterr().err
+    assert (
+        "list methods slow.py:slow was asked for; that is no class of a method"
+        in capsys.readouterr().err
+    )
     assert main(["list", "methods", "slow.py:Slo"]) == 2
     assert "Did you mean 'Slow'?" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("what", ["methods", "data", "partitions", "tasks", "metrics", "fleets", "engines", "trackers"])
+@pytest.mark.parametrize(
+    "what", ["methods", "data", "partitions", "tasks", "metrics", "fleets", "engines", "trackers"]
+)
 def test_listed_summaries_are_whole_sentences(what: str) -> None:
     from fedquilt.cli.listing import entries
 
-    cut = {name: entry["summary"] for name, entry in entries(what).items() if entry["summary"][-1] not in ".…"}
+    cut = {
+        name: entry["summary"]
+        for name, entry in entries(what).items()
+        if entry["summary"][-1] not in ".…"
+    }
     assert not cut
 
 
@@ -812,9 +1011,14 @@ def test_commands_to_copy_are_quoted_for_the_shell(tmp_path: Path) -> None:
     (folder / "a run").mkdir(parents=True)
     (folder / "a run" / "rounds.jsonl").touch()
     assert f"fedquilt run --resume '{folder}/a run'," in runs_outside_a_study(folder)
-    assert f"`fedquilt data prepare cifar10 --out '{folder}'` prepares it" in missing_message("cifar10", folder)
+    assert f"`fedquilt data prepare cifar10 --out '{folder}'` prepares it" in missing_message(
+        "cifar10", folder
+    )
     made = str(missing_supernet("net.safetensors", "", folder, "rafl/table1"))
-    assert f"`fedquilt supernet train SPACE --data public.npz --out '{folder}/net.safetensors'` makes" in made
+    assert (
+        f"`fedquilt supernet train SPACE --data public.npz --out '{folder}/net.safetensors'` makes"
+        in made
+    )
 
 
 def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
@@ -848,7 +1052,10 @@ def test_everything_is_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert listed["partitions"]["labels"]["defaults"]["labels"] == 2
     assert listed["fleets"]["two_level"]["defaults"]["rho"] == 0.5
     assert main(["list", "engines"]) == 0
-    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [*ENGINES, "auto"]
+    assert [line.split()[0] for line in capsys.readouterr().out.splitlines()[1:]] == [
+        *ENGINES,
+        "auto",
+    ]
     assert main(["list", "method"]) == 2
     assert "Did you mean 'methods'?" in capsys.readouterr().err
 
@@ -858,13 +1065,20 @@ def test_tables_of_papers_are_listed(capsys: pytest.CaptureFixture[str]) -> None
     assert list(listed) == list(presets())
     assert listed["fedrolex/table3"]["data"] == "cifar10"
     assert set(listed["fedrolex/table3"]["scales"].split()) == {"smoke", "short", "full"}
-    assert list(told(capsys, "list", "papers", "fedrolex")) == [name for name in presets() if "fedrolex/" in name]
+    assert list(told(capsys, "list", "papers", "fedrolex")) == [
+        name for name in presets() if "fedrolex/" in name
+    ]
     one = told(capsys, "list", "papers", "fedrolex/table4")["fedrolex/table4"]
     assert one["rows"]["FedRolex, low heterogeneity"]["global accuracy"] == "80.14 ± 0.52"
     assert one["sizes"]["full"]["seeds"] == "0 1 2 3 4"
     assert main(["list", "papers", "fedrolex/table4"]) == 0
     printed = capsys.readouterr().out
-    for text in ("80.14 ± 0.52", "its numbers mean nothing", "A tenth of the paper's rounds", "bounding box crop"):
+    for text in (
+        "80.14 ± 0.52",
+        "its numbers mean nothing",
+        "A tenth of the paper's rounds",
+        "bounding box crop",
+    ):
         assert text in printed
     assert main(["list", "papers", "fedrolex"]) == 0
     assert "80.14" not in capsys.readouterr().out
@@ -884,7 +1098,11 @@ def test_a_run_goes_over_a_link_by_name(own: Path, capsys: pytest.CaptureFixture
         link: told(capsys, "run", *TINY, "--link", link, "--rounds", "2", "--out", f"runs/{link}")
         for link in ("perfect", "lossy-mild", "mobile")
     }
-    assert found["lossy-mild"]["bytes_up"] < found["perfect"]["bytes_up"] == found["mobile"]["bytes_up"]
+    assert (
+        found["lossy-mild"]["bytes_up"]
+        < found["perfect"]["bytes_up"]
+        == found["mobile"]["bytes_up"]
+    )
     assert set(found["lossy-mild"]) == SUMMARY
     assert set(found["mobile"]) == SUMMARY | {"link_seconds"}
     record = json.loads(Path("runs/mobile/rounds.jsonl").read_text().splitlines()[0])
@@ -894,10 +1112,15 @@ def test_a_run_goes_over_a_link_by_name(own: Path, capsys: pytest.CaptureFixture
     longer = told(capsys, "run", "--resume", "runs/lossy-mild", "--rounds", "3")
     assert longer["rounds"] == 3
     assert main(["run", *TINY, "--link", "lossy"]) == 2
-    assert "link.name (--link): 'lossy' was found; link has no preset of that name." in capsys.readouterr().err
+    assert (
+        "link.name (--link): 'lossy' was found; link has no preset of that name."
+        in capsys.readouterr().err
+    )
 
 
-def test_a_link_by_name_can_be_changed_and_is_shown(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_link_by_name_can_be_changed_and_is_shown(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["run", *TINY, "--rounds", "1", "--link", "lq8", "--set", "link.clock.up=1e6"]) == 0
     shown = capsys.readouterr().out
     assert "on cpu; 8 bits a value; 20 Mbit/s down, 1 Mbit/s up" in shown
@@ -910,7 +1133,11 @@ def test_a_link_by_name_replaces_that_of_a_file(own: Path) -> None:
     Path("base.toml").write_text("\n".join(BASE))
 
     def link(*assign: str, **flags: str) -> fq.Link:
-        return RunRequest(config="base.toml", assign=assign, **flags).experiment("base.toml", None).link
+        return (
+            RunRequest(config="base.toml", assign=assign, **flags)
+            .experiment("base.toml", None)
+            .link
+        )
 
     own_link = fq.Link(loss=fq.Columns(0.3), codec=fq.Codec(4))
     assert link() == own_link
@@ -960,11 +1187,15 @@ def test_what_is_listed_can_be_set(name: str) -> None:
     parts = {"model": "tiny_resnet", "data": "digits"}
     settings = {"method": {"name": name}, **parts}
     rows = options("methods", name)
-    absent = tuple(path for path, row in rows.items() if row["default"] == "none")  # tables that are not there
+    absent = tuple(
+        path for path, row in rows.items() if row["default"] == "none"
+    )  # tables that are not there
     for path, row in rows.items():
         if path.startswith(absent):
             continue
-        chosen = row["type"].startswith(("fedavg", "sgd", "constant", "plain", "batch |"))  # by its name
+        chosen = row["type"].startswith(
+            ("fedavg", "sgd", "constant", "plain", "batch |")
+        )  # by its name
         if row["default"] != "null" and "(" not in path:
             keys = ["method", *path.split("."), *(["name"] if chosen else [])]
             assign(settings, keys, row["default"] if chosen else json.loads(row["default"]))
@@ -987,12 +1218,23 @@ def test_what_is_listed_of_others_can_be_set_with_their_name(name: str) -> None:
     servers = {"server_momentum", "server_adam", "server_yogi"} - {label(type(own_server))}
     last_options = {"server_momentum": "momentum", "server_adam": "tau", "server_yogi": "tau"}
     server_rows = {f"server.{last_options[server]} ({server})" for server in servers}
-    assert {"local.optimiser.beta1 (adam)", "local.schedule.factor (steps)", *server_rows, *needed} <= {*rows}
+    assert {
+        "local.optimiser.beta1 (adam)",
+        "local.schedule.factor (steps)",
+        *server_rows,
+        *needed,
+    } <= {*rows}
     others = {"adam", "adamw", "steps", "cosine"} | servers
-    for other in sorted(others - ({"adam", "adamw"} if name == "scaffold" else set())):  # which takes plain SGD alone
+    for other in sorted(
+        others - ({"adam", "adamw"} if name == "scaffold" else set())
+    ):  # which takes plain SGD alone
         own = {path.split()[0]: row for path, row in rows.items() if f" ({other})" in path}
-        values = {path: needed.get(f"{path} ({other})", row["default"]) for path, row in own.items()}
-        tables = {path.rpartition(".")[0] for path in own}  # adamw has two where the server trains nets
+        values = {
+            path: needed.get(f"{path} ({other})", row["default"]) for path, row in own.items()
+        }
+        tables = {
+            path.rpartition(".")[0] for path in own
+        }  # adamw has two where the server trains nets
         assert tables
         least = {path: value for path, value in values.items() if own[path]["default"] == "needed"}
         asked = [{"method": name, "model": "tiny_resnet", "data": "digits"} for _ in range(2)]
@@ -1045,16 +1287,18 @@ def test_the_version(capsys: pytest.CaptureFixture[str]) -> None:
 def test_importing_the_library_needs_nothing_of_the_command_line() -> None:
     others = "('rich', 'tyro', 'tomli_w', 'sklearn', 'torchvision', 'datasets', 'matplotlib', 'fedquilt.supernet')"
     code = f"import sys, fedquilt; print([m for m in {others} if m in sys.modules])"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
     assert done.stdout.strip() == "[]"
 
 
 def test_help_does_not_wait_for_torch() -> None:
-    code = (
-        "import sys\nfrom fedquilt.cli import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit:\n    pass\n"
-    )
+    code = "import sys\nfrom fedquilt.cli import main\ntry:\n    main(['run', '--help'])\nexcept SystemExit:\n    pass\n"
     code += "print('torch' in sys.modules)"
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True, env=ENVIRONMENT
+    )
     assert done.stdout.splitlines()[-1] == "False"
     assert "any setting by its path" in done.stdout
 
@@ -1069,4 +1313,8 @@ def test_stages_of_a_model_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
     assert "decoder.3" in printed
     assert main(["list", "models", "progfed_cnn", "--json"]) == 0
     stages = json.loads(capsys.readouterr().out)["progfed_cnn"]["stages"]["stage"]
-    assert stages["2"] == {"ends with": "stages.1", "parameters": 18_496, "parameters of its head": 650}
+    assert stages["2"] == {
+        "ends with": "stages.1",
+        "parameters": 18_496,
+        "parameters of its head": 650,
+    }

@@ -51,11 +51,17 @@ def test_a_comparison_that_was_stopped_runs_all_that_was_asked_for(
         patched.setattr("fedquilt.experiment.Run.train", interrupted)
         assert main(["compare", "fedavg", "heterofl", *QUICK, "--out", "c"]) == 130
     said = capsys.readouterr().err
-    assert "The study was stopped with 0 of 2 runs finished. Go on with: fedquilt compare --resume c" in said
+    assert (
+        "The study was stopped with 0 of 2 runs finished. Go on with: fedquilt compare --resume c"
+        in said
+    )
     assert not Path("c/heterofl").exists()
     assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]
     assert list(told(capsys, "compare", "heterofl", "--resume", "c")["entries"]) == ["heterofl"]
-    assert list(told(capsys, "compare", "--resume", "c")["entries"]) == ["fedavg", "heterofl"]  # nothing is forgotten
+    assert list(told(capsys, "compare", "--resume", "c")["entries"]) == [
+        "fedavg",
+        "heterofl",
+    ]  # nothing is forgotten
     with monkeypatch.context() as patched:
         patched.setattr("fedquilt.experiment.Run.train", interrupted)
         assert main(["compare", "heterofl", "--resume", "c", "--rounds", "2"]) == 130
@@ -67,11 +73,17 @@ def test_what_is_there_is_not_run_again(own: Path, capsys: Capture) -> None:  # 
     kept = Path("c/fedavg/seed0/rounds.jsonl").stat().st_mtime_ns
     after = told(capsys, "compare", "fedavg", "heterofl", *QUICK, "--seeds", "0", "1", "--out", "c")
     assert Path("c/fedavg/seed0/rounds.jsonl").stat().st_mtime_ns == kept
-    assert after["entries"]["fedavg"]["figures"]["1.0"]["by_seed"]["0"] == figures(before, "fedavg")["1.0"]
+    assert (
+        after["entries"]["fedavg"]["figures"]["1.0"]["by_seed"]["0"]
+        == figures(before, "fedavg")["1.0"]
+    )
     assert after["seeds"] == [0, 1]
     longer = told(capsys, "compare", "--resume", "c", "--rounds", "2")
     assert len(Path("c/heterofl/seed1/rounds.jsonl").read_text().splitlines()) == 2
-    assert longer["entries"]["fedavg"]["bytes_down"]["mean"] == 2 * after["entries"]["fedavg"]["bytes_down"]["mean"]
+    assert (
+        longer["entries"]["fedavg"]["bytes_down"]["mean"]
+        == 2 * after["entries"]["fedavg"]["bytes_down"]["mean"]
+    )
 
 
 def test_what_all_runs_have_in_common_is_said_once(own: Path, capsys: Capture, caplog: Log) -> None:  # noqa: F811
@@ -106,11 +118,16 @@ def test_a_study_keeps_to_its_data(own: Path, capsys: Capture) -> None:  # noqa:
 
 
 def test_a_comparison_is_one_table(own: Path, capsys: Capture) -> None:  # noqa: F811
-    assert main(["compare", "fedavg", "local", *TINY[:4], *THREE, "--cohort", "3", "--rounds", "1"]) == 0
+    assert (
+        main(["compare", "fedavg", "local", *TINY[:4], *THREE, "--cohort", "3", "--rounds", "1"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     own_values = values("lr 0.05, 1 epoch, batch 32", "3 of 6")
     assert lines[1] == f"settings: fedavg's defaults, local's defaults {own_values}"
-    assert lines[2].startswith("fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round")
+    assert lines[2].startswith(
+        "fedavg, local on mine.py:data: mine.py:net for 6 clients, 3 a round"
+    )
     head = next(place for place, line in enumerate(lines) if line.startswith("method"))
     assert lines[head].split("  ")[0] == "method"
     assert lines[head].split()[1:6] == ["1", "0.5", "0.25", "to", "clients"]
@@ -134,7 +151,14 @@ def test_settings_of_one_method_and_files_of_whole_experiments(own: Path, capsys
 
 
 def test_a_grid_is_tuned_on_samples_that_are_held_back(own: Path, capsys: Capture) -> None:  # noqa: F811
-    grid = ["--grid", "method.local.optimiser.lr=0.0001,0.05", "--tuning-rounds", "2", "--validation", "0.3"]
+    grid = [
+        "--grid",
+        "method.local.optimiser.lr=0.0001,0.05",
+        "--tuning-rounds",
+        "2",
+        "--validation",
+        "0.3",
+    ]
     found = told(capsys, "compare", "fedavg", *QUICK, *grid, "--seeds", "0", "1", "--out", "c")
     tuned = found["tuned"]["fedavg"]
     assert [trial["point"] for trial in tuned["trials"]] == [
@@ -173,7 +197,10 @@ def test_every_format_has_the_same_figures(own: Path, capsys: Capture) -> None: 
 
 
 def test_costs_to_parts_of_a_baselines_best(own: Path, capsys: Capture) -> None:  # noqa: F811
-    assert main(["compare", "fedavg", "heterofl", *QUICK, "--baseline", "fedavg", "--target", "0.01"]) == 0
+    assert (
+        main(["compare", "fedavg", "heterofl", *QUICK, "--baseline", "fedavg", "--target", "0.01"])
+        == 0
+    )
     text = capsys.readouterr().out
     for what in ("rounds", "bytes", "client MACs"):
         assert f"{what} to a percentage of the best accuracy of fedavg" in text
@@ -189,14 +216,20 @@ def test_names_are_whole_on_a_narrow_terminal() -> None:
 
 def test_methods_of_other_members_are_told_apart(own: Path, capsys: Capture) -> None:  # noqa: F811
     """HeteroFL as released rounds up."""
-    Path("up.py").write_text("import fedquilt as fq\ndef up():\n    return fq.methods.HeteroFL(rounding='ceil')\n")
-    assert main(["compare", "heterofl", "up.py:up", *QUICK, "--set", 'fleet.budgets={"0.3"=1.0}']) == 0
+    Path("up.py").write_text(
+        "import fedquilt as fq\ndef up():\n    return fq.methods.HeteroFL(rounding='ceil')\n"
+    )
+    assert (
+        main(["compare", "heterofl", "up.py:up", *QUICK, "--set", 'fleet.budgets={"0.3"=1.0}']) == 0
+    )
     titles = [line for line in capsys.readouterr().out.splitlines() if line.startswith("sizes")]
     assert [title.rpartition(" ")[2] for title in titles] == ["(heterofl)", "(up.py:up)"]
 
 
 def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
-    text = on_a_terminal("compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "2", cwd=own)
+    text = on_a_terminal(
+        "compare", "fedavg", "local", *TINY[:4], "--cohort", "3", "--rounds", "2", cwd=own
+    )
     assert "rounds/s" in text
     assert "╭" in text
 
@@ -217,7 +250,10 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
         (["fedavg", "--jobs", "0"], "--jobs 0 was asked for"),
         (["fedavg", "--validation", "0.2"], "--validation was asked for without --grid"),
         (["fedavg", "--grid", "method.shift=1,2"], "fedavg has no such key"),
-        (["fedavg", "--grid", "method.share="], "write it as --grid method.local.optimiser.lr=0.01,0.1"),
+        (
+            ["fedavg", "--grid", "method.share="],
+            "write it as --grid method.local.optimiser.lr=0.01,0.1",
+        ),
         (["fedavg", "--grid", "method.local.optimiser.lr=0.1,0.1"], "repeats a value"),
         (
             ["fedavg", "--grid", f"rounds={','.join(map(str, range(1, 1101)))}"],
@@ -225,7 +261,10 @@ def test_a_terminal_gets_bars(own: Path) -> None:  # noqa: F811
         ),
         (["fedavg", "digits.toml"], "these rows differ:"),
         (["fedavg", *QUICK, "--metric", "f2"], "--metric f2 was asked for; nobody records it"),
-        (["fedavg", *QUICK, "--baseline", "fedprox"], "--baseline fedprox was asked for; it is not compared"),
+        (
+            ["fedavg", *QUICK, "--baseline", "fedprox"],
+            "--baseline fedprox was asked for; it is not compared",
+        ),
     ],
 )
 def test_a_wrong_comparison_exits_with_2(
@@ -255,7 +294,9 @@ def test_a_damaged_summary_is_named(own: Path, capsys: Capture, text: str) -> No
     assert "c/fedavg/seed0/summary.json" in capsys.readouterr().err
 
 
-def test_a_folder_of_the_layout_before_studies_says_how_to_go_on(own: Path, capsys: Capture) -> None:  # noqa: F811
+def test_a_folder_of_the_layout_before_studies_says_how_to_go_on(
+    own: Path, capsys: Capture
+) -> None:  # noqa: F811
     assert main(["run", *TINY, "--rounds", "1", "--out", "c/fedavg"]) == 0
     said = "It has the runs fedavg, which an earlier version or `fedquilt run` wrote. Continue each with fedquilt run"
     for args in (["--resume", "c"], ["fedavg", *QUICK, "--out", "c"]):

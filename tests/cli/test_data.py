@@ -51,7 +51,10 @@ def test_a_data_set_is_prepared_and_used(host, tmp_path, capsys):
 
 
 def test_json_has_sums_and_sources(host, tmp_path, capsys):
-    assert main(["data", "prepare", "cifar10", "syn", "--per-domain", "20", "--out", "here", "--json"]) == 0
+    assert (
+        main(["data", "prepare", "cifar10", "syn", "--per-domain", "20", "--out", "here", "--json"])
+        == 0
+    )
     found = json.loads(capsys.readouterr().out)
     assert list(found) == ["cifar10", "syn"]
     cifar10 = found["cifar10"]
@@ -66,16 +69,23 @@ def test_json_has_sums_and_sources(host, tmp_path, capsys):
 
 def test_a_file_that_cannot_be_checked_is_named_with_its_sum(host, capsys, monkeypatch):
     data_set = DATA_SETS["cifar10"]
-    monkeypatch.setitem(DATA_SETS, "cifar10", replace(data_set, files=(replace(data_set.files[0], md5=""),)))
+    monkeypatch.setitem(
+        DATA_SETS, "cifar10", replace(data_set, files=(replace(data_set.files[0], md5=""),))
+    )
     assert main(["data", "prepare", "cifar10"]) == 0
     printed = capsys.readouterr().out
-    assert "cifar-10-binary.tar.gz could not be checked, as no sum is published. Its SHA-256 is" in printed
+    assert (
+        "cifar-10-binary.tar.gz could not be checked, as no sum is published. Its SHA-256 is"
+        in printed
+    )
 
 
 def test_files_go_where_tables_look_for_them(host, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("FEDQUILT_DATA", "elsewhere")
     error = str(missing_data("cifar10", data_folder(), "fedrolex/table3"))
-    assert error.startswith("fedrolex/table3 was asked for: elsewhere/cifar10.npz is needed; there is no such file.")
+    assert error.startswith(
+        "fedrolex/table3 was asked for: elsewhere/cifar10.npz is needed; there is no such file."
+    )
     assert "Source: Alex Krizhevsky, https://www.cs.toronto.edu/~kriz/cifar.html" in error
     command = re.search(r"`fedquilt (.*?)`", error)
     assert command
@@ -88,14 +98,26 @@ def test_files_go_where_tables_look_for_them(host, tmp_path, monkeypatch, capsys
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["prepare", "cifar"], "there is no data set to prepare named 'cifar'. Did you mean 'cifar10'?"),
+        (
+            ["prepare", "cifar"],
+            "there is no data set to prepare named 'cifar'. Did you mean 'cifar10'?",
+        ),
         (["prepare"], "name each data set once"),
         (["prepair", "cifar10"], "data prepair was asked for; `fedquilt data prepare NAME…` fits."),
-        (["prepare", "cifar10", "--from", "none"], "none/cifar-10-binary.tar.gz is needed; it cannot be read"),
-        (["prepare", "cifar10", "--from", "a", "--from", "b"], "--from was given as a and again as b"),
+        (
+            ["prepare", "cifar10", "--from", "none"],
+            "none/cifar-10-binary.tar.gz is needed; it cannot be read",
+        ),
+        (
+            ["prepare", "cifar10", "--from", "a", "--from", "b"],
+            "--from was given as a and again as b",
+        ),
         (["prepare", "cifar10", "--from", "ftp://a"], "only http, https, file are read"),
         (["prepare", "syn", "--per-domain", "7"], "7 images per domain were asked for"),
-        (["prepare", "syn", "--fonts", "none"], "--fonts none was asked for; there is no such folder"),
+        (
+            ["prepare", "syn", "--fonts", "none"],
+            "--fonts none was asked for; there is no such folder",
+        ),
     ],
 )
 def test_what_is_refused(words, said, host, tmp_path, capsys):

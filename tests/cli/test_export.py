@@ -31,10 +31,21 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
         inputs = torch.randn(60, 1, 8, 8).numpy()
         import numpy as np
 
-        np.savez("own.npz", x_train=inputs, y_train=np.arange(60) % 3, x_test=inputs, y_test=np.arange(60) % 3)
+        np.savez(
+            "own.npz",
+            x_train=inputs,
+            y_train=np.arange(60) % 3,
+            x_test=inputs,
+            y_test=np.arange(60) % 3,
+        )
         for method in ("heterofl", "splitmix", "local", "fedavg"):
             more = ["--set", "method.local.norm=tracked"] if method == "fedavg" else []
-            assert main(["run", "--method", method, "--data", "own.npz", "--out", method, *QUICK, *more]) == 0
+            assert (
+                main(
+                    ["run", "--method", method, "--data", "own.npz", "--out", method, *QUICK, *more]
+                )
+                == 0
+            )
     return folder
 
 
@@ -47,32 +58,53 @@ def here(runs: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.parametrize("format", [ONNX, "pt2", "safetensors"])
 def test_a_run_becomes_a_file(format, here, capsys):
-    found = told(capsys, "export", "splitmix", "--share", "0.25", "--format", format, "--out", "model")
+    found = told(
+        capsys, "export", "splitmix", "--share", "0.25", "--format", format, "--out", "model"
+    )
     assert set(found) >= {"format", "file", "bytes", "params", "macs", "share", "max_difference"}
     assert (found["format"], found["file"], found["share"]) == (format, "model", 0.25)
     assert found["bytes"] == Path("model").stat().st_size
     assert found["max_difference"] < 1e-4
-    assert main(["export", "splitmix", "--share", "0.25", "--format", format, "--out", "model"]) == 2
+    assert (
+        main(["export", "splitmix", "--share", "0.25", "--format", format, "--out", "model"]) == 2
+    )
     assert "model was asked for; it is there already. --force" in capsys.readouterr().err
     assert main(["export", "splitmix", "--format", format, "--out", "model", "--force"]) == 0
     printed = capsys.readouterr().out
     assert "splitmix after round 1 (checkpoint/00000001.json): a model of share 1 as" in printed
     assert "memory to run" in printed
-    assert "8 nets whose logits are averaged; norms: post; read back, its answers to test samples differ" in printed
+    assert (
+        "8 nets whose logits are averaged; norms: post; read back, its answers to test samples differ"
+        in printed
+    )
 
 
 def test_budgets_and_clients(here, capsys):
     half = told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")
-    bounds = {"params": ("--params", "--max-params"), "macs": ("--macs", "--max-macs"), "memory": ("--memory",)}
+    bounds = {
+        "params": ("--params", "--max-params"),
+        "macs": ("--macs", "--max-macs"),
+        "memory": ("--memory",),
+    }
     for bound, flags in bounds.items():
         for flag in flags:
             most = str(half[bound])
-            found = told(capsys, "export", "heterofl", flag, most, "--out", f"{flag[2:]}.safetensors")
+            found = told(
+                capsys, "export", "heterofl", flag, most, "--out", f"{flag[2:]}.safetensors"
+            )
             assert found[bound] == half[bound]
     assert main(["export", "local", "--out", "own.pt2"]) == 2
     assert "LocalOnly leaves its result on the clients" in capsys.readouterr().err
-    for client, share in (("0", 1.0), ("1", 0.5)):  # of a wider net than it could hold it has trained nothing
-        assert told(capsys, "export", "local", "--client", client, "--out", f"{client}.safetensors")["share"] == share
+    for client, share in (
+        ("0", 1.0),
+        ("1", 0.5),
+    ):  # of a wider net than it could hold it has trained nothing
+        assert (
+            told(capsys, "export", "local", "--client", client, "--out", f"{client}.safetensors")[
+                "share"
+            ]
+            == share
+        )
     assert main(["export", "heterofl", "--params", "3", "--out", "own.pt2"]) == 2
     assert "no member fits the budget params 3" in capsys.readouterr().err
 
@@ -80,7 +112,10 @@ def test_budgets_and_clients(here, capsys):
 def test_an_export_names_the_checkpoint_that_it_used(here, capsys):
     """The newest one is damaged, so that it is the one before."""
     manifest = Path("heterofl/checkpoint/00000001.json")
-    assert told(capsys, "export", "heterofl", "--out", "a.safetensors")["checkpoint"] == f"checkpoint/{manifest.name}"
+    assert (
+        told(capsys, "export", "heterofl", "--out", "a.safetensors")["checkpoint"]
+        == f"checkpoint/{manifest.name}"
+    )
     manifest.write_text(100_000 * "[")
     found = told(capsys, "export", "heterofl", "--out", "b.safetensors")
     assert (found["round"], found["checkpoint"]) == (0, "checkpoint/00000000.json")
@@ -104,8 +139,21 @@ def test_several_shares_are_one_file(method, here, capsys):
     inputs = run.data.test_samples(range(8))
     assert model.share == 1.0
     for one in found:
-        alone = told(capsys, "export", method, "--share", str(one["share"]), "--out", "one.safetensors", "--force")
-        assert (one["params"], one["macs"], one["nets"]) == (alone["params"], alone["macs"], alone["nets"])
+        alone = told(
+            capsys,
+            "export",
+            method,
+            "--share",
+            str(one["share"]),
+            "--out",
+            "one.safetensors",
+            "--force",
+        )
+        assert (one["params"], one["macs"], one["nets"]) == (
+            alone["params"],
+            alone["macs"],
+            alone["nets"],
+        )
         other = fq.load_model("one.safetensors", lambda: run.world.family._module)
         torch.testing.assert_close(model.set(one["share"])(inputs), other(inputs))
 
@@ -116,17 +164,25 @@ def test_the_file_answers_as_the_run_reported(here, capsys):
     data = run.data
     model = fq.load_model("half.safetensors", lambda: run.world.family._module)
     hits = (model(data.test_inputs).argmax(1) == data.test_targets).float().mean()
-    assert json.loads(Path("heterofl/summary.json").read_text())["accuracy"]["0.5"] == pytest.approx(float(hits))
+    assert json.loads(Path("heterofl/summary.json").read_text())["accuracy"][
+        "0.5"
+    ] == pytest.approx(float(hits))
     assert run.records == read("heterofl")
 
 
 def test_robustness_is_told_also_where_none_was_asked_for(here, capsys):
     told(capsys, "run", "--method", "heterofl", "--set", "model.dual=true", "--out", "dual", *QUICK)
     for flags, said in (
-        ([], "norms: post, robustness 0 (the clean net, as none was asked for: --robustness); read back"),
+        (
+            [],
+            "norms: post, robustness 0 (the clean net, as none was asked for: --robustness); read back",
+        ),
         (["--robustness", "0.8"], "norms: post, robustness 0.8; read back"),
     ):
-        assert main(["export", "dual", "--share", "0.5", "--out", "d.safetensors", "--force", *flags]) == 0
+        assert (
+            main(["export", "dual", "--share", "0.5", "--out", "d.safetensors", "--force", *flags])
+            == 0
+        )
         assert said in capsys.readouterr().out
     found = told(capsys, "export", "dual", "--share", "0.5", "--out", "d.safetensors", "--force")
     assert (found["robustness"], found["robustness_by_default"]) == (0.0, True)
@@ -140,23 +196,44 @@ def test_data_that_is_gone_costs_only_what_needs_it(here, capsys):
     assert "measures the norms' statistics over the training data, which cannot be had: " in printed
     assert "own.npz" in printed
     assert "--norms batch" in printed
-    batch = told(capsys, "export", "heterofl", "--share", "0.5", "--norms", "batch", "--out", "half.pt2")
+    batch = told(
+        capsys, "export", "heterofl", "--share", "0.5", "--norms", "batch", "--out", "half.pt2"
+    )
     assert (batch["norms"], batch["compared"]) == ("batch", "random samples")
-    after = told(capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors")  # it tracked statistics
+    after = told(
+        capsys, "export", "fedavg", "--share", "0.5", "--out", "two.safetensors"
+    )  # it tracked statistics
     assert (after["norms"], after["params"]) == ("tracked", before["params"])
-    with pytest.raises(ConfigError, match=r"trained to round 4; its data cannot be had: .*own\.npz"):
+    with pytest.raises(
+        ConfigError, match=r"trained to round 4; its data cannot be had: .*own\.npz"
+    ):
         load_run("fedavg").train(4)
-    model, again = (fq.load_model(f"{name}.safetensors", lambda: whole(here)) for name in ("one", "two"))
+    model, again = (
+        fq.load_model(f"{name}.safetensors", lambda: whole(here)) for name in ("one", "two")
+    )
     torch.testing.assert_close(model.state_dict(), again.state_dict())
 
 
 def test_a_run_with_norms_of_public_samples_outlives_its_data(here, capsys):
     public = ["--set", "method.local.norm=post-public", "--set", "data.public=0.2"]
-    told(capsys, "run", "--method", "heterofl", "--data", "own.npz", "--out", "public", *QUICK, *public)
+    told(
+        capsys,
+        "run",
+        "--method",
+        "heterofl",
+        "--data",
+        "own.npz",
+        "--out",
+        "public",
+        *QUICK,
+        *public,
+    )
     Path("own.npz").unlink()
     run = load_run("public")
     assert run.server.round == 1
-    with pytest.raises(ConfigError, match=r"norms='post-public' measures .* which cannot be had: .*own\.npz"):
+    with pytest.raises(
+        ConfigError, match=r"norms='post-public' measures .* which cannot be had: .*own\.npz"
+    ):
         run.deploy(fq.Budget(share=0.5))
     samples = torch.randn(4, 1, 8, 8)
     assert run.deploy(fq.Budget(share=0.5), samples=samples)(samples).shape == (4, 3)
@@ -172,8 +249,9 @@ def test_other_data_than_the_runs_is_noticed(here, capsys):
     held = dict(np.load("own.npz"))
     np.savez("own.npz", **{**held, "x_train": held["x_train"] + 1})
     assert main(["export", "heterofl", "--share", "0.5", "--out", "half.pt2"]) == 2
-    assert "the run in heterofl was asked for, but it is another one. These differ:\n  data.inputs" in (
-        capsys.readouterr().err
+    assert (
+        "the run in heterofl was asked for, but it is another one. These differ:\n  data.inputs"
+        in (capsys.readouterr().err)
     )
 
 
@@ -199,7 +277,9 @@ def test_other_constants_than_the_runs_are_noticed(here, capsys, monkeypatch):
     told(capsys, "run", "--data", "own.npz", "--model", "scaled.py:Net", "--out", "scaled", *QUICK)
     assert load_run("scaled").server.round == 1
     monkeypatch.setenv("SCALE", "-1")
-    differ = "the run in scaled was asked for, but it is another one. These differ:\n  constants.scale"
+    differ = (
+        "the run in scaled was asked for, but it is another one. These differ:\n  constants.scale"
+    )
     for command in (["export", "scaled", "--out", "a.safetensors"], ["clients", "scaled"]):
         assert main(command) == 2
         assert differ in capsys.readouterr().err
@@ -211,10 +291,18 @@ def test_other_constants_than_the_runs_are_noticed(here, capsys, monkeypatch):
 def test_a_run_on_another_machine_is_exported_here(here, capsys):
     """Its device, its engine and its weights to start from are not needed any more."""
     config = Path("heterofl/config.toml")
-    text = config.read_text().replace('device = "cpu"', 'device = "cuda"').replace('init = ""', 'init = "gone"')
+    text = (
+        config.read_text()
+        .replace('device = "cpu"', 'device = "cuda"')
+        .replace('init = ""', 'init = "gone"')
+    )
     config.write_text(text.replace('name = "vectorised"', 'name = "ray"'))
     settings = tomllib.loads(config.read_text())
-    assert (settings["engine"]["name"], settings["engine"]["device"], settings["init"]) == ("ray", "cuda", "gone")
+    assert (settings["engine"]["name"], settings["engine"]["device"], settings["init"]) == (
+        "ray",
+        "cuda",
+        "gone",
+    )
     assert told(capsys, "export", "heterofl", "--share", "0.5", "--out", "half.pt2")["share"] == 0.5
 
 
@@ -224,8 +312,24 @@ def test_mistakes(here, capsys, perceptron, make_data):
         "there is no run in it": ["export", ".", "--out", "a.pt2"],
         "shares lie in (0, 1]": ["export", "heterofl", "--share", "2", "--out", "a.pt2"],
         "does not say in which format": ["export", "heterofl", "--out", "a"],
-        "'tracked' was asked for; HeteroFL trained": ["export", "heterofl", "--norms", "tracked", "--out", "a.pt2"],
-        "only safetensors can hold several": ["export", "heterofl", "--share", "1", "--share", "0.5", "--out", "a.pt2"],
+        "'tracked' was asked for; HeteroFL trained": [
+            "export",
+            "heterofl",
+            "--norms",
+            "tracked",
+            "--out",
+            "a.pt2",
+        ],
+        "only safetensors can hold several": [
+            "export",
+            "heterofl",
+            "--share",
+            "1",
+            "--share",
+            "0.5",
+            "--out",
+            "a.pt2",
+        ],
         "takes shares alone": [
             "export",
             "heterofl",
@@ -238,7 +342,12 @@ def test_mistakes(here, capsys, perceptron, make_data):
         "it was put together by a script": ["export", "script", "--out", "a.pt2"],
     }
     fq.run(
-        fq.methods.FedAvg(), perceptron, make_data(perceptron, (4, 4)), fq.Fleet.of((1.0,), 2), rounds=1, out="script"
+        fq.methods.FedAvg(),
+        perceptron,
+        make_data(perceptron, (4, 4)),
+        fq.Fleet.of((1.0,), 2),
+        rounds=1,
+        out="script",
     )
     for text, line in wrong.items():
         assert main(line) == 2, line
@@ -252,7 +361,9 @@ def test_devices_and_pipes_are_left_alone(here, capsys):
     os.mkfifo("pipe")
     assert main(["export", "heterofl", "--out", "pipe", "--format", "pt2", "--force"]) == 2
     assert "a model in pipe was asked for; what is there is no file" in capsys.readouterr().err
-    with pytest.raises(RecordError, match=r"could not be written to pipe: what is there is no file"):
+    with pytest.raises(
+        RecordError, match=r"could not be written to pipe: what is there is no file"
+    ):
         load_run("heterofl").customisable((1, 0.5)).save("pipe")
     assert Path("pipe").is_fifo()
 

@@ -59,7 +59,11 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("flags", "status", "told"),
     [
-        (["--method", "faulty.py:Planless"], 1, "KeyError: 'on purpose'\nIt was raised in faulty.py:8, in plan."),
+        (
+            ["--method", "faulty.py:Planless"],
+            1,
+            "KeyError: 'on purpose'\nIt was raised in faulty.py:8, in plan.",
+        ),
         (
             ["--model", "faulty.py:net"],
             2,
@@ -102,7 +106,10 @@ def test_a_learner_of_the_wrong_type_is_refused(capsys: pytest.CaptureFixture[st
 def test_a_fold_that_is_not_finite_is_blamed(capsys: pytest.CaptureFixture[str]) -> None:
     assert main([*QUICK, "--method", "faulty.py:Diverging"]) == 1
     printed = capsys.readouterr().err
-    assert "DivergenceError: the fold of Diverging gave values that are not finite in round 1" in printed
+    assert (
+        "DivergenceError: the fold of Diverging gave values that are not finite in round 1"
+        in printed
+    )
     assert "client 0" not in printed
 
 

@@ -35,8 +35,26 @@ def data():
     x, y = torch.randn(48, 1, 4, 4, generator=generator), torch.arange(48) % 3
     return fq.data.Pool.of((x, y), (x, y)).deal(4)
 """
-TINY = ["--model", "mine.py:net", "--data", "mine.py:data", "--method", "progfed", "--cohort", "2", "--epochs", "1"]
-GROWING = ["--set", 'method.stages=["1", "3"]', "--set", "method.warmup=1", "--set", "method.stage_rounds=2"]
+TINY = [
+    "--model",
+    "mine.py:net",
+    "--data",
+    "mine.py:data",
+    "--method",
+    "progfed",
+    "--cohort",
+    "2",
+    "--epochs",
+    "1",
+]
+GROWING = [
+    "--set",
+    'method.stages=["1", "3"]',
+    "--set",
+    "method.warmup=1",
+    "--set",
+    "method.stage_rounds=2",
+]
 
 
 @pytest.fixture
@@ -65,7 +83,9 @@ def test_settings_of_local_training_reach_the_method_that_trains_the_stages():
         optimiser=fq.SGD(lr=0.1), batch_size=16, epochs=2
     )  # of the demo
     assert usual.local == usual.over.local
-    found = asked(local__epochs=3, local__optimiser__name="adam", weighting="data", server__name="server_adam")
+    found = asked(
+        local__epochs=3, local__optimiser__name="adam", weighting="data", server__name="server_adam"
+    )
     assert found.over.local.epochs == found.local.epochs == 3
     assert found.over.local.optimiser == fq.Adam(lr=0.1)
     assert found.over.weighting == "data"
@@ -75,7 +95,11 @@ def test_settings_of_local_training_reach_the_method_that_trains_the_stages():
 def test_the_method_that_trains_the_stages_is_chosen_by_name():
     found = asked(over__name="heterofl", over__rounding="ceil", local__epochs=5)
     assert isinstance(found.over, HeteroFL)
-    assert (found.over.rounding, found.over.local.epochs, found.over.local.masked) == ("ceil", 5, "client")
+    assert (found.over.rounding, found.over.local.epochs, found.over.local.masked) == (
+        "ceil",
+        5,
+        "client",
+    )
     assert asked(over="fedrolex").over.shift == 1
 
 
@@ -87,7 +111,10 @@ def test_the_method_that_trains_the_stages_is_chosen_by_name():
         ({"stages": "symmetric"}, {"stages": "symmetric"}),
         ({"stage_rounds": [2, 3]}, {"stage_rounds": (2, 3)}),
         ({"stage_rounds": 4, "warmup": 2, "extra_warmup": True}, {"stage_rounds": 4, "warmup": 2}),
-        ({"strategy": "random", "restart": True, "rounds": 30}, {"strategy": "random", "restart": True, "rounds": 30}),
+        (
+            {"strategy": "random", "restart": True, "rounds": 30},
+            {"strategy": "random", "restart": True, "rounds": 30},
+        ),
         ({"preset": "released"}, {"warmup": 25, "extra_warmup": True}),
     ],
     ids=str,
@@ -111,9 +138,18 @@ def test_a_preset_and_a_setting_over_it():
     ("settings", "told"),
     [
         ({"stages": 0}, "method.stages: 0 was asked for; at least one stage is needed"),
-        ({"over": "progfed"}, "method.over: ProgFed was asked for over ProgFed; a model grows once. Any other"),
-        ({"over": "hetrofl"}, "method.over.name: there is no method named 'hetrofl'. Did you mean 'heterofl'?"),
-        ({"strategy": "layer"}, "method.strategy: 'layer' was found; one of 'progressive', 'end_to_end'"),
+        (
+            {"over": "progfed"},
+            "method.over: ProgFed was asked for over ProgFed; a model grows once. Any other",
+        ),
+        (
+            {"over": "hetrofl"},
+            "method.over.name: there is no method named 'hetrofl'. Did you mean 'heterofl'?",
+        ),
+        (
+            {"strategy": "layer"},
+            "method.strategy: 'layer' was found; one of 'progressive', 'end_to_end'",
+        ),
         ({"warmup": -1}, "method.warmup: -1 was asked for"),
         ({"local__epoch": 3}, "method.over.local.epoch"),
         ({"shift": 3}, "method.shift"),
@@ -130,7 +166,10 @@ def test_wrong_settings_are_told_by_their_path(settings, told):
 
 
 def bytes_up(folder: str) -> list[int]:
-    return [json.loads(line)["bytes_up"] for line in (Path(folder) / "rounds.jsonl").read_text().splitlines()]
+    return [
+        json.loads(line)["bytes_up"]
+        for line in (Path(folder) / "rounds.jsonl").read_text().splitlines()
+    ]
 
 
 def test_a_run_that_goes_on_for_longer_grows_when_it_did(own, capsys):
@@ -177,7 +216,11 @@ def test_a_method_in_a_file_trains_the_stages(own, capsys):
 @pytest.mark.parametrize(
     ("settings", "rounds", "told"),
     [
-        ({"stage_rounds": 2}, 2, "ProgFed was asked for with 2 rounds, of which 2 are for the first 1 of 2 stages"),
+        (
+            {"stage_rounds": 2},
+            2,
+            "ProgFed was asked for with 2 rounds, of which 2 are for the first 1 of 2 stages",
+        ),
         ({"stage_rounds": 2, "warmup": 3}, 5, "warmup = 3, and a stage has 3 rounds"),
         ({"stage_rounds": [1, 2, 2]}, 5, "rounds of 3 stages; the model has 2"),
         (
@@ -188,7 +231,9 @@ def test_a_method_in_a_file_trains_the_stages(own, capsys):
     ],
     ids=str,
 )
-def test_stages_that_cannot_be_are_refused_before_the_first_round(settings, rounds, told, own, capsys):
+def test_stages_that_cannot_be_are_refused_before_the_first_round(
+    settings, rounds, told, own, capsys
+):
     chosen = {"stages": '["1", "3"]', **settings}
     words = [word for name, value in chosen.items() for word in ("--set", f"method.{name}={value}")]
     assert main(["run", *TINY, *words, "--rounds", str(rounds), "--out", "d"]) == 2

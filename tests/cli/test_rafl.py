@@ -14,7 +14,12 @@ from fedquilt.supernet import Supernet, TinySpace, save_supernet
 
 SHORT = ["--clients", "6", "--cohort", "3", "--epochs", "1"]
 RAFL = ["run", "--method", "rafl", *SHORT]
-KEPT = {"private_accuracy", "local_private_accuracy", "client_knowledge_accuracy", "local_client_knowledge_accuracy"}
+KEPT = {
+    "private_accuracy",
+    "local_private_accuracy",
+    "client_knowledge_accuracy",
+    "local_client_knowledge_accuracy",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,12 +59,17 @@ def test_the_server_learns_from_public_samples(capsys):
     public = ["--set", "method.distil=true", "--set", "method.server_training.steps=2"]
     assert main([*RAFL, "--rounds", "1", *public]) == 2
     assert "--set data.public=0.2" in capsys.readouterr().err
-    assert summary(capsys, *RAFL, "--rounds", "1", *public, "--set", "data.public=0.2")["method"] == "rafl"
+    assert (
+        summary(capsys, *RAFL, "--rounds", "1", *public, "--set", "data.public=0.2")["method"]
+        == "rafl"
+    )
 
 
 def test_nets_start_from_a_supernet_and_private_nets_are_downloaded_once(folder, capsys):
     plain = summary(capsys, *RAFL, "--rounds", "1")
-    found = summary(capsys, *RAFL, "--rounds", "1", "--supernet", "tiny.safetensors", "--out", "run")
+    found = summary(
+        capsys, *RAFL, "--rounds", "1", "--supernet", "tiny.safetensors", "--out", "run"
+    )
     settings = tomllib.loads(Path("run/config.toml").read_text())
     assert (settings["model"]["name"], settings["method"]["transfer"]) == ("searched", True)
     assert settings["model"]["supernet"].endswith("tiny.safetensors")
@@ -80,8 +90,12 @@ def test_one_clients_private_net_is_exported(capsys):
     assert main([*RAFL, "--rounds", "1", "--out", "run"]) == 0
     sizes = {}
     for client in (3, 5):  # Their limits are 120,000 and 360,000 multiply-adds.
-        assert main(["export", "run", "--client", str(client), "--out", f"{client}.safetensors"]) == 0
-        sizes[client] = sum(weight.numel() for weight in load_file(f"{client}.safetensors").values())
+        assert (
+            main(["export", "run", "--client", str(client), "--out", f"{client}.safetensors"]) == 0
+        )
+        sizes[client] = sum(
+            weight.numel() for weight in load_file(f"{client}.safetensors").values()
+        )
     assert sizes[3] < sizes[5]
 
 

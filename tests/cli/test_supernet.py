@@ -28,7 +28,19 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def train(*more: str) -> int:
-    return main(["supernet", "train", "tiny", "--data", "few.npz", "--out", "net.safetensors", *QUICK, *more])
+    return main(
+        [
+            "supernet",
+            "train",
+            "tiny",
+            "--data",
+            "few.npz",
+            "--out",
+            "net.safetensors",
+            *QUICK,
+            *more,
+        ]
+    )
 
 
 def test_a_supernet_is_trained_shown_and_not_written_over(folder, capsys):
@@ -46,10 +58,15 @@ def test_a_supernet_is_trained_shown_and_not_written_over(folder, capsys):
 
 
 def test_own_labels_and_json(folder, capsys):
-    assert train("--labels", "own", "--phase-epochs", "0", "--json") == 2  # phase epochs given twice
+    assert (
+        train("--labels", "own", "--phase-epochs", "0", "--json") == 2
+    )  # phase epochs given twice
     capsys.readouterr()
     args = ["--epochs", "1", "--phase-epochs", "0", "--labels", "own", "--json"]
-    assert main(["supernet", "train", "tiny", "--data", "few.npz", "--out", "a.safetensors", *args]) == 0
+    assert (
+        main(["supernet", "train", "tiny", "--data", "few.npz", "--out", "a.safetensors", *args])
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["classes"] == 5
 
 
@@ -101,7 +118,12 @@ def test_members_of_a_file_are_measured(folder, capsys):
     command = ["supernet", "measure", "net.safetensors", "--data", "few.npz", "--members", "5"]
     assert main([*command, "--json"]) == 0
     found = json.loads(capsys.readouterr().out)
-    assert (found["file"], found["space"], found["data"], found["samples"]) == ("net.safetensors", "tiny", "few.npz", 4)
+    assert (found["file"], found["space"], found["data"], found["samples"]) == (
+        "net.safetensors",
+        "tiny",
+        "few.npz",
+        4,
+    )
     macs = [member["macs"] for member in found["members"]]
     assert len(macs) == 5
     assert macs == sorted(macs)
@@ -123,12 +145,27 @@ def test_members_of_a_file_are_measured(folder, capsys):
 def test_weights_are_imported(folder, capsys):
     space = TinySpace(num_classes=6)
     save_file(space.member(space.largest).state_dict(), "weights.safetensors")
-    assert main(["supernet", "import", "tiny", "weights.safetensors", "--out", "net.safetensors", "--json"]) == 0
+    assert (
+        main(
+            [
+                "supernet",
+                "import",
+                "tiny",
+                "weights.safetensors",
+                "--out",
+                "net.safetensors",
+                "--json",
+            ]
+        )
+        == 0
+    )
     assert json.loads(capsys.readouterr().out)["classes"] == 6
     supernet = load_supernet("net.safetensors")
     assert supernet.space.num_classes == 6
     save_file({"a": torch.zeros(1)}, "weights.safetensors")
-    assert main(["supernet", "import", "tiny", "weights.safetensors", "--out", "b.safetensors"]) == 1
+    assert (
+        main(["supernet", "import", "tiny", "weights.safetensors", "--out", "b.safetensors"]) == 1
+    )
     assert "does not have the weights of the largest net of tiny" in capsys.readouterr().err
     assert not Path("b.safetensors").exists()
 
@@ -138,9 +175,18 @@ def test_weights_are_imported(folder, capsys):
     [
         (["show", "tinny"], "there is no search space named 'tinny'. Did you mean 'tiny'?"),
         (["train", "tiny", "--data", "none.npz", "--out", "a"], "there is no such file or folder"),
-        (["train", "tiny", "--data", "few.npz", "--out", "a", "--epochs", "0"], "epochs = 0 was asked for"),
-        (["train", "tiny", "--data", "few.npz", "--out", "a", "--precision", "fp64"], "fp32, tf32 or bf16"),
-        (["train", "tiny", "--data", "few.npz", "--out", "a", "--device", "tpu9"], "device 'tpu9' was asked for"),
+        (
+            ["train", "tiny", "--data", "few.npz", "--out", "a", "--epochs", "0"],
+            "epochs = 0 was asked for",
+        ),
+        (
+            ["train", "tiny", "--data", "few.npz", "--out", "a", "--precision", "fp64"],
+            "fp32, tf32 or bf16",
+        ),
+        (
+            ["train", "tiny", "--data", "few.npz", "--out", "a", "--device", "tpu9"],
+            "device 'tpu9' was asked for",
+        ),
         (["train", "tiny", "--data", "diabetes", "--out", "a"], "at least two square images"),
     ],
 )
@@ -155,7 +201,9 @@ def test_a_damaged_file_is_refused(folder, capsys):
     data = Path("net.safetensors").read_bytes()
     Path("net.safetensors").write_bytes(data[:-1])
     assert main(["supernet", "show", "net.safetensors"]) == 1
-    assert "net.safetensors cannot be read as safetensors: its tensors need" in capsys.readouterr().err
+    assert (
+        "net.safetensors cannot be read as safetensors: its tensors need" in capsys.readouterr().err
+    )
 
 
 def test_a_space_in_a_file_is_trained(folder, capsys):

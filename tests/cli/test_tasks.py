@@ -57,7 +57,14 @@ def test_json_has_every_figure_and_names_the_main_one(capsys: pytest.CaptureFixt
 
 
 def test_the_task_is_written_and_read_again(capsys: pytest.CaptureFixture[str]) -> None:
-    task = ["--task", "regression", "--set", "task.loss=huber", "--set", 'task.metrics=["mae", "r2"]']
+    task = [
+        "--task",
+        "regression",
+        "--set",
+        "task.loss=huber",
+        "--set",
+        'task.metrics=["mae", "r2"]',
+    ]
     first = told(capsys, "run", "--data", "diabetes", *task, *QUICK, "--out", "a")
     config = tomllib.loads(Path("a/config.toml").read_text())
     assert config["task"]["loss"] == "huber"
@@ -70,14 +77,18 @@ def test_the_task_is_written_and_read_again(capsys: pytest.CaptureFixture[str]) 
     assert resumed["reached"]["1.0"]["round"] == 1
     plain = told(capsys, "run", "--data", "diabetes", *QUICK, "--out", "b")
     assert plain["main"] == "rmse"
-    assert tomllib.loads(Path("b/config.toml").read_text())["task"]["name"] == "regression"  # as it was found
+    assert (
+        tomllib.loads(Path("b/config.toml").read_text())["task"]["name"] == "regression"
+    )  # as it was found
 
 
 def test_a_run_goes_on_with_its_own_task_alone(capsys: pytest.CaptureFixture[str]) -> None:
     told(capsys, "run", "--data", "diabetes", *QUICK, "--out", "a")
     text = Path("a/config.toml").read_text()
     Path("a/config.toml").write_text(text.replace('loss = "mse"', 'loss = "mae"'))
-    assert "task.loss: mse there, mae here" in refused(capsys, "run", "--resume", "a", "--rounds", "3")
+    assert "task.loss: mse there, mae here" in refused(
+        capsys, "run", "--resume", "a", "--rounds", "3"
+    )
 
 
 @pytest.mark.parametrize("data", ["diabetes", "digits-labels"])
@@ -129,7 +140,10 @@ def test_tasks_and_metrics_are_listed(capsys: pytest.CaptureFixture[str]) -> Non
         (["--task", "regression", "--set", "task.metrics=['f1']"], "it reads classes or labels"),
         (["--task", "regression", "--set", "task.smoothing=0.1"], "regression has no such key"),
         (["--task", "missing.py:Task"], "missing.py"),
-        (["--set", "method.local.masked=batch"], "Regression has no classes. local.masked = '' fits."),
+        (
+            ["--set", "method.local.masked=batch"],
+            "Regression has no classes. local.masked = '' fits.",
+        ),
         (["--labels", "2"], "Labels deals by class; a target of diabetes has shape ()"),
         (["--model", "tiny_resnet"], "Made for these: mlp"),
         (["--target", "nan"], "a finite number fits"),
@@ -148,7 +162,10 @@ def test_a_share_is_no_percentage(capsys: pytest.CaptureFixture[str]) -> None:
 
 
 def test_rows_of_numbers_have_a_perceptron_and_images_the_demos_model() -> None:
-    assert [Experiment.of(demo(data=data)).model.name for data in ("digits", "diabetes")] == ["tiny_resnet", "mlp"]
+    assert [Experiment.of(demo(data=data)).model.name for data in ("digits", "diabetes")] == [
+        "tiny_resnet",
+        "mlp",
+    ]
     settings = demo(data="diabetes")
     del settings["model"]
     experiment = Experiment.of(settings)

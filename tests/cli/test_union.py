@@ -29,7 +29,16 @@ def data():
     x, y = torch.randn(48, 1, 4, 4, generator=generator), torch.arange(48) % 3
     return fq.data.Pool.of((x, y), (x, y), public=x[:12]).deal(4)
 """
-TINY = ["--data", "mine.py:data", "--cohort", "2", "--epochs", "1", "--set", "method.server_training.steps=2"]
+TINY = [
+    "--data",
+    "mine.py:data",
+    "--cohort",
+    "2",
+    "--epochs",
+    "1",
+    "--set",
+    "method.server_training.steps=2",
+]
 TWO = ["--method", "feddf", "--model", "mine.py:deep", "mine.py:narrow"]
 
 
@@ -53,16 +62,25 @@ def test_a_run_with_two_models_is_written_and_resumed(own, capsys):
 
 def test_models_of_one_name_are_numbered_and_keep_their_settings():
     settings = assign(defaults("feddf"), ["data"], {"name": "mine.py:data"})
-    models = ["mine.py:deep", {"name": "mine.py:narrow", "hidden": 2}, {"name": "mine.py:narrow", "hidden": 4}]
+    models = [
+        "mine.py:deep",
+        {"name": "mine.py:narrow", "hidden": 2},
+        {"name": "mine.py:narrow", "hidden": 4},
+    ]
     experiment = Experiment.of(assign(settings, ["model"], models))
     family = experiment.ground().family
     assert family.layout.nets == ("deep", "narrow_1", "narrow_2")
-    assert [list(family.at(net).whole.sizes.values()) for net in ("narrow_1", "narrow_2")] == [[2], [4]]
+    assert [list(family.at(net).whole.sizes.values()) for net in ("narrow_1", "narrow_2")] == [
+        [2],
+        [4],
+    ]
     assert Experiment.of(tomllib.loads(experiment.to_toml())) == experiment
 
 
 def test_a_list_of_one_model_is_that_model():
-    settings = assign(assign(defaults("fedavg"), ["data"], "mine.py:data"), ["model"], ["mine.py:deep"])
+    settings = assign(
+        assign(defaults("fedavg"), ["data"], "mine.py:data"), ["model"], ["mine.py:deep"]
+    )
     assert Experiment.of(settings).ground().family.layout.nets == ()
 
 
@@ -75,7 +93,10 @@ def test_a_model_by_its_name_replaces_a_list():
     ("flags", "told"),
     [
         (["--set", "model.hidden=3"], "model.hidden was asked for; model is a list of 2 there"),
-        (["--set", "fleet.budgets.name=uniform"], "have no common share. Bounds on macs, params or memory would work"),
+        (
+            ["--set", "fleet.budgets.name=uniform"],
+            "have no common share. Bounds on macs, params or memory would work",
+        ),
         (["--init", "weights.safetensors"], "init"),
         (["--set", "model=mlp"], "--set model=mlp was asked for together with --model"),
     ],
@@ -89,5 +110,7 @@ def test_settings_that_do_not_fit_several_models_are_refused(flags, told, own, c
 def test_unknown_models_and_empty_lists_are_refused():
     with pytest.raises(ConfigError, match=r"model\[1\]"):
         Experiment.of(assign(defaults("fedavg"), ["model"], ["mlp", "mpl"]))
-    with pytest.raises(ConfigError, match="an empty list was asked for; one model or more would work"):
+    with pytest.raises(
+        ConfigError, match="an empty list was asked for; one model or more would work"
+    ):
         Experiment.of(assign(defaults("fedavg"), ["model"], []))

@@ -24,7 +24,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder with the page's files, which is the working directory."""
     monkeypatch.chdir(tmp_path)
     Path("devices.csv").write_text(blocks("csv")[0])
-    Path("mine.py").write_text(next(block for block in blocks("python") if block.startswith("# mine.py")))
+    Path("mine.py").write_text(
+        next(block for block in blocks("python") if block.startswith("# mine.py"))
+    )
     images = np.random.default_rng(0).integers(0, 256, (40, 8, 8, 1), dtype=np.uint8)
     np.savez("public.npz", x_train=images, y_train=np.arange(40) % 10)
     return tmp_path
@@ -32,7 +34,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("place", range(1, len(blocks("sh"))))
-def test_commands_run_as_written(place: int, folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_run_as_written(
+    place: int, folder: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     block = blocks("sh")[place]
     if "tiny.safetensors" in block and "supernet train" not in block:
         save_supernet(Supernet(TinySpace(num_classes=4)), "tiny.safetensors")

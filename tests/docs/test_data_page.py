@@ -42,8 +42,12 @@ def test_the_lines_on_validation_samples_evaluate_on_them():
 
 def test_commands_on_bundled_data_run_as_written(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")]
-    ready = [line for line in lines if not re.search(r"hub:|\.npz |--data scans |prepare (?!syn)", line)]
+    lines = [
+        line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")
+    ]
+    ready = [
+        line for line in lines if not re.search(r"hub:|\.npz |--data scans |prepare (?!syn)", line)
+    ]
     assert len(ready) >= 4
     for line in ready:
         words = shlex.split(line, comments=True)[1:]
@@ -62,13 +66,17 @@ def test_the_command_on_a_folder_of_masks_runs_as_written(tmp_path, monkeypatch)
         for kind, values in (("images", mask // 2), ("masks", mask)):
             (tmp_path / "scans" / kind).mkdir(parents=True, exist_ok=True)
             Image.fromarray(values).save(tmp_path / "scans" / kind / f"{place}.png")
-    (line,) = (line for block in blocks("sh") for line in block.splitlines() if "--data scans " in line)
+    (line,) = (
+        line for block in blocks("sh") for line in block.splitlines() if "--data scans " in line
+    )
     short = ["--rounds", "1", "--cohort", "1", "--set", "model.width=8"]
     assert main(shortened(shlex.split(line)[1:], short)) == 0
 
 
 def test_the_drawing_is_the_one_the_command_gives(capsys):
-    command = next(line for block in blocks("sh") for line in block.splitlines() if "--plot" in line)
+    command = next(
+        line for block in blocks("sh") for line in block.splitlines() if "--plot" in line
+    )
     assert main(shlex.split(command, comments=True)[1:]) == 0
     drawn = [line.rstrip() for line in capsys.readouterr().out.splitlines() if line.strip()]
     assert "\n".join(drawn) in PAGE
@@ -85,9 +93,13 @@ def test_the_tables_name_what_there_is():
     section = PAGE.split("### Text")[1].split("### ")[0]
     options = re.findall(r"^\| `(\w+)` \|", section, re.MULTILINE)
     assert options == [name for name in signature(text).parameters if name != "path"]
-    assert {"normalise", "mean", "std", "channels", "public", "multiple_of"} <= set(signature(npz).parameters)
+    assert {"normalise", "mean", "std", "channels", "public", "multiple_of"} <= set(
+        signature(npz).parameters
+    )
     rows = PAGE.split("| option of `masks` |")[1].split("\n\n")[0]
-    listed = [name for row in rows.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+    listed = [
+        name for row in rows.splitlines()[2:] for name in re.findall(r"`(\w+)`", row.split("|")[1])
+    ]
     assert listed == [name for name in signature(masks).parameters if name != "path"]
 
 
@@ -108,7 +120,10 @@ def test_the_tables_of_prepared_data_are_those_of_the_code():
     }
     for quantity, shown in ranges.items():
         assert f"| {quantity} | {shown}" in section
-    assert f"canvas of {syn.CANVAS} × {syn.CANVAS} pixels and reduced to {syn.SIDE} × {syn.SIDE}" in section
+    assert (
+        f"canvas of {syn.CANVAS} × {syn.CANVAS} pixels and reduced to {syn.SIDE} × {syn.SIDE}"
+        in section
+    )
 
 
 @pytest.mark.parametrize("name", ["cifar10", "digits5", "mnist_writers", "shakespeare"])

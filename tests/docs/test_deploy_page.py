@@ -33,7 +33,9 @@ def test_python_runs_as_written(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert sum(weight.numel() for weight in names["fast"].parameters()) <= 3_000
     assert names["logits"].shape == (8, 10)
     assert names["model"].share == 0.5
-    torch.testing.assert_close(names["model"](inputs), names["half"](inputs).detach(), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        names["model"](inputs), names["half"](inputs).detach(), rtol=0, atol=1e-5
+    )
     assert len(names["small"].nets) == 2
     assert run.server.round == 1
 
@@ -47,7 +49,11 @@ def test_commands_run_as_written(
         words = shlex.split(line, comments=True)[1:]
         if any(word.endswith(".onnx") for word in words) and not HAS_ONNX:
             continue
-        short = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"] if words[0] == "run" else []
+        short = (
+            ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"]
+            if words[0] == "run"
+            else []
+        )
         assert main(shortened(words, short)) == 0, line
         printed = capsys.readouterr().out
         if "--json" in words:
@@ -59,7 +65,9 @@ def test_commands_run_as_written(
 
 def test_the_page_names_what_there_is() -> None:
     table = PAGE.split("### Norms")[1].split("```")[0]
-    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) - {"norms"} == set(NORM_POLICIES)
+    assert set(re.findall(r"^\| `([\w-]+)` \|", table, re.MULTILINE)) - {"norms"} == set(
+        NORM_POLICIES
+    )
     *most, last = map(str, sorted(BATCHES))
     assert f"{', '.join(most)} and {last}" in PAGE
     assert f"{TOLERANCE:.0e}".replace("e-0", "e-") in PAGE

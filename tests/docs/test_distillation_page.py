@@ -65,10 +65,22 @@ def test_public_images_of_a_file_are_used(own: Path) -> None:
     np.savez("cifar10.npz", x_train=images, y_train=labels, x_test=images[:20], y_test=labels[:20])
     np.savez("public.npz", x=images[:30])
     exec(compile((own / "join.py").read_text(), "join.py", "exec"), {})
-    words = ["run", "--method", "dsfl", "--data", "cifar10-public.npz", "--model", "tiny_resnet", "--set", FEW_STEPS]
+    words = [
+        "run",
+        "--method",
+        "dsfl",
+        "--data",
+        "cifar10-public.npz",
+        "--model",
+        "tiny_resnet",
+        "--set",
+        FEW_STEPS,
+    ]
     assert main([*words, *QUICK, "--out", "run"]) == 0
     record = json.loads(Path("run/rounds.jsonl").read_text().splitlines()[-1])
-    assert record["bytes_up"] == record["bytes_down"] == 30 * 10 * 4  # Rows, classes and bytes of a number.
+    assert (
+        record["bytes_up"] == record["bytes_down"] == 30 * 10 * 4
+    )  # Rows, classes and bytes of a number.
 
 
 def test_what_the_server_took_is_recorded_as_the_page_says(own: Path) -> None:
@@ -124,11 +136,15 @@ def test_errors_are_those_of_the_page() -> None:
 
 
 @pytest.mark.slow
-def test_the_first_run_prints_what_the_page_shows(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_first_run_prints_what_the_page_shows(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(shlex.split(COMMANDS[0])[1:]) == 0
     shown = PAGE.split("The run prints:\n\n```\n")[1].split("```")[0]
     number = re.compile(r"\d[\d,.]*")
     printed = capsys.readouterr().out
     assert number.sub("#", printed).split() == number.sub("#", shown).split()
     table = [re.findall(r"([\d.]+)%", text.split("MACs a sample")[1]) for text in (printed, shown)]
-    assert [float(one) for one in table[0]] == pytest.approx([float(one) for one in table[1]], abs=6)
+    assert [float(one) for one in table[0]] == pytest.approx(
+        [float(one) for one in table[1]], abs=6
+    )

@@ -38,7 +38,12 @@ def test_files_are_read(tmp_path: Path) -> None:
     (tmp_path / "devices.csv").write_text(devices)
     kinds, which = FromCsv(str(tmp_path / "devices.csv")).deal(100)
     assert [(which == place).sum() for place in range(len(kinds))] == [60, 30, 10]
-    assert (kinds[0].memory, kinds[0].macs, kinds[1].memory, kinds[2].share) == (2e9, 76e6, 512 * 2**20, 1)
+    assert (kinds[0].memory, kinds[0].macs, kinds[1].memory, kinds[2].share) == (
+        2e9,
+        76e6,
+        512 * 2**20,
+        1,
+    )
     (tmp_path / "trace.csv").write_text(trace)
     presence = Trace(str(tmp_path / "trace.csv")).presence(10, 0)
     assert [presence.count(round) for round in (0, 12, 24, 36, 60, 10**6)] == [1, 2, 1, 0, 1, 1]

@@ -49,13 +49,21 @@ def test_settings_make_a_link(block: str) -> None:
 @pytest.mark.parametrize("line", [line for block in blocks("sh") for line in block.splitlines()])
 def test_commands_run(line: str, capsys: pytest.CaptureFixture[str]) -> None:
     words = shlex.split(line, comments=True)[1:]
-    quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"] if words[0] == "run" else []
+    quick = (
+        ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"]
+        if words[0] == "run"
+        else []
+    )
     assert main(shortened(words, quick)) == 0
     assert ("over the link" in capsys.readouterr().out) == ("clock" in line)
 
 
 def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
-    code = "\n".join(blocks("python")).replace("deal(20)", "deal(4)").replace("20, sample=10", "4, sample=2")
+    code = (
+        "\n".join(blocks("python"))
+        .replace("deal(20)", "deal(4)")
+        .replace("20, sample=10", "4, sample=2")
+    )
     exec(compile(code, "links.md", "exec", dont_inherit=True), {"__name__": "links"})
     assert len(capsys.readouterr().out.split()) == 2
 
@@ -67,7 +75,9 @@ def test_every_link_is_on_the_page() -> None:
 
 @pytest.mark.parametrize(("distance", "rate"), [(250.0, 0.01), (500.0, 0.08), (800.0, 1 / 3)])
 def test_error_rates_at_these_distances(distance: float, rate: float) -> None:
-    assert fq.Wireless(distances=(distance,)).rates(0, 0)[0] == pytest.approx(rate, abs=0.03 * (rate > 0.1) + 0.005)
+    assert fq.Wireless(distances=(distance,)).rates(0, 0)[0] == pytest.approx(
+        rate, abs=0.03 * (rate > 0.1) + 0.005
+    )
 
 
 def test_the_part_that_is_lost_follows_from_the_rate() -> None:
@@ -76,11 +86,21 @@ def test_the_part_that_is_lost_follows_from_the_rate() -> None:
     words = [f"{100 * part:.0f} %" for part in lost.values()]
     text = " ".join(PAGE.split())
     assert words == ["20 %", "48 %", "66 %", "73 %"]
-    assert "{} are lost at a rate of 0.05, {} at 0.1 to 0.2, {} at 0.2 to 0.3 and {} at 0.3.".format(*words) in text
+    assert (
+        "{} are lost at a rate of 0.05, {} at 0.1 to 0.2, {} at 0.2 to 0.3 and {} at 0.3.".format(
+            *words
+        )
+        in text
+    )
     for name, rates, part in (("mild", "0.1 to 0.2", words[1]), ("strong", "0.2 to 0.3", words[2])):
-        assert f"| `lossy-{name}` | a column fails at a rate of {rates}: of eight columns {part} are lost |" in text
+        assert (
+            f"| `lossy-{name}` | a column fails at a rate of {rates}: of eight columns {part} are lost |"
+            in text
+        )
     results = (Path(__file__).parents[2] / "docs" / "results" / "fedrescue.md").read_text()
-    assert not re.search(r"los[et][^.|]* 0\.2 to 0\.3 of the columns|0\.2 to 0\.3 of the columns lost", results)
+    assert not re.search(
+        r"los[et][^.|]* 0\.2 to 0\.3 of the columns|0\.2 to 0\.3 of the columns lost", results
+    )
     assert words[1] in results
     assert words[2] in results
 

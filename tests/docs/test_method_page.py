@@ -86,7 +86,11 @@ def test_the_example_has_the_method_of_the_page():
     """Only line breaks may differ, because the example is formatted and the page is laid out by hand."""
 
     def definitions(text: str) -> dict[str, str]:
-        nodes = [node for node in ast.parse(text).body if isinstance(node, (ast.ClassDef, ast.FunctionDef))]
+        nodes = [
+            node
+            for node in ast.parse(text).body
+            if isinstance(node, (ast.ClassDef, ast.FunctionDef))
+        ]
         return {node.name: ast.dump(node) for node in nodes}
 
     page = definitions(FILES["clipped.py"])
@@ -96,7 +100,18 @@ def test_the_example_has_the_method_of_the_page():
 
 def test_the_table_has_every_step():
     steps = re.findall(r"^\| `(\w+)\((.*?)\)` \|", PAGE, re.MULTILINE)
-    order = ["settled", "init", "plan", "learner", "fold", "candidates", "arranged", "figures", "deploy", "label"]
+    order = [
+        "settled",
+        "init",
+        "plan",
+        "learner",
+        "fold",
+        "candidates",
+        "arranged",
+        "figures",
+        "deploy",
+        "label",
+    ]
     assert [step for step, _ in steps] == order
     for step, arguments in steps:
         code = getattr(Method, step).__code__
@@ -131,7 +146,10 @@ def test_the_example_prints_what_the_page_says(capsys):
     runpy.run_path(str(EXAMPLE), run_name="__main__")
     numbers = [
         [float(number) for number in re.findall(r"([\d.]+)%", text)]
-        for text in (capsys.readouterr().out, PAGE.split("prints")[1].split("## What a learner is")[0])
+        for text in (
+            capsys.readouterr().out,
+            PAGE.split("prints")[1].split("## What a learner is")[0],
+        )
     ]
     assert len(numbers[0]) == 6
     assert numbers[0] == pytest.approx(numbers[1], abs=5)  # float32, and another processor
@@ -142,7 +160,9 @@ def test_the_example_prints_what_the_page_says(capsys):
 @pytest.mark.slow
 def test_the_commands_run_as_written(folder, monkeypatch, capsys):
     monkeypatch.chdir(folder)
-    lines = re.findall(r"^fedquilt .*", "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)), re.MULTILINE)
+    lines = re.findall(
+        r"^fedquilt .*", "".join(re.findall(r"```sh\n(.*?)```", PAGE, re.DOTALL)), re.MULTILINE
+    )
     assert [line.split()[1] for line in lines] == ["run", "compare", "check"]
     for line in lines:
         words = shlex.split(line)[1:]
@@ -193,7 +213,9 @@ def test_flat_clip_by_hand(length, arrives, clipped, perceptron):
 
 def test_with_a_large_bound_it_is_heterofl(clipped, residual, make_data, play):
     data = make_data(residual, (7, 4, 9), labels=2)
-    methods = [with_local(method, batch_size=4) for method in (HeteroFL(), clipped.Clipped(clip=1e9))]
+    methods = [
+        with_local(method, batch_size=4) for method in (HeteroFL(), clipped.Clipped(clip=1e9))
+    ]
     assert_same(*(play(method, residual, data, (1.0, 0.5, 0.25)) for method in methods))
 
 
@@ -201,10 +223,15 @@ def test_with_a_large_bound_it_is_heterofl(clipped, residual, make_data, play):
 def test_every_engine_gives_the_same(clipped, family, make_data, play):
     data = make_data(family, (7, 4, 9, 5), labels=2)
     method = with_local(clipped.Clipped(clip=0.05), batch_size=4, optimiser=fq.SGD(lr=0.1))
-    one, other = (play(method, family, data, (1.0, 0.5), engine=name) for name in ("sequential", "vectorised"))
+    one, other = (
+        play(method, family, data, (1.0, 0.5), engine=name) for name in ("sequential", "vectorised")
+    )
     assert_same(one, other)
     loose = play(
-        with_local(clipped.Clipped(clip=1e9), batch_size=4, optimiser=fq.SGD(lr=0.1)), family, data, (1.0, 0.5)
+        with_local(clipped.Clipped(clip=1e9), batch_size=4, optimiser=fq.SGD(lr=0.1)),
+        family,
+        data,
+        (1.0, 0.5),
     )
     assert not torch.allclose(
         torch.cat([w.flatten() for w in one.server.weights.values()]),
@@ -243,7 +270,9 @@ def test_fedcm_without_direction_is_the_mean(fedcm, residual, make_data, play):
     local = fq.Local(optimiser=fq.SGD(momentum=0.0), batch_size=4)
     one = play(fedcm.FedCM(local=local, alpha=1.0), residual, data, (1.0, 0.5, 0.25))
     other = play(Method(local=local, weighting="uniform"), residual, data, (1.0, 0.5, 0.25))
-    torch.testing.assert_close(dict(one.server.weights), dict(other.server.weights), rtol=0, atol=1e-9)
+    torch.testing.assert_close(
+        dict(one.server.weights), dict(other.server.weights), rtol=0, atol=1e-9
+    )
     # It is charged for the direction both ways, which is as large as the weights.
     assert one.records[0].bytes_down == 2 * other.records[0].bytes_down
     assert one.records[0].bytes_up == 2 * other.records[0].bytes_up
@@ -268,5 +297,7 @@ def test_a_client_gets_the_channels_with_the_largest_weights(largest, perceptron
 
 def test_with_a_long_warm_up_it_is_heterofl(largest, residual, make_data, play):
     data = make_data(residual, (7, 4, 9), labels=2)
-    methods = [with_local(method, batch_size=4) for method in (HeteroFL(), largest.Largest(warm_up=99))]
+    methods = [
+        with_local(method, batch_size=4) for method in (HeteroFL(), largest.Largest(warm_up=99))
+    ]
     assert_same(*(play(method, residual, data, (1.0, 0.5, 0.25)) for method in methods))

@@ -103,4 +103,6 @@ def test_what_it_points_to_is_there():
     for link in re.findall(r"\]\(((?!http)[^)]+)\)", PAGE):
         path, _, anchor = link.partition("#")
         headings = re.findall(r"^#+ (.*)$", (docs / path).read_text(), re.MULTILINE)
-        assert not anchor or anchor in [heading.lower().replace(" ", "-") for heading in headings], link
+        assert not anchor or anchor in [
+            heading.lower().replace(" ", "-") for heading in headings
+        ], link

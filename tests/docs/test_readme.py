@@ -49,7 +49,13 @@ def test_limitations_name_every_task() -> None:
     }
     section = README.partition("## Limitations")[2].partition("\n## ")[0]
     assert set(words) == set(TASKS)
-    for text in (*words.values(), "Simulation only", "one input tensor", "in memory", "no secure aggregation"):
+    for text in (
+        *words.values(),
+        "Simulation only",
+        "one input tensor",
+        "in memory",
+        "no secure aggregation",
+    ):
         assert text in section
 
 
@@ -64,13 +70,19 @@ def test_commands_run_as_written(
         "data = fq.data.digits\n"
     )
     monkeypatch.chdir(tmp_path)
-    lines = [line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")]
+    lines = [
+        line for block in blocks("sh") for line in block.splitlines() if line.startswith("fedquilt")
+    ]
     assert len(lines) >= 5
     for line in lines:
         words = shlex.split(line, comments=True)[1:]
         trains = words[0] in ("run", "compare") and "--resume" not in words
         rounds = "2" if "progfed" in words else "1"  # one for each of its stages
-        short = ["--rounds", rounds, "--clients", "4", "--cohort", "1", "--epochs", "1"] if trains else []
+        short = (
+            ["--rounds", rounds, "--clients", "4", "--cohort", "1", "--epochs", "1"]
+            if trains
+            else []
+        )
         assert main(shortened(words, short)) == 0, line
         printed = capsys.readouterr().out
         if "--json" in words:
@@ -85,11 +97,15 @@ def test_the_excerpt_is_what_the_demo_prints(capsys: pytest.CaptureFixture[str])
     excerpt = README.split("$ fedquilt run\n")[1].split("```")[0]
     assert printed[0] in excerpt
     rows = {cells[0]: cells[1:] for line in printed if len(cells := line.split()) == 4}
-    shown = {row[0]: row[1:] for row in re.findall(r"│ (\S+) +│ +(\S+) │ +(\S+) │ +(\S+) │", excerpt)}
+    shown = {
+        row[0]: row[1:] for row in re.findall(r"│ (\S+) +│ +(\S+) │ +(\S+) │ +(\S+) │", excerpt)
+    }
     assert len(shown) == 3
     for share, (accuracy, *sizes) in shown.items():
         assert sizes == rows[share][1:]
-        assert float(accuracy.rstrip("%")) == pytest.approx(float(rows[share][0].rstrip("%")), abs=4)
+        assert float(accuracy.rstrip("%")) == pytest.approx(
+            float(rows[share][0].rstrip("%")), abs=4
+        )
     assert printed[-1].split("; ")[1] in excerpt
 
 
@@ -139,11 +155,19 @@ def test_the_tables_name_what_there_is() -> None:
 
 
 def test_the_extras_are_those_of_the_package() -> None:
-    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
-    (users,) = (re.fullmatch(r"fedquilt\[(.*)\]", one) for one in extras["dev"] if one.startswith("fedquilt["))
+    extras = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    (users,) = (
+        re.fullmatch(r"fedquilt\[(.*)\]", one)
+        for one in extras["dev"]
+        if one.startswith("fedquilt[")
+    )
     assert users
     start = README.split("## Start")[1].split("## ")[0]
-    assert {name for name in re.findall(r"`(\w+)`", start) if name in extras} == set(users[1].split(","))
+    assert {name for name in re.findall(r"`(\w+)`", start) if name in extras} == set(
+        users[1].split(",")
+    )
 
 
 def test_the_example_with_ones_own_model_runs(
@@ -151,6 +175,8 @@ def test_the_example_with_ones_own_model_runs(
 ) -> None:
     runpy.run_path(str(ROOT / "examples" / "own_model.py"), run_name="__main__")
     assert not caplog.text  # no share is exceeded
-    accuracies = [float(line.split()[-1].rstrip("%")) for line in capsys.readouterr().out.splitlines()[1:]]
+    accuracies = [
+        float(line.split()[-1].rstrip("%")) for line in capsys.readouterr().out.splitlines()[1:]
+    ]
     assert len(accuracies) == 3
     assert min(accuracies) > 80

@@ -63,7 +63,9 @@ def test_other_tables_say_that_they_were_transcribed_and_from_which_command(resu
         assert re.search(r"python examples/|fedquilt reproduce", section), table[0].splitlines()[0]
 
 
-@pytest.mark.parametrize("folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}/{folder.name}")
+@pytest.mark.parametrize(
+    "folder", FOLDERS, ids=lambda folder: f"{folder.parent.name}/{folder.name}"
+)
 def test_stored_runs_are_small_whole_and_without_weights(folder):
     files = {path.name: path.stat().st_size for path in folder.iterdir()}
     assert files.keys() <= {"config.toml", "summary.json", "rounds.jsonl.gz"}
@@ -86,13 +88,17 @@ def test_stored_runs_are_small_whole_and_without_weights(folder):
 
 
 @pytest.mark.parametrize(
-    "folder", [one for one in FOLDERS if "command" not in read_config(one)], ids=lambda one: one.name
+    "folder",
+    [one for one in FOLDERS if "command" not in read_config(one)],
+    ids=lambda one: one.name,
 )
 def test_settings_of_stored_runs_can_be_read_again(folder, tmp_path, monkeypatch):
     """Results that `fedquilt reproduce --store` wrote; earlier ones list settings that a script had."""
     config = read_config(folder)
     monkeypatch.chdir(tmp_path)
-    (tmp_path / config["data"]["name"]).write_bytes(b"PK\x05\x06" + bytes(18))  # an archive without arrays
+    (tmp_path / config["data"]["name"]).write_bytes(
+        b"PK\x05\x06" + bytes(18)
+    )  # an archive without arrays
     model = config.get("model")
     supernet = model.get("supernet", "") if isinstance(model, dict) else ""
     if supernet:
@@ -127,19 +133,35 @@ def test_what_clients_of_split_mix_compute_follows_from_their_budgets():
         assert mixing[of]["deviation"] == pytest.approx(base[of]["mean"] * statistics.pstdev(bases))
         assert slim[of]["mean"] > 5 * mixing[of]["mean"]
     assert set(mixing["trained"].values()) == {1.0}
-    widest = {"mnist": 1 / 8, "svhn": 1 / 4, "usps": 1 / 2, "syn": 1.0, "mnistm": 1.0}  # of the domain's clients
-    assert slim["trained"] == pytest.approx({name: share**2 for name, share in widest.items()}, abs=2e-3)
+    widest = {
+        "mnist": 1 / 8,
+        "svhn": 1 / 4,
+        "usps": 1 / 2,
+        "syn": 1.0,
+        "mnistm": 1.0,
+    }  # of the domain's clients
+    assert slim["trained"] == pytest.approx(
+        {name: share**2 for name, share in widest.items()}, abs=2e-3
+    )
 
 
 def test_a_table_is_filled_in_from_several_runs_and_the_papers_numbers_stay(results, tmp_path):
     for seed, accuracy in enumerate((0.5, 0.7)):
-        summary = {"accuracy": {"1.0": accuracy}, "macs": {"mean": 2e6, "deviation": 5e5}, "by": {"0.2": accuracy}}
+        summary = {
+            "accuracy": {"1.0": accuracy},
+            "macs": {"mean": 2e6, "deviation": 5e5},
+            "by": {"0.2": accuracy},
+        }
         folder = tmp_path / "paper" / f"fedavg-seed{seed}"
         folder.mkdir(parents=True)
         (folder / "summary.json").write_text(json.dumps(summary))
     mark = "<!-- results\ncolumns: {}\nFedAvg, all: paper/{}\n-->\n| | | ×1 |\n|---|---|---:|\n{}"
-    page = mark.format("accuracy 1.0 %", "fedavg-*", "| **FedAvg** | all | 1.0 (68.0) |\n| paper | | 68.0 |\n")
-    assert results.filled(page, tmp_path).endswith("| **FedAvg** | all | 60.0 ± 14.1 (68.0) |\n| paper | | 68.0 |\n")
+    page = mark.format(
+        "accuracy 1.0 %", "fedavg-*", "| **FedAvg** | all | 1.0 (68.0) |\n| paper | | 68.0 |\n"
+    )
+    assert results.filled(page, tmp_path).endswith(
+        "| **FedAvg** | all | 60.0 ± 14.1 (68.0) |\n| paper | | 68.0 |\n"
+    )
     one = mark.format("macs M / by @ %", "fedavg-seed0 @ 0.2", "| FedAvg | all | **0** |\n")
     assert results.filled(one, tmp_path).endswith("| FedAvg | all | **2.00 ± 0.50 / 50.0** |\n")
     with pytest.raises(ValueError, match="no stored result"):

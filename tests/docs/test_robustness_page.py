@@ -38,8 +38,30 @@ def test_python_runs(capsys: pytest.CaptureFixture[str]) -> None:
 @pytest.mark.parametrize("line", [line for block in blocks("sh") for line in block.splitlines()])
 def test_commands_run(line: str, tmp_path: Path) -> None:
     words = shlex.split(line, comments=True)[1:]
-    quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1", "--batch-size", "64"]
-    assert main([*shortened(words, quick), "--set", "evaluation.attack.steps=1", "--out", str(tmp_path / "run")]) == 0
+    quick = [
+        "--rounds",
+        "1",
+        "--clients",
+        "4",
+        "--cohort",
+        "1",
+        "--epochs",
+        "1",
+        "--batch-size",
+        "64",
+    ]
+    assert (
+        main(
+            [
+                *shortened(words, quick),
+                "--set",
+                "evaluation.attack.steps=1",
+                "--out",
+                str(tmp_path / "run"),
+            ]
+        )
+        == 0
+    )
     metrics = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
     assert any(name.startswith("robust") for name in metrics)
 
@@ -50,7 +72,9 @@ def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
     words = shlex.split(blocks("sh")[0].splitlines()[0])[1:]
     assert main([*words, "--out", str(tmp_path / "run")]) == 0
     found = json.loads((tmp_path / "run" / "summary.json").read_text())["metrics"]
-    table = re.findall(r"^\| `(\w+/[\d.]+)` \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.MULTILINE)
+    table = re.findall(
+        r"^\| `(\w+/[\d.]+)` \| ([\d.]+) % \| ([\d.]+) % \| ([\d.]+) % \|$", PAGE, re.MULTILINE
+    )
     assert len(table) == 6
     for metric, *values in table:
         told = [100 * found[metric][share] for share in ("1.0", "0.5", "0.25")]
@@ -64,9 +88,22 @@ def test_the_table_is_what_the_command_prints(tmp_path: Path) -> None:
 def test_the_file_runs_and_is_the_command(tmp_path: Path) -> None:
     (block,) = blocks("toml")
     (tmp_path / "robust.toml").write_text(block)
-    quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--set", "evaluation.attack.steps=1"]
-    assert main(["run", str(tmp_path / "robust.toml"), *quick, "--out", str(tmp_path / "file")]) == 0
+    quick = [
+        "--rounds",
+        "1",
+        "--clients",
+        "4",
+        "--cohort",
+        "1",
+        "--set",
+        "evaluation.attack.steps=1",
+    ]
+    assert (
+        main(["run", str(tmp_path / "robust.toml"), *quick, "--out", str(tmp_path / "file")]) == 0
+    )
     words = shlex.split(blocks("sh")[0].splitlines()[0])[1:]
     assert main([*shortened(words, quick), "--out", str(tmp_path / "flags")]) == 0
-    file, flags = (tomllib.loads((tmp_path / name / "config.toml").read_text()) for name in ("file", "flags"))
+    file, flags = (
+        tomllib.loads((tmp_path / name / "config.toml").read_text()) for name in ("file", "flags")
+    )
     assert file == flags

@@ -36,12 +36,18 @@ def test_commands_run_and_leave_what_the_page_lists(tmp_path, monkeypatch, capsy
     rows = re.findall(r"^\| (`.*?`) \|", lines, re.MULTILINE)
     assert {key for row in rows for key in re.findall(r"`(\w+)`", row)} == set(record)
     summary = PAGE.split("`summary.json` has")[1].split("## ")[0]
-    assert set(re.findall(r"`(\w+)`", summary)) == set(json.loads(Path("runs/one/summary.json").read_text()))
+    assert set(re.findall(r"`(\w+)`", summary)) == set(
+        json.loads(Path("runs/one/summary.json").read_text())
+    )
 
 
 def test_python_begins_and_resumes(tmp_path, monkeypatch, perceptron, make_data):
     monkeypatch.chdir(tmp_path)
-    parts = {"method": fq.methods.FedAvg(), "family": perceptron, "data": make_data(perceptron, (4, 4))}
+    parts = {
+        "method": fq.methods.FedAvg(),
+        "family": perceptron,
+        "data": make_data(perceptron, (4, 4)),
+    }
     names = {**parts, "fleet": fq.Fleet.of((1.0,), 2)}
     code = blocks("python")[0]
     exec(code.replace("rounds=500", "rounds=1"), names)
@@ -50,7 +56,9 @@ def test_python_begins_and_resumes(tmp_path, monkeypatch, perceptron, make_data)
     assert fq.load("runs/one").round == 2
 
 
-def test_clients_are_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptron, make_data, capsys):
+def test_clients_are_asked_for_as_the_page_says(
+    tmp_path, monkeypatch, perceptron, make_data, capsys
+):
     monkeypatch.chdir(tmp_path)
     quick = ["--rounds", "1", "--clients", "4", "--cohort", "1", "--epochs", "1"]
     assert main(["run", *quick, "--out", "runs/one"]) == 0
@@ -61,18 +69,33 @@ def test_clients_are_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptro
     section = PAGE.split("## By client")[1]
     assert all(f"`{key}`" in section or f".{key}" in section for key in told.keys() - {"client"})
     run = fq.run(
-        fq.methods.FedAvg(), perceptron, make_data(perceptron, (4, 4)), fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1
+        fq.methods.FedAvg(),
+        perceptron,
+        make_data(perceptron, (4, 4)),
+        fq.Fleet.of((1.0, 0.5), 2, 2),
+        rounds=1,
     )
     exec(blocks("python")[2], {"run": run})
 
 
-def test_a_target_is_asked_for_as_the_page_says(tmp_path, monkeypatch, perceptron, make_data, capsys):
+def test_a_target_is_asked_for_as_the_page_says(
+    tmp_path, monkeypatch, perceptron, make_data, capsys
+):
     monkeypatch.chdir(tmp_path)
     begin, again = (shlex.split(line, comments=True)[1:] for line in blocks("sh")[1].splitlines())
-    assert main(shortened(begin, ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"])) == 0
+    assert (
+        main(
+            shortened(begin, ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"])
+        )
+        == 0
+    )
     assert main([*again, "--json"]) == 0
     found = json.loads(Path("runs/two/compare.json").read_text())
     assert (found["target"], list(found["entries"])) == (0.7, ["fedavg", "heterofl"])
-    data = replace(make_data(perceptron, (4, 4)), test_domains=torch.arange(24) % 2, domain_names=("mnist", "svhn"))
+    data = replace(
+        make_data(perceptron, (4, 4)),
+        test_domains=torch.arange(24) % 2,
+        domain_names=("mnist", "svhn"),
+    )
     run = fq.run(fq.methods.FedAvg(), perceptron, data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
     exec(blocks("python")[1], {"run": run})

@@ -48,8 +48,23 @@ def test_python_runs_and_learns(capsys: pytest.CaptureFixture[str]) -> None:
     assert "'1.0'" in capsys.readouterr().out
 
 
-def test_a_run_is_reported_and_resumed_by_dice(own: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    assert main(["run", "shapes.toml", *shortened(QUICK, ["--rounds", "2"]), "--out", "run", "--target", "0.01"]) == 0
+def test_a_run_is_reported_and_resumed_by_dice(
+    own: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert (
+        main(
+            [
+                "run",
+                "shapes.toml",
+                *shortened(QUICK, ["--rounds", "2"]),
+                "--out",
+                "run",
+                "--target",
+                "0.01",
+            ]
+        )
+        == 0
+    )
     shown = capsys.readouterr().out
     assert re.search(r"^share +dice +to 1%", shown, re.MULTILINE)
     summary = json.loads((own / "run" / "summary.json").read_text())
@@ -64,7 +79,9 @@ def test_a_run_is_reported_and_resumed_by_dice(own: Path, capsys: pytest.Capture
 def test_a_run_is_reopened_without_its_data(own: Path) -> None:
     """The model has an output for each class, and none for the label that is ignored."""
     text = (own / "shapes.py").read_text()
-    (own / "shapes.py").write_text(text.replace("    noise = ", "    masks[:, 0] = 255\n    noise = "))
+    (own / "shapes.py").write_text(
+        text.replace("    noise = ", "    masks[:, 0] = 255\n    noise = ")
+    )
     assert main(["run", "shapes.toml", *QUICK, "--set", "task.ignore=255", "--out", "run"]) == 0
     (own / "shapes.py").unlink()
     run = load_run("run")
@@ -78,7 +95,10 @@ def test_a_run_is_reopened_without_its_data(own: Path) -> None:
     ("args", "said"),
     [
         (["--set", "task.loss=mse"], "'mse' was found"),
-        (["--set", 'task.metrics=["dice_3"]'], "the output has 3 classes, so that dice_0 to dice_2 would fit"),
+        (
+            ["--set", 'task.metrics=["dice_3"]'],
+            "the output has 3 classes, so that dice_0 to dice_2 would fit",
+        ),
         (["--set", "data.side=18"], "a U-Net of depth 2 was asked for on inputs of size 18×18"),
         (["--set", "method.local.crop=16"], "crop = 16 was asked for; images are 16×16"),
         (["--set", "method.local.flip_axes=[0]"], "[0] was asked for without flip = true"),

@@ -34,7 +34,9 @@ def test_comparisons_run_as_written(tmp_path, monkeypatch, capsys):
     assert main(shortened(first, SHORT)) == 0
     assert main(shortened(again, SHORT)) == 0
     assert "| method | 1 |" in capsys.readouterr().out
-    one_job = tuned[: tuned.index("--jobs")]  # Processes take seconds to start, and have tests of their own.
+    one_job = tuned[
+        : tuned.index("--jobs")
+    ]  # Processes take seconds to start, and have tests of their own.
     assert main(shortened(one_job, [*SHORT, "--tuning-rounds", "1"])) == 0
     assert main(resumed) == 0
     assert (tmp_path / "runs/three/fedrolex/seed0/summary.json").exists()
@@ -68,5 +70,7 @@ def test_tables_of_papers_are_named_as_they_are(tmp_path, monkeypatch, capsys):
             assert chosen_rows(preset, [words[words.index("--rows") + 1]])
     assert "FedRolex, 5 %" in capsys.readouterr().out
     options = {name.replace("_", "-") for name in COMMANDS["reproduce"].__dataclass_fields__}
-    named = {word.removeprefix("--") for words in lines(1) for word in words if word.startswith("--")}
+    named = {
+        word.removeprefix("--") for words in lines(1) for word in words if word.startswith("--")
+    }
     assert named <= options

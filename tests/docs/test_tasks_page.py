@@ -61,7 +61,11 @@ def test_a_task_of_ones_own_is_trained_recorded_and_reopened(own: Path) -> None:
     assert 'name = "quantile.py:Quantile"' in config
     assert "level = 0.9" in config
     summary = json.loads((own / "run" / "summary.json").read_text())
-    assert (summary["task"], summary["main"], summary["higher_is_better"]) == ("Quantile", "loss", False)
+    assert (summary["task"], summary["main"], summary["higher_is_better"]) == (
+        "Quantile",
+        "loss",
+        False,
+    )
     assert summary["accuracy"] == {}
     assert set(summary["metrics"]) == {"loss", "below", "local_loss"}
     assert main(["run", "--resume", "run", "--rounds", "3"]) == 0
@@ -75,7 +79,9 @@ def test_the_quantile_is_one(own: Path) -> None:
     task = type(task)(level=0.9)
     pool = fq.data.diabetes()
     figures = [
-        task.values(task.sums(pool.targets.new_full((len(pool.targets), 1), at / 100), pool.targets))
+        task.values(
+            task.sums(pool.targets.new_full((len(pool.targets), 1), at / 100), pool.targets)
+        )
         for at in range(-200, 300)
     ]
     best = min(figures, key=lambda one: one["loss"])
@@ -88,10 +94,14 @@ def test_the_tables_are_what_the_example_finds() -> None:
     for name, problem in example.PROBLEMS.items():
         central, found = example.centralised(problem, problem.epochs), example.federated(name, 20)
         for metric in problem.task.measured:
-            row = re.search(rf"^\| {metric.name} \| (.*) \|$", PAGE.split(f"| `{name}` |")[1], re.MULTILINE)
+            row = re.search(
+                rf"^\| {metric.name} \| (.*) \|$", PAGE.split(f"| `{name}` |")[1], re.MULTILINE
+            )
             assert row is not None
             told = [float(value) for value in row[1].split(" | ")]
-            assert told == pytest.approx([central[metric.name], *found[metric.name].values()], abs=0.05)
+            assert told == pytest.approx(
+                [central[metric.name], *found[metric.name].values()], abs=0.05
+            )
 
 
 def test_the_example_measures_in_one_place() -> None:

@@ -26,7 +26,10 @@ def blocks(language: str) -> list[str]:
 
 @pytest.mark.parametrize(
     "line",
-    [pytest.param(line, marks=pytest.mark.slow) if "wandb" in line else line for line in blocks("sh")[0].splitlines()],
+    [
+        pytest.param(line, marks=pytest.mark.slow) if "wandb" in line else line
+        for line in blocks("sh")[0].splitlines()
+    ],
 )
 def test_commands_run_as_written(line, tmp_path, monkeypatch):
     pytest.importorskip("wandb" if "wandb" in line else "tensorboard")
@@ -57,9 +60,18 @@ def test_python_runs(tmp_path, monkeypatch, perceptron, make_data):
         "fleet": fq.Fleet.of((1.0,), 2),
     }
     (code,) = blocks("python")
-    exec(code.replace("rounds=500", "rounds=1").replace('WandB("quilts")', 'WandB("quilts", mode="offline")'), names)
+    exec(
+        code.replace("rounds=500", "rounds=1").replace(
+            'WandB("quilts")', 'WandB("quilts", mode="offline")'
+        ),
+        names,
+    )
     assert names["run"].server.round == 1
-    assert {path.name for path in Path("runs/one").iterdir()} >= {"tensorboard", "wandb", "tracking.json"}
+    assert {path.name for path in Path("runs/one").iterdir()} >= {
+        "tensorboard",
+        "wandb",
+        "tracking.json",
+    }
 
 
 def test_the_table_names_what_there_is():
@@ -69,4 +81,9 @@ def test_the_table_names_what_there_is():
         kind = TRACKERS[name]
         assert re.findall(r"`(\w+)`", options) == [field.name for field in fields(kind)]
         assert extra == kind.extra
-        assert extra in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]
+        assert (
+            extra
+            in tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+                "optional-dependencies"
+            ]
+        )

@@ -53,14 +53,21 @@ def test_every_cell_runs_and_prints_what_is_stored(
     for place, cell in enumerate(code_cells(notebook)):
         printed = StringIO()
         with redirect_stdout(printed):
-            exec(compile("".join(cell["source"]), f"{FILE.name}, code cell {place}", "exec"), namespace)
+            exec(
+                compile("".join(cell["source"]), f"{FILE.name}, code cell {place}", "exec"),
+                namespace,
+            )
         found = printed.getvalue()
         if update:
             lines = found.splitlines(keepends=True)
-            cell["outputs"] = [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
+            cell["outputs"] = (
+                [{"name": "stdout", "output_type": "stream", "text": lines}] if lines else []
+            )
         stored = "".join(line for output in cell["outputs"] for line in output["text"])
         assert NUMBER.sub("#", found) == NUMBER.sub("#", stored)
-        assert numbers(found) == pytest.approx(numbers(stored), rel=0.05, abs=0.05)  # float32, another processor
+        assert numbers(found) == pytest.approx(
+            numbers(stored), rel=0.05, abs=0.05
+        )  # float32, another processor
     if update:
         FILE.write_text(json.dumps(notebook, indent=1, ensure_ascii=False) + "\n")
     assert len(namespace["shown"]) >= 2
@@ -71,7 +78,11 @@ def test_every_cell_runs_and_prints_what_is_stored(
 def test_it_is_stored_small_and_points_to_what_is_there() -> None:
     notebook = json.loads(FILE.read_text())
     assert FILE.stat().st_size < 20_000
-    assert all(set(output) == {"name", "output_type", "text"} for c in code_cells(notebook) for output in c["outputs"])
+    assert all(
+        set(output) == {"name", "output_type", "text"}
+        for c in code_cells(notebook)
+        for output in c["outputs"]
+    )
     assert all(cell["execution_count"] is None for cell in code_cells(notebook))
     told = "".join(line for cell in notebook["cells"] for line in cell["source"])
     for path in re.findall(r"\]\(((?!http)[^)]+)\)", told):

@@ -12,7 +12,16 @@ from fedquilt.cli import main
 from tests.conftest import shortened
 
 PAGE = (Path(__file__).parents[2] / "docs" / "unions.md").read_text()
-QUICK = ["--rounds", "1", "--clients", "4", "--cohort", "2", "--set", "method.server_training.steps=2"]
+QUICK = [
+    "--rounds",
+    "1",
+    "--clients",
+    "4",
+    "--cohort",
+    "2",
+    "--set",
+    "method.server_training.steps=2",
+]
 
 
 def blocks(language: str) -> list[str]:
@@ -29,7 +38,9 @@ def test_python_runs_and_prints_what_its_comments_say(capsys: pytest.CaptureFixt
 
 
 @pytest.mark.parametrize("command", [line for block in blocks("sh") for line in block.splitlines()])
-def test_commands_run(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys) -> None:
+def test_commands_run(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys
+) -> None:
     (tmp_path / "architectures.toml").write_text(blocks("toml file=architectures.toml")[0])
     monkeypatch.chdir(tmp_path)
     assert main(shortened(shlex.split(command)[1:], QUICK)) == 0

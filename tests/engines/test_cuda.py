@@ -28,8 +28,12 @@ def on_cpu(run: fq.Run) -> fq.Run:
     """The run with its state brought back for comparison."""
 
     def home(state: Memory | Server) -> Any:
-        slots = {slot: {n: v.cpu() for n, v in values.items()} for slot, values in state.slots.items()}
-        weights, extras = ({n: v.cpu() for n, v in own.items()} for own in (state.weights, state.extras))
+        slots = {
+            slot: {n: v.cpu() for n, v in values.items()} for slot, values in state.slots.items()
+        }
+        weights, extras = (
+            {n: v.cpu() for n, v in own.items()} for own in (state.weights, state.extras)
+        )
         return replace(state, weights=weights, slots=slots, extras=extras)
 
     memory = {key: home(value) for key, value in run.server.memory.items()}
@@ -40,7 +44,9 @@ def on_cpu(run: fq.Run) -> fq.Run:
 @pytest.mark.parametrize("name", CUTTING)
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play, make_data):
-    method = with_local(METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
+    method = with_local(
+        METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+    )
     data = make_data(family, (7, 4, 9, 5, 8, 4), labels=2)
     fleet = fq.Fleet.of((1.0, 0.5, 0.25), 6, sample=5, dynamic=True)
     truth = play(method, family, data, engine="sequential", fleet=fleet)
@@ -54,7 +60,10 @@ def test_every_method_gives_the_same_numbers_on_cuda(name, family, engine, play,
 def test_passes_and_variates_give_the_same_numbers_on_cuda(engine, link, residual, play, make_data):
     """SCAFFOLD's option I: the gradient at the received weights becomes a slot."""
     method = with_local(METHODS["scaffold"](option="I"), batch_size=4, optimiser=fq.SGD(lr=0.1))
-    data, fleet = make_data(residual, (7, 4, 9, 5, 8, 4), labels=2), fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    data, fleet = (
+        make_data(residual, (7, 4, 9, 5, 8, 4), labels=2),
+        fq.Fleet.of(SHARES, 6, sample=5, dynamic=True),
+    )
     truth = play(method, residual, data, engine="sequential", fleet=fleet, link=link)
     other = play(method, residual, data, engine=engine, fleet=fleet, link=link, device="cuda")
     assert all(value.is_cuda for value in other.server.slots["control"].values())
@@ -64,11 +73,20 @@ def test_passes_and_variates_give_the_same_numbers_on_cuda(engine, link, residua
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("name", CUTTING)
 @pytest.mark.parametrize("link", LINKS)
-def test_every_method_gives_the_same_numbers_over_links_on_cuda(name, link, engine, residual, play, make_data):
-    method = with_local(METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3))
-    data, fleet = make_data(residual, (7, 4, 9, 5, 8, 4), labels=2), fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+def test_every_method_gives_the_same_numbers_over_links_on_cuda(
+    name, link, engine, residual, play, make_data
+):
+    method = with_local(
+        METHODS[name](), batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+    )
+    data, fleet = (
+        make_data(residual, (7, 4, 9, 5, 8, 4), labels=2),
+        fq.Fleet.of(SHARES, 6, sample=5, dynamic=True),
+    )
     truth = play(method, residual, data, engine="sequential", fleet=fleet, link=LINKS[link])
-    other = play(method, residual, data, engine=engine, fleet=fleet, link=LINKS[link], device="cuda")
+    other = play(
+        method, residual, data, engine=engine, fleet=fleet, link=LINKS[link], device="cuda"
+    )
     assert_same(truth, on_cpu(other), atol=1e-8)
 
 
@@ -102,9 +120,13 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
     data = make_data(residual, (16,) * 4)
     fleet = fq.Fleet.of((1.0, 0.5), 4, sample=4)
     method = with_local(METHODS["fedrolex"](), batch_size=8)
-    runs = [fq.run(method, residual, data, fleet, rounds=1, device=device) for device in ("cpu", "cuda")]
+    runs = [
+        fq.run(method, residual, data, fleet, rounds=1, device=device) for device in ("cpu", "cuda")
+    ]
     for name, weight in runs[0].server.weights.items():
-        difference = (weight - runs[1].server.weights[name].cpu()).norm() / weight.norm().clamp(min=1e-6)
+        difference = (weight - runs[1].server.weights[name].cpu()).norm() / weight.norm().clamp(
+            min=1e-6
+        )
         assert float(difference) < 1e-4, name
 
 
@@ -113,7 +135,9 @@ def test_single_precision_on_cuda_is_close_to_the_cpu(residual, make_data):
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
 @pytest.mark.parametrize("name", CUTTING)
-def test_recorded_steps_give_the_numbers_of_the_truth(name, layout, residual, make_data, play, monkeypatch):
+def test_recorded_steps_give_the_numbers_of_the_truth(
+    name, layout, residual, make_data, play, monkeypatch
+):
     """Every method in every layout, ragged clients, two epochs: graphs on the GPU against the truth on the CPU.
 
     Tails are recorded, too, at once; in the tests above they are rare and taken as they come.
@@ -137,15 +161,22 @@ def test_recorded_steps_give_the_numbers_of_the_truth(name, layout, residual, ma
         (fq.conditioned, "post", "training"),
     ],
 )
-def test_recorded_attacks_give_the_numbers_of_the_truth(transform, norm, search, layout, make_data, play):
+def test_recorded_attacks_give_the_numbers_of_the_truth(
+    transform, norm, search, layout, make_data, play
+):
     """Attacks in training, in tests and in calibration; what cannot be laid is stacked."""
-    family = fq.trace(transform(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6))
+    family = fq.trace(
+        transform(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6)
+    )
     weight = 0.5 if transform is fq.dual else (0.0, 0.4, 1.0)
     method = METHODS["splitmix"](local=fq.Local(batch_size=4, norm=norm), base=0.25)
     method = with_local(method, adversarial=fq.AdversarialTraining(weight, search=search))
     data = make_data(family, RAGGED, tests=48)
     data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
-    fleet, how = fq.Fleet.of(SHARES, 6, 6), fq.Evaluation(every=0, robustness=(0, 0.5, 1), batch_size=2)
+    fleet, how = (
+        fq.Fleet.of(SHARES, 6, 6),
+        fq.Evaluation(every=0, robustness=(0, 0.5, 1), batch_size=2),
+    )
     truth = play(method, family, data, fleet=fleet, evaluation=how)
     run = fq.prepare(method, family, data, fleet, "vectorised", 0, "cuda", "fp64", how)
     run.engine.layout = layout
@@ -155,9 +186,14 @@ def test_recorded_attacks_give_the_numbers_of_the_truth(transform, norm, search,
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack"])
 @pytest.mark.parametrize("name", ["heterofl", "sheterofl", "fjord"])
-def test_recorded_steps_read_the_shares_of_whoever_trains(name, layout, perceptron, make_data, play):
+def test_recorded_steps_read_the_shares_of_whoever_trains(
+    name, layout, perceptron, make_data, play
+):
     """Three shares, one member, other clients every round: a graph must not hold on to the divisor it was made with."""
-    method, data = with_local(METHODS[name](), batch_size=4, scaler=True), make_data(perceptron, [8] * 6)
+    method, data = (
+        with_local(METHODS[name](), batch_size=4, scaler=True),
+        make_data(perceptron, [8] * 6),
+    )
     fleet, how = fq.Fleet.of((0.5, 0.55, 0.6), 6, 2), fq.Evaluation(every=0)
     truth = play(method, perceptron, data, fleet=fleet, rounds=4)
     run = fq.prepare(method, perceptron, data, fleet, "vectorised", 0, "cuda", "fp64", how)
@@ -171,20 +207,32 @@ def test_recorded_and_unrecorded_steps_agree_and_graphs_are_reused(residual, mak
     runs = []
     for record in (True, False):
         method = with_local(METHODS["fedrolex"](), batch_size=4)
-        run = fq.prepare(method, residual, data, fleet, "vectorised", 0, "cuda", "fp64", fq.Evaluation(every=0))
+        run = fq.prepare(
+            method, residual, data, fleet, "vectorised", 0, "cuda", "fp64", fq.Evaluation(every=0)
+        )
         run.engine.record, run.engine.layout = record, "laid"
         runs.append(run.train(4))
     assert_same(on_cpu(runs[0]), on_cpu(runs[1]), atol=1e-8)
     engine = runs[0].engine
     runs[0].train(30)
     sizes = {(shape.arch, shape.count) for shape in engine._idle}
-    assert sum(map(len, engine._idle.values())) == len(sizes) <= 3 * 4  # one unit a member and size, not one a round
+    assert (
+        sum(map(len, engine._idle.values())) == len(sizes) <= 3 * 4
+    )  # one unit a member and size, not one a round
 
 
 def test_one_round_in_float32_is_within_1e_4_of_the_cpu(residual, make_data):
     data = make_data(residual, RAGGED)
     runs = [
-        fq.run(METHODS["heterofl"](), residual, data, fq.Fleet.of(SHARES, 6, 6), engine, 1, device=device)
+        fq.run(
+            METHODS["heterofl"](),
+            residual,
+            data,
+            fq.Fleet.of(SHARES, 6, 6),
+            engine,
+            1,
+            device=device,
+        )
         for engine, device in (("sequential", "cpu"), ("vectorised", "cuda"))
     ]
     for name, weight in runs[0].server.weights.items():
@@ -202,22 +250,40 @@ def test_nets_of_real_widths_are_recorded_in_every_precision(name, precision, ma
     none, runs = fq.Evaluation(every=0), []
     with caplog.at_level("WARNING"):
         for device, how in (("cpu", "fp32"), ("cuda", precision)):
-            runs.append(fq.run(method, family, data, fleet, rounds=1, device=device, precision=how, evaluation=none))
+            runs.append(
+                fq.run(
+                    method,
+                    family,
+                    data,
+                    fleet,
+                    rounds=1,
+                    device=device,
+                    precision=how,
+                    evaluation=none,
+                )
+            )
     assert not caplog.messages
     # A CPU whose products round their factors to tf32 is 4 % away in FedResCuE, of bf16 6 %.
     near = {"fp32": 1e-3, "tf32": 6e-2, "bf16": 1e-1}[precision]
-    whole = [torch.cat([run.server.weights[n].cpu().reshape(-1) for n in family.trainable]) for run in runs]
+    whole = [
+        torch.cat([run.server.weights[n].cpu().reshape(-1) for n in family.trainable])
+        for run in runs
+    ]
     start = torch.cat([family.init(0)[n].reshape(-1) for n in family.trainable])
     assert float((whole[0] - whole[1]).norm()) < near * float((whole[0] - start).norm())
 
 
 @pytest.mark.parametrize("name", ["fedrolex", "fedrescue", "splitmix", "fedbn"])
-def test_a_run_that_goes_on_on_cuda_ends_as_if_it_had_not_stopped(name, residual, make_data, tmp_path):
+def test_a_run_that_goes_on_on_cuda_ends_as_if_it_had_not_stopped(
+    name, residual, make_data, tmp_path
+):
     data, fleet = make_data(residual, RAGGED), fq.Fleet.of(SHARES, 6, 4)
     method = with_local(METHODS[name](), batch_size=4)
     settings = {"device": "cuda", "precision": "fp64", "evaluation": fq.Evaluation(every=2)}
     whole = fq.run(method, residual, data, fleet, rounds=4, **settings)
     fq.run(method, residual, data, fleet, rounds=2, out=tmp_path / "run", **settings)
-    again = fq.run(method, residual, data, fleet, rounds=4, out=tmp_path / "run", resume=True, **settings)
+    again = fq.run(
+        method, residual, data, fleet, rounds=4, out=tmp_path / "run", resume=True, **settings
+    )
     assert again.server.round == 4
     assert_same(on_cpu(whole), on_cpu(again), atol=1e-8)

@@ -25,13 +25,17 @@ KINDS = ("feddf", "dsfl", "fedet")
 ENGINES = {
     "vectorised": lambda data: "vectorised",
     **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorised(data, precision="fp64", record=True, layout=layout)
+        f"recorded-{layout}": lambda data, layout=layout: Vectorised(
+            data, precision="fp64", record=True, layout=layout
+        )
         for layout in ("alone", "laid", "stack")
     },
     "ray": lambda data: "ray",
 }
 QUICK = ("vectorised",)  # The others run in `make test-all`.
-FEW_ENGINES = [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENGINES]
+FEW_ENGINES = [
+    pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in ENGINES
+]
 
 
 def distilling(name: str, **settings) -> Prototypes:
@@ -44,16 +48,22 @@ def distilling(name: str, **settings) -> Prototypes:
 def compare(make_data, play):
     """Play three rounds on the sequential engine and on another, and compare them."""
 
-    def compare(method: fq.Method, family: fq.Family, engine: str = "vectorised", **options) -> fq.Run:
+    def compare(
+        method: fq.Method, family: fq.Family, engine: str = "vectorised", **options
+    ) -> fq.Run:
         data = make_data(family, RAGGED, labels=2, public=NUM_PUBLIC)
         fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
         options = {"fleet": fleet, "rounds": 3, **options}
         truth, other = (
-            play(method, family, data, engine=one, **options) for one in ("sequential", ENGINES[engine](data))
+            play(method, family, data, engine=one, **options)
+            for one in ("sequential", ENGINES[engine](data))
         )
         assert_same(truth, other)
         for mine, theirs in zip(truth.records, other.records, strict=True):
-            assert (mine.server_macs, mine.server_steps) == (theirs.server_macs, theirs.server_steps)
+            assert (mine.server_macs, mine.server_steps) == (
+                theirs.server_macs,
+                theirs.server_steps,
+            )
             assert mine.link_seconds == theirs.link_seconds
         return truth
 
@@ -62,14 +72,20 @@ def compare(make_data, play):
 
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("engine", FEW_ENGINES)
-@pytest.mark.parametrize("family", ["residual", pytest.param("language", marks=pytest.mark.slow)], indirect=True)
+@pytest.mark.parametrize(
+    "family", ["residual", pytest.param("language", marks=pytest.mark.slow)], indirect=True
+)
 def test_three_rounds_are_the_same_on_every_engine(name, engine, family, compare):
     """Clients of DS-FL learn from predictions from the second round on."""
     method = distilling(name)
     run = compare(method, family, engine)
     before = method.init(run.world)
-    moved = {n for n, weight in run.server.weights.items() if not torch.equal(weight, before.weights[n])}
-    scopes = {net.scope for net in method.nets(run.world)} | ({"server/"} if name == "fedet" else set())
+    moved = {
+        n for n, weight in run.server.weights.items() if not torch.equal(weight, before.weights[n])
+    }
+    scopes = {net.scope for net in method.nets(run.world)} | (
+        {"server/"} if name == "fedet" else set()
+    )
     if name == "dsfl":
         assert float(run.server.extras[PREDICTIONS].sum()) > 0
     assert {scope for scope in scopes if any(n.startswith(scope) for n in moved)} == scopes
@@ -77,8 +93,12 @@ def test_three_rounds_are_the_same_on_every_engine(name, engine, family, compare
 
 @pytest.mark.parametrize("link", ["perfect", "everything"])
 @pytest.mark.parametrize("engine", FEW_ENGINES)
-def test_public_samples_drawn_for_each_round_are_the_same_on_every_engine(engine, link, residual, compare):
-    compare(distilling("dsfl", samples=7), residual, engine, link=LINKS.get(link, fq.Link()), rounds=4)
+def test_public_samples_drawn_for_each_round_are_the_same_on_every_engine(
+    engine, link, residual, compare
+):
+    compare(
+        distilling("dsfl", samples=7), residual, engine, link=LINKS.get(link, fq.Link()), rounds=4
+    )
 
 
 @pytest.mark.slow
@@ -88,7 +108,9 @@ def test_public_samples_drawn_for_each_round_are_the_same_on_every_engine(engine
     [
         ServerTraining(fq.Adam(lr=0.01), batch_size=4, steps=6, check_every=2),
         ServerTraining(fq.SGD(lr=0.05), batch_size=128, steps=4, check_every=2, stop_by="labels"),
-        ServerTraining(fq.SGD(lr=0.05), batch_size=5, steps=7, check_every=2, patience=9, schedule="cosine"),
+        ServerTraining(
+            fq.SGD(lr=0.05), batch_size=5, steps=7, check_every=2, patience=9, schedule="cosine"
+        ),
     ],
     ids=["adam", "labels", "cosine"],
 )
@@ -100,7 +122,12 @@ def test_every_way_to_train_the_server_is_the_same_on_every_engine(name, how, re
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize(
     "changes",
-    [{"norm": "tracked"}, {"norm": "post"}, {"masked": "client"}, {"crop": 1, "flip": True, "epochs": 2}],
+    [
+        {"norm": "tracked"},
+        {"norm": "post"},
+        {"masked": "client"},
+        {"crop": 1, "flip": True, "epochs": 2},
+    ],
     ids=["tracked", "post", "masked", "augmented"],
 )
 def test_local_settings_give_the_same_numbers_on_every_engine(name, changes, residual, compare):
@@ -110,15 +137,23 @@ def test_local_settings_give_the_same_numbers_on_every_engine(name, changes, res
 @pytest.mark.parametrize("name", KINDS)
 @pytest.mark.parametrize("engine", FEW_ENGINES)
 @pytest.mark.parametrize(
-    "link", ["everything", *(pytest.param(link, marks=pytest.mark.slow) for link in ("lossy-mild", "lossy"))]
+    "link",
+    [
+        "everything",
+        *(pytest.param(link, marks=pytest.mark.slow) for link in ("lossy-mild", "lossy")),
+    ],
 )
-def test_links_that_lose_give_the_same_numbers_on_every_engine(name, engine, link, residual, compare):
+def test_links_that_lose_give_the_same_numbers_on_every_engine(
+    name, engine, link, residual, compare
+):
     """Predictions get lost as a whole, in both directions."""
     compare(distilling(name), residual, engine, link=LINKS.get(link) or fq.Link.preset(link))
 
 
 @pytest.mark.parametrize("engine", FEW_ENGINES)
-def test_a_client_whose_predictions_were_lost_trains_on_its_own_samples_alone(engine, perceptron, compare):
+def test_a_client_whose_predictions_were_lost_trains_on_its_own_samples_alone(
+    engine, perceptron, compare
+):
     """Nine of ten columns get lost, so that most payloads do."""
     compare(distilling("dsfl"), perceptron, engine, link=fq.Link(loss=fq.Columns(0.9)), rounds=4)
 
@@ -133,9 +168,13 @@ CODECS = {
 @pytest.mark.parametrize("codec", CODECS)
 def test_coded_predictions_are_the_same_on_every_engine_and_smaller(codec, perceptron, compare):
     link = fq.Link(codec=CODECS[codec])
-    coded, plain = (compare(distilling("dsfl", coded=one), perceptron, link=link) for one in (True, False))
+    coded, plain = (
+        compare(distilling("dsfl", coded=one), perceptron, link=link) for one in (True, False)
+    )
     for mine, theirs in zip(coded.records, plain.records, strict=True):
-        assert theirs.bytes_up == theirs.bytes_down == 5 * NUM_PUBLIC * 3 * 8  # Clients, rows, classes, float64
+        assert (
+            theirs.bytes_up == theirs.bytes_down == 5 * NUM_PUBLIC * 3 * 8
+        )  # Clients, rows, classes, float64
         assert mine.bytes_up < theirs.bytes_up / 2
         assert (mine.bytes_down < theirs.bytes_down) == CODECS[codec].down
     assert not torch.equal(coded.server.extras[PREDICTIONS], plain.server.extras[PREDICTIONS])

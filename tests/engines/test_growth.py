@@ -67,7 +67,9 @@ def test_progfed_over_each_method_gives_the_same_numbers_on_every_engine(name, p
         assert_same(truth, other)
 
 
-@pytest.mark.parametrize("link", [fq.Link.preset("lossy-mild"), FOUR_BITS], ids=["lossy-mild", "four bits"])
+@pytest.mark.parametrize(
+    "link", [fq.Link.preset("lossy-mild"), FOUR_BITS], ids=["lossy-mild", "four bits"]
+)
 @pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
 def test_progfed_over_a_link_gives_the_same_numbers_on_every_engine(name, link, play, make_data):
     truth, others = both(play, make_data, grown(name), link=link)
@@ -90,7 +92,9 @@ def quick(*chosen: tuple[str, str], names: list[str], settings: list[str]) -> li
         settings=["tracked", "local", "post-own", "local-all"],
     ),
 )
-def test_norms_of_a_growing_model_give_the_same_numbers_on_every_engine(name, norm, play, make_data):
+def test_norms_of_a_growing_model_give_the_same_numbers_on_every_engine(
+    name, norm, play, make_data
+):
     truth, others = both(play, make_data, grown(name, norm=norm))
     for other in others:
         assert_same(truth, other)
@@ -98,9 +102,13 @@ def test_norms_of_a_growing_model_give_the_same_numbers_on_every_engine(name, no
 
 @pytest.mark.parametrize("optimiser", [SHARP, fq.Adam(lr=0.01, decay=1e-3)], ids=["sgd", "adam"])
 @pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
-def test_kept_optimizers_of_a_growing_model_give_the_same_numbers_on_every_engine(name, optimiser, play, make_data):
+def test_kept_optimizers_of_a_growing_model_give_the_same_numbers_on_every_engine(
+    name, optimiser, play, make_data
+):
     fleet = fq.Fleet.of(SHARES, 4, 3)
-    truth, others = both(play, make_data, grown(name, optimiser=optimiser, keep_optimizer=True), fleet=fleet)
+    truth, others = both(
+        play, make_data, grown(name, optimiser=optimiser, keep_optimizer=True), fleet=fleet
+    )
     for other in others:
         assert_same(truth, other)
 
@@ -126,10 +134,16 @@ def test_the_net_of_a_frozen_member_is_built_inside_of_a_gradient():
     family = fq.trace(fq.with_stages(ThreeBlocks), EXAMPLE)
     member = family.member(family.at("stage2", ("stage2", "head2")).whole)
     weights = family.init(0)
-    rest = {name: weights[name] for name in member.names if name in weights and name not in member.trainable}
+    rest = {
+        name: weights[name]
+        for name in member.names
+        if name in weights and name not in member.trainable
+    }
 
     def loss(moving):
-        outputs, _ = member.net({**moving, **rest}, torch.ones_like(EXAMPLE), Pass(train=True, statistics="batch"))
+        outputs, _ = member.net(
+            {**moving, **rest}, torch.ones_like(EXAMPLE), Pass(train=True, statistics="batch")
+        )
         return outputs.square().sum()
 
     grads = torch.func.grad(loss)({name: weights[name] for name in member.trainable})
@@ -145,7 +159,9 @@ def started(make_data, method: ProgFed, engine: str, shares=(1.0,), **options) -
     fleet = options.pop("fleet", None) or fq.Fleet.of(shares, 4, 4)
     how = fq.Evaluation(every=0)
     data = make_data(family, SIZES, labels=2)
-    return fq.prepare(method.settled(6), family, data, fleet, engine, precision="fp64", evaluation=how, **options)
+    return fq.prepare(
+        method.settled(6), family, data, fleet, engine, precision="fp64", evaluation=how, **options
+    )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -184,7 +200,12 @@ def test_error_feedback_survives_growth_and_warm_up(engine, make_data):
     assert parts(before["residual"]) == {"E1", "G1"}
     assert all(value.any() for name, value in before["residual"].items() if name.endswith("weight"))
     assert moved(before["residual"], warm["residual"]) == set()
-    assert parts(name for name, value in warm["residual"].items() if value.any()) == {"E1", "G1", "E2", "G2"}
+    assert parts(name for name, value in warm["residual"].items() if value.any()) == {
+        "E1",
+        "G1",
+        "E2",
+        "G2",
+    }
     after = run.train(4).server.memory[0, ""].slots
     assert moved(warm["residual"], after["residual"]) == {"E1", "E2", "G2"}
     assert parts(after["received"]) == {"E1", "G1", "E2", "G2"}
@@ -204,10 +225,15 @@ def test_windows_that_move_on_keep_what_was_remembered_elsewhere(engine, make_da
         for name, value in old.slots["momentum"].items():
             same = {name: value}
             expected = cutter.overlay(
-                {name: new.slots["momentum"][name].clone()}, new.submodel.held, same, old.submodel.held
+                {name: new.slots["momentum"][name].clone()},
+                new.submodel.held,
+                same,
+                old.submodel.held,
             )
             if name in member.trainable:  # Positions inside of the window were trained again.
-                here = cutter.narrow({name: new.slots["momentum"][name]}, new.submodel.held, submodel.held)
+                here = cutter.narrow(
+                    {name: new.slots["momentum"][name]}, new.submodel.held, submodel.held
+                )
                 expected = cutter.overlay(expected, new.submodel.held, here, submodel.held)
             assert torch.equal(new.slots["momentum"][name], expected[name])
         assert set(member.trainable) <= set(new.slots["momentum"])
@@ -219,7 +245,9 @@ def test_windows_that_move_on_keep_what_was_remembered_elsewhere(engine, make_da
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["fedavg", "fedrescue"])
-def test_every_layout_gives_the_same_numbers_through_growth_and_warm_up(name, layout, play, make_data):
+def test_every_layout_gives_the_same_numbers_through_growth_and_warm_up(
+    name, layout, play, make_data
+):
     family = growing()
     method, data = grown(name), make_data(family, SIZES)
     truth = play(method, family, data, shares=SHARES, rounds=6)

@@ -17,7 +17,9 @@ def some(family, clients, seed=0):
     """Random weights of several clients."""
     generator = torch.Generator().manual_seed(seed)
     shapes = {name: family.layout.shape(name, family.layout.sizes) for name in family.trainable}
-    return {name: torch.randn(clients, *shape, generator=generator) for name, shape in shapes.items()}
+    return {
+        name: torch.randn(clients, *shape, generator=generator) for name, shape in shapes.items()
+    }
 
 
 @KINDS
@@ -31,14 +33,20 @@ def test_views_of_lines_are_the_weights(family, clients, channels_last):
     views = lines.views(line)
     assert int((line != 0).sum()) == clients * family.count(family.whole) < line.numel()
     # Where cuDNN's fast kernels can load them: from multiples of 16 bytes, also in half precision.
-    assert all(view[client].storage_offset() % 8 == 0 for view in views.values() for client in range(clients))
+    assert all(
+        view[client].storage_offset() % 8 == 0
+        for view in views.values()
+        for client in range(clients)
+    )
     assert all(torch.equal(views[name], value) for name, value in weights.items())
     for value in views.values():
         value.add_(1)
     assert torch.equal(line, lines.join({name: value + 1 for name, value in weights.items()}))
     if channels_last:
         assert all(
-            view[0].is_contiguous(memory_format=torch.channels_last) for view in views.values() if view.dim() == 5
+            view[0].is_contiguous(memory_format=torch.channels_last)
+            for view in views.values()
+            if view.dim() == 5
         )
 
 
@@ -66,7 +74,9 @@ def test_nets_that_nobody_uses_any_more_are_forgotten(residual, make_data):
     """Places are as many numbers as a net has weights: units that are alive share them, and then they go."""
     fleet = fq.Fleet.of((1.0,), 2, 2)
     method = fq.methods.FedResCuE(local=fq.Local(batch_size=4))
-    run = fq.prepare(method, residual, make_data(residual, (4, 4)), fleet, evaluation=fq.Evaluation(every=0)).train(3)
+    run = fq.prepare(
+        method, residual, make_data(residual, (4, 4)), fleet, evaluation=fq.Evaluation(every=0)
+    ).train(3)
     engine = run.engine
     assert engine._nested
     engine._idle.clear()

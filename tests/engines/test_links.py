@@ -24,7 +24,9 @@ LOSSY = fq.Columns((0.1, 0.3), 0.4)
 LINKS = {
     "lossy": fq.Link(loss=LOSSY),
     "lq4+sp50": fq.Link(codec=fq.Codec(bits=4, keep=0.5)),
-    "everything": fq.Link(loss=LOSSY, codec=fq.Codec(bits=8, keep=0.5, feedback=True, down=True), clock=fq.Clock()),
+    "everything": fq.Link(
+        loss=LOSSY, codec=fq.Codec(bits=8, keep=0.5, feedback=True, down=True), clock=fq.Clock()
+    ),
 }
 
 
@@ -32,9 +34,13 @@ LINKS = {
 @pytest.mark.parametrize("name", QUICK_METHODS)
 def test_every_method_over_every_link_gives_the_same_numbers(name, link, residual, play, make_data):
     method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
-    data, fleet = make_data(residual, RAGGED, labels=2), fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
+    data, fleet = (
+        make_data(residual, RAGGED, labels=2),
+        fq.Fleet.of(SHARES, 6, sample=5, dynamic=True),
+    )
     truth, *others = (
-        play(method, residual, data, fleet=fleet, engine=engine, link=LINKS[link]) for engine in ("sequential", *OTHERS)
+        play(method, residual, data, fleet=fleet, engine=engine, link=LINKS[link])
+        for engine in ("sequential", *OTHERS)
     )
     for other in others:
         assert_same(truth, other)
@@ -54,7 +60,8 @@ def test_rotated_changes_are_the_same_on_every_engine(name, link, residual, play
     method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
     data = make_data(residual, RAGGED, labels=2)
     truth, *others = (
-        play(method, residual, data, SHARES, engine=engine, link=link) for engine in ("sequential", *OTHERS)
+        play(method, residual, data, SHARES, engine=engine, link=link)
+        for engine in ("sequential", *OTHERS)
     )
     for other in others:
         assert_same(truth, other)
@@ -66,9 +73,14 @@ def test_rotated_changes_are_the_same_on_every_engine(name, link, residual, play
     [HeteroFL(), FedRolex(shift=2), METHODS["sheterofl"].preset("released"), SplitMix(base=0.25)],
     ids=lambda method: type(method).__name__,
 )
-def test_statistics_and_several_payloads_go_over_every_link(method, norm, residual, play, make_data):
+def test_statistics_and_several_payloads_go_over_every_link(
+    method, norm, residual, play, make_data
+):
     """Statistics travel as they are; parts of what arrived may count once more."""
-    method, data = with_local(method, batch_size=4, norm=norm), make_data(residual, RAGGED, labels=2)
+    method, data = (
+        with_local(method, batch_size=4, norm=norm),
+        make_data(residual, RAGGED, labels=2),
+    )
     truth, *others = (
         play(method, residual, data, SHARES, engine=engine, link=LINKS["everything"], rounds=3)
         for engine in ("sequential", *OTHERS)
@@ -105,7 +117,10 @@ class TwoBranches(nn.Module):
 def test_base_nets_of_compound_axes_go_over_every_link(kind, link, language, play, make_data):
     """Where a dimension has several axes, positions count within what a scope holds, not within the whole model."""
     family = language if kind == "heads" else fq.trace(TwoBranches, torch.zeros(2, 1, 6, 6))
-    data, method = make_data(family, RAGGED), with_local(METHODS["splitmix"](base=0.5), batch_size=4)
+    data, method = (
+        make_data(family, RAGGED),
+        with_local(METHODS["splitmix"](base=0.5), batch_size=4),
+    )
     truth, *others = (
         play(method, family, data, (1.0, 0.5), engine=engine, link=LINKS[link], rounds=3)
         for engine in ("sequential", *OTHERS)
@@ -127,9 +142,13 @@ def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
     jobs = [fq.Job(client, base, round) for round in range(20)]
     arrivals = [link.up(fq.Payload(base, own), Trip(world, job, up=True)) for job in jobs]
     job, arrived = next(
-        (j, a.payload) for j, a in zip(jobs, arrivals, strict=True) if a.payload and a.payload.submodel == part
+        (j, a.payload)
+        for j, a in zip(jobs, arrivals, strict=True)
+        if a.payload and a.payload.submodel == part
     )
-    expected = family.cutter.narrow(own, prefix(member).index, family.member(member).nested(0.25).index)
+    expected = family.cutter.narrow(
+        own, prefix(member).index, family.member(member).nested(0.25).index
+    )
     torch.testing.assert_close(dict(arrived.weights), expected, rtol=0, atol=0)
     server = fq.Server(0, {f"base0/{name}": torch.zeros_like(value) for name, value in own.items()})
     fold = Mean(family.cutter).begin(server)
@@ -137,7 +156,9 @@ def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
     merged = fold.finish(server)[0]
     for name, value in own.items():
         there = Between(0, 0.25).mask(family.member(member), name)
-        torch.testing.assert_close(merged[f"base0/{name}"], torch.where(there, value, 0.0), rtol=0, atol=0)
+        torch.testing.assert_close(
+            merged[f"base0/{name}"], torch.where(there, value, 0.0), rtol=0, atol=0
+        )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -152,9 +173,13 @@ def test_a_part_of_a_base_net_arrives_where_it_belongs(language):
     ids=["error rate 0", "error rates 0 to 0", "32 bits, 100 %", "clock"],
 )
 @pytest.mark.parametrize("name", ["fedbn", "fedrolex", "local"])
-def test_links_at_their_neutral_values_are_perfect_bit_for_bit(name, link, engine, residual, play, make_data):
+def test_links_at_their_neutral_values_are_perfect_bit_for_bit(
+    name, link, engine, residual, play, make_data
+):
     method, data = with_local(METHODS[name](), batch_size=4), make_data(residual, RAGGED, labels=2)
-    perfect, other = (play(method, residual, data, SHARES, engine=engine, link=one) for one in (fq.Link(), link))
+    perfect, other = (
+        play(method, residual, data, SHARES, engine=engine, link=one) for one in (fq.Link(), link)
+    )
     assert_same(perfect, other, atol=0)
 
 
@@ -163,7 +188,9 @@ def test_away_from_their_neutral_values_links_change_something(residual, play, m
     perfect = play(method, residual, data, SHARES)
     for link in LINKS.values():
         other = play(method, residual, data, SHARES, link=link)
-        assert any(not torch.equal(other.server.weights[n], w) for n, w in perfect.server.weights.items())
+        assert any(
+            not torch.equal(other.server.weights[n], w) for n, w in perfect.server.weights.items()
+        )
         assert other.records[0].bytes_up < perfect.records[0].bytes_up
 
 
@@ -206,5 +233,7 @@ def test_nets_that_cannot_be_stacked_go_over_the_same_link(residual, make_data, 
     run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=how)
     run.engine.layout = "stack"
     run.train(1)  # over a perfect one
-    again = fq.prepare(method, residual, data, fleet, run.engine, evaluation=how, link=LINKS["everything"]).train(2)
+    again = fq.prepare(
+        method, residual, data, fleet, run.engine, evaluation=how, link=LINKS["everything"]
+    ).train(2)
     assert_same(truth, again)

@@ -193,12 +193,21 @@ def test_a_table_without_a_name_is_the_built_in_codec(mine: Path) -> None:
 @pytest.mark.parametrize(
     ("table", "told"),
     [
-        ("liner", r"\.name: there is no codec named 'liner'\. Did you mean 'linear'\? Known: linear\."),
-        ("mine.py:TopQ", r"\.name: there is no class or function in mine\.py named 'TopQ'\. Did you mean 'TopK'\?"),
+        (
+            "liner",
+            r"\.name: there is no codec named 'liner'\. Did you mean 'linear'\? Known: linear\.",
+        ),
+        (
+            "mine.py:TopQ",
+            r"\.name: there is no class or function in mine\.py named 'TopQ'\. Did you mean 'TopK'\?",
+        ),
         ("other.py:TopK", r"\.name: the codec 'other\.py:TopK' was asked for; there is no file"),
         ("mine.py:net", r": mine\.py:net was called and failed: TypeError"),
         ("mine.py:pool", r": mine\.py:pool was called for a BaseCodec; it returned a Pool\."),
-        ({"name": "mine.py:TopK", "bits": 8}, r"\.bits: mine\.py:TopK has no such key\..* Known: keep,"),
+        (
+            {"name": "mine.py:TopK", "bits": 8},
+            r"\.bits: mine\.py:TopK has no such key\..* Known: keep,",
+        ),
         (8, r": 8 was found; a codec by its name, or a table would fit\."),
     ],
 )

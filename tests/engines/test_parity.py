@@ -16,10 +16,24 @@ from fedquilt.models import TransformerLM
 from fedquilt.round.federation import World
 from fedquilt.round.serve import arranged
 from fedquilt.round.training.learner import Learner, Phase
-from fedquilt.round.training.objectives import MaskedCrossEntropy, Proximal, TaskLoss, View, Wrapping, together
+from fedquilt.round.training.objectives import (
+    MaskedCrossEntropy,
+    Proximal,
+    TaskLoss,
+    View,
+    Wrapping,
+    together,
+)
 from fedquilt.round.training.regions import Between
 from fedquilt.terms import Job, Server
-from tests.conftest import CUTTING, LOCAL, QUICK_METHODS, assert_same, assert_same_grades, with_local
+from tests.conftest import (
+    CUTTING,
+    LOCAL,
+    QUICK_METHODS,
+    assert_same,
+    assert_same_grades,
+    with_local,
+)
 
 OTHERS = sorted(set(LOCAL) - {"sequential"})
 RAGGED = (7, 4, 9, 5, 8, 4)  # with batches of 4: tails of 3, 0, 1 (joined), 1 (joined), 0, 0
@@ -39,9 +53,14 @@ def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play,
     method = with_local(METHODS[name](), batch_size=4, optimiser=SHARP)
     data = make_data(family, RAGGED, labels=2)
     fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
-    truth, others = both(play, method, family, data, fleet=fleet, evaluation=fq.Evaluation(local=True, batch_size=10))
+    truth, others = both(
+        play, method, family, data, fleet=fleet, evaluation=fq.Evaluation(local=True, batch_size=10)
+    )
     assert truth.server.round == 2
-    moved = [not torch.equal(w, method.init(truth.world).weights[n]) for n, w in truth.server.weights.items()]
+    moved = [
+        not torch.equal(w, method.init(truth.world).weights[n])
+        for n, w in truth.server.weights.items()
+    ]
     assert any(moved) or truth.method.personal  # what is compared is not the initial state
     for other in others:
         assert_same(truth, other)
@@ -51,7 +70,9 @@ def test_every_method_gives_the_same_numbers_on_every_engine(name, family, play,
 @pytest.mark.parametrize("on", ["test", "validation"])
 @pytest.mark.parametrize("norm", ["batch", "post"])
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
-def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(family, norm, on, play, make_data):
+def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(
+    family, norm, on, play, make_data
+):
     """Where they are, every share is evaluated with the same nets; one client has a single sample."""
     data = make_data(family, (7, 4, 9, 5, 1, 4), labels=2).with_validation(0.3)
     method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, optimiser=SHARP, norm=norm)
@@ -61,7 +82,9 @@ def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(family, nor
     for other in others:
         assert_same(truth, other)
         theirs = arranged(other.federation, other.server, other.engine)
-        torch.testing.assert_close(dict(theirs.weights), dict(arranged_truth.weights), rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            dict(theirs.weights), dict(arranged_truth.weights), rtol=0, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize(
@@ -80,9 +103,13 @@ def test_base_nets_sorted_by_validation_are_the_same_on_every_engine(family, nor
     ],
     ids="-".join,
 )
-def test_every_local_setting_gives_the_same_numbers_on_every_engine(changes, residual, play, make_data):
+def test_every_local_setting_gives_the_same_numbers_on_every_engine(
+    changes, residual, play, make_data
+):
     method = with_local(FedRolex(), **{"batch_size": 4, "optimiser": SHARP, **changes})
-    truth, others = both(play, method, residual, make_data(residual, RAGGED, labels=2), shares=SHARES)
+    truth, others = both(
+        play, method, residual, make_data(residual, RAGGED, labels=2), shares=SHARES
+    )
     for other in others:
         assert_same(truth, other)
 
@@ -105,14 +132,24 @@ def test_every_local_setting_gives_the_same_numbers_on_every_engine(changes, res
 )
 def test_every_variant_gives_the_same_numbers_on_every_engine(method, residual, play, make_data):
     method = with_local(method, batch_size=4)
-    truth, others = both(play, method, residual, make_data(residual, RAGGED, labels=3), shares=SHARES)
+    truth, others = both(
+        play, method, residual, make_data(residual, RAGGED, labels=3), shares=SHARES
+    )
     for other in others:
         assert_same(truth, other)
 
 
 def test_tied_weights_stay_tied_on_every_engine(play, make_data):
     """The embedding is the output layer: the class axis is then the vocabulary's."""
-    options = {"max_length": 5, "width": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 12, "tied": True}
+    options = {
+        "max_length": 5,
+        "width": 8,
+        "depth": 1,
+        "heads": 2,
+        "head_dim": 4,
+        "hidden": 12,
+        "tied": True,
+    }
     family = fq.trace(lambda: TransformerLM(11, **options), torch.zeros(2, 5, dtype=torch.int64))
     data = make_data(family, RAGGED, labels=3)
     truth, others = both(play, with_local(FedRolex(), batch_size=4), family, data, shares=SHARES)
@@ -144,7 +181,9 @@ def test_two_phases_and_kept_slots_give_the_same_numbers(optimiser, family, play
     method = with_local(TwoPhases(), batch_size=4, optimiser=optimiser)
     truth, others = both(play, method, family, make_data(family, RAGGED), shares=SHARES, rounds=3)
     assert any(memory.slots for memory in truth.server.memory.values())
-    assert truth.server.memory[0, ""].steps == 3 * 2 * 2  # rounds, batches of 7 samples by 4, phases
+    assert (
+        truth.server.memory[0, ""].steps == 3 * 2 * 2
+    )  # rounds, batches of 7 samples by 4, phases
     for other in others:
         assert_same(truth, other)
 
@@ -155,10 +194,15 @@ def test_two_phases_and_kept_slots_give_the_same_numbers(optimiser, family, play
 def test_equal_clients_are_one_stack_whatever_their_data(residual, play, make_data):
     run = play(FedAvg(), residual, make_data(residual, RAGGED), engine="vectorised")
     assert [record.stacks for record in run.records] == [1, 1]
-    assert [r.stacks for r in play(FedAvg(), residual, make_data(residual, RAGGED)).records] == [6, 6]
+    assert [r.stacks for r in play(FedAvg(), residual, make_data(residual, RAGGED)).records] == [
+        6,
+        6,
+    ]
 
 
-@pytest.mark.parametrize("method", [HeteroFL(), FedRolex(), FedDropout(), METHODS["sheterofl"](), METHODS["local"]()])
+@pytest.mark.parametrize(
+    "method", [HeteroFL(), FedRolex(), FedDropout(), METHODS["sheterofl"](), METHODS["local"]()]
+)
 def test_each_member_is_one_stack(method, residual, play, make_data):
     run = play(method, residual, make_data(residual, RAGGED, labels=2), SHARES, engine="vectorised")
     assert [record.stacks for record in run.records] == [3, 3]
@@ -169,9 +213,13 @@ def test_a_memory_bound_splits_stacks_and_keeps_the_numbers(residual, make_data)
     fleet, how = fq.Fleet.of((1.0,), 6, 6), fq.Evaluation(batch_size=8)
     runs = []
     cost = residual.cost(residual.whole, fq.TrainingStep(4, 1))
-    one = 2 * (cost.memory + 3 * cost.bytes)  # float64; old and new weights and momentum, and what was received
+    one = 2 * (
+        cost.memory + 3 * cost.bytes
+    )  # float64; old and new weights and momentum, and what was received
     for memory in (1 << 30, 2 * one, 1):
-        run = fq.prepare(method, residual, data, fleet, "vectorised", precision="fp64", evaluation=how)
+        run = fq.prepare(
+            method, residual, data, fleet, "vectorised", precision="fp64", evaluation=how
+        )
         run.engine.memory = memory
         runs.append(run.train(2))
     assert [run.records[0].stacks for run in runs] == [1, 3, 6]
@@ -185,25 +233,37 @@ def test_learners_of_equal_clients_are_equal_and_hashable(residual):
         server = method.init(world)
         jobs = [
             Job(client, method.plan(server, client, world)[0], 0)
-            for client in (fq.Client(id, fq.Budget(share=0.5), size) for id, size in ((0, 5), (1, 9)))
+            for client in (
+                fq.Client(id, fq.Budget(share=0.5), size) for id, size in ((0, 5), (1, 9))
+            )
         ]
         one, other = (method.learner(job, world) for job in jobs)
         assert one == other
         assert hash(one) == hash(other)
         assert one is not other
-    assert Phase(moves=Between(0, 0.5)) == Phase(moves=Between(0, 0.5)) != Phase(moves=Between(0, 0.25))
+    assert (
+        Phase(moves=Between(0, 0.5))
+        == Phase(moves=Between(0, 0.5))
+        != Phase(moves=Between(0, 0.25))
+    )
 
 
 @pytest.mark.parametrize("norm", ["post-own", "local-all"])
 @pytest.mark.parametrize(
-    "method", [HeteroFL(), FedRolex(shift=2), SplitMix(base=0.25)], ids=lambda method: type(method).__name__
+    "method",
+    [HeteroFL(), FedRolex(shift=2), SplitMix(base=0.25)],
+    ids=lambda method: type(method).__name__,
 )
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
-def test_norms_of_each_client_give_the_same_numbers_on_every_engine(method, norm, family, play, make_data):
+def test_norms_of_each_client_give_the_same_numbers_on_every_engine(
+    method, norm, family, play, make_data
+):
     method = with_local(method, batch_size=4, optimiser=SHARP, norm=norm)
     fleet = fq.Fleet.of(SHARES, 6, sample=5, dynamic=True)
     how = fq.Evaluation(batch_size=3)
-    truth, others = both(play, method, family, make_data(family, RAGGED), fleet=fleet, evaluation=how, rounds=3)
+    truth, others = both(
+        play, method, family, make_data(family, RAGGED), fleet=fleet, evaluation=how, rounds=3
+    )
     assert bool(truth.server.memory) == (norm == "local-all")
     for other in others:
         assert_same(truth, other)
@@ -248,7 +308,9 @@ class Penalised(Wrapping):
     """Another objective plus a penalty on all weights of the client, also outside of a nested net."""
 
     def __call__(self, view: View) -> Tensor:
-        return self.objective(view) + 0.1 * sum(view.weights[name].square().sum() for name in view.member.trainable)
+        return self.objective(view) + 0.1 * sum(
+            view.weights[name].square().sum() for name in view.member.trainable
+        )
 
 
 @dataclass(frozen=True)
@@ -271,16 +333,27 @@ class WithHalf(Wrapping):
     ids=["proximal", "penalty", "second net", "penalty and proximal"],
 )
 @pytest.mark.parametrize("name", ["fjord", "fedrescue", "sheterofl"])
-def test_objectives_that_read_more_than_a_nested_net_are_alike(name, objective, perceptron, make_data, play):
+def test_objectives_that_read_more_than_a_nested_net_are_alike(
+    name, objective, perceptron, make_data, play
+):
     """The gradient of a penalty is not zero outside of the nested net whose loss it is added to.
 
     FedResCuE does not move weights there, but their gradients count where the norm of the gradient is bounded.
     """
     optimiser = fq.SGD(lr=0.1, momentum=0.9, clip=0.5)
-    method = with_local(METHODS[name](), batch_size=4, epochs=2, optimiser=optimiser, objective=objective)
+    method = with_local(
+        METHODS[name](), batch_size=4, epochs=2, optimiser=optimiser, objective=objective
+    )
     truth, others = both(play, method, perceptron, make_data(perceptron, RAGGED), shares=(1.0, 0.5))
-    plain = play(with_local(method, objective=None), perceptron, make_data(perceptron, RAGGED), shares=(1.0, 0.5))
-    assert not torch.equal(truth.server.weights["first.weight"], plain.server.weights["first.weight"])
+    plain = play(
+        with_local(method, objective=None),
+        perceptron,
+        make_data(perceptron, RAGGED),
+        shares=(1.0, 0.5),
+    )
+    assert not torch.equal(
+        truth.server.weights["first.weight"], plain.server.weights["first.weight"]
+    )
     for other in others:
         assert_same(truth, other)
 
@@ -289,14 +362,22 @@ def test_objectives_that_read_more_than_a_nested_net_are_alike(name, objective, 
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_a_window_that_comes_back_finds_what_the_client_kept_there(engine, residual, make_data, play):
+def test_a_window_that_comes_back_finds_what_the_client_kept_there(
+    engine, residual, make_data, play
+):
     """Positions outside of a round's window keep what was remembered of them (a window of half, moved by half)."""
     method = with_local(FedRolex(shift=4, weighting="data"), batch_size=4, norm="local")
     data = make_data(residual, (8,))
     family = residual
-    runs = [play(method, family, data, shares=(0.5,), engine=engine, rounds=rounds) for rounds in (1, 2)]
+    runs = [
+        play(method, family, data, shares=(0.5,), engine=engine, rounds=rounds) for rounds in (1, 2)
+    ]
     once, twice = (run.server.memory[0, ""] for run in runs)
-    eight = [axis for axis, size in family.layout.sizes.items() if size == 8 and axis in once.submodel.index]
+    eight = [
+        axis
+        for axis, size in family.layout.sizes.items()
+        if size == 8 and axis in once.submodel.index
+    ]
     assert eight
     for axis in eight:
         assert list(once.submodel.index[axis]) == [0, 1, 2, 3]
@@ -304,7 +385,9 @@ def test_a_window_that_comes_back_finds_what_the_client_kept_there(engine, resid
     again = family.cutter.narrow(twice.weights, twice.submodel.index, once.submodel.index)
     for name, before in once.weights.items():
         dims = family.layout.dims[name]
-        if all(dim in eight for dim in dims):  # axes of four channels were trained again in the second round
+        if all(
+            dim in eight for dim in dims
+        ):  # axes of four channels were trained again in the second round
             assert torch.equal(again[name], before)
 
 
@@ -347,17 +430,28 @@ def test_the_age_of_momentum_does_not_split_a_stack(residual, make_data):
 @pytest.mark.parametrize("method", [HeteroFL(), METHODS["fedbn"](), METHODS["splitmix"](base=0.25)])
 def test_runs_of_several_seeds_share_an_engine(method, engine, residual, make_data, play):
     """As good as an engine of their own: initial weights, batches, cohorts and lots are the seed's."""
-    data, fleet, how = make_data(residual, RAGGED), fq.Fleet.of(SHARES, 6, 3), fq.Evaluation(every=0)
+    data, fleet, how = (
+        make_data(residual, RAGGED),
+        fq.Fleet.of(SHARES, 6, 3),
+        fq.Evaluation(every=0),
+    )
     method = with_local(method, batch_size=4)
-    first = fq.prepare(method, residual, data, fleet, engine, precision="fp64", evaluation=how).train(2)
+    first = fq.prepare(
+        method, residual, data, fleet, engine, precision="fp64", evaluation=how
+    ).train(2)
     again = fq.prepare(method, residual, data, fleet, first.engine, seed=3, evaluation=how).train(2)
-    own = fq.prepare(method, residual, data, fleet, engine, seed=3, precision="fp64", evaluation=how).train(2)
+    own = fq.prepare(
+        method, residual, data, fleet, engine, seed=3, precision="fp64", evaluation=how
+    ).train(2)
     assert_same(own, again, atol=0.0)
 
 
 def test_clients_that_send_nothing_stack_whatever_their_classes(residual, make_data, play):
     """Those that hold the same classes are sent together; of nothing there is nothing to take."""
-    method, data = with_local(LocalOnly(), batch_size=4, masked="client"), make_data(residual, (8, 8, 8))
+    method, data = (
+        with_local(LocalOnly(), batch_size=4, masked="client"),
+        make_data(residual, (8, 8, 8)),
+    )
     targets = torch.arange(24) % 4
     targets[16:] = 3  # the last client's
     truth, others = both(play, method, residual, replace(data, targets=targets))
@@ -462,7 +556,9 @@ def test_modules_of_all_kinds_give_the_same_numbers(kind, norm, layout, make_dat
         fq.Evaluation(batch_size=3),
     )
     truth = play(method, family, data, SHARES, evaluation=how)
-    run = fq.prepare(method, family, data, fq.Fleet.of(SHARES, 6, 6), precision="fp64", evaluation=how)
+    run = fq.prepare(
+        method, family, data, fq.Fleet.of(SHARES, 6, 6), precision="fp64", evaluation=how
+    )
     run.engine.layout = layout
     assert_same(truth, run.train(2))
 
@@ -494,7 +590,10 @@ class Rows(nn.Module):
 
 def test_one_test_sample_is_enough_for_stored_statistics(make_data, play):
     family = fq.trace(Rows, torch.zeros(2, 4))
-    method, data = with_local(HeteroFL(), batch_size=4), make_data(family, (6, 6, 6, 6), tests=5)  # parts of 2, 1, 1, 1
+    method, data = (
+        with_local(HeteroFL(), batch_size=4),
+        make_data(family, (6, 6, 6, 6), tests=5),
+    )  # parts of 2, 1, 1, 1
     truth, others = both(play, method, family, data, evaluation=fq.Evaluation(local=True))
     for other in others:
         assert_same(truth, other)
@@ -503,7 +602,9 @@ def test_one_test_sample_is_enough_for_stored_statistics(make_data, play):
 @pytest.mark.parametrize("engine", LOCAL)
 def test_one_sample_is_too_few_for_a_norm_that_trains_on_it(engine, make_data, play):
     family = fq.trace(Rows, torch.zeros(2, 4))
-    with pytest.raises(fq.errors.TrainingError, match=r"more than one value a channel.*min_size=2.*GroupNorm"):
+    with pytest.raises(
+        fq.errors.TrainingError, match=r"more than one value a channel.*min_size=2.*GroupNorm"
+    ):
         play(with_local(HeteroFL(), batch_size=1), family, make_data(family, (4, 4)), engine=engine)
 
 
@@ -521,12 +622,18 @@ class Recurrent(nn.Module):
         return self.out(self.cell(x)[0][:, -1])
 
 
-@pytest.mark.parametrize("method", [HeteroFL(), LocalOnly()], ids=lambda method: type(method).__name__)
-@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["one layer", "dropout"])
+@pytest.mark.parametrize(
+    "method", [HeteroFL(), LocalOnly()], ids=lambda method: type(method).__name__
+)
+@pytest.mark.parametrize(
+    "options", [{}, {"num_layers": 2, "dropout": 0.5}], ids=["one layer", "dropout"]
+)
 @pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU, nn.RNN])
 def test_recurrent_nets_give_the_same_numbers(kind, options, method, play, make_data):
     family = fq.trace(lambda: Recurrent(kind, **options), torch.zeros(2, 5, 3))
-    truth, others = both(play, with_local(method, batch_size=4), family, make_data(family, RAGGED), shares=SHARES)
+    truth, others = both(
+        play, with_local(method, batch_size=4), family, make_data(family, RAGGED), shares=SHARES
+    )
     for other in others:
         assert_same(truth, other)
         assert other.accuracy == truth.accuracy
@@ -546,7 +653,9 @@ class Bag(nn.Module):
 def test_what_torch_stacks_client_by_client_is_stacked_without_a_word(play, make_data, caplog):
     """Warnings are errors here, and what fails in a stack would be set apart."""
     family = fq.trace(Bag, torch.zeros(2, 5, dtype=torch.int64), class_dim=-1)
-    truth, others = both(play, with_local(HeteroFL(), batch_size=4), family, make_data(family, RAGGED), shares=SHARES)
+    truth, others = both(
+        play, with_local(HeteroFL(), batch_size=4), family, make_data(family, RAGGED), shares=SHARES
+    )
     for other in others:
         assert_same(truth, other)
         assert not other.engine.single
@@ -564,13 +673,20 @@ def test_nets_that_cannot_be_stacked_are_trained_one_after_another(
     data, method = make_data(residual, RAGGED), with_local(HeteroFL(), batch_size=4)
     truth = play(method, residual, data, shares=SHARES)
     fleet = fq.Fleet.of(SHARES, data.num_clients, data.num_clients)
-    run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0))
+    run = fq.prepare(
+        method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
+    )
     run.engine.layout = layout
     assert_same(truth, run.train(2))
     assert run.records[-1].bytes_down == truth.records[-1].bytes_down
-    assert "are trained one after another: Batching rule not implemented for aten::something" in caplog.text
+    assert (
+        "are trained one after another: Batching rule not implemented for aten::something"
+        in caplog.text
+    )
     other = make_data(residual, RAGGED[::-1])  # who trains them has the data the engine has now
-    again = fq.prepare(method, residual, other, fleet, run.engine, evaluation=fq.Evaluation(every=0)).train(2)
+    again = fq.prepare(
+        method, residual, other, fleet, run.engine, evaluation=fq.Evaluation(every=0)
+    ).train(2)
     assert_same(play(method, residual, other, shares=SHARES), again)
 
 

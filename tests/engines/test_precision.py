@@ -27,7 +27,8 @@ def distance(one: fq.Run, other: fq.Run) -> float:
     """How far two runs' weights lie apart, of how far they lie from where they began."""
     first = METHOD.init(one.world).weights
     apart = sum(
-        float((w.double() - other.server.weights[n].double()).norm() ** 2) for n, w in one.server.weights.items()
+        float((w.double() - other.server.weights[n].double()).norm() ** 2)
+        for n, w in one.server.weights.items()
     )
     moved = sum(float((w.cpu() - first[n]).norm() ** 2) for n, w in one.server.weights.items())
     return (apart / moved) ** 0.5
@@ -54,16 +55,23 @@ def test_the_mean_is_taken_in_full(residual, make_data):
     still = with_local(FedRolex(), optimiser=fq.SGD(lr=1e-30, momentum=0.0))
     data, fleet = make_data(residual, (8, 8)), fq.Fleet.of((1.0,), 2, 2)
     run = fq.run(still, residual, data, fleet, "vectorised", 1, precision="bf16")
-    torch.testing.assert_close(dict(run.server.weights), dict(still.init(run.world).weights), rtol=0, atol=1e-7)
+    torch.testing.assert_close(
+        dict(run.server.weights), dict(still.init(run.world).weights), rtol=0, atol=1e-7
+    )
 
 
 def test_tf32_is_refused_on_a_cpu(trained):
-    with pytest.raises(ConfigError, match=r"'tf32' was asked for on cpu; only NVIDIA GPUs have it\. 'fp32', 'bf16' or"):
+    with pytest.raises(
+        ConfigError,
+        match=r"'tf32' was asked for on cpu; only NVIDIA GPUs have it\. 'fp32', 'bf16' or",
+    ):
         trained("tf32")
 
 
 def test_a_precision_nobody_knows_is_refused(trained):
-    with pytest.raises(ConfigError, match=r"no precision named 'fp16'.* Known: fp32, tf32, bf16, fp64"):
+    with pytest.raises(
+        ConfigError, match=r"no precision named 'fp16'.* Known: fp32, tf32, bf16, fp64"
+    ):
         trained("fp16")
 
 
@@ -89,11 +97,14 @@ def test_torch_is_left_as_it_was(precision):
 
 @pytest.mark.gpu
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs CUDA")
-@pytest.mark.parametrize(("precision", "least", "most"), [("fp32", 0, 1e-3), ("tf32", 1e-6, 0.05), ("bf16", 1e-4, 0.1)])
+@pytest.mark.parametrize(
+    ("precision", "least", "most"), [("fp32", 0, 1e-3), ("tf32", 1e-6, 0.05), ("bf16", 1e-4, 0.1)]
+)
 def test_products_on_a_gpu_are_as_fine_as_asked(precision, least, most, residual, make_data):
     data, fleet = make_data(residual, (8, 4, 8, 4)), fq.Fleet.of((1.0, 0.5), 4, 4)
     truth, other = (
-        fq.run(METHOD, residual, data, fleet, rounds=1, device="cuda", precision=one) for one in ("fp64", precision)
+        fq.run(METHOD, residual, data, fleet, rounds=1, device="cuda", precision=one)
+        for one in ("fp64", precision)
     )
     assert {weight.dtype for weight in other.server.weights.values()} == {torch.float32}
     assert least <= distance(truth, other) < most

@@ -38,21 +38,27 @@ LINKS = {
     "both": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, feedback=True, down=True), fq.Clock()),
 }
 SLOW = [
-    pytest.param(name, link, marks=() if link == "perfect" or name in ("a", "c") else pytest.mark.slow)
+    pytest.param(
+        name, link, marks=() if link == "perfect" or name in ("a", "c") else pytest.mark.slow
+    )
     for name in METHODS
     for link in LINKS
 ]
 ENGINES = {
     "vectorised": lambda data: "vectorised",
     **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorised(data, precision="fp64", record=True, layout=layout)
+        f"recorded-{layout}": lambda data, layout=layout: Vectorised(
+            data, precision="fp64", record=True, layout=layout
+        )
         for layout in ("alone", "laid", "stack")
     },
     "ray": lambda data: "ray",
 }
 
 
-def played(name: str, family: fq.Family, engine, make_data, play, link: Link = LINKS["perfect"]) -> fq.Run:
+def played(
+    name: str, family: fq.Family, engine, make_data, play, link: Link = LINKS["perfect"]
+) -> fq.Run:
     """Return two rounds of all settings with limits that change from round to round."""
     data = make_data(family, RAGGED, labels=2, public=NUM_PUBLIC)
     chosen = engine(data) if callable(engine) else engine
@@ -63,22 +69,34 @@ def played(name: str, family: fq.Family, engine, make_data, play, link: Link = L
 @pytest.mark.parametrize(("name", "link"), SLOW)
 def test_two_rounds_are_the_same_on_sequential_and_vectorised(name, link, make_data, play):
     runs = [
-        played(name, plain_pairs(), engine, make_data, play, LINKS[link]) for engine in ("sequential", "vectorised")
+        played(name, plain_pairs(), engine, make_data, play, LINKS[link])
+        for engine in ("sequential", "vectorised")
     ]
     assert_same(*runs)
-    assert [record.bytes_first for record in runs[0].records] == [record.bytes_first for record in runs[1].records]
+    assert [record.bytes_first for record in runs[0].records] == [
+        record.bytes_first for record in runs[1].records
+    ]
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=() if name == "vectorised" else pytest.mark.slow) for name in ENGINES]
+    "engine",
+    [
+        pytest.param(name, marks=() if name == "vectorised" else pytest.mark.slow)
+        for name in ENGINES
+    ],
 )
 @pytest.mark.parametrize(
-    "name", ["a", *(pytest.param(name, marks=pytest.mark.slow) for name in ("b", "c", "in turn", "released"))]
+    "name",
+    [
+        "a",
+        *(pytest.param(name, marks=pytest.mark.slow) for name in ("b", "c", "in turn", "released")),
+    ],
 )
 def test_nets_with_norms_are_the_same_on_every_engine(name, engine, make_data, play):
     family = normed_pairs()
     assert_same(
-        played(name, family, "sequential", make_data, play), played(name, family, ENGINES[engine], make_data, play)
+        played(name, family, "sequential", make_data, play),
+        played(name, family, ENGINES[engine], make_data, play),
     )
 
 
@@ -89,7 +107,12 @@ def test_norm_policies_give_the_same_numbers_on_every_engine(norm, name, make_da
     family, method = normed_pairs(), METHODS[name].with_local(norm=norm)
     data = make_data(family, RAGGED, labels=2, public=NUM_PUBLIC)
     fleet = fq.Fleet.of(limits(family), 6, 5, dynamic=True)
-    assert_same(*(play(method, family, data, fleet=fleet, engine=engine) for engine in ("sequential", "vectorised")))
+    assert_same(
+        *(
+            play(method, family, data, fleet=fleet, engine=engine)
+            for engine in ("sequential", "vectorised")
+        )
+    )
 
 
 # --- every payload -------------------------------------------------------------------------------------------------
@@ -122,7 +145,9 @@ def listing(monkeypatch: pytest.MonkeyPatch) -> Iterator[Listed]:
     def returned(self, sent: Payload, trip: Trip, *rest) -> Arrival:
         assert not sent.slots
         assert not sent.extras
-        found.up.append((trip.job.round, trip.job.client.id, frozenset((*sent.weights, *sent.first))))
+        found.up.append(
+            (trip.job.round, trip.job.client.id, frozenset((*sent.weights, *sent.first)))
+        )
         return up(self, sent, trip, *rest)
 
     with monkeypatch.context() as patch:
@@ -148,13 +173,17 @@ def test_no_payload_has_a_private_weight(name, link, engine, make_data, play, mo
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize("link", ["perfect", "both"])
-def test_private_weights_are_only_in_the_first_download_of_each_client(link, engine, make_data, play, monkeypatch):
+def test_private_weights_are_only_in_the_first_download_of_each_client(
+    link, engine, make_data, play, monkeypatch
+):
     """Setting (c), with limits that stay the same. Over a link that loses and codes, the first download is whole."""
     family = trained_pairs()
     data = make_data(family, RAGGED)
     fleet = fq.Fleet.of(limits(family), 6, 4)
     with listing(monkeypatch) as found:
-        run = play(METHODS["c"], family, data, fleet=fleet, engine=engine, rounds=4, link=LINKS[link])
+        run = play(
+            METHODS["c"], family, data, fleet=fleet, engine=engine, rounds=4, link=LINKS[link]
+        )
     knowledge = frozenset(run.server.weights)
     assert {names for _, _, names in found.up} == {knowledge}
     seen: set[int] = set()
@@ -171,6 +200,11 @@ def test_private_weights_are_only_in_the_first_download_of_each_client(link, eng
 @pytest.mark.parametrize("link", LINKS)
 def test_ray_gives_the_numbers_of_the_other_engines(name, link, make_data, play):
     """Bytes are those of `sequential`, whose payloads have been listed."""
-    runs = [played(name, plain_pairs(), engine, make_data, play, LINKS[link]) for engine in ("sequential", "ray")]
+    runs = [
+        played(name, plain_pairs(), engine, make_data, play, LINKS[link])
+        for engine in ("sequential", "ray")
+    ]
     assert_same(*runs)
-    assert [record.bytes_first for record in runs[0].records] == [record.bytes_first for record in runs[1].records]
+    assert [record.bytes_first for record in runs[0].records] == [
+        record.bytes_first for record in runs[1].records
+    ]

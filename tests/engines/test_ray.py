@@ -58,10 +58,14 @@ def start(crew, make_data):
         data = make_data(family, RAGGED, labels=2)
         devices = fq.Fleet.of(SHARES, 6, **{"sample": 6, **fleet})
         how = fq.Evaluation(local=True, batch_size=10)
-        method = with_local(method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)).settled(2)
+        method = with_local(
+            method, batch_size=4, optimiser=fq.SGD(lr=0.1, momentum=0.9, decay=1e-3)
+        ).settled(2)
         if engine == "ray":
             engine = Ray(data, precision=precision, cluster=cluster)
-        return fq.prepare(method, family, data, devices, engine, precision=precision, evaluation=how, link=link)
+        return fq.prepare(
+            method, family, data, devices, engine, precision=precision, evaluation=how, link=link
+        )
 
     return start
 
@@ -75,7 +79,16 @@ def test_an_engine_goes_on_with_other_data_and_another_seed(residual, start, mak
     run = start(HeteroFL(), residual).train(1)
     other, fleet = make_data(residual, RAGGED[::-1], labels=2), run.fleet
     runs = [
-        fq.prepare(run.method, residual, other, fleet, engine, 3, precision="fp64", evaluation=run.evaluation).train(2)
+        fq.prepare(
+            run.method,
+            residual,
+            other,
+            fleet,
+            engine,
+            3,
+            precision="fp64",
+            evaluation=run.evaluation,
+        ).train(2)
         for engine in (run.engine, "sequential")
     ]
     assert_same(*runs)
@@ -84,7 +97,8 @@ def test_an_engine_goes_on_with_other_data_and_another_seed(residual, start, mak
 @pytest.mark.parametrize("name", CUTTING)
 def test_every_method_gives_the_numbers_of_the_sequential_engine(name, residual, start):
     truth, other = (
-        start(METHODS[name](), residual, engine, sample=5, dynamic=True).train(2) for engine in ("sequential", "ray")
+        start(METHODS[name](), residual, engine, sample=5, dynamic=True).train(2)
+        for engine in ("sequential", "ray")
     )
     assert_same(truth, other)
 
@@ -111,18 +125,25 @@ def test_progfed_over_each_method_gives_the_numbers_of_the_sequential_engine(nam
     assert_same(truth, other)
 
 
-@pytest.mark.parametrize("link", [fq.Link.preset("lossy-mild"), FOUR_BITS], ids=["lossy-mild", "four bits"])
+@pytest.mark.parametrize(
+    "link", [fq.Link.preset("lossy-mild"), FOUR_BITS], ids=["lossy-mild", "four bits"]
+)
 @pytest.mark.parametrize("name", ["fedavg", "fedrolex"])
 def test_progfed_over_a_link_gives_the_numbers_of_the_sequential_engine(name, link, start):
     truth, other = (
-        start(grown(name).settled(6), growing(), engine, link=link).train(6) for engine in ("sequential", "ray")
+        start(grown(name).settled(6), growing(), engine, link=link).train(6)
+        for engine in ("sequential", "ray")
     )
     assert_same(truth, other)
 
 
 @pytest.mark.parametrize("norm", ["post-own", "local-all"])
-@pytest.mark.parametrize("method", [FedRolex(shift=2), SplitMix(base=0.25)], ids=lambda method: type(method).__name__)
-def test_norms_of_each_client_give_the_numbers_of_the_sequential_engine(method, norm, residual, start):
+@pytest.mark.parametrize(
+    "method", [FedRolex(shift=2), SplitMix(base=0.25)], ids=lambda method: type(method).__name__
+)
+def test_norms_of_each_client_give_the_numbers_of_the_sequential_engine(
+    method, norm, residual, start
+):
     method = with_local(method, norm=norm)
     truth, other = (
         start(method, residual, engine, link=LINKS["lossy"], sample=5, dynamic=True).train(3)
@@ -132,13 +153,24 @@ def test_norms_of_each_client_give_the_numbers_of_the_sequential_engine(method, 
 
 
 @pytest.mark.parametrize("on", ["test", "validation"])
-def test_base_nets_sorted_by_validation_give_the_numbers_of_the_sequential_engine(on, residual, crew, make_data):
+def test_base_nets_sorted_by_validation_give_the_numbers_of_the_sequential_engine(
+    on, residual, crew, make_data
+):
     data = make_data(residual, RAGGED, labels=2).with_validation(0.3)
     method = with_local(SplitMix(base=0.25, sort=True), batch_size=4, norm="post")
     how = fq.Evaluation(batch_size=10, on=on)
     engines = ("sequential", Ray(data, precision="fp64", cluster=TWO))
     truth, other = (
-        fq.run(method, residual, data, fq.Fleet.of(SHARES, 6), engine, 2, precision="fp64", evaluation=how)
+        fq.run(
+            method,
+            residual,
+            data,
+            fq.Fleet.of(SHARES, 6),
+            engine,
+            2,
+            precision="fp64",
+            evaluation=how,
+        )
         for engine in engines
     )
     assert_same(truth, other)
@@ -147,7 +179,9 @@ def test_base_nets_sorted_by_validation_give_the_numbers_of_the_sequential_engin
 def test_steps_of_all_rounds_weight_clients_on_workers_too(residual, start):
     """Three rounds: what a client counted in earlier ones travels to its worker, and back."""
     method = FedRolex(weighting="updates")
-    truth, other = (start(method, residual, engine, sample=4).train(3) for engine in ("sequential", "ray"))
+    truth, other = (
+        start(method, residual, engine, sample=4).train(3) for engine in ("sequential", "ray")
+    )
     assert_same(truth, other)
     assert len({memory.steps for memory in truth.server.memory.values()}) > 1
 
@@ -168,7 +202,10 @@ class Keeping(HeteroFL):
 
 @pytest.mark.parametrize("precision", ["fp64", "fp32", "bf16"])
 def test_one_worker_gives_the_bits_of_two(precision, residual, start):
-    one, two = (start(FedRolex(), residual, cluster=Cluster(workers=n), precision=precision).train(2) for n in (1, 2))
+    one, two = (
+        start(FedRolex(), residual, cluster=Cluster(workers=n), precision=precision).train(2)
+        for n in (1, 2)
+    )
     assert_identical(one, two)
 
 
@@ -177,7 +214,9 @@ class Watching(FedAvg):
     """Says in what its clients are trained, by refusing to."""
 
     def learner(self, job: Job, world: World) -> Learner:
-        return replace(super().learner(job, world), phases=(Phase(Refusing(self.local.build_objective())),))
+        return replace(
+            super().learner(job, world), phases=(Phase(Refusing(self.local.build_objective())),)
+        )
 
 
 @dataclass(frozen=True)
@@ -186,10 +225,14 @@ class Refusing(Wrapping):
         if len(view.targets) == 2:  # the trial before a run, which is not in a worker
             return self.objective(view)
         weights = next(iter(view.weights.values()))
-        raise ConfigError(f"autocast is {torch.is_autocast_enabled('cpu')}, weights are {weights.dtype}")
+        raise ConfigError(
+            f"autocast is {torch.is_autocast_enabled('cpu')}, weights are {weights.dtype}"
+        )
 
 
-@pytest.mark.parametrize(("precision", "found"), [("bf16", "True, .*32"), ("fp32", "False, .*32"), ("fp64", "F.*64")])
+@pytest.mark.parametrize(
+    ("precision", "found"), [("bf16", "True, .*32"), ("fp32", "False, .*32"), ("fp64", "F.*64")]
+)
 def test_workers_train_in_the_precision_asked_for(precision, found, residual, start):
     with pytest.raises(ConfigError, match=f"autocast is {found}"):
         start(Watching(), residual, precision=precision).train(1)
@@ -225,7 +268,11 @@ class Deadly(HeteroFL):
     driver: int = 0
 
     def learner(self, job: Job, world: World) -> Learner:
-        if job.client.id == 3 and os.getpid() != self.driver and not (self.trace and Path(self.trace).exists()):
+        if (
+            job.client.id == 3
+            and os.getpid() != self.driver
+            and not (self.trace and Path(self.trace).exists())
+        ):
             if self.trace:
                 Path(self.trace).touch()
             os.kill(os.getpid(), signal.SIGKILL)
@@ -244,7 +291,9 @@ def test_a_worker_killed_in_a_round_changes_nothing(residual, start, tmp_path, c
 def test_a_client_that_kills_every_worker_is_named_and_nothing_is_lost(residual, start):
     run = start(Deadly(driver=os.getpid()), residual)
     before = dict(run.server.weights)
-    with pytest.raises(TrainingError, match=r"trained clients 3 in round 1 died, and so did 2 others"):
+    with pytest.raises(
+        TrainingError, match=r"trained clients 3 in round 1 died, and so did 2 others"
+    ):
         run.train(1)
     assert run.server.round == 0
     assert all(torch.equal(weight, before[name]) for name, weight in run.server.weights.items())
@@ -286,7 +335,8 @@ def test_what_diverges_in_a_worker_is_told_as_on_one_machine(residual, start):
 def test_a_failing_method_names_the_clients_and_the_round(residual, start):
     run = start(Failing(), residual)
     with pytest.raises(
-        TrainingError, match=r"trained clients 4 in round 1 failed: ValueError: on purpose \(in process"
+        TrainingError,
+        match=r"trained clients 4 in round 1 failed: ValueError: on purpose \(in process",
     ):
         run.train(1)
     run.federation = start(FedAvg(), residual).federation  # the crew is as good as before
@@ -312,9 +362,13 @@ class Unjoined(FedAvg):
         return self.kind(world.family.cutter) if self.kind is Silent else self.kind()
 
 
-@pytest.mark.parametrize(("kind", "why"), [(Silent, "every update is needed at once"), (Alone, "it has no join")])
+@pytest.mark.parametrize(
+    ("kind", "why"), [(Silent, "every update is needed at once"), (Alone, "it has no join")]
+)
 def test_a_fold_that_cannot_be_joined_is_refused_before_the_round(kind, why, residual, start):
-    with pytest.raises(ConfigError, match=rf"Unjoined .* fold {kind.__name__} cannot .*{why}.*'vectorised'"):
+    with pytest.raises(
+        ConfigError, match=rf"Unjoined .* fold {kind.__name__} cannot .*{why}.*'vectorised'"
+    ):
         start(Unjoined(kind=kind), residual).train(1)
 
 
@@ -362,7 +416,9 @@ def test_without_ray_the_engine_says_what_to_install(residual, make_data, monkey
 
 
 def test_nobody_at_the_address_is_told_at_once():
-    with pytest.raises(ConfigError, match=r"no Ray cluster could be reached at '127\.0\.0\.1:1': ConnectionRefused"):
+    with pytest.raises(
+        ConfigError, match=r"no Ray cluster could be reached at '127\.0\.0\.1:1': ConnectionRefused"
+    ):
         _knock("127.0.0.1:1")
     _knock("auto")
 
@@ -389,7 +445,9 @@ def test_a_cluster_that_is_there_is_used_and_left_running(tmp_path):
         gc.collect()
         assert ray.is_initialized()
     """
-    subprocess.run([sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=tmp_path, timeout=120)
+    subprocess.run(
+        [sys.executable, "-c", textwrap.dedent(code)], check=True, cwd=tmp_path, timeout=120
+    )
 
 
 # --- a cluster of somebody else's -------------------------------------------------------------------------------
@@ -404,7 +462,18 @@ class Head:
 
     def fedquilt(self, *words: str, **environment: str) -> subprocess.CompletedProcess[str]:
         """A command in a process of its own, which has a connection of its own."""
-        quick = ["--rounds", "2", "--clients", "4", "--cohort", "3", "--epochs", "1", "--precision", "fp64"]
+        quick = [
+            "--rounds",
+            "2",
+            "--clients",
+            "4",
+            "--cohort",
+            "3",
+            "--epochs",
+            "1",
+            "--precision",
+            "fp64",
+        ]
         return subprocess.run(
             [sys.executable, "-m", "fedquilt", "run", *quick, *words],
             env={**self.environment, **environment},
@@ -419,7 +488,10 @@ class Head:
 def head() -> Iterator[Head]:
     """`ray start --head` with a token, as a user gives it; in a short folder, since names of sockets have a limit."""
     pytest.importorskip("ray")
-    with socket.socket() as free, tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder:
+    with (
+        socket.socket() as free,
+        tempfile.TemporaryDirectory(prefix="ray", ignore_cleanup_errors=True) as folder,
+    ):
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
         free.close()
@@ -431,7 +503,13 @@ def head() -> Iterator[Head]:
             "--include-dashboard": "false", "--min-worker-port": 0, "--max-worker-port": 0,
         }  # fmt: skip
         node = subprocess.Popen(
-            [Path(sys.executable).with_name("ray"), "start", "--head", "--block", *map(str, sum(words.items(), ()))],
+            [
+                Path(sys.executable).with_name("ray"),
+                "start",
+                "--head",
+                "--block",
+                *map(str, sum(words.items(), ())),
+            ],
             env=environment,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -461,7 +539,12 @@ def _await_listener(port: int) -> None:
 
 def test_a_cluster_by_its_address_gives_the_weights_of_the_sequential_engine(head, tmp_path):
     there = head.fedquilt(
-        "--engine", "ray", "--set", f"engine.address={head.address}", "--out", str(tmp_path / "there")
+        "--engine",
+        "ray",
+        "--set",
+        f"engine.address={head.address}",
+        "--out",
+        str(tmp_path / "there"),
     )
     here = head.fedquilt("--engine", "sequential", "--out", str(tmp_path / "here"))
     assert (there.returncode, here.returncode) == (0, 0), there.stderr + here.stderr
@@ -470,15 +553,21 @@ def test_a_cluster_by_its_address_gives_the_weights_of_the_sequential_engine(hea
 
 
 def test_ray_address_names_a_cluster_too(head, tmp_path):
-    found = head.fedquilt("--engine", "ray", "--out", str(tmp_path / "run"), RAY_ADDRESS=head.address)
+    found = head.fedquilt(
+        "--engine", "ray", "--out", str(tmp_path / "run"), RAY_ADDRESS=head.address
+    )
     assert found.returncode == 0, found.stderr
     assert fq.load(tmp_path / "run").round == 2
 
 
 @pytest.mark.parametrize("token", ["", "ab" * 32])
 def test_without_its_token_a_cluster_is_not_reached_and_the_error_says_so(head, token):
-    found = head.fedquilt("--engine", "ray", "--set", f"engine.address={head.address}", RAY_AUTH_TOKEN=token)
+    found = head.fedquilt(
+        "--engine", "ray", "--set", f"engine.address={head.address}", RAY_AUTH_TOKEN=token
+    )
     assert found.returncode == 2
     *_, last = found.stderr.strip().splitlines()
     assert last.startswith(f"ConfigError: no Ray cluster could be reached at '{head.address}'")
-    assert last.endswith("If it asks for a token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have it.")
+    assert last.endswith(
+        "If it asks for a token, RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH must have it."
+    )

@@ -45,10 +45,21 @@ def dealt(dims: int = 2, **changes: Tensor) -> fq.FederatedData:
     return pool.dealt([range(4), range(4, 9)], [range(2), range(2, 5)])
 
 
-def play(method: fq.Method, engine: object, dims: int = 2, task: object = "segmentation", **options: object) -> fq.Run:
+def play(
+    method: fq.Method,
+    engine: object,
+    dims: int = 2,
+    task: object = "segmentation",
+    **options: object,
+) -> fq.Run:
     quick = with_local(method, batch_size=3, optimiser=replace(method.local.optimiser, lr=0.01))
     fleet = fq.Fleet.of((1.0, 0.5), 2)
-    options = {"rounds": 2, "precision": "fp64", "evaluation": fq.Evaluation(batch_size=2), **options}
+    options = {
+        "rounds": 2,
+        "precision": "fp64",
+        "evaluation": fq.Evaluation(batch_size=2),
+        **options,
+    }
     return fq.run(quick, family(dims), dealt(dims), fleet, engine, task=task, **options)
 
 
@@ -69,7 +80,12 @@ def test_every_method_gives_the_same_on_both_engines(method):
 @pytest.mark.parametrize("loss", ["cross-entropy", "dice", "both"])
 def test_losses_and_augmentation_give_the_same_on_both_engines(dims, loss):
     axes = tuple(range(dims))
-    changes = {"crop": 1, "flip": True, "flip_axes": axes, "intensity": fq.Intensity(0.1, 0.2, 0.05)}
+    changes = {
+        "crop": 1,
+        "flip": True,
+        "flip_axes": axes,
+        "intensity": fq.Intensity(0.1, 0.2, 0.05),
+    }
     method = with_local(HeteroFL(), **changes)
     runs = [play(method, engine, dims, Segmentation(loss=loss)) for engine in LOCAL]
     assert_same(*runs)
@@ -86,7 +102,9 @@ def test_recorded_steps_have_the_loss_of_segmentation(layout):
 def test_samples_with_weights_of_their_own_give_the_same_on_both_engines():
     """OAT draws a weight for each sample, which multiplies its loss."""
     attack = fq.PGD(eps=0.1, size=0.05, steps=1, low=-10, high=10)
-    method = with_local(FedAvg(), adversarial=fq.AdversarialTraining((0.0, 0.5, 1.0), attack), batch_size=3)
+    method = with_local(
+        FedAvg(), adversarial=fq.AdversarialTraining((0.0, 0.5, 1.0), attack), batch_size=3
+    )
     net = fq.conditioned(unet2d(CLASSES, width=4, depth=1, norm="batch"))
     traced, fleet = fq.trace(net, torch.zeros(2, 1, 4, 4)), fq.Fleet.of((1.0,), 2)
     options = {"rounds": 1, "precision": "fp64", "task": Segmentation()}
@@ -99,8 +117,13 @@ def test_figures_are_those_of_the_deployed_module(engine):
     outputs = run.deploy(fq.Budget(share=1.0))(run.data.test_inputs).detach()
     task = run.world.task
     expected = task.values(task.sums(outputs, run.data.test_targets))
-    assert {name: run.metrics[name]["1.0"] for name in expected} == pytest.approx(expected, abs=1e-12)
-    own = [task.values(task.sums(outputs[rows], run.data.test_targets[rows]))["dice"] for rows in run.data.test_parts]
+    assert {name: run.metrics[name]["1.0"] for name in expected} == pytest.approx(
+        expected, abs=1e-12
+    )
+    own = [
+        task.values(task.sums(outputs[rows], run.data.test_targets[rows]))["dice"]
+        for rows in run.data.test_parts
+    ]
     assert run.metrics["local_dice"]["1.0"] == pytest.approx(sum(own) / 2, abs=1e-12)
     best = max(record.grades.figures["1.0"] for record in run.records)
     assert run.reached(best) is not None
@@ -135,7 +158,9 @@ def test_a_flipped_sample_has_a_flipped_mask(engine, dims):
 # --- bad input ----------------------------------------------------------------------------------------------------
 
 
-def prepared(data: fq.FederatedData, method: fq.Method = FedAvg(), task: object = "segmentation") -> fq.Run:
+def prepared(
+    data: fq.FederatedData, method: fq.Method = FedAvg(), task: object = "segmentation"
+) -> fq.Run:
     return fq.prepare(method, family(2), data, fq.Fleet.of((1.0,), 2), precision="fp64", task=task)
 
 
@@ -147,8 +172,14 @@ EMPTY_TESTS = torch.cat([MASKS[:9], 0 * MASKS[9:]])
     ("masks", "message"),
     [
         (MASKS.double(), r"targets are torch\.float64; classes are whole numbers from 0 on"),
-        (MASKS[:, :2], r"targets have shape \(2, 4\) a sample; .* targets of shape \(4, 4\) would fit"),
-        (MASKS + 1, r"data has 4 classes; the model's output has 3\. A model with 4 outputs would fit"),
+        (
+            MASKS[:, :2],
+            r"targets have shape \(2, 4\) a sample; .* targets of shape \(4, 4\) would fit",
+        ),
+        (
+            MASKS + 1,
+            r"data has 4 classes; the model's output has 3\. A model with 4 outputs would fit",
+        ),
         (0 * MASKS, "on data; its 9 masks have no foreground"),
         (EMPTY_TESTS, "on the test set of data; its 5 masks have no foreground"),
     ],
@@ -170,7 +201,9 @@ def test_a_label_above_all_classes_may_be_ignored():
     masks = MASKS.clone()
     masks[:, 0] = 255
     task = Segmentation(ignore=255)
-    run = fq.run(HeteroFL(), family(2), dealt(masks=masks), fq.Fleet.of((1.0,), 2), rounds=1, task=task)
+    run = fq.run(
+        HeteroFL(), family(2), dealt(masks=masks), fq.Fleet.of((1.0,), 2), rounds=1, task=task
+    )
     assert math.isfinite(run.metrics["dice"]["1.0"])
     with pytest.raises(DataError, match=r"data has 256 classes; .* task.ignore = 255 would fit"):
         prepared(dealt(masks=masks))
@@ -183,9 +216,13 @@ def test_masks_without_a_task_are_classified_with_a_hint(caplog):
     assert "The task segmentation trains by cross-entropy and Dice" in caplog.text
 
 
-@pytest.mark.parametrize(("dims", "size", "fitting"), [(2, (10, 8), "12×8"), (3, (8, 6, 5), "8×8×8")])
+@pytest.mark.parametrize(
+    ("dims", "size", "fitting"), [(2, (10, 8), "12×8"), (3, (8, 6, 5), "8×8×8")]
+)
 def test_sides_that_cannot_be_halved_are_refused(dims, size, fitting):
     asked = "×".join(map(str, size))
     message = f"a U-Net of depth 2 was asked for on inputs of size {asked}; every side must divide by 4. .*{fitting}"
     with pytest.raises(DataError, match=message):
-        fq.trace(lambda: UNETS[dims](in_channels=1, width=4, depth=2, groups=2), torch.zeros(2, 1, *size))
+        fq.trace(
+            lambda: UNETS[dims](in_channels=1, width=4, depth=2, groups=2), torch.zeros(2, 1, *size)
+        )

@@ -28,7 +28,9 @@ def perceptron(outputs: int) -> nn.Module:
 
 @cache
 def family(outputs: int) -> fq.Family:
-    return fq.trace(lambda: perceptron(outputs), torch.randn(2, 4, generator=torch.Generator().manual_seed(1)))
+    return fq.trace(
+        lambda: perceptron(outputs), torch.randn(2, 4, generator=torch.Generator().manual_seed(1))
+    )
 
 
 def dealt(targets: Tensor, tests: int = 9) -> fq.FederatedData:
@@ -37,7 +39,9 @@ def dealt(targets: Tensor, tests: int = 9) -> fq.FederatedData:
     x = torch.randn(count + tests, 4, generator=generator, dtype=torch.float64)
     parts = torch.arange(count).split(SIZES)
     test_parts = torch.arange(tests).split(tests // 3)
-    pool = fq.data.Pool.of((x[:count], targets[:count]), (x[count:], targets[count:]), public=x[count:])
+    pool = fq.data.Pool.of(
+        (x[:count], targets[:count]), (x[count:], targets[count:]), public=x[count:]
+    )
     return pool.dealt(parts, test_parts)
 
 
@@ -50,7 +54,11 @@ TASKS = {
     "regression": (Regression(), dealt(numbers(1)), 1),
     "two columns": (Regression("huber"), dealt(numbers(2)), 2),
     "labels": (MultiLabel(max_samples=5), dealt(numbers(3) > 0), 3),
-    "weighted": (Classification(class_weights=(1.0, 2.0, 0.5), label_smoothing=0.1), dealt(numbers(1).gt(0).long()), 3),
+    "weighted": (
+        Classification(class_weights=(1.0, 2.0, 0.5), label_smoothing=0.1),
+        dealt(numbers(1).gt(0).long()),
+        3,
+    ),
 }
 METHOD = {"splitmix": SplitMix(base=0.5, sort=True)}
 NEEDS_CLASSES = ("dsfl", "fedet")  # They exchange probabilities of classes.
@@ -60,7 +68,17 @@ def play(name: str, method: fq.Method, engine: str, **options: object) -> fq.Run
     task, data, outputs = TASKS[name]
     quick = with_local(method, batch_size=3, optimiser=replace(method.local.optimiser, lr=0.01))
     fleet = fq.Fleet.of(SHARES, 3)
-    return fq.run(quick, family(outputs), data, fleet, engine, rounds=2, precision="fp64", task=task, **options)
+    return fq.run(
+        quick,
+        family(outputs),
+        data,
+        fleet,
+        engine,
+        rounds=2,
+        precision="fp64",
+        task=task,
+        **options,
+    )
 
 
 @pytest.mark.parametrize("task", ["regression", "labels"])
@@ -78,13 +96,17 @@ def test_every_method_gives_the_same_on_both_engines(method, task):
 
 @pytest.mark.parametrize("method", NEEDS_CLASSES)
 def test_methods_that_exchange_probabilities_refuse_other_targets(method):
-    with pytest.raises(ConfigError, match=r"which exchanges probabilities of classes; Regression has no classes"):
+    with pytest.raises(
+        ConfigError, match=r"which exchanges probabilities of classes; Regression has no classes"
+    ):
         play("regression", METHODS[method](), "sequential")
 
 
 @pytest.mark.parametrize("task", ["two columns", "weighted"])
 def test_other_losses_give_the_same_on_both_engines(task):
-    runs = [play(task, FedResCuE(samples=2, smallest=0.5, granularity=0.5), engine) for engine in LOCAL]
+    runs = [
+        play(task, FedResCuE(samples=2, smallest=0.5, granularity=0.5), engine) for engine in LOCAL
+    ]
     assert_same(*runs)
     assert_same(*(play(task, HeteroFL(), engine) for engine in LOCAL))
 
@@ -98,7 +120,9 @@ def test_recorded_steps_and_sweeps_have_the_loss_of_the_task(layout):
     fleet = fq.Fleet.of(SHARES, 3)
     method = with_local(HeteroFL(), batch_size=3)
     runs = [
-        fq.run(method, family(outputs), data, fleet, one, rounds=2, precision="fp64", evaluation=how)
+        fq.run(
+            method, family(outputs), data, fleet, one, rounds=2, precision="fp64", evaluation=how
+        )
         for one in (engine, "sequential")
     ]
     assert_same(*runs)
@@ -109,13 +133,17 @@ def test_figures_are_what_the_module_gives(engine):
     run = play("regression", FedAvg(), engine, evaluation=fq.Evaluation(every=0, batch_size=4))
     module = run.deploy(fq.Budget(share=1.0))
     errors = module(run.data.test_inputs).detach().flatten() - run.data.test_targets
-    assert run.metrics["rmse"]["1.0"] == pytest.approx(float(errors.square().mean().sqrt()), abs=1e-12)
+    assert run.metrics["rmse"]["1.0"] == pytest.approx(
+        float(errors.square().mean().sqrt()), abs=1e-12
+    )
     assert run.metrics["mae"]["1.0"] == pytest.approx(float(errors.abs().mean()), abs=1e-12)
     by_client = [float(part.square().mean().sqrt()) for part in errors.split(3)]
     assert run.metrics["local_rmse"]["1.0"] == pytest.approx(sum(by_client) / 3, abs=1e-12)
     spread = run.clientwise()
     assert spread.main == "rmse"
-    assert [device.main_whole_model for device in spread.devices] == pytest.approx(by_client, abs=1e-12)
+    assert [device.main_whole_model for device in spread.devices] == pytest.approx(
+        by_client, abs=1e-12
+    )
     assert all(device.accuracy_own_size is None for device in spread.devices)
 
 
@@ -126,7 +154,9 @@ def test_metrics_of_ranked_scores_see_as_many_outputs_as_they_may(engine):
     assert len(rows) == 5
     outputs = run.deploy(fq.Budget(share=1.0))(run.data.test_inputs).detach()[rows]
     expected = run.world.task.collected_values(outputs, run.data.test_targets[rows])
-    assert run.metrics["average_precision"]["1.0"] == pytest.approx(expected["average_precision"], abs=1e-12)
+    assert run.metrics["average_precision"]["1.0"] == pytest.approx(
+        expected["average_precision"], abs=1e-12
+    )
 
 
 def test_results_of_clients_are_means_over_clients():
@@ -141,7 +171,9 @@ def test_results_of_clients_are_means_over_clients():
 def test_domains_have_the_main_figure():
     _, data, outputs = TASKS["regression"]
     data = replace(data, test_domains=torch.arange(9) % 2, domain_names=("north", "south"))
-    run = fq.run(FedAvg(), family(outputs), data, fq.Fleet.of((1.0,), 3), rounds=1, precision="fp64")
+    run = fq.run(
+        FedAvg(), family(outputs), data, fq.Fleet.of((1.0,), 3), rounds=1, precision="fp64"
+    )
     assert {"rmse/north", "rmse/south"} <= run.metrics.keys()
     assert "mae/north" not in run.metrics
 
@@ -159,9 +191,14 @@ def test_base_nets_are_sorted_by_the_direction_of_the_main_figure(monkeypatch):
     run = play("regression", METHOD["splitmix"], "sequential")
     assert all(score < 0 for scores in seen for score in scores)
     nets = run.method.candidates(run.server, run.world)
-    cuts = {net: family(1).cutter.gather(run.server.weights, net, list(family(1).layout.dims)) for net in nets}
+    cuts = {
+        net: family(1).cutter.gather(run.server.weights, net, list(family(1).layout.dims))
+        for net in nets
+    }
     exams = [EvalJob("", (net,), joined((net,), cuts), on="training", limit=18) for net in nets]
-    errors = [score.main(run.world.task) for score in run.engine.evaluate(run.federation, exams, 18)]
+    errors = [
+        score.main(run.world.task) for score in run.engine.evaluate(run.federation, exams, 18)
+    ]
     assert [-error for error in errors] == pytest.approx(seen[-1], abs=1e-9)
 
 
@@ -196,8 +233,12 @@ def test_attacks_raise_the_loss_of_the_task():
 # --- finding and checking a task ----------------------------------------------------------------------------------
 
 
-def prepared(targets: Tensor, outputs: int = 1, method: fq.Method = FedAvg(), **options: object) -> fq.Run:
-    return fq.prepare(method, family(outputs), dealt(targets), fq.Fleet.of((1.0,), 3), precision="fp64", **options)
+def prepared(
+    targets: Tensor, outputs: int = 1, method: fq.Method = FedAvg(), **options: object
+) -> fq.Run:
+    return fq.prepare(
+        method, family(outputs), dealt(targets), fq.Fleet.of((1.0,), 3), precision="fp64", **options
+    )
 
 
 @pytest.mark.parametrize(
@@ -224,9 +265,21 @@ def test_a_text_has_next_tokens(language, make_data):
     [
         (numbers(1).gt(0).double(), 1, {}, ConfigError, "MultiLabel and Regression both fit"),
         (numbers(1), 2, {}, DataError, "no task fits both"),
-        (numbers(1), 1, {"task": "classification"}, DataError, "Classification was asked for on data; targets are"),
+        (
+            numbers(1),
+            1,
+            {"task": "classification"},
+            DataError,
+            "Classification was asked for on data; targets are",
+        ),
         (numbers(1), 1, {"task": "regresion"}, ConfigError, "Did you mean 'regression'"),
-        (numbers(1), 1, {"task": Regression}, ConfigError, "the class Regression where a Task belongs"),
+        (
+            numbers(1),
+            1,
+            {"task": Regression},
+            ConfigError,
+            "the class Regression where a Task belongs",
+        ),
         (numbers(1), 1, {"task": 3}, ConfigError, "int '3' where a Task belongs"),
     ],
 )
@@ -239,20 +292,26 @@ def test_test_targets_are_checked_too():
     targets = numbers(1).gt(0).long()
     targets[-1] = 7
     data = replace(dealt(targets), num_classes=0)
-    with pytest.raises(DataError, match="the test set of data; a target is 7; the output has 3 classes"):
+    with pytest.raises(
+        DataError, match="the test set of data; a target is 7; the output has 3 classes"
+    ):
         fq.prepare(FedAvg(), family(3), data, fq.Fleet.of((1.0,), 3))
 
 
 def test_a_mask_is_refused_without_classes_unless_it_is_the_methods_default():
     assert prepared(numbers(1), method=HeteroFL()).method.local.masked == "client"
     for method in (with_local(FedAvg(), masked="client"), with_local(HeteroFL(), masked="batch")):
-        with pytest.raises(ConfigError, match=r"asked for with local.masked = .*; Regression has no classes"):
+        with pytest.raises(
+            ConfigError, match=r"asked for with local.masked = .*; Regression has no classes"
+        ):
             prepared(numbers(1), method=method)
 
 
 def test_engines_that_keep_outputs_on_devices_refuse_ranked_scores(monkeypatch):
     monkeypatch.setattr(Sequential, "outputs_may_leave", False)
-    with pytest.raises(ConfigError, match="the engine Sequential does not let outputs leave a device"):
+    with pytest.raises(
+        ConfigError, match="the engine Sequential does not let outputs leave a device"
+    ):
         prepared(numbers(3) > 0, 3, engine="sequential")
     prepared(numbers(3) > 0, 3, engine="sequential", task=MultiLabel(metrics=("f1",)))
 
@@ -275,8 +334,18 @@ def test_targets_that_are_images_are_flipped_with_their_inputs():
     for engine in LOCAL:
         options = {"rounds": 1, "precision": "fp64", "engine": engine}
         fleet, traced = fq.Fleet.of((1.0,), 2), fq.trace(net, x[:2])
-        assert fq.run(method, traced, data, fleet, task=Flipped(metrics=("mae",)), **options).records[0].loss < 1e-20
-        assert fq.run(method, traced, data, fleet, task=Regression(metrics=("mae",)), **options).records[0].loss > 0.1
+        assert (
+            fq.run(method, traced, data, fleet, task=Flipped(metrics=("mae",)), **options)
+            .records[0]
+            .loss
+            < 1e-20
+        )
+        assert (
+            fq.run(method, traced, data, fleet, task=Regression(metrics=("mae",)), **options)
+            .records[0]
+            .loss
+            > 0.1
+        )
 
 
 class Worst(SumMetric):
@@ -346,7 +415,9 @@ def test_a_clients_gradient_pass_has_the_loss_of_the_task(engine):
     _, data, outputs = TASKS["regression"]
     method = with_local(METHODS["scaffold"](option="I"), batch_size=3)
     fleet, never = fq.Fleet.of((1.0,), 3, 3), fq.Evaluation(every=0)
-    run = fq.run(method, family(outputs), data, fleet, engine, rounds=1, precision="fp64", evaluation=never)
+    run = fq.run(
+        method, family(outputs), data, fleet, engine, rounds=1, precision="fp64", evaluation=never
+    )
     net = family(outputs).module(family(outputs).whole).double()
     for client, rows in enumerate(data.parts):
         net.zero_grad()

@@ -82,9 +82,14 @@ def union(residual: fq.Family) -> fq.Family:
 
 @pytest.fixture
 def played(play, make_data, union):
-    def played(method: Method, engine: str = "sequential", family: fq.Family = union, **options: Any) -> fq.Run:
+    def played(
+        method: Method, engine: str = "sequential", family: fq.Family = union, **options: Any
+    ) -> fq.Run:
         is_distilled = isinstance(method, Prototypes)
-        options = {"fleet": fq.Fleet.of(net_budgets(union) if is_distilled else [1.0], 8, 8), **options}
+        options = {
+            "fleet": fq.Fleet.of(net_budgets(union) if is_distilled else [1.0], 8, 8),
+            **options,
+        }
         return play(method, family, make_data(family, SIZES, labels=2), engine=engine, **options)
 
     return played
@@ -100,7 +105,10 @@ def test_eight_architectures_make_eight_groups(play, make_data):
     run = play(Assigned(local=SMALL_STEPS), family, data, engine="vectorised", rounds=1)
     assert [record.stacks for record in run.records] == [8]
     before = family.init(0, dtype=torch.float64)
-    assert all(not torch.equal(run.server.weights[f"{net}.conv.weight"], before[f"{net}.conv.weight"]) for net in nets)
+    assert all(
+        not torch.equal(run.server.weights[f"{net}.conv.weight"], before[f"{net}.conv.weight"])
+        for net in nets
+    )
 
 
 METHODS = {
@@ -132,7 +140,9 @@ def test_two_rounds_are_the_same_on_ray(name, played):
 @pytest.mark.parametrize("name", [pytest.param("assigned", marks=pytest.mark.slow), "paired"])
 def test_architectures_travel_over_links_that_lose_and_code(name, link, played):
     options = {"link": LINKS[link]}
-    assert_same(*(played(METHODS[name], engine, **options) for engine in ("sequential", "vectorised")))
+    assert_same(
+        *(played(METHODS[name], engine, **options) for engine in ("sequential", "vectorised"))
+    )
 
 
 # --- what is trained, sent and averaged -------------------------------------------------------------------------------
@@ -145,7 +155,9 @@ def test_fedavg_of_a_union_is_fedavg_of_its_first_net(played, residual, union):
     before = union.init(0, dtype=torch.float64)
     for name in run.server.weights:
         assert not name.startswith("small.") or torch.equal(run.server.weights[name], before[name])
-    assert [record.bytes_up for record in run.records] == [record.bytes_up for record in alone.records]
+    assert [record.bytes_up for record in run.records] == [
+        record.bytes_up for record in alone.records
+    ]
     assert run.accuracy == alone.accuracy
 
 
@@ -158,11 +170,15 @@ def test_each_architecture_is_averaged_over_its_own_clients(played, union):
     for client in range(1, 8, 2):
         module = union.module(union.at("small").whole, weights).double().train()
         rows = data.parts[client]
-        nn.functional.cross_entropy(module(data.inputs[rows].double()), data.targets[rows]).backward()
+        nn.functional.cross_entropy(
+            module(data.inputs[rows].double()), data.targets[rows]
+        ).backward()
         steps += len(rows) * module.last.weight.grad
         total += len(rows)
     expected = weights[f"{lead}last.weight"] - 0.1 * steps / total
-    torch.testing.assert_close(run.server.weights[f"{lead}last.weight"], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        run.server.weights[f"{lead}last.weight"], expected, rtol=0, atol=1e-12
+    )
 
 
 def test_the_costs_of_a_round_are_those_of_the_nets_that_were_trained(played, union):
@@ -189,7 +205,9 @@ class WholePairs(Paired):
 
 def test_a_method_that_leaves_nets_idle_is_said_to(played, caplog):
     played(METHODS["fedavg"], rounds=1)
-    assert "FedAvg lets no client train 'small' of the union's nets 'residual', 'small'" in caplog.text
+    assert (
+        "FedAvg lets no client train 'small' of the union's nets 'residual', 'small'" in caplog.text
+    )
 
 
 # --- checkpoints and what is handed out -------------------------------------------------------------------------------
@@ -218,7 +236,9 @@ def test_one_net_is_deployed_and_exported_as_the_users_module(played, union, tmp
     small = run.deploy(fq.Budget(macs=union.cost(union.at("small").whole).macs))
     assert type(small) is Convolution
     assert small.state_dict().keys() == Convolution().state_dict().keys()
-    torch.testing.assert_close(small.last.weight.data, run.server.weights["small/small.last.weight"], rtol=0, atol=0)
+    torch.testing.assert_close(
+        small.last.weight.data, run.server.weights["small/small.last.weight"], rtol=0, atol=0
+    )
     assert type(run.deploy(fq.Budget(share=1.0))) is type(union.module(union.whole))
 
     file = tmp_path / "small.safetensors"

@@ -26,7 +26,15 @@ LAYOUTS = ("alone", "laid", "stack")
 
 
 def played(
-    method, family, data, layout, rounds=2, shares=SHARES, how=fq.Evaluation(every=0), precision="fp64", **settings
+    method,
+    family,
+    data,
+    layout,
+    rounds=2,
+    shares=SHARES,
+    how=fq.Evaluation(every=0),
+    precision="fp64",
+    **settings,
 ):
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
     method = method.settled(rounds)
@@ -39,12 +47,16 @@ def played(
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", QUICK_METHODS)
-def test_every_method_gives_the_same_numbers_in_every_layout(name, layout, residual, make_data, play):
+def test_every_method_gives_the_same_numbers_in_every_layout(
+    name, layout, residual, make_data, play
+):
     method, data = with_local(METHODS[name](), batch_size=4, epochs=2), make_data(residual, RAGGED)
     assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout))
 
 
-@pytest.mark.parametrize("record", [True, None])  # None: on a CPU those without a batch do not take part
+@pytest.mark.parametrize(
+    "record", [True, None]
+)  # None: on a CPU those without a batch do not take part
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(
     "changes",
@@ -58,14 +70,20 @@ def test_every_method_gives_the_same_numbers_in_every_layout(name, layout, resid
 )
 def test_every_setting(changes, layout, record, residual, make_data, play):
     method, data = with_local(HeteroFL(), batch_size=3, **changes), make_data(residual, RAGGED)
-    assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, layout, record=record))
+    assert_same(
+        play(method, residual, data, shares=SHARES),
+        played(method, residual, data, layout, record=record),
+    )
 
 
 @pytest.mark.parametrize("name", ["fedrescue", "heterofl"])
 @pytest.mark.parametrize(
-    ("sizes", "apart"), [([10, 10, 10, 10], 0), ([9, 9, 9, 9], 0), ([10, 8, 10, 10], 2), ([8, 6, 8, 8], 2)]
+    ("sizes", "apart"),
+    [([10, 10, 10, 10], 0), ([9, 9, 9, 9], 0), ([10, 8, 10, 10], 2), ([8, 6, 8, 8], 2)],
 )
-def test_a_tail_that_everyone_has_is_played_like_a_whole_batch(name, sizes, apart, residual, make_data, monkeypatch):
+def test_a_tail_that_everyone_has_is_played_like_a_whole_batch(
+    name, sizes, apart, residual, make_data, monkeypatch
+):
     """Batches of 4: tails of 2, and of 5 where one sample is joined to the batch before. Unequal ones come apart."""
     steps = []
 
@@ -98,17 +116,27 @@ def test_rough_products_train_in_every_layout(layout, residual, make_data, caplo
     assert not caplog.records
     for name, weight in exact.server.weights.items():
         assert rough.server.weights[name].dtype == weight.dtype
-        assert float((rough.server.weights[name] - weight).norm()) <= 0.05 * float(weight.norm()) + 0.05, name
-    assert any(not torch.equal(rough.server.weights[name], weight) for name, weight in exact.server.weights.items())
+        assert (
+            float((rough.server.weights[name] - weight).norm())
+            <= 0.05 * float(weight.norm()) + 0.05
+        ), name
+    assert any(
+        not torch.equal(rough.server.weights[name], weight)
+        for name, weight in exact.server.weights.items()
+    )
 
 
 def test_units_that_nobody_uses_are_kept_within_the_memory(residual, make_data, monkeypatch):
     """Cohorts of ever other sizes leave no more behind than one of them may take."""
     data, method = make_data(residual, [4] * 12), with_local(HeteroFL(), batch_size=4)
     fleet = fq.Fleet.of(SHARES, 12, 7)
-    run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)).train(12)
+    run = fq.prepare(
+        method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
+    ).train(12)
     many = len(run.engine._idle)
-    less = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0))
+    less = fq.prepare(
+        method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
+    )
     monkeypatch.setattr("fedquilt.engines.vectorised._KEPT", 1)
     less.engine.memory = most = 3 * max(run.engine._held_by(shape) for shape in run.engine._idle)
     less.train(12)
@@ -121,12 +149,23 @@ def test_units_that_nobody_uses_are_kept_within_the_memory(residual, make_data, 
 def test_steps_are_put_onto_the_device_in_chunks(name, residual, make_data, play, monkeypatch):
     """Batches, noise and losses of more steps than are there at once."""
     monkeypatch.setattr("fedquilt.engines.units._CHUNK", 2)
-    method, data = with_local(METHODS[name](), batch_size=3, epochs=2, crop=1, flip=True), make_data(residual, RAGGED)
-    assert_same(play(method, residual, data, shares=SHARES), played(method, residual, data, "stack"))
+    method, data = (
+        with_local(METHODS[name](), batch_size=3, epochs=2, crop=1, flip=True),
+        make_data(residual, RAGGED),
+    )
+    assert_same(
+        play(method, residual, data, shares=SHARES), played(method, residual, data, "stack")
+    )
 
 
 def test_a_tail_is_recorded_once_it_is_usual(residual, make_data):
-    run = played(with_local(HeteroFL(), batch_size=4), residual, make_data(residual, (6,)), "alone", shares=(1.0,))
+    run = played(
+        with_local(HeteroFL(), batch_size=4),
+        residual,
+        make_data(residual, (6,)),
+        "alone",
+        shares=(1.0,),
+    )
     ((unit,),) = run.engine._idle.values()
     assert unit._usual(2)  # nothing is recorded on a CPU, and so nothing is rare
     unit.stream = "some stream"
@@ -138,11 +177,18 @@ def test_a_tail_is_recorded_once_it_is_usual(residual, make_data):
 
 
 @pytest.mark.parametrize("batch_size", [4, 5, 100])
-def test_swept_evaluation_and_calibration_give_the_same_numbers(residual, make_data, play, batch_size, monkeypatch):
+def test_swept_evaluation_and_calibration_give_the_same_numbers(
+    residual, make_data, play, batch_size, monkeypatch
+):
     """Whole batches in sweeps, tails beside them, and one sweep serving one round after the other."""
     begun = []
-    monkeypatch.setattr(Sweep, "begin", lambda *args, own=Sweep.begin: (begun.append(1), own(*args)))
-    method, data = HeteroFL(), replace(make_data(residual, RAGGED), test_domains=torch.arange(24) % 2)
+    monkeypatch.setattr(
+        Sweep, "begin", lambda *args, own=Sweep.begin: (begun.append(1), own(*args))
+    )
+    method, data = (
+        HeteroFL(),
+        replace(make_data(residual, RAGGED), test_domains=torch.arange(24) % 2),
+    )
     how = fq.Evaluation(every=1, batch_size=batch_size)
     truth = play(method, residual, data, shares=SHARES, evaluation=how)
     swept = played(method, residual, data, "stack", how=how)
@@ -153,7 +199,10 @@ def test_swept_evaluation_and_calibration_give_the_same_numbers(residual, make_d
     assert all(len(own) == 1 for own in swept.engine.examiner.sweeps.values())
     submodel = prefix(residual.whole)
     cut = residual.cutter.gather(truth.server.weights, submodel, residual.trainable)
-    ours, theirs = (run.engine.calibrate(run.federation, [(submodel, cut)], batch_size)[0] for run in (swept, truth))
+    ours, theirs = (
+        run.engine.calibrate(run.federation, [(submodel, cut)], batch_size)[0]
+        for run in (swept, truth)
+    )
     torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-12)
 
 
@@ -185,7 +234,9 @@ def test_a_sweep_names_its_samples_in_chunks(residual, make_data, play, monkeypa
 
 def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data):
     """Where an attack begins is drawn by the seed, and a recorded test has it in it."""
-    family = fq.trace(fq.dual(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6))
+    family = fq.trace(
+        fq.dual(lambda: PreResNet((1, 1), 4, 1, widths=(4, 8))), torch.zeros(2, 1, 6, 6)
+    )
     data = make_data(family, (6, 6), tests=48)
     data = replace(data, inputs=data.inputs.sigmoid(), test_inputs=data.test_inputs.sigmoid())
     attack = fq.PGD(eps=0.3, steps=0)
@@ -194,7 +245,9 @@ def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data
     fleet = fq.Fleet.of((1.0,), 2, 2)
 
     def prepared(engine, seed):
-        run = fq.prepare(method, family, data, fleet, engine, seed, precision="fp64", evaluation=how)
+        run = fq.prepare(
+            method, family, data, fleet, engine, seed, precision="fp64", evaluation=how
+        )
         run.engine.record = True
         return run
 
@@ -209,12 +262,18 @@ def test_an_engine_that_goes_on_with_another_seed_attacks_by_that_seed(make_data
     torch.testing.assert_close(seen(again), seen(fresh), rtol=0, atol=1e-12)
 
 
-def test_a_member_whose_evaluation_cannot_be_recorded_is_told_once(residual, make_data, play, monkeypatch, caplog):
+def test_a_member_whose_evaluation_cannot_be_recorded_is_told_once(
+    residual, make_data, play, monkeypatch, caplog
+):
     def refused(*_args):
         raise CaptureError("it looks at its numbers")
 
     monkeypatch.setattr("fedquilt.engines.examiner.Sweep", refused)
-    method, data, how = HeteroFL(), make_data(residual, RAGGED), fq.Evaluation(every=1, batch_size=4)
+    method, data, how = (
+        HeteroFL(),
+        make_data(residual, RAGGED),
+        fq.Evaluation(every=1, batch_size=4),
+    )
     swept = played(method, residual, data, "stack", how=how)
     truth = play(method, residual, data, shares=SHARES, evaluation=how)
     for mine, theirs in zip(swept.records, truth.records, strict=True):
@@ -231,9 +290,15 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
         timed.append(shape.count)
         return "laid" if shape.count == 8 else "alone"
 
-    engine = SimpleNamespace(layout="auto", device=torch.device("cuda"), recorded=True, _chosen={}, _fastest=fastest)
-    learner = HeteroFL().learner(Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual))
-    found = [Vectorised._layout(engine, residual.whole, learner, count) for count in (4, 2, 8, 2, 1)]
+    engine = SimpleNamespace(
+        layout="auto", device=torch.device("cuda"), recorded=True, _chosen={}, _fastest=fastest
+    )
+    learner = HeteroFL().learner(
+        Job(Client(0, fq.Budget(share=1.0), 1), prefix(residual.whole), 0), World(residual)
+    )
+    found = [
+        Vectorised._layout(engine, residual.whole, learner, count) for count in (4, 2, 8, 2, 1)
+    ]
     assert found == ["alone", "alone", "laid", "alone", "alone"]
     assert timed == [4, 8]
 
@@ -242,17 +307,29 @@ def test_few_clients_are_alone_where_many_are_faster_alone(residual):
     ("sizes", "stacks"),
     [
         ((6, 9, 6, 9, 6, 9, 6, 9), [[6, 6, 6, 6], [9, 9, 9, 9]]),  # tails of 2 and of 1
-        ((6, 9, 7, 10, 6, 9, 7, 10), [[6, 9, 7, 10, 6, 9, 7, 10]]),  # by their samples, stacks would be too small
-        ((30, 5, 6, 4, 22, 7), [[4, 5, 6, 7], [22, 30]]),  # nobody waits for the largest but those next to it
+        (
+            (6, 9, 7, 10, 6, 9, 7, 10),
+            [[6, 9, 7, 10, 6, 9, 7, 10]],
+        ),  # by their samples, stacks would be too small
+        (
+            (30, 5, 6, 4, 22, 7),
+            [[4, 5, 6, 7], [22, 30]],
+        ),  # nobody waits for the largest but those next to it
     ],
 )
-def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(sizes, stacks, residual, make_data, play):
+def test_recorded_stacks_are_of_clients_with_equal_tails_or_alike_in_length(
+    sizes, stacks, residual, make_data, play
+):
     method, data = with_local(HeteroFL(), batch_size=4), make_data(residual, sizes)
     fleet = fq.Fleet.of((1.0,), len(sizes), len(sizes))
-    run = fq.prepare(method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0))
+    run = fq.prepare(
+        method, residual, data, fleet, precision="fp64", evaluation=fq.Evaluation(every=0)
+    )
     run.engine.record, run.engine.layout = True, "laid"
     seen, stack = [], run.engine._stack
-    run.engine._stack = lambda *given: seen.append([job.client.size for job in given[2]]) or stack(*given)
+    run.engine._stack = lambda *given: (
+        seen.append([job.client.size for job in given[2]]) or stack(*given)
+    )
     run = run.train(1)
     assert sorted(map(sorted, seen)) == sorted(map(sorted, stacks))
     assert_same(play(method, residual, data, fleet=fleet, rounds=1), run)
@@ -276,7 +353,11 @@ def test_a_net_that_cannot_have_its_channels_last_is_trained(make_data, play):
     how = fq.Evaluation(every=1)
     for layout in LAYOUTS:
         ours = played(method, family, data, layout, 1, how=how, precision="fp32", record=None)
-        assert_same(play(method, family, data, rounds=1, shares=SHARES, precision="fp32", evaluation=how), ours, 1e-4)
+        assert_same(
+            play(method, family, data, rounds=1, shares=SHARES, precision="fp32", evaluation=how),
+            ours,
+            1e-4,
+        )
 
 
 class Rewriting(nn.Module):
@@ -291,11 +372,18 @@ class Rewriting(nn.Module):
         return self.head(torch.relu(self.conv(x)).mean((2, 3)))
 
 
-@pytest.mark.parametrize("name", ["heterofl", "fedrescue"])  # one net a batch, and several of one batch
-@pytest.mark.parametrize("attack", [None, fq.AdversarialTraining(0.5, fq.PGD(steps=2, low=-9, high=9))])
+@pytest.mark.parametrize(
+    "name", ["heterofl", "fedrescue"]
+)  # one net a batch, and several of one batch
+@pytest.mark.parametrize(
+    "attack", [None, fq.AdversarialTraining(0.5, fq.PGD(steps=2, low=-9, high=9))]
+)
 def test_a_net_that_begins_in_place_is_trained_alike_in_every_layout(name, attack, make_data, play):
     family = fq.trace(Rewriting, torch.zeros(2, 1, 6, 6))
-    method, data = with_local(METHODS[name](), batch_size=4, adversarial=attack), make_data(family, RAGGED)
+    method, data = (
+        with_local(METHODS[name](), batch_size=4, adversarial=attack),
+        make_data(family, RAGGED),
+    )
     truth = play(method, family, data, shares=SHARES)
     for layout in LAYOUTS if attack is None else ("alone", "stack"):
         ours = played(method, family, data, layout)
@@ -308,7 +396,11 @@ class Neighbourly(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.conv, self.norm, self.head = nn.Conv2d(3, 8, 3), nn.LocalResponseNorm(5), nn.Linear(8, 4)
+        self.conv, self.norm, self.head = (
+            nn.Conv2d(3, 8, 3),
+            nn.LocalResponseNorm(5),
+            nn.Linear(8, 4),
+        )
 
     def forward(self, x):
         return self.head(self.norm(torch.relu(self.conv(x))).mean((2, 3)))

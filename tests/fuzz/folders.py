@@ -24,8 +24,28 @@ from fedquilt.records import read
 BEGUN = 3  # rounds of the folders that are damaged
 TOTAL = 5  # rounds of the run that a resumed one is compared with
 RUN = [
-    *("run", "--json", "--method", "fedavg", "--data", "diabetes", "--model", "mlp", "--clients", "4", "--cohort", "2"),
-    *("--set", "checkpoint.rounds=1", "--set", "engine.threads=1", "--set", "method.local.keep_optimizer=true"),
+    *(
+        "run",
+        "--json",
+        "--method",
+        "fedavg",
+        "--data",
+        "diabetes",
+        "--model",
+        "mlp",
+        "--clients",
+        "4",
+        "--cohort",
+        "2",
+    ),
+    *(
+        "--set",
+        "checkpoint.rounds=1",
+        "--set",
+        "engine.threads=1",
+        "--set",
+        "method.local.keep_optimizer=true",
+    ),
     *("--set", "evaluation.every=1"),
 ]
 
@@ -121,14 +141,33 @@ def _replace_by_fifo(file: Path, draw: random.Random, other: Path) -> None:
 
 
 def _take_from_another_run(file: Path, draw: random.Random, other: Path) -> None:
-    there = other / "checkpoint" / file.name if file.parent.name == "checkpoint" else other / file.name
+    there = (
+        other / "checkpoint" / file.name if file.parent.name == "checkpoint" else other / file.name
+    )
     shutil.copy(there, file)
 
 
 Harm = Callable[[Path, random.Random, Path], None]
 HARMS: tuple[Harm, ...] = (
-    *(_truncate, _flip, _flip, _flip_many, _zero, _append, _change_digit, _change_digit, _swap_lines),
-    *(_empty, _delete, _replace_by_folder, _replace_by_link, _replace_by_fifo, _take_from_another_run),
+    *(
+        _truncate,
+        _flip,
+        _flip,
+        _flip_many,
+        _zero,
+        _append,
+        _change_digit,
+        _change_digit,
+        _swap_lines,
+    ),
+    *(
+        _empty,
+        _delete,
+        _replace_by_folder,
+        _replace_by_link,
+        _replace_by_fifo,
+        _take_from_another_run,
+    ),
 )
 
 
@@ -159,7 +198,19 @@ def _nested(depth: int) -> Any:
 
 
 LARGE = 10**30
-ODD: tuple[Any, ...] = (None, "x", -1, LARGE, 1.5, True, [], {}, [1], {"a": 1}, "../../outside.safetensors")
+ODD: tuple[Any, ...] = (
+    None,
+    "x",
+    -1,
+    LARGE,
+    1.5,
+    True,
+    [],
+    {},
+    [1],
+    {"a": 1},
+    "../../outside.safetensors",
+)
 VALUES: Mapping[str, tuple[Any, ...]] = {
     "round": ODD,
     "server": ODD,
@@ -177,18 +228,34 @@ VALUES: Mapping[str, tuple[Any, ...]] = {
     "server.size": ODD,
     "server.sha256": ODD,
     # An empty list is a value that runs without memories write.
-    "memory": (*(value for value in ODD if value != []), [None], [[]], [{"name": "../x", "size": 0, "sha256": ""}]),
+    "memory": (
+        *(value for value in ODD if value != []),
+        [None],
+        [[]],
+        [{"name": "../x", "size": 0, "sha256": ""}],
+    ),
     "about": (*ODD, _nested(400)),
     "about.run": ODD,
     "about.engine": (
         *ODD,
-        *({"train": "x"}, {"memory": "x"}, {"memory": -5}, {"memory": LARGE}, {"memory": [1]}, {"data": 1}),
+        *(
+            {"train": "x"},
+            {"memory": "x"},
+            {"memory": -5},
+            {"memory": LARGE},
+            {"memory": [1]},
+            {"data": 1},
+        ),
         *({"__class__": "x"}, {"_federation": "x"}, {"device": "cuda"}),
     ),
     "about.threads": ODD,
     "about.here": ODD,
     "about.check": ODD,
-    "about.sample": (*ODD, {"shape": [LARGE], "dtype": "float32", "classes": 0}, {"shape": [1], "dtype": "load"}),
+    "about.sample": (
+        *ODD,
+        {"shape": [LARGE], "dtype": "float32", "classes": 0},
+        {"shape": [1], "dtype": "load"},
+    ),
     "format": ODD,
 }
 
@@ -257,7 +324,9 @@ def _run_until(operation: int, folder: str, command: list[str]) -> None:
 
     def hook(event: str, args: tuple[Any, ...]) -> None:
         nonlocal left
-        if event in ("open", "os.mkdir", "os.remove", "os.rename", "os.truncate") and folder in str(args[0]):
+        if event in ("open", "os.mkdir", "os.remove", "os.rename", "os.truncate") and folder in str(
+            args[0]
+        ):
             left -= 1
             if left < 0:
                 os.kill(os.getpid(), signal.SIGKILL)
@@ -280,7 +349,9 @@ def _run_until(operation: int, folder: str, command: list[str]) -> None:
 def state_of(folder: Path) -> list[Any]:
     """Return the weights and memories of a run as plain values that can be compared bit for bit."""
     server = fq.load(folder)
-    memories = [(key, memory.steps, _values(memory.weights)) for key, memory in server.memory.items()]
+    memories = [
+        (key, memory.steps, _values(memory.weights)) for key, memory in server.memory.items()
+    ]
     slots = [(name, _values(values)) for name, values in server.slots.items()]
     return [server.round, _values(server.weights), slots, memories]
 

@@ -28,9 +28,13 @@ def quick_and_whole(few: int, count: int) -> list[Any]:
 def broken(whole: bytes, rng: random.Random) -> bytes:
     """Return a file with bytes changed, cut off, added, removed or set to zero. The ends are changed most."""
     values = bytearray(whole)
-    place = rng.choice([rng.randrange(len(values)), rng.randrange(200), len(values) - 1 - rng.randrange(400)])
+    place = rng.choice(
+        [rng.randrange(len(values)), rng.randrange(200), len(values) - 1 - rng.randrange(400)]
+    )
     place = min(max(place, 0), len(values) - 1)
-    match rng.choice(["change", "change", "change", "flip", "flip", "zeros", "cut", "add", "remove"]):
+    match rng.choice(
+        ["change", "change", "change", "flip", "flip", "zeros", "cut", "add", "remove"]
+    ):
         case "change":
             for _ in range(rng.randint(1, 4)):
                 values[min(place + rng.randrange(30), len(values) - 1)] = rng.choice(

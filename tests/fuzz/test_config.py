@@ -138,7 +138,9 @@ def mutated(number: int) -> bytes:
             case 4:  # other bytes
                 text = "\n".join(lines).encode(errors="surrogateescape")
                 at = dice.randrange(len(text))
-                text = text[:at] + dice.randbytes(dice.randrange(3)) + text[at + dice.randrange(4) :]
+                text = (
+                    text[:at] + dice.randbytes(dice.randrange(3)) + text[at + dice.randrange(4) :]
+                )
                 lines = text.decode(errors="surrogateescape").split("\n")
             case 5:  # a key from elsewhere
                 lines[place] += f"\n{dice.choice(lines)}"

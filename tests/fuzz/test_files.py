@@ -94,8 +94,12 @@ def test_broken_arrays_with_masks_are_read_or_refused(tmp_path: Path) -> None:
         least = rng.choice([0, 1, 1, 1])
         arrays = {
             "x": rng.integers(0, 200, (6, *sides)).astype(rng.choice(["u1", "i2", "f4"])),
-            "y": rng.integers(0, 3, (rng.choice([6, 6, 6, 5]), *sides)).astype(rng.choice(["u1", "i8", "f4"])),
-            "shapes": rng.integers(least, sides + 1, (6, len(sides))).astype(rng.choice(["u1", "i8", "f8"])),
+            "y": rng.integers(0, 3, (rng.choice([6, 6, 6, 5]), *sides)).astype(
+                rng.choice(["u1", "i8", "f4"])
+            ),
+            "shapes": rng.integers(least, sides + 1, (6, len(sides))).astype(
+                rng.choice(["u1", "i8", "f8"])
+            ),
         }
         np.savez(tmp_path / "x.npz", **arrays)
         how = rng.choice(["auto", "sample", "none"])

@@ -81,7 +81,9 @@ def test_a_damaged_run_goes_on_to_the_same_weights_or_is_refused_in_words(
 
 
 @pytest.mark.parametrize("count", few_and_many(QUICK, SLOW))
-def test_a_damaged_run_that_is_finished_is_said_to_be(runs: Path, tmp_path: Path, capsys: Capture, count: int) -> None:
+def test_a_damaged_run_that_is_finished_is_said_to_be(
+    runs: Path, tmp_path: Path, capsys: Capture, count: int
+) -> None:
     summary = read_summary(runs / "begun")
     for trial in range(count):
         folder = tmp_path / str(trial)
@@ -116,7 +118,9 @@ def content(file: Path) -> object:
 
 
 @pytest.mark.parametrize("step", [pytest.param(1, marks=pytest.mark.slow), 24])
-def test_hostile_manifests_are_passed_over(runs: Path, tmp_path: Path, capsys: Capture, step: int) -> None:
+def test_hostile_manifests_are_passed_over(
+    runs: Path, tmp_path: Path, capsys: Capture, step: int
+) -> None:
     """Their checksums are right. The checkpoint before is used, and the engine has the settings that it had."""
     expected = state_of(runs / "whole")
     newest = f"{BEGUN:08}.json"
@@ -148,7 +152,9 @@ def test_hostile_manifests_are_passed_over(runs: Path, tmp_path: Path, capsys: C
 
 
 @pytest.mark.parametrize("count", few_and_many(2, 60))
-def test_runs_that_are_killed_at_any_operation_on_files_end_alike(runs: Path, tmp_path: Path, count: int) -> None:
+def test_runs_that_are_killed_at_any_operation_on_files_end_alike(
+    runs: Path, tmp_path: Path, count: int
+) -> None:
     expected = state_of(runs / "whole"), rounds_of(runs / "whole")
     draw = random.Random(count)
     kills = 0
@@ -170,9 +176,22 @@ def command_for(folder: Path) -> list[str]:
 
 
 @pytest.mark.parametrize("count", few_and_many(1, 40))
-def test_a_comparison_that_is_killed_runs_all_that_was_asked(tmp_path: Path, capsys: Capture, count: int) -> None:
+def test_a_comparison_that_is_killed_runs_all_that_was_asked(
+    tmp_path: Path, capsys: Capture, count: int
+) -> None:
     methods = ["fedavg", "heterofl", "fedprox"]
-    settings = ["--data", "diabetes", "--model", "mlp", "--clients", "4", "--cohort", "2", "--rounds", "1"]
+    settings = [
+        "--data",
+        "diabetes",
+        "--model",
+        "mlp",
+        "--clients",
+        "4",
+        "--cohort",
+        "2",
+        "--rounds",
+        "1",
+    ]
     draw = random.Random(100 + count)
     kills = 0
     for trial in range(count):
@@ -180,7 +199,9 @@ def test_a_comparison_that_is_killed_runs_all_that_was_asked(tmp_path: Path, cap
         asked = ["compare", *methods, *settings, "--json", "--out", str(folder)]
         kills += killed_at(draw.randrange(10, 120), folder, asked) is None
         is_written = (folder / "study.toml").exists()
-        assert main(["compare", "--json", "--resume", str(folder)] if is_written else asked) == 0, trial
+        assert main(["compare", "--json", "--resume", str(folder)] if is_written else asked) == 0, (
+            trial
+        )
         capsys.readouterr()
         compared = json.loads((folder / "compare.json").read_text())
         assert all(read_summary(folder / method / "seed0") for method in methods), trial

@@ -79,7 +79,9 @@ def poisoned(tensors: dict[str, Tensor], note: dict[str, Any], rng: random.Rando
     raw = json.loads(note["layout"])
     if rng.random() < 0.2:
         name = rng.choice(list(tensors))
-        tensors[rng.choice([name, "more", f"{name}x"])] = rng.choice([torch.ones(3), torch.full((4,), torch.nan)])
+        tensors[rng.choice([name, "more", f"{name}x"])] = rng.choice(
+            [torch.ones(3), torch.full((4,), torch.nan)]
+        )
         tensors.pop(rng.choice(list(tensors)))
     else:
         holder: Any = rng.choice([note, raw])
@@ -136,7 +138,9 @@ def test_hostile_models_are_loaded_or_refused(written, name, count):
         note, tensors = file.note, file.tensors(torch.device("cpu"), sealed=True)
     refused = 0
     for number in range(count):
-        (written / "hostile.safetensors").write_bytes(poisoned(tensors, note, random.Random(number)))
+        (written / "hostile.safetensors").write_bytes(
+            poisoned(tensors, note, random.Random(number))
+        )
         try:
             fq.load_model(written / "hostile.safetensors", net)
         except FedquiltError:
@@ -162,5 +166,7 @@ def test_broken_initial_weights_are_refused_or_the_same(tmp_path, count):
         except Exception as error:
             pytest.fail(f"mutation {number} ended in {error!r}")
         else:
-            assert all(torch.equal(value, intact[name]) for name, value in module.state_dict().items()), number
+            assert all(
+                torch.equal(value, intact[name]) for name, value in module.state_dict().items()
+            ), number
     assert 0.8 * count < refused < count

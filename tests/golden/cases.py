@@ -72,9 +72,16 @@ def seeded_net() -> nn.Module:
 
 def small_net(channels: int) -> nn.Module:
     """Return two convolutions with batch norms, one of several architectures that a union has."""
-    layers = [nn.Conv2d(1, channels, 3, 2, 1), nn.BatchNorm2d(channels), nn.ReLU(), nn.Conv2d(channels, channels, 3)]
+    layers = [
+        nn.Conv2d(1, channels, 3, 2, 1),
+        nn.BatchNorm2d(channels),
+        nn.ReLU(),
+        nn.Conv2d(channels, channels, 3),
+    ]
     return hashed(
-        nn.Sequential(*layers, nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten(), nn.Linear(4 * channels, 10))
+        nn.Sequential(
+            *layers, nn.BatchNorm2d(channels), nn.ReLU(), nn.Flatten(), nn.Linear(4 * channels, 10)
+        )
     )
 
 
@@ -94,7 +101,9 @@ class HashedStages(VariantSource):
 
     net: Callable[[], nn.Module] = residual_net
 
-    def resolve(self, example_inputs: tuple[Any, ...], class_dim: int | None = None) -> Callable[[], nn.Module]:
+    def resolve(
+        self, example_inputs: tuple[Any, ...], class_dim: int | None = None
+    ) -> Callable[[], nn.Module]:
         made = fq.with_stages(self.net).resolve(example_inputs, class_dim)
         assert not isinstance(made, nn.Module)
         return lambda: hashed(made())
@@ -102,7 +111,11 @@ class HashedStages(VariantSource):
 
 def language_model() -> nn.Module:
     """Return the built-in transformer in a small size, for the 16 tokens of `texts`."""
-    return hashed(TransformerLM(16, max_length=6, width=16, depth=1, heads=2, head_dim=4, hidden=24, dropout=0.1))
+    return hashed(
+        TransformerLM(
+            16, max_length=6, width=16, depth=1, heads=2, head_dim=4, hidden=24, dropout=0.1
+        )
+    )
 
 
 # --- data -------------------------------------------------------------------------------------------------------
@@ -219,12 +232,19 @@ NETS: dict[str, Callable[[], nn.Module] | VariantSource] = {
     "fedet": seeded_net,
     "progfed": HashedStages(),
 }
-DATA = {"fednova": unequal_digits, "feddf": public_digits, "dsfl": public_digits, "fedet": public_digits}
+DATA = {
+    "fednova": unequal_digits,
+    "feddf": public_digits,
+    "dsfl": public_digits,
+    "fedet": public_digits,
+}
 OPTIMISERS = {"scaffold": fq.SGD(lr=0.03, momentum=0.0)}  # it refuses momentum
 
 # The first three records are older than the others. Their learning rate is larger, and clients have fewer classes.
 FIRST_RUNS = {
-    name: Case(METHODS[name](), {"optimiser": fq.SGD(lr=0.1)}, data=partial(digits, labels=3), rounds=3)
+    name: Case(
+        METHODS[name](), {"optimiser": fq.SGD(lr=0.1)}, data=partial(digits, labels=3), rounds=3
+    )
     for name in ("fedavg", "heterofl", "fedrolex")
 }
 METHOD_RUNS = {
@@ -241,14 +261,19 @@ METHOD_RUNS = {
 }
 METHOD_RUNS |= FIRST_RUNS
 
-PAIRS = {name: partial(small_net, channels) for name, channels in (("knowledge", 4), ("small", 6), ("big", 8))}
+PAIRS = {
+    name: partial(small_net, channels)
+    for name, channels in (("knowledge", 4), ("small", 6), ("big", 8))
+}
 RAFL = Case(RaFL(), nets=PAIRS, data=public_digits, rounds=3)
 PAIR_RUNS = {f"rafl{ending}": replace(RAFL, link=link) for ending, link in LINKS.items()}
 PAIR_RUNS |= {
     "rafl-public": replace(RAFL, method=few_server_steps(RaFL(distil=True))),
     "rafl-transfer": replace(RAFL, method=RaFL(transfer=True)),
     "rafl-in-turn": replace(RAFL, method=RaFL(order="in_turn")),
-    "rafl-released": replace(RAFL, method=few_server_steps(RaFL.preset("released", distil=True)), local={"epochs": 1}),
+    "rafl-released": replace(
+        RAFL, method=few_server_steps(RaFL.preset("released", distil=True)), local={"epochs": 1}
+    ),
 }
 
 WEAK_ATTACK = fq.PGD(steps=2, size=6 / 255)
@@ -316,7 +341,12 @@ def strokes() -> fq.FederatedData:
     return dense.deal(10, fq.data.Iid(fraction=0.1), seed=1)
 
 
-MOVED_MASKS = {"crop": 1, "flip": True, "flip_axes": (0, 1), "intensity": fq.Intensity(0.1, 0.1, 0.05)}
+MOVED_MASKS = {
+    "crop": 1,
+    "flip": True,
+    "flip_axes": (0, 1),
+    "intensity": fq.Intensity(0.1, 0.1, 0.05),
+}
 TASK_RUNS = {
     "segmentation": Case(HeteroFL(), MOVED_MASKS, unet, strokes, task=Segmentation()),
     **{
@@ -332,7 +362,9 @@ SETTING_RUNS = {
         f"norm-{norm}": Case(HeteroFL(), local={"norm": norm}, rounds=3)
         for norm in ("batch", "tracked", "local", "post")
     },
-    "norm-tracked-lossy-mild": Case(HeteroFL(), local={"norm": "tracked"}, rounds=3, link=fq.Link.preset("lossy-mild")),
+    "norm-tracked-lossy-mild": Case(
+        HeteroFL(), local={"norm": "tracked"}, rounds=3, link=fq.Link.preset("lossy-mild")
+    ),
     "fedbn-tracked": Case(FedBN(), local={"norm": "tracked"}, rounds=3),
     # Optimizers of clients.
     "adam": Case(FedRolex(), local={"optimiser": fq.Adam(lr=0.01)}),
@@ -385,14 +417,21 @@ SETTING_RUNS = {
     # Clients and their budgets.
     "changing-budgets": Case(HeteroFL(), fleet={"dynamic": True}, rounds=3),
     "changing-budgets-lossy-mild": Case(
-        HeteroFL(), {"norm": "local"}, fleet={"dynamic": True}, link=fq.Link.preset("lossy-mild"), rounds=3
+        HeteroFL(),
+        {"norm": "local"},
+        fleet={"dynamic": True},
+        link=fq.Link.preset("lossy-mild"),
+        rounds=3,
     ),
     "budgets-in-memory": Case(
-        HeteroFL(), shares=tuple(fq.Budget(memory=bytes) for bytes in (4_000_000, 1_000_000, 500_000))
+        HeteroFL(),
+        shares=tuple(fq.Budget(memory=bytes) for bytes in (4_000_000, 1_000_000, 500_000)),
     ),
     "availability": Case(HeteroFL(), fleet={"available": Diurnal(4, 1)}, rounds=3),
     # Links.
-    "link-sparse-both-ways": Case(FedRolex(), link=fq.Link(codec=fq.Codec(keep=0.25, bits=8, down=True)), rounds=3),
+    "link-sparse-both-ways": Case(
+        FedRolex(), link=fq.Link(codec=fq.Codec(keep=0.25, bits=8, down=True)), rounds=3
+    ),
     "link-with-a-clock": Case(HeteroFL(), link=fq.Link.preset("mobile")),
     "all-state": ALL_STATE,
 }

@@ -21,13 +21,18 @@ import fedquilt as fq
 from tests.golden.cases import FOLDERS, QUICK, RUNS, SAME_RUNS
 
 HERE = Path(__file__).parent
-CLOSE = {"rel": 1e-6, "abs": 1e-9}  # last digits differ between machines, and training makes a little more of them
+CLOSE = {
+    "rel": 1e-6,
+    "abs": 1e-9,
+}  # last digits differ between machines, and training makes a little more of them
 
 
 def story(run: fq.Run) -> dict[str, Any]:
     """Return the records without seconds, and mean and norm of every weight and of what clients keep."""
     times = ("seconds", "server_seconds")
-    rounds = [{key: value for key, value in record.items() if key not in times} for record in run.history]
+    rounds = [
+        {key: value for key, value in record.items() if key not in times} for record in run.history
+    ]
     weights = {name: moments([value]) for name, value in run.server.weights.items()}
     found: dict[str, Any] = {"rounds": rounds, "weights": weights}
     if run.server.slots:
@@ -35,7 +40,9 @@ def story(run: fq.Run) -> dict[str, Any]:
         found["slots"] = {slot: moments(values.values()) for slot, values in slots}
     if run.server.memory:
         memories = sorted(run.server.memory.items())
-        found["memory"] = {f"{client} {scope}".strip(): kept(memory) for (client, scope), memory in memories}
+        found["memory"] = {
+            f"{client} {scope}".strip(): kept(memory) for (client, scope), memory in memories
+        }
     return found
 
 
@@ -65,12 +72,17 @@ def content(path: Path) -> dict[str, Any]:
         case ".safetensors":
             with safe_open(path, "pt") as file:
                 tensors = {name: described(file.get_tensor(name)) for name in sorted(file.keys())}
-                return {"tensors": tensors, "metadata": dict.fromkeys(sorted(file.metadata() or {}))}
+                return {
+                    "tensors": tensors,
+                    "metadata": dict.fromkeys(sorted(file.metadata() or {})),
+                }
         case ".json":
             return keys(json.loads(path.read_text()))
         case ".jsonl":
             lines = path.read_text().splitlines()
-            return {str(number): dict.fromkeys(json.loads(line)) for number, line in enumerate(lines)}
+            return {
+                str(number): dict.fromkeys(json.loads(line)) for number, line in enumerate(lines)
+            }
     return {}
 
 
@@ -94,7 +106,9 @@ def differences(found: Any, stored: Any, path: str = "") -> list[str]:
     if isinstance(found, dict) and isinstance(stored, dict):
         missing = [f"{path}.{key}: only there" for key in stored if key not in found]
         shared = [key for key in stored if key in found]
-        return missing + [line for key in shared for line in differences(found[key], stored[key], f"{path}.{key}")]
+        return missing + [
+            line for key in shared for line in differences(found[key], stored[key], f"{path}.{key}")
+        ]
     if isinstance(found, list) and isinstance(stored, list) and len(found) == len(stored):
         places = enumerate(zip(found, stored, strict=True))
         return [line for place, pair in places for line in differences(*pair, f"{path}[{place}]")]
@@ -105,7 +119,9 @@ def differences(found: Any, stored: Any, path: str = "") -> list[str]:
 def check(name: str, found: dict[str, Any], request: pytest.FixtureRequest) -> None:
     """Compare a record with the stored one; with --update-golden, store it first if it differs."""
     file = HERE / f"{name}.json"
-    if request.config.getoption("--update-golden") and (not file.exists() or differences(found, stored(name))):
+    if request.config.getoption("--update-golden") and (
+        not file.exists() or differences(found, stored(name))
+    ):
         file.write_text(json.dumps(found, indent=1) + "\n")
     assert file.exists(), f"{file} is not there yet; --update-golden writes it"
     apart = differences(found, stored(name))
@@ -127,7 +143,9 @@ def test_the_run_is_the_one_that_is_stored(name: str, request: pytest.FixtureReq
 
 
 @pytest.mark.parametrize("name", quick_or_slow(FOLDERS))
-def test_the_files_are_those_that_are_stored(name: str, request: pytest.FixtureRequest, tmp_path: Path) -> None:
+def test_the_files_are_those_that_are_stored(
+    name: str, request: pytest.FixtureRequest, tmp_path: Path
+) -> None:
     FOLDERS[name](tmp_path)
     check(name, contents(tmp_path), request)
 
@@ -143,7 +161,10 @@ def test_every_stored_run_learns() -> None:
         rounds = stored(name)["rounds"]
         assert all(record["loss"] is not None for record in rounds), name
         # Records that are older than tasks have accuracy, and do not name the main figure.
-        figures = [record["metrics"][record["main"]] if "main" in record else record["accuracy"] for record in rounds]
+        figures = [
+            record["metrics"][record["main"]] if "main" in record else record["accuracy"]
+            for record in rounds
+        ]
         assert len({json.dumps(figure) for figure in figures}) == len(rounds), name
         if rounds[0].get("main") == "rmse":
             assert figures[-1]["1.0"] < figures[0]["1.0"], name
@@ -153,7 +174,9 @@ def test_every_stored_run_learns() -> None:
 
 def test_no_two_stored_runs_are_the_same() -> None:
     """Each setting changes the weights of the server or of clients, so that its record covers it."""
-    trained = {name: norms([stored(name).get(key) for key in ("weights", "memory")]) for name in RUNS}
+    trained = {
+        name: norms([stored(name).get(key) for key in ("weights", "memory")]) for name in RUNS
+    }
     equal = {pair for pair in combinations(RUNS, 2) if trained[pair[0]] == trained[pair[1]]}
     assert equal == SAME_RUNS
 
@@ -173,7 +196,9 @@ def norms(value: Any) -> list[str]:
 def test_differences_are_found() -> None:
     one = {"rounds": [{"loss": 1.0, "clients": 4}], "weights": {"a": [0.5, 2.0]}}
     assert differences({**one, "weights": {"a": [0.5, 2.0 + 1e-7]}}, one) == []
-    assert differences({**one, "weights": {"a": [0.5, 2.0 + 1e-5]}}, one) == [".weights.a[1]: 2.00001 here, 2.0 there"]
+    assert differences({**one, "weights": {"a": [0.5, 2.0 + 1e-5]}}, one) == [
+        ".weights.a[1]: 2.00001 here, 2.0 there"
+    ]
     assert differences({**one, "rounds": []}, one) == [f".rounds: [] here, {one['rounds']} there"]
     assert differences({"rounds": one["rounds"]}, one) == [".weights: only there"]
     other = {"rounds": [{"loss": 1.0, "clients": 5}], "weights": one["weights"]}
@@ -186,5 +211,9 @@ def test_differences_are_found() -> None:
 
 def test_keys_that_the_stored_record_does_not_have_are_ignored() -> None:
     one = {"rounds": [{"loss": 1.0}], "weights": {"a": [0.5, 2.0]}}
-    more = {"rounds": [{"loss": 1.0, "main": "accuracy"}], "weights": {**one["weights"], "b": [1.0, 1.0]}, "slots": {}}
+    more = {
+        "rounds": [{"loss": 1.0, "main": "accuracy"}],
+        "weights": {**one["weights"], "b": [1.0, 1.0]},
+        "slots": {},
+    }
     assert differences(more, one) == []

@@ -25,7 +25,11 @@ from fedquilt.models import MODELS
 from fedquilt.terms import Arch, Submodel
 
 QUICK = [(1 / 16, "static"), (1 / 2, "rolling"), (1 / 4, "random")]
-FULL = [(share, kind) for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0) for kind in ("static", "rolling", "random")]
+FULL = [
+    (share, kind)
+    for share in (1 / 16, 1 / 8, 1 / 4, 1 / 2, 1.0)
+    for kind in ("static", "rolling", "random")
+]
 # Sizes at which a model is still itself but a forward pass is quick.
 SMALL = {"alexnet": (3, 64, 64), "unet3d": (1, 16, 16, 16), "unet2d": (1, 16, 16)}
 LARGE = {"resnet152", "resnet50", "vgg16", "vgg19", "resnet34", "unet3d"}
@@ -46,13 +50,20 @@ def cut(family: Family, arch: Arch, kind: str) -> Submodel:
     if kind == "static":
         return prefix(arch)
     if kind == "rolling":  # so far on that windows of any width wrap
-        return windows(arch, {axis: sizes[axis] - (width + 1) // 2 for axis, width in arch.widths}, sizes)
+        return windows(
+            arch, {axis: sizes[axis] - (width + 1) // 2 for axis, width in arch.widths}, sizes
+        )
     return scattered(arch, sizes, key=7)
 
 
 def exact(family: Family, arch: Arch) -> Arch:
     """The member with whole width on every axis where zeroing is not cutting."""
-    return Arch(tuple((a, family.layout.axes[a].size if family.layout.axes[a].coupled else w) for a, w in arch.widths))
+    return Arch(
+        tuple(
+            (a, family.layout.axes[a].size if family.layout.axes[a].coupled else w)
+            for a, w in arch.widths
+        )
+    )
 
 
 def randomised(family: Family) -> dict[str, Tensor]:
@@ -71,7 +82,9 @@ def zeroed(family: Family, state: dict[str, Tensor], submodel: Submodel) -> nn.M
         masked[name] = torch.zeros_like(value)
         kept = family.cutter.gather(state, submodel, [name])[name]
         put_at(masked[name], family.cutter.rows(name, submodel.index), kept)
-        if name in family.statistics:  # a variance of zero would blow up rounding; the zeroed scale hides the channel
+        if (
+            name in family.statistics
+        ):  # a variance of zero would blow up rounding; the zeroed scale hides the channel
             masked[name] = value
     return family.module(family.whole, masked).eval()
 
@@ -82,8 +95,14 @@ def data_for(family: Family, batch: int = 2) -> tuple[Tensor, Tensor]:
     if example.is_floating_point():
         inputs = torch.randn((batch, *example.shape[1:]), generator=generator)
     else:
-        inputs = torch.randint(0, family.num_classes, (batch, *example.shape[1:]), generator=generator)
-    logits = family.module(family.fit(fq.Budget(share=1 / 16))).eval()(inputs).movedim(family.layout.class_dim, 1)
+        inputs = torch.randint(
+            0, family.num_classes, (batch, *example.shape[1:]), generator=generator
+        )
+    logits = (
+        family.module(family.fit(fq.Budget(share=1 / 16)))
+        .eval()(inputs)
+        .movedim(family.layout.class_dim, 1)
+    )
     shape = (logits.shape[0], *logits.shape[2:])
     return inputs, torch.randint(0, family.num_classes, shape, generator=generator)
 
@@ -97,7 +116,9 @@ def check(family: Family, share: float, kind: str) -> None:
     member = family.module(submodel, state).eval()
     with torch.no_grad():
         got, want = member(inputs), zeroed(family, state, submodel)(inputs)
-    torch.testing.assert_close(got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max().clamp(min=1e-3)))
+    torch.testing.assert_close(
+        got, want, rtol=1e-3, atol=1e-4 * float(want.abs().max().clamp(min=1e-3))
+    )
     trains(family.module(cut(family, arch, kind), state), inputs, targets, family)
 
 
@@ -120,9 +141,15 @@ MOBILE = ("mobilenet_v3_small", "mobilenet_v3_large")  # mobilenet_v2 has most o
 @pytest.mark.parametrize(("share", "kind"), QUICK)
 @pytest.mark.parametrize(
     "name",
-    [pytest.param(name, marks=pytest.mark.slow) if name in MOBILE else name for name in MODELS if name not in LARGE],
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name in MOBILE else name
+        for name in MODELS
+        if name not in LARGE
+    ],
 )
-def test_a_cut_model_is_the_whole_one_with_channels_zeroed(name: str, share: float, kind: str) -> None:
+def test_a_cut_model_is_the_whole_one_with_channels_zeroed(
+    name: str, share: float, kind: str
+) -> None:
     check(family_of(name), share, kind)
 
 
@@ -141,7 +168,12 @@ def test_every_model_has_axes_to_cut(name: str) -> None:
     assert free
     smallest = family.count(family.fit(fq.Budget(share=1 / 16)))
     assert smallest < family.count(family.whole) / 4
-    carried = {axis for name in family.trainable for dim in family.layout.dims[name] for axis in axes_in(dim)}
+    carried = {
+        axis
+        for name in family.trainable
+        for dim in family.layout.dims[name]
+        for axis in axes_in(dim)
+    }
     assert {axis.name for axis in free} <= carried
 
 
@@ -151,7 +183,9 @@ def test_every_model_has_axes_to_cut(name: str) -> None:
 def layer(word: str, width: int) -> nn.Module:
     match word:
         case "conv":
-            return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU())
+            return nn.Sequential(
+                nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width), nn.ReLU()
+            )
         case "residual":
             return nn.Sequential(nn.Conv2d(width, width, 3, padding=1), nn.BatchNorm2d(width))
         case "concat":

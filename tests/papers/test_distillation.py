@@ -58,7 +58,10 @@ def received(run: fq.Run, shares=(1.0, 0.5, 0.5), sizes=(8, 4, 12)) -> list[Upda
         net = run.method.prototype(share, run.world)
         names = run.world.family.member(net).trainable
         server = {name: run.server.weights[net.scope + name] for name in names}
-        noisy = {n: v + torch.randn(v.shape, generator=generator, dtype=v.dtype) for n, v in server.items()}
+        noisy = {
+            n: v + torch.randn(v.shape, generator=generator, dtype=v.dtype)
+            for n, v in server.items()
+        }
         job = Job(Client(client, fq.Budget(share=share), size), net, 0)
         updates.append(Update(job, (Payload(net, noisy),), steps=1))
     return updates
@@ -84,7 +87,9 @@ def merged_server(run: fq.Run, merged: Merged) -> Server:
 
 
 def in_scope(weights, scope: str) -> dict[str, Tensor]:
-    return {name.removeprefix(scope): value for name, value in weights.items() if name.startswith(scope)}
+    return {
+        name.removeprefix(scope): value for name, value in weights.items() if name.startswith(scope)
+    }
 
 
 def kl(teacher: Tensor, student: Tensor) -> Tensor:
@@ -97,14 +102,18 @@ def entropy(probabilities: Tensor) -> Tensor:
     return -(probabilities * probabilities.log()).sum(1)
 
 
-def value_of(objective: Objective, family: fq.Family, inputs: Tensor, rows: Tensor, logits: Tensor) -> float:
+def value_of(
+    objective: Objective, family: fq.Family, inputs: Tensor, rows: Tensor, logits: Tensor
+) -> float:
     """Return the loss of a batch for logits that are given instead of computed."""
     member = family.member(family.whole)
     weights = family.init(0, dtype=torch.float64)
     targets = torch.zeros(len(inputs), dtype=torch.int64)
     held, key = torch.ones(3, dtype=torch.bool), torch.tensor(0)
     mode = LOCAL.norm.training_pass(False)
-    view = View(member, weights, inputs, targets, held, weights, mode, key, rows, known={member: logits})
+    view = View(
+        member, weights, inputs, targets, held, weights, mode, key, rows, known={member: logits}
+    )
     return float(objective(view))
 
 
@@ -113,9 +122,13 @@ def value_of(objective: Objective, family: fq.Family, inputs: Tensor, rows: Tens
 
 def test_feddfs_teacher_is_the_mean_of_the_logits_of_all_received_nets(perceptron, make_data):
     """Every net counts once, whatever its prototype and its number of samples."""
-    run = start(FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC))
+    run = start(
+        FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC)
+    )
     updates = received(run)
-    logits = torch.stack([plain_outputs(perceptron, update, run.world.public) for update in updates])
+    logits = torch.stack(
+        [plain_outputs(perceptron, update, run.world.public) for update in updates]
+    )
     outputs = folded(run, updates).outputs[OUTPUTS]
     assert outputs.shape == (NUM_PUBLIC, 3)
     torch.testing.assert_close(outputs, logits.mean(0), rtol=0, atol=1e-12)
@@ -126,7 +139,9 @@ def test_feddfs_teacher_is_the_mean_of_the_logits_of_all_received_nets(perceptro
 
 
 @pytest.mark.parametrize(("norm", "training"), [("batch", True), ("tracked", False)])
-def test_norms_of_teachers_use_the_batch_unless_statistics_are_tracked(norm, training, residual, make_data):
+def test_norms_of_teachers_use_the_batch_unless_statistics_are_tracked(
+    norm, training, residual, make_data
+):
     method = FedDF(local=replace(LOCAL, norm=norm), prototypes=(1.0, 0.5))
     run = start(method, residual, make_data(residual, SIZES, public=NUM_PUBLIC))
     (update, *_) = received(run)
@@ -139,7 +154,9 @@ def test_norms_of_teachers_use_the_batch_unless_statistics_are_tracked(norm, tra
 
 
 def test_a_student_starts_from_the_data_weighted_mean_of_its_own_group(perceptron, make_data):
-    run = start(FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC))
+    run = start(
+        FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC)
+    )
     updates = received(run)
     whole, small, other = (dict(update.sent[0].weights) for update in updates)
     weights = folded(run, updates).weights
@@ -149,7 +166,9 @@ def test_a_student_starts_from_the_data_weighted_mean_of_its_own_group(perceptro
         torch.testing.assert_close(weights["share0.5/" + name], mean, rtol=0, atol=1e-12)
 
 
-def test_a_student_minimises_kl_of_the_teacher_to_the_student_and_not_the_reverse(perceptron, make_data):
+def test_a_student_minimises_kl_of_the_teacher_to_the_student_and_not_the_reverse(
+    perceptron, make_data
+):
     teacher = torch.tensor([[2.0, 0.0, -1.0], [0.5, 0.5, 3.0]]).double()
     student = torch.tensor([[0.0, 1.0, 0.0], [-2.0, 1.0, 0.5]]).double()
     forward = reverse = 0.0
@@ -158,11 +177,15 @@ def test_a_student_minimises_kl_of_the_teacher_to_the_student_and_not_the_revers
         forward += sum(a * math.log(a / b) for a, b in zip(p, q, strict=True)) / 2
         reverse += sum(b * math.log(b / a) for a, b in zip(p, q, strict=True)) / 2
     inputs = torch.zeros(2, 4, dtype=torch.float64)
-    assert value_of(Imitation(), perceptron, inputs, teacher, student) == pytest.approx(forward, abs=1e-12)
+    assert value_of(Imitation(), perceptron, inputs, teacher, student) == pytest.approx(
+        forward, abs=1e-12
+    )
     assert abs(forward - reverse) > 0.1
 
 
-def stepped(run: fq.Run, net: Submodel, weights, rows: Tensor, teacher: Tensor, lr: float) -> dict[str, Tensor]:
+def stepped(
+    run: fq.Run, net: Submodel, weights, rows: Tensor, teacher: Tensor, lr: float
+) -> dict[str, Tensor]:
     """Take one step of SGD on KL(teacher ‖ net) over some public samples, in plain torch."""
     module = run.world.family.assemble(net, in_scope(weights, net.scope))
     kl(teacher[rows], module(run.world.public[rows])).backward()
@@ -181,9 +204,12 @@ def test_one_step_of_the_server_is_one_of_sgd_on_kl(perceptron, make_data):
     assert learnt.steps == 2  # One of each prototype
     for net in method.nets(run.world):
         expected = stepped(run, net, server.weights, rows, teacher, lr=0.1)
-        before, now = (in_scope(weights, net.scope) for weights in (server.weights, expected_in(net, expected)))
+        before, now = (
+            in_scope(weights, net.scope) for weights in (server.weights, expected_in(net, expected))
+        )
         losses = [
-            kl(teacher[held], perceptron.assemble(net, own)(run.world.public[held])).item() for own in (before, now)
+            kl(teacher[held], perceptron.assemble(net, own)(run.world.public[held])).item()
+            for own in (before, now)
         ]
         assert losses[1] < losses[0]  # So that the step is kept
         torch.testing.assert_close(in_scope(after.weights, net.scope), expected, rtol=0, atol=1e-12)
@@ -219,7 +245,10 @@ def test_a_student_whose_teacher_is_itself_does_not_move(optimiser, perceptron, 
     """With one client the mean of a group is the client's net, and so is the teacher."""
     data = make_data(perceptron, (9,), public=NUM_PUBLIC)
     how = ServerTraining(optimiser, batch_size=4, steps=12, check_every=3)
-    runs = [play(FedDF(local=LOCAL, prototypes=(1.0,), server_training=one), perceptron, data) for one in (SILENT, how)]
+    runs = [
+        play(FedDF(local=LOCAL, prototypes=(1.0,), server_training=one), perceptron, data)
+        for one in (SILENT, how)
+    ]
     assert runs[1].records[0].server_steps > 0
     still, learnt = (dict(run.server.weights) for run in runs)
     torch.testing.assert_close(learnt, still, rtol=0, atol=1e-9)
@@ -231,7 +260,9 @@ HUGE = fq.SGD(lr=1e3, momentum=0.0)
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_weights_stay_those_before_the_first_step_if_no_step_is_better(engine, perceptron, make_data, play):
+def test_weights_stay_those_before_the_first_step_if_no_step_is_better(
+    engine, perceptron, make_data, play
+):
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     options = {"shares": (1.0, 0.5), "engine": engine, "rounds": 1}
     methods = [
@@ -246,7 +277,9 @@ def test_weights_stay_those_before_the_first_step_if_no_step_is_better(engine, p
 def test_the_best_of_several_states_is_kept(perceptron, make_data):
     """A step that helps is followed by steps that do not."""
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
-    how = ServerTraining(fq.SGD(lr=2.0, momentum=0.9), batch_size=16, steps=20, check_every=1, patience=20)
+    how = ServerTraining(
+        fq.SGD(lr=2.0, momentum=0.9), batch_size=16, steps=20, check_every=1, patience=20
+    )
     method = FedDF(local=LOCAL, prototypes=(1.0,), server_training=how)
     run = start(method, perceptron, data, (1.0,))
     merged = folded(run, received(run, (1.0,) * 3))
@@ -262,7 +295,9 @@ def test_the_best_of_several_states_is_kept(perceptron, make_data):
         states.append(weights)
         losses.append(kl(teacher[held], module(run.world.public[held])).item())
         kl(teacher[rows], module(run.world.public[rows])).backward()
-        momentum = {n: 0.9 * momentum.get(n, 0.0) + value.grad for n, value in module.named_parameters()}
+        momentum = {
+            n: 0.9 * momentum.get(n, 0.0) + value.grad for n, value in module.named_parameters()
+        }
         weights = {n: value.detach() - 2.0 * momentum[n] for n, value in module.named_parameters()}
     best = min(range(21), key=losses.__getitem__)
     assert 0 < best < 20
@@ -271,7 +306,9 @@ def test_the_best_of_several_states_is_kept(perceptron, make_data):
 
 @pytest.mark.parametrize("patience", [1, 2])
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_a_student_stops_after_so_many_comparisons_without_progress(engine, patience, perceptron, make_data, play):
+def test_a_student_stops_after_so_many_comparisons_without_progress(
+    engine, patience, perceptron, make_data, play
+):
     how = ServerTraining(HUGE, steps=30, check_every=3, patience=patience)
     method = FedDF(local=LOCAL, prototypes=(1.0, 0.5), server_training=how)
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
@@ -299,9 +336,13 @@ def test_a_cosine_lowers_the_servers_rate_at_every_comparison():
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_steps_of_the_server_have_the_rates_of_the_cosine(engine, perceptron, make_data):
     """Four steps of SGD at 0.1 times 1, 1, ½, ½, compared after every second."""
-    how = ServerTraining(PLAIN, batch_size=16, steps=4, check_every=2, held_back=0.3, schedule="cosine")
+    how = ServerTraining(
+        PLAIN, batch_size=16, steps=4, check_every=2, held_back=0.3, schedule="cosine"
+    )
     method = FedDF(local=LOCAL, prototypes=(1.0,), server_training=how)
-    run = start(method, perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC), (1.0,), engine=engine)
+    run = start(
+        method, perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC), (1.0,), engine=engine
+    )
     merged = folded(run, received(run, (1.0,) * 3))
     server, teacher = merged_server(run, merged), merged.outputs[OUTPUTS]
     after, learnt = learn(run.federation, server, merged, run.engine)
@@ -328,7 +369,9 @@ def test_the_preset_paper_of_feddf_has_the_settings_of_the_released_commands():
 
 @pytest.mark.parametrize(("steps", "every"), [(5, 2), (7, 3), (3, 20)])
 def test_a_student_never_takes_more_steps_than_it_may(steps, every, perceptron, make_data, play):
-    how = ServerTraining(fq.SGD(lr=0.01), batch_size=16, steps=steps, check_every=every, patience=100)
+    how = ServerTraining(
+        fq.SGD(lr=0.01), batch_size=16, steps=steps, check_every=every, patience=100
+    )
     method = FedDF(local=LOCAL, prototypes=(1.0,), server_training=how)
     run = play(method, perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC), rounds=1)
     assert run.records[0].server_steps <= steps
@@ -343,7 +386,9 @@ def test_a_server_without_steps_keeps_its_nets(kind, perceptron, make_data, play
     before = method.init(run.world).weights
     scopes = ("server/",) if kind is FedET else ("share0.5/", "share0.25/")
     for scope in scopes:
-        torch.testing.assert_close(in_scope(run.server.weights, scope), in_scope(before, scope), rtol=0, atol=0)
+        torch.testing.assert_close(
+            in_scope(run.server.weights, scope), in_scope(before, scope), rtol=0, atol=0
+        )
     assert [record.server_steps for record in run.records] == [0, 0]
 
 
@@ -358,7 +403,9 @@ def test_labels_of_clients_decide_where_the_preset_says_so(perceptron, make_data
     inputs, targets = data.inputs, data.targets
 
     def accuracy(run: fq.Run) -> float:
-        module = perceptron.assemble(Submodel(perceptron.whole), in_scope(run.server.weights, "share1/"))
+        module = perceptron.assemble(
+            Submodel(perceptron.whole), in_scope(run.server.weights, "share1/")
+        )
         return float((module(inputs).argmax(1) == targets).double().mean())
 
     assert accuracy(learnt) >= accuracy(still)
@@ -369,16 +416,30 @@ def test_server_macs_are_those_of_teachers_training_and_comparisons(perceptron, 
     """A step costs three forward passes of each sample. Students are compared before the first step too."""
     how = ServerTraining(fq.SGD(lr=0.01), batch_size=4, steps=6, check_every=2, patience=10)
     method = FedDF(local=LOCAL, prototypes=(1.0, 0.5), server_training=how)
-    run = play(method, perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC), shares=(1.0, 0.5), rounds=1)
+    run = play(
+        method,
+        perceptron,
+        make_data(perceptron, SIZES, public=NUM_PUBLIC),
+        shares=(1.0, 0.5),
+        rounds=1,
+    )
     (record,) = run.records
-    clients = [run.fleet.client(id, 0, run.world.seed, size, id).budget.share for id, size in enumerate(SIZES)]
+    clients = [
+        run.fleet.client(id, 0, run.world.seed, size, id).budget.share
+        for id, size in enumerate(SIZES)
+    ]
     teachers = sum(MACS[share] for share in clients) * NUM_PUBLIC
     both = sum(MACS.values())
     training = 3 * both * 6 * 4  # Steps of 4 samples
     comparisons = both * 4 * 2  # Four of two held-back samples
     assert record.server_macs == teachers + training + comparisons
     assert record.server_steps == 2 * 6
-    plain = play(FedDF(local=LOCAL, prototypes=(1.0, 0.5), server_training=SILENT), perceptron, run.data, (1.0, 0.5))
+    plain = play(
+        FedDF(local=LOCAL, prototypes=(1.0, 0.5), server_training=SILENT),
+        perceptron,
+        run.data,
+        (1.0, 0.5),
+    )
     assert record.macs == plain.records[0].macs  # Those of clients are counted apart.
 
 
@@ -388,7 +449,9 @@ LEARNING_KEYS = {"server_seconds", "server_macs", "server_steps"}
 @pytest.mark.parametrize("kind", [FedDF, DSFL, FedET])
 def test_records_have_the_costs_of_a_server_that_learns(kind, perceptron, make_data, play):
     prototypes = (0.5, 0.25) if kind is FedET else (1.0, 0.5)
-    method = kind(local=LOCAL, prototypes=prototypes, server_training=ServerTraining(steps=4, check_every=2))
+    method = kind(
+        local=LOCAL, prototypes=prototypes, server_training=ServerTraining(steps=4, check_every=2)
+    )
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     (record,) = play(method, perceptron, data, shares=(1.0, 0.5), rounds=1).records
     written = record.to_dict()
@@ -398,8 +461,12 @@ def test_records_have_the_costs_of_a_server_that_learns(kind, perceptron, make_d
     assert type(record).from_dict(written) == replace(record, stacks=0)
 
 
-@pytest.mark.parametrize("method", [FedAvg(local=LOCAL), HeteroFL(local=LOCAL), FedDF(server_training=SILENT)])
-def test_records_of_a_server_that_does_not_learn_are_without_these_keys(method, perceptron, make_data, play):
+@pytest.mark.parametrize(
+    "method", [FedAvg(local=LOCAL), HeteroFL(local=LOCAL), FedDF(server_training=SILENT)]
+)
+def test_records_of_a_server_that_does_not_learn_are_without_these_keys(
+    method, perceptron, make_data, play
+):
     (record,) = play(method, perceptron, make_data(perceptron, SIZES), rounds=1).records
     assert not record.to_dict().keys() & LEARNING_KEYS
 
@@ -408,7 +475,12 @@ def test_records_of_a_server_that_does_not_learn_are_without_these_keys(method, 
 
 
 def test_positions_of_a_teacher_that_a_link_lost_are_the_servers(perceptron, make_data):
-    run = start(FedDF(prototypes=(1.0,)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC), (1.0,))
+    run = start(
+        FedDF(prototypes=(1.0,)),
+        perceptron,
+        make_data(perceptron, SIZES, public=NUM_PUBLIC),
+        (1.0,),
+    )
     (update,) = received(run, (1.0,), (8,))
     (payload,) = update.sent
     part = perceptron.part(payload.submodel, 0.5)
@@ -423,11 +495,18 @@ def test_positions_of_a_teacher_that_a_link_lost_are_the_servers(perceptron, mak
     }
     with torch.no_grad():
         expected = perceptron.assemble(payload.submodel, filled)(run.world.public)
-    torch.testing.assert_close(folded(run, [arrived]).outputs[OUTPUTS], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        folded(run, [arrived]).outputs[OUTPUTS], expected, rtol=0, atol=1e-12
+    )
 
 
 def test_rows_of_classes_that_a_client_does_not_send_are_the_servers(perceptron, make_data):
-    run = start(FedDF(prototypes=(1.0,)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC), (1.0,))
+    run = start(
+        FedDF(prototypes=(1.0,)),
+        perceptron,
+        make_data(perceptron, SIZES, public=NUM_PUBLIC),
+        (1.0,),
+    )
     (update,) = received(run, (1.0,), (8,))
     (payload,) = update.sent
     learner = FedDF(local=replace(LOCAL, masked="client")).learner(update.job, run.world)
@@ -440,11 +519,15 @@ def test_rows_of_classes_that_a_client_does_not_send_are_the_servers(perceptron,
         filled[name][1] = run.server.weights["share1/" + name][1]
     with torch.no_grad():
         expected = perceptron.assemble(payload.submodel, filled)(run.world.public)
-    torch.testing.assert_close(folded(run, [arrived]).outputs[OUTPUTS], expected, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        folded(run, [arrived]).outputs[OUTPUTS], expected, rtol=0, atol=1e-12
+    )
 
 
 def test_a_net_that_got_lost_says_nothing(perceptron, make_data):
-    run = start(FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC))
+    run = start(
+        FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC)
+    )
     first, second, third = received(run)
     merged = folded(run, [first, replace(second, sent=()), third])
     both = folded(run, [first, third])
@@ -459,7 +542,9 @@ def test_a_net_that_got_lost_says_nothing(perceptron, make_data):
 
 @pytest.mark.parametrize("kind", [FedDF, FedET])
 def test_two_partial_folds_joined_are_one_fold_over_all_updates(kind, perceptron, make_data):
-    run = start(kind(prototypes=(0.5, 0.25)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC))
+    run = start(
+        kind(prototypes=(0.5, 0.25)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC)
+    )
     updates = received(run, (0.5, 0.25, 0.5, 0.25, 0.5), (8, 4, 12, 3, 1))
     whole = folded(run, updates)
     folds = [run.method.fold(run.server, run.world) for _ in range(3)]
@@ -478,11 +563,16 @@ def test_two_partial_folds_joined_are_one_fold_over_all_updates(kind, perceptron
 
 
 def test_a_stack_of_updates_is_the_same_as_one_after_another(perceptron, make_data):
-    run = start(FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC))
+    run = start(
+        FedDF(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC)
+    )
     updates = received(run, (0.5, 0.5, 0.5))
     fold = run.method.fold(run.server, run.world)
     names = updates[0].sent[0].weights
-    fold.add_stack(updates, [{name: torch.stack([one.sent[0].weights[name] for one in updates]) for name in names}])
+    fold.add_stack(
+        updates,
+        [{name: torch.stack([one.sent[0].weights[name] for one in updates]) for name in names}],
+    )
     stacked, whole = fold.finish(run.server), folded(run, updates)
     torch.testing.assert_close(dict(stacked.weights), dict(whole.weights), rtol=0, atol=1e-9)
     torch.testing.assert_close(dict(stacked.outputs), dict(whole.outputs), rtol=0, atol=1e-9)
@@ -492,7 +582,11 @@ def test_a_stack_of_updates_is_the_same_as_one_after_another(perceptron, make_da
 
 
 def dsfl(**settings) -> DSFL:
-    how = {"local": LOCAL, "prototypes": (1.0, 0.5), "server_training": ServerTraining(steps=4, check_every=2)}
+    how = {
+        "local": LOCAL,
+        "prototypes": (1.0, 0.5),
+        "server_training": ServerTraining(steps=4, check_every=2),
+    }
     return DSFL(**{**how, **settings})
 
 
@@ -532,15 +626,24 @@ def test_soft_labels_are_a_cross_entropy_and_a_row_of_zeros_has_no_effect(percep
     logits = torch.tensor([[1.0, -1.0, 0.5], [3.0, 2.0, 1.0]], dtype=torch.float64)
     rows = torch.tensor([[0.7, 0.2, 0.1], [0.0, 0.0, 0.0]], dtype=torch.float64)
     total = sum(math.exp(z) for z in (1.0, -1.0, 0.5))
-    by_hand = -sum(p * math.log(math.exp(z) / total) for p, z in zip((0.7, 0.2, 0.1), (1.0, -1.0, 0.5), strict=True))
+    by_hand = -sum(
+        p * math.log(math.exp(z) / total)
+        for p, z in zip((0.7, 0.2, 0.1), (1.0, -1.0, 0.5), strict=True)
+    )
     inputs = torch.zeros(2, 4, dtype=torch.float64)
-    assert value_of(SoftLabels(), perceptron, inputs, rows, logits) == pytest.approx(by_hand / 2, abs=1e-12)
+    assert value_of(SoftLabels(), perceptron, inputs, rows, logits) == pytest.approx(
+        by_hand / 2, abs=1e-12
+    )
     moved = torch.cat([logits[:1], -5 * logits[1:]])
-    assert value_of(SoftLabels(), perceptron, inputs, rows, moved) == pytest.approx(by_hand / 2, abs=1e-12)
+    assert value_of(SoftLabels(), perceptron, inputs, rows, moved) == pytest.approx(
+        by_hand / 2, abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("samples", [0, 6], ids=["all", "drawn"])
-def test_a_client_distils_the_global_predictions_before_it_trains_on_its_own_samples(samples, perceptron, make_data):
+def test_a_client_distils_the_global_predictions_before_it_trains_on_its_own_samples(
+    samples, perceptron, make_data
+):
     """Two rounds of one client in plain torch. In the first there is nothing to distil."""
     method = dsfl(prototypes=(1.0,), public_epochs=2, samples=samples)
     run = start(method, perceptron, make_data(perceptron, (9,), public=NUM_PUBLIC), (1.0,)).train(1)
@@ -551,7 +654,9 @@ def test_a_client_distils_the_global_predictions_before_it_trains_on_its_own_sam
     assert len(drawn) == len(rows) == (samples or NUM_PUBLIC)
     public = run.world.public[drawn]
     with torch.no_grad():
-        torch.testing.assert_close(rows, sharpened(module(public).softmax(1), 0.1), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            rows, sharpened(module(public).softmax(1), 0.1), rtol=0, atol=1e-12
+        )
 
     client = run.fleet.client(0, 1, run.world.seed, 9, 0)
     (net,) = method.plan(run.server, client, run.world)
@@ -586,7 +691,10 @@ def test_lessons_and_predictions_are_counted_in_macs(samples, perceptron, make_d
     run = play(method, perceptron, make_data(perceptron, (9,), public=NUM_PUBLIC))
     training, drawn = 3 * 9 * MACS[1.0], samples or NUM_PUBLIC
     predicting, lesson = drawn * MACS[1.0], 3 * 2 * drawn * MACS[1.0]
-    assert [record.macs for record in run.records] == [training + predicting, training + predicting + lesson]
+    assert [record.macs for record in run.records] == [
+        training + predicting,
+        training + predicting + lesson,
+    ]
 
 
 def test_every_round_draws_public_samples_of_its_own():
@@ -631,12 +739,24 @@ def test_a_client_of_dsfl_continues_from_its_own_net_bit_for_bit(engine, percept
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     run = start(method, perceptron, data, engine=engine, link=(link := Recording())).train(1)
     server_nets = {key: in_scope(run.server.weights, key[1]) for key in run.server.memory}
-    kept = {key: {n: v.clone() for n, v in memory.weights.items()} for key, memory in run.server.memory.items()}
+    kept = {
+        key: {n: v.clone() for n, v in memory.weights.items()}
+        for key, memory in run.server.memory.items()
+    }
     assert sorted(client for client, _ in kept) == [0, 1, 2, 3]
-    for key, weights in kept.items():  # A state of its own: neither the server's nor another client's
-        assert not any(torch.equal(value, server_nets[key][name]) for name, value in weights.items())
+    for (
+        key,
+        weights,
+    ) in kept.items():  # A state of its own: neither the server's nor another client's
+        assert not any(
+            torch.equal(value, server_nets[key][name]) for name, value in weights.items()
+        )
         for other, theirs in kept.items():
-            assert other == key or other[1] != key[1] or not torch.equal(weights["last.bias"], theirs["last.bias"])
+            assert (
+                other == key
+                or other[1] != key[1]
+                or not torch.equal(weights["last.bias"], theirs["last.bias"])
+            )
 
     run = run.train(3)
     assert run.server.round == 3
@@ -652,18 +772,24 @@ def test_a_net_of_dsfl_can_be_deployed_from_its_client(perceptron, make_data):
     run = start(dsfl(), perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC)).train(2)
     for (client, _), memory in run.server.memory.items():
         module = run.deploy(fq.Budget(share=1.0), client=client)
-        torch.testing.assert_close(module.state_dict(), dict(memory.weights), rtol=0, atol=0, check_dtype=False)
+        torch.testing.assert_close(
+            module.state_dict(), dict(memory.weights), rtol=0, atol=0, check_dtype=False
+        )
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_predictions_cost_rows_times_classes_times_four_bytes_each_way(engine, perceptron, make_data, play):
+def test_predictions_cost_rows_times_classes_times_four_bytes_each_way(
+    engine, perceptron, make_data, play
+):
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     options = {"shares": (1.0, 0.5), "rounds": 3, "precision": "fp32", "engine": engine}
     for record in play(dsfl(), perceptron, data, **options).records:
         assert record.bytes_down == record.bytes_up == len(SIZES) * NUM_PUBLIC * 3 * 4
     for record in play(dsfl(samples=6), perceptron, data, **options).records:
         assert record.bytes_up == len(SIZES) * 6 * 3 * 4
-        assert record.bytes_down == len(SIZES) * (6 * 3 * 4 + 8)  # The round of the draw is a number of 8 bytes.
+        assert record.bytes_down == len(SIZES) * (
+            6 * 3 * 4 + 8
+        )  # The round of the draw is a number of 8 bytes.
 
 
 # --- Fed-ET ---------------------------------------------------------------------------------------------------------
@@ -696,12 +822,16 @@ def test_the_consensus_is_the_label_of_the_weighted_logits_and_the_mix_of_those_
     # Σ α·s of the first sample: (2·3 + 8·6, 0, 0.5·1.5) / 10.5. Of the second the class 1 wins.
     assert label.tolist() == [[1.0, 0.0, 0.0], [0.0, 1.0, 0.0]]
     total = 2 + math.exp(1.5)
-    assert dissent[0].tolist() == pytest.approx([1 / total, 1 / total, math.exp(1.5) / total], abs=1e-12)
+    assert dissent[0].tolist() == pytest.approx(
+        [1 / total, 1 / total, math.exp(1.5) / total], abs=1e-12
+    )
     assert dissent[1].tolist() == [0.0, 0.0, 0.0]
 
 
 def test_several_nets_that_dissent_are_mixed_by_their_variances():
-    logits = torch.tensor([[[0.0, 9.0, 0.0]], [[3.0, 0.0, 0.0]], [[0.0, 0.0, 1.5]]], dtype=torch.float64)
+    logits = torch.tensor(
+        [[[0.0, 9.0, 0.0]], [[3.0, 0.0, 0.0]], [[0.0, 0.0, 1.5]]], dtype=torch.float64
+    )
     label, dissent = consensus(logits, temperature=2.0).unbind(1)
     assert label.tolist() == [[0.0, 1.0, 0.0]]
     mixed = [2.0 / 2.5 * 3.0, 0.0, 0.5 / 2.5 * 1.5]
@@ -711,7 +841,9 @@ def test_several_nets_that_dissent_are_mixed_by_their_variances():
 
 def test_a_net_with_a_large_variance_outvotes_two_others():
     """A plain vote would give class 0."""
-    logits = torch.tensor([[[1.0, 0.0, 0.0]], [[1.0, 0.0, 0.0]], [[0.0, 8.0, 0.0]]], dtype=torch.float64)
+    logits = torch.tensor(
+        [[[1.0, 0.0, 0.0]], [[1.0, 0.0, 0.0]], [[0.0, 8.0, 0.0]]], dtype=torch.float64
+    )
     label, dissent = consensus(logits).unbind(1)
     assert label.tolist() == [[0.0, 1.0, 0.0]]
     assert float(dissent[0, 0]) > float(dissent[0, 1])
@@ -746,7 +878,9 @@ def test_one_step_of_fedets_server_is_one_of_sgd_on_the_consensus_loss(perceptro
     run = start(method, perceptron, make_data(perceptron, SIZES, public=NUM_PUBLIC))
     updates = received(run, (0.5, 0.25, 0.5))
     merged = folded(run, updates)
-    logits = torch.stack([plain_outputs(perceptron, update, run.world.public) for update in updates])
+    logits = torch.stack(
+        [plain_outputs(perceptron, update, run.world.public) for update in updates]
+    )
     torch.testing.assert_close(merged.outputs[EACH], logits, rtol=0, atol=1e-12)
     label, dissent = consensus(logits).unbind(1)
     server = merged_server(run, merged)
@@ -756,25 +890,34 @@ def test_one_step_of_fedets_server_is_one_of_sgd_on_the_consensus_loss(perceptro
 
     def loss(module: torch.nn.Module, chosen: Tensor) -> Tensor:
         log_q = module(run.world.public[chosen]).log_softmax(1)
-        diversity = (torch.xlogy(dissent[chosen], dissent[chosen]) - dissent[chosen] * log_q).sum(1).mean()
+        diversity = (
+            (torch.xlogy(dissent[chosen], dissent[chosen]) - dissent[chosen] * log_q).sum(1).mean()
+        )
         return F.nll_loss(log_q, label[chosen].argmax(1)) + 0.3 * diversity
 
     net = method.server_net(run.world)
     module = perceptron.assemble(net, in_scope(server.weights, net.scope))
     before = loss(module, held).item()
     loss(module, rows).backward()
-    expected = {name: value.detach() - 0.1 * value.grad for name, value in module.named_parameters()}
+    expected = {
+        name: value.detach() - 0.1 * value.grad for name, value in module.named_parameters()
+    }
     assert loss(perceptron.assemble(net, expected), held).item() < before
     torch.testing.assert_close(in_scope(after.weights, net.scope), expected, rtol=0, atol=1e-12)
 
 
 def test_the_representation_goes_back_where_shapes_allow(perceptron, make_data, play):
     """Prototypes of another width keep their own, and every net keeps its own output layer."""
-    data, how = make_data(perceptron, SIZES, public=NUM_PUBLIC), ServerTraining(steps=4, check_every=2)
+    data, how = (
+        make_data(perceptron, SIZES, public=NUM_PUBLIC),
+        ServerTraining(steps=4, check_every=2),
+    )
     settings = {"local": LOCAL, "prototypes": (1.0, 0.5)}
     options = {"shares": (1.0, 0.5), "rounds": 1}
     run = play(FedET(**settings, server_training=how), perceptron, data, **options)
-    means = play(FedDF(**settings, server_training=SILENT), perceptron, data, **options).server.weights
+    means = play(
+        FedDF(**settings, server_training=SILENT), perceptron, data, **options
+    ).server.weights
     weights = run.server.weights
     for name in ("first.weight", "first.bias"):
         assert torch.equal(weights["share1/" + name], weights["server/" + name])
@@ -795,7 +938,9 @@ def test_a_device_gets_the_servers_net_if_it_can_run_it(perceptron, make_data, p
         rounds=1,
     )
     scopes = {
-        share: [net.scope for net in run.method.deploy(run.server, fq.Budget(share=share), run.world)]
+        share: [
+            net.scope for net in run.method.deploy(run.server, fq.Budget(share=share), run.world)
+        ]
         for share in (1.0, 0.5, 0.3)
     }
     assert scopes == {1.0: ["server/"], 0.5: ["share0.5/"], 0.3: ["share0.25/"]}
@@ -808,7 +953,9 @@ def test_every_prototype_is_drawn_by_itself_and_the_first_with_the_seed_of_the_r
     world = fq.World(perceptron, seed=3, precision="fp64")
     server = FedET(prototypes=(1.0, 0.5)).init(world)
     whole = perceptron.init(3, dtype=torch.float64)
-    assert set(server.weights) == {scope + name for scope in ("share1/", "share0.5/", "server/") for name in whole}
+    assert set(server.weights) == {
+        scope + name for scope in ("share1/", "share0.5/", "server/") for name in whole
+    }
     for name, value in whole.items():
         assert torch.equal(server.weights["share1/" + name], value)
         assert not torch.equal(server.weights["server/" + name], value)
@@ -829,7 +976,9 @@ class Deep(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.Sequential(nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3))
+        self.layers = nn.Sequential(
+            nn.Linear(4, 5), nn.ReLU(), nn.Linear(5, 7), nn.ReLU(), nn.Linear(7, 3)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         return self.layers(x)
@@ -850,8 +999,14 @@ def of_nets(run: fq.Run, places=(0, 1, 1), sizes=(8, 4, 12)) -> list[Update]:
     updates = []
     for client, (place, size) in enumerate(zip(places, sizes, strict=True)):
         net = run.method.nets(run.world)[place]
-        server = {name: run.server.weights[net.scope + name] for name in run.world.family.member(net).trainable}
-        noisy = {n: v + torch.randn(v.shape, generator=generator, dtype=v.dtype) for n, v in server.items()}
+        server = {
+            name: run.server.weights[net.scope + name]
+            for name in run.world.family.member(net).trainable
+        }
+        noisy = {
+            n: v + torch.randn(v.shape, generator=generator, dtype=v.dtype)
+            for n, v in server.items()
+        }
         job = Job(Client(client, BY_NET[place], size), net, 0)
         updates.append(Update(job, (Payload(net, noisy),), steps=1))
     return updates
@@ -862,7 +1017,9 @@ def test_feddfs_teacher_is_the_mean_over_nets_of_all_architectures(union, make_d
     updates = of_nets(run)
     first, second, third = (plain_outputs(union, update, run.world.public) for update in updates)
     merged = folded(run, updates)
-    torch.testing.assert_close(merged.outputs[OUTPUTS], (first + second + third) / 3, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        merged.outputs[OUTPUTS], (first + second + third) / 3, rtol=0, atol=1e-12
+    )
     deep, flat, other = (dict(update.sent[0].weights) for update in updates)
     for name, value in deep.items():
         torch.testing.assert_close(merged.weights["deep/" + name], value, rtol=0, atol=1e-12)
@@ -878,18 +1035,29 @@ def test_a_client_trains_the_largest_net_that_its_budget_holds(union, make_data)
         (net,) = run.method.plan(run.server, Client(0, budget, 4), run.world)
         return net.scope
 
-    deep, flat = (union.cost(union.at(net).whole, run.method.training_step(run.world)) for net in ("deep", "flat"))
+    deep, flat = (
+        union.cost(union.at(net).whole, run.method.training_step(run.world))
+        for net in ("deep", "flat")
+    )
     assert (deep.macs, flat.macs) == (76, 42)
     assert [net_of(fq.Budget(macs=macs)) for macs in (76, 75, 42)] == ["deep/", "flat/", "flat/"]
-    assert [net_of(fq.Budget(params=count)) for count in (deep.params, deep.params - 1)] == ["deep/", "flat/"]
-    assert [net_of(fq.Budget(memory=size)) for size in (deep.memory, deep.memory - 1)] == ["deep/", "flat/"]
+    assert [net_of(fq.Budget(params=count)) for count in (deep.params, deep.params - 1)] == [
+        "deep/",
+        "flat/",
+    ]
+    assert [net_of(fq.Budget(memory=size)) for size in (deep.memory, deep.memory - 1)] == [
+        "deep/",
+        "flat/",
+    ]
     assert net_of(fq.Budget(share=1.0)) == "deep/"
     with pytest.raises(
-        BudgetError, match=r"holds none of the nets deep, flat. The smallest is 'flat': macs: 41 allowed"
+        BudgetError,
+        match=r"holds none of the nets deep, flat. The smallest is 'flat': macs: 41 allowed",
     ):
         net_of(fq.Budget(macs=41))
     with pytest.raises(
-        BudgetError, match=r"a share of 0.5 was given .* no common share. Bounds on macs, params or memory"
+        BudgetError,
+        match=r"a share of 0.5 was given .* no common share. Bounds on macs, params or memory",
     ):
         net_of(fq.Budget(share=0.5))
 
@@ -898,9 +1066,13 @@ def test_feddf_on_a_union_of_one_net_without_a_step_is_fedavg(perceptron, make_d
     """One prototype, whose mean is weighted by data, and no server that learns."""
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     averaged = play(FedAvg(local=LOCAL), perceptron, data)
-    distilled = play(FedDF(local=LOCAL, server_training=SILENT), fq.union({"flat": perceptron}), data)
+    distilled = play(
+        FedDF(local=LOCAL, server_training=SILENT), fq.union({"flat": perceptron}), data
+    )
     for name, weight in averaged.server.weights.items():
-        torch.testing.assert_close(distilled.server.weights[f"flat/flat.{name}"], weight, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            distilled.server.weights[f"flat/flat.{name}"], weight, rtol=0, atol=1e-12
+        )
     assert distilled.accuracy == averaged.accuracy
 
 
@@ -910,19 +1082,31 @@ def test_feddf_on_a_union_of_two_widths_is_feddf_of_two_prototypes(perceptron, m
     union = fq.union({"wide": perceptron, "narrow": narrow})
     data = make_data(perceptron, SIZES, public=NUM_PUBLIC)
     runs = []
-    for family, shares in ((perceptron, (1.0, 0.5)), (union, (fq.Budget(macs=MACS[1.0]), fq.Budget(macs=MACS[0.5])))):
-        run = start(FedDF(local=LOCAL, prototypes=(1.0, 0.5), server_training=ONE_STEP), family, data, shares)
+    for family, shares in (
+        (perceptron, (1.0, 0.5)),
+        (union, (fq.Budget(macs=MACS[1.0]), fq.Budget(macs=MACS[0.5]))),
+    ):
+        run = start(
+            FedDF(local=LOCAL, prototypes=(1.0, 0.5), server_training=ONE_STEP),
+            family,
+            data,
+            shares,
+        )
         runs.append(run)
     names = {"share1/": "wide/wide.", "share0.5/": "narrow/narrow."}
     same = {}
     for scope, other in names.items():
-        same |= {other + name: value for name, value in in_scope(runs[0].server.weights, scope).items()}
+        same |= {
+            other + name: value for name, value in in_scope(runs[0].server.weights, scope).items()
+        }
     runs[1].server = replace(runs[1].server, weights=same)
     for run in runs:
         run.train(2)
     for scope, other in names.items():
         for name, value in in_scope(runs[0].server.weights, scope).items():
-            torch.testing.assert_close(runs[1].server.weights[other + name], value, rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                runs[1].server.weights[other + name], value, rtol=0, atol=1e-12
+            )
 
 
 def test_fed_ets_server_trains_the_first_net_and_clients_the_others(union, make_data):
@@ -932,7 +1116,11 @@ def test_fed_ets_server_trains_the_first_net_and_clients_the_others(union, make_
     assert {name.split("/")[0] for name in run.server.weights} == {"server", "flat"}
     before = dict(run.server.weights)
     run.train(1)
-    moved = {name.split("/")[0] for name, value in run.server.weights.items() if not torch.equal(value, before[name])}
+    moved = {
+        name.split("/")[0]
+        for name, value in run.server.weights.items()
+        if not torch.equal(value, before[name])
+    }
     assert moved == {"server", "flat"}
     assert run.accuracy.keys() == {"1.0", str(round(42 / 76, 4))}
     assert type(run.deploy(BY_NET[0])) is Deep
@@ -940,10 +1128,18 @@ def test_fed_ets_server_trains_the_first_net_and_clients_the_others(union, make_
 
 
 @pytest.mark.parametrize(
-    ("order", "told"), [(("flat", "deep"), "'deep' has more multiply-adds"), (("flat",), "no other")]
+    ("order", "told"),
+    [(("flat", "deep"), "'deep' has more multiply-adds"), (("flat",), "no other")],
 )
-def test_fed_et_refuses_a_union_whose_first_net_is_not_the_largest_of_several(order, told, union, make_data):
-    nets = {"deep": fq.trace(Deep, torch.zeros(2, 4)), "flat": fq.trace(Perceptron, torch.zeros(2, 4))}
+def test_fed_et_refuses_a_union_whose_first_net_is_not_the_largest_of_several(
+    order, told, union, make_data
+):
+    nets = {
+        "deep": fq.trace(Deep, torch.zeros(2, 4)),
+        "flat": fq.trace(Perceptron, torch.zeros(2, 4)),
+    }
     other = fq.union({name: nets[name] for name in order})
-    with pytest.raises(ConfigError, match=f"{told}.* A union of two or more nets, the largest first, would work"):
+    with pytest.raises(
+        ConfigError, match=f"{told}.* A union of two or more nets, the largest first, would work"
+    ):
         start(FedET(), other, make_data(union, SIZES, public=NUM_PUBLIC), BY_NET)

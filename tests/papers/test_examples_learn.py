@@ -29,7 +29,9 @@ DOMAINS = ("mnist", "svhn", "usps", "syn", "mnistm")
 # --- data -------------------------------------------------------------------------------------------------------
 
 
-def draw_images(path: Path, side: int, classes: int, per_class: int, domains: Sequence[str] = ("",)) -> None:
+def draw_images(
+    path: Path, side: int, classes: int, per_class: int, domains: Sequence[str] = ("",)
+) -> None:
     """Write color images of `side` × `side` pixels: a faint pattern per class and domain in noise.
 
     It is faint because a clear one is learnt at learning rates at which real images diverge.
@@ -119,8 +121,12 @@ def test_rows_learn_with_the_papers_settings(name: str, drawn: Path) -> None:
         seen.add(type(experiment.method))
         clients = min(100, settings["fleet"]["clients"])  # There are 500 images.
         fleet = {"clients": clients, "sample": min(2, clients)}
-        quick = overlay(settings, {"rounds": 2, "fleet": fleet, "evaluation": {"every": 0, "local": False}})
-        if isinstance(experiment.method, ProgFed):  # It grows as in the whole run, of which these are the first rounds.
+        quick = overlay(
+            settings, {"rounds": 2, "fleet": fleet, "evaluation": {"every": 0, "local": False}}
+        )
+        if isinstance(
+            experiment.method, ProgFed
+        ):  # It grows as in the whole run, of which these are the first rounds.
             quick = overlay(quick, {"method": {"rounds": settings["rounds"]}})
         losses_of(Experiment.of(quick).prepare().train(2), 2)
 
@@ -137,8 +143,12 @@ def test_every_script_is_run() -> None:
     assert set(SCRIPTS) == {"clipped", "own_model", "tasks"}
 
 
-@pytest.mark.parametrize("name", ["clipped", "own_model", pytest.param("tasks", marks=pytest.mark.slow)])
-def test_scripts_learn(name: str, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(
+    "name", ["clipped", "own_model", pytest.param("tasks", marks=pytest.mark.slow)]
+)
+def test_scripts_learn(
+    name: str, tmp_path: Path, runs: list[Run], monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     words = SCRIPTS[name].split()
     monkeypatch.setattr(sys, "argv", [f"{name}.py", *words])

@@ -34,13 +34,18 @@ class Recorded(Link):
 def test_norms_never_travel(engine, residual, make_data):
     data, method = make_data(residual, SIZES), with_local(FedBN(), batch_size=4)
     link = Recorded()
-    run = fq.prepare(method, residual, data, fq.Fleet.of((1.0,), 3, 3), engine, precision="fp64", link=link)
+    run = fq.prepare(
+        method, residual, data, fq.Fleet.of((1.0,), 3, 3), engine, precision="fp64", link=link
+    )
     run.train(2)
     norms = set(residual.parts["norm"])
     assert len(norms) == 5 * 4  # weight, bias, mean, variance
     assert link.names == set(residual.trainable) - norms
     fresh = method.init(run.world).weights
-    assert all(torch.equal(run.server.weights[name], fresh[name]) for name in norms & set(residual.trainable))
+    assert all(
+        torch.equal(run.server.weights[name], fresh[name])
+        for name in norms & set(residual.trainable)
+    )
     assert not set(residual.statistics) & set(run.server.weights)
 
 
@@ -49,7 +54,9 @@ def test_each_client_goes_on_with_its_own_norms(engine, residual, play, make_dat
     """Over three rounds of one client, the kept norms and the shared rest are one net: FedAvg with tracked norms."""
     data = make_data(residual, (9,))
     alone = play(with_local(FedBN(), batch_size=4), residual, data, engine=engine, rounds=3)
-    tracked = play(with_local(FedAvg(), batch_size=4, norm="tracked"), residual, data, engine=engine, rounds=3)
+    tracked = play(
+        with_local(FedAvg(), batch_size=4, norm="tracked"), residual, data, engine=engine, rounds=3
+    )
     memory = alone.server.memory[0, ""]
     assert set(memory.weights) == set(residual.parts["norm"])
     for name, weight in tracked.server.weights.items():
@@ -73,7 +80,11 @@ def test_what_is_reported_is_the_mean_of_the_clients(residual, play, make_data):
     assert run.method.personal
     for id, part in enumerate(data.test_parts):
         model = run.deploy(fq.Budget(share=1.0), client=id)
-        accuracies.append(float((model(data.test_inputs[part]).argmax(1) == data.test_targets[part]).double().mean()))
+        accuracies.append(
+            float(
+                (model(data.test_inputs[part]).argmax(1) == data.test_targets[part]).double().mean()
+            )
+        )
     assert run.accuracy == {"1.0": pytest.approx(sum(accuracies) / 3, abs=1e-12)}
 
 

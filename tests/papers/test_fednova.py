@@ -64,7 +64,10 @@ def test_the_round_is_the_papers_update(engine, perceptron, play, make_data):
         plain = FedAvg(local=method.local)
         fold = plain.fold(start, run.world)
         run.engine.train(
-            Federation(run.world, plain), start, [Job(client, plain.plan(start, client, run.world)[0], 0)], fold
+            Federation(run.world, plain),
+            start,
+            [Job(client, plain.plan(start, client, run.world)[0], 0)],
+            fold,
         )
         for name, trained in fold.finish(start)[0].items():
             expected[name] += effective * portion * (trained - start.weights[name]) / pace
@@ -75,7 +78,9 @@ def test_the_round_is_the_papers_update(engine, perceptron, play, make_data):
 def test_it_is_charged_twice_the_bytes(perceptron, play, make_data):
     """RaFL, Table 1."""
     data = make_data(perceptron, (4, 4))
-    nova, plain = (play(method, perceptron, data, rounds=1).records[0] for method in (FedNova(), FedAvg()))
+    nova, plain = (
+        play(method, perceptron, data, rounds=1).records[0] for method in (FedNova(), FedAvg())
+    )
     assert (nova.bytes_up, nova.bytes_down) == (2 * plain.bytes_up, 2 * plain.bytes_down)
     assert plain.bytes_up == 2 * 8 * (4 * 6 + 6 + 6 * 3 + 3)
 

@@ -15,10 +15,14 @@ from tests.conftest import with_local
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_the_local_objective_is_the_papers(engine, perceptron, play, make_data):
     """h(w) = F(w) + mu/2 · ‖w − w_received‖², minimised in plain torch on the same batches."""
-    method = FedProx(mu=0.7, local=fq.Local(batch_size=4, epochs=2, optimiser=fq.SGD(lr=0.1, momentum=0.9)))
+    method = FedProx(
+        mu=0.7, local=fq.Local(batch_size=4, epochs=2, optimiser=fq.SGD(lr=0.1, momentum=0.9))
+    )
     run = play(method, perceptron, make_data(perceptron, (7,)), engine=engine)
     data, world = run.data, run.world
-    model = perceptron.module(perceptron.whole, {n: v.double() for n, v in perceptron.init(0).items()})
+    model = perceptron.module(
+        perceptron.whole, {n: v.double() for n, v in perceptron.init(0).items()}
+    )
     client = run.fleet.client(0, 0, 0, 7)
     for round in range(2):
         received = [p.detach().clone() for p in model.parameters()]
@@ -26,8 +30,13 @@ def test_the_local_objective_is_the_papers(engine, perceptron, play, make_data):
         job = Job(client, method.plan(run.server, client, world)[0], round)
         for rows in run.engine.batches(job, method.learner(job, world)):
             optimiser.zero_grad()
-            drift = sum((p - old).square().sum() for p, old in zip(model.parameters(), received, strict=True))
-            (F.cross_entropy(model(data.inputs[rows]), data.targets[rows]) + 0.35 * drift).backward()
+            drift = sum(
+                (p - old).square().sum()
+                for p, old in zip(model.parameters(), received, strict=True)
+            )
+            (
+                F.cross_entropy(model(data.inputs[rows]), data.targets[rows]) + 0.35 * drift
+            ).backward()
             optimiser.step()
     for name, weight in model.named_parameters():
         torch.testing.assert_close(run.server.weights[name], weight.detach(), rtol=0, atol=1e-12)
@@ -39,9 +48,15 @@ def test_a_larger_mu_stays_nearer(residual, play, make_data):
         method = with_local(FedProx(mu=mu), batch_size=4, optimiser=fq.SGD(lr=0.05, momentum=0.0))
         run = play(method, residual, data, rounds=1)
         fresh = method.init(run.world).weights
-        distances.append(sum(float((w - fresh[n]).square().sum()) for n, w in run.server.weights.items()))
+        distances.append(
+            sum(float((w - fresh[n]).square().sum()) for n, w in run.server.weights.items())
+        )
     assert distances[0] > distances[1] > distances[2] > 0
 
 
 def test_the_rest_is_fedavg():
-    assert (FedProx().weighting, FedProx().local, FedProx().share) == (FedAvg().weighting, FedAvg().local, 1.0)
+    assert (FedProx().weighting, FedProx().local, FedProx().share) == (
+        FedAvg().weighting,
+        FedAvg().local,
+        1.0,
+    )

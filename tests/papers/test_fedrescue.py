@@ -57,7 +57,9 @@ def test_line_4_draws_distinct_ratios_below_the_clients_own_in_order(kind, resid
             assert drawn == sorted(drawn)
             assert set(drawn) <= {ratio for ratio in method.ratios if ratio < share}
             below = sum(ratio < share for ratio in method.ratios)
-            assert len(drawn) == min(below, 4 if kind in (FedSlim, FjORD) else 3)  # S = 4 ends in the client's own
+            assert len(drawn) == min(
+                below, 4 if kind in (FedSlim, FjORD) else 3
+            )  # S = 4 ends in the client's own
 
 
 def test_ratios_are_drawn_by_round_and_step_and_not_by_client(residual):
@@ -66,8 +68,12 @@ def test_ratios_are_drawn_by_round_and_step_and_not_by_client(residual):
     steps = [own.phases_at(step) for step in range(30)]
     assert len(set(steps)) > 20
     assert own.phases_at(3) != learner(FedResCuE(), residual, round=1).phases_at(3)
-    assert own.timeless == learner(FedResCuE(), residual, round=1).timeless  # what is recorded serves every round
-    counts = Counter(share for step in range(2000) for share in nested_shares(residual, own.phases_at(step)))
+    assert (
+        own.timeless == learner(FedResCuE(), residual, round=1).timeless
+    )  # what is recorded serves every round
+    counts = Counter(
+        share for step in range(2000) for share in nested_shares(residual, own.phases_at(step))
+    )
     assert set(counts) == set(FedResCuE().ratios[:-1])
     assert all(abs(count - 2000 * 3 / 18) < 5 * (2000 * 3 / 18) ** 0.5 for count in counts.values())
 
@@ -79,7 +85,9 @@ def test_algorithm_1_has_its_phases_in_order(alpha, residual):
         before = 0.0
         for phase in inner:
             (share,) = nested_shares(residual, (phase,))
-            assert phase.objective == Summed((TaskLoss(share), Distilled(share, alpha)))  # equation 3
+            assert phase.objective == Summed(
+                (TaskLoss(share), Distilled(share, alpha))
+            )  # equation 3
             assert phase.moves == Between(before, share)  # equation 2
             before = share
         assert rest == Phase(TaskLoss(), Between(before, 1.0))  # no KL at ratio 1
@@ -97,7 +105,12 @@ def test_s_0_and_s_1(residual):
 def batch_of(count: int, seed: int = 0) -> Batch:
     generator = torch.Generator().manual_seed(seed)
     x = torch.randn(count, 4, generator=generator, dtype=torch.float64)
-    return Batch(x, torch.randint(3, (count,), generator=generator), torch.ones(3, dtype=torch.bool), torch.tensor(0))
+    return Batch(
+        x,
+        torch.randint(3, (count,), generator=generator),
+        torch.ones(3, dtype=torch.bool),
+        torch.tensor(0),
+    )
 
 
 def nested_shares(family, phases):
@@ -121,14 +134,20 @@ def test_equation_3_by_hand(perceptron):
     """L(f(x; θ×p), y) + KL[f(x; θ̄) ‖ f(x; θ×p)], with the teacher constant."""
     state, teacher, batch = doubles(perceptron), doubles(perceptron, 5), batch_of(5)
     local = TABLE_17
-    taught = replace(batch, taught=teach(perceptron.member(perceptron.whole), local, teacher, batch))
+    taught = replace(
+        batch, taught=teach(perceptron.member(perceptron.whole), local, teacher, batch)
+    )
     own = learner(FedResCuE(**SIXTHS), perceptron)
     objective = Summed((TaskLoss(0.5), Distilled(0.5)))
-    grads, (loss, _) = gradient(own, perceptron.member(perceptron.whole), objective, state, Received(state), taught)
+    grads, (loss, _) = gradient(
+        own, perceptron.member(perceptron.whole), objective, state, Received(state), taught
+    )
     leaves = {name: value.clone().requires_grad_() for name, value in state.items()}
     student = logits_of(leaves, batch.inputs, 3)
     expected = F.cross_entropy(student, batch.targets) + F.kl_div(
-        F.log_softmax(student, 1), logits_of(teacher, batch.inputs).softmax(1), reduction="batchmean"
+        F.log_softmax(student, 1),
+        logits_of(teacher, batch.inputs).softmax(1),
+        reduction="batchmean",
     )
     expected.backward()
     assert float(loss) == pytest.approx(expected.item(), abs=1e-12)
@@ -139,7 +158,9 @@ def test_equation_3_by_hand(perceptron):
 def test_the_kl_term_vanishes_at_ratio_1(perceptron):
     """Its value and its gradient: a net teaches itself nothing."""
     state, batch = doubles(perceptron), batch_of(5)
-    taught = replace(batch, taught=teach(perceptron.member(perceptron.whole), TABLE_17, state, batch))
+    taught = replace(
+        batch, taught=teach(perceptron.member(perceptron.whole), TABLE_17, state, batch)
+    )
     own = learner(FedResCuE(**SIXTHS), perceptron)
     grads, (loss, _) = gradient(
         own, perceptron.member(perceptron.whole), Distilled(1.0), state, Received(state), taught
@@ -161,9 +182,16 @@ def test_padding_does_not_count_in_the_kl_term(language):
     losses = []
     for other in (0.0, 3.0):  # whatever the teacher says there
         taught = teach(language.member(language.whole), TABLE_17, doubles(language, 4), batch)
-        taught = taught + other * (targets == -100)[:, None] * torch.arange(language.num_classes)[None, :, None]
+        taught = (
+            taught
+            + other * (targets == -100)[:, None] * torch.arange(language.num_classes)[None, :, None]
+        )
         objective, given = Distilled(0.5), replace(batch, taught=taught)
-        losses.append(gradient(own, language.member(language.whole), objective, state, Received(state), given)[1][0])
+        losses.append(
+            gradient(
+                own, language.member(language.whole), objective, state, Received(state), given
+            )[1][0]
+        )
     torch.testing.assert_close(losses[0], losses[1], rtol=0, atol=1e-13)
 
 
@@ -174,13 +202,24 @@ def test_equation_2_freezes_what_earlier_nets_have_learnt(freeze, perceptron):
     state, slots = doubles(perceptron), None
     slots = {"momentum": {name: torch.full_like(value, 0.1) for name, value in state.items()}}
     batch = batch_of(6)
-    batch = replace(batch, taught=teach(perceptron.member(perceptron.whole), own.local, state, batch))
+    batch = replace(
+        batch, taught=teach(perceptron.member(perceptron.whole), own.local, state, batch)
+    )
     for phase in own.phases_at(0)[:-1]:
-        grads, _ = gradient(own, perceptron.member(perceptron.whole), phase.objective, state, Received(state), batch)
+        grads, _ = gradient(
+            own, perceptron.member(perceptron.whole), phase.objective, state, Received(state), batch
+        )
         masks = own.masks(perceptron.member(perceptron.whole), phase, CPU)
         moved, after = move(own, phase, state, slots, grads, masks, 0)
-        frozen = {name: ~(mask if isinstance(mask, Tensor) else torch.tensor(mask)) for name, mask in masks.items()}
-        same = [torch.equal(moved[n][where], state[n][where]) for n, where in frozen.items() if where.any()]
+        frozen = {
+            name: ~(mask if isinstance(mask, Tensor) else torch.tensor(mask))
+            for name, mask in masks.items()
+        }
+        same = [
+            torch.equal(moved[n][where], state[n][where])
+            for n, where in frozen.items()
+            if where.any()
+        ]
         same += [
             torch.equal(after["momentum"][n][where], slots["momentum"][n][where])
             for n, where in frozen.items()
@@ -201,10 +240,15 @@ class OuterOnly(FedResCuE):
 
 @pytest.mark.parametrize("layout", ["alone", "laid", "stack", "sequential"])
 def test_what_is_frozen_is_bit_identical_on_every_engine(layout, residual, make_data):
-    method, data = with_local(OuterOnly(), optimiser=SHARP, batch_size=4), make_data(residual, (8, 8))
+    method, data = (
+        with_local(OuterOnly(), optimiser=SHARP, batch_size=4),
+        make_data(residual, (8, 8)),
+    )
     fleet = fq.Fleet.of((1.0,), 2, 2)
     engine = "sequential" if layout == "sequential" else "vectorised"
-    run = fq.prepare(method, residual, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0))
+    run = fq.prepare(
+        method, residual, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0)
+    )
     first = dict(run.server.weights)
     if engine == "vectorised":
         run.engine.record, run.engine.layout = True, layout
@@ -249,15 +293,24 @@ def by_hand(algorithm: str, weights, x, y, ratios: tuple[int, ...], lr: float):
     before = 0
     for units in (*ratios, 6):
         distil = units < 6 and algorithm != "fedseq"
-        g, wide, narrow = grads(units, True, distil), inside(units), inside(0 if algorithm == "fedrush" else before)
-        theta = {name: value - lr * g[name] * (wide[name] - narrow[name]) for name, value in theta.items()}
+        g, wide, narrow = (
+            grads(units, True, distil),
+            inside(units),
+            inside(0 if algorithm == "fedrush" else before),
+        )
+        theta = {
+            name: value - lr * g[name] * (wide[name] - narrow[name])
+            for name, value in theta.items()
+        }
         before = units
     g = grads(6, True, False)
     return {name: value - lr * g[name] for name, value in theta.items()}
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-@pytest.mark.parametrize("kind", [FedResCuE, FedSeq, FedRush, FedSlim, FjORD], ids=lambda kind: kind.__name__.lower())
+@pytest.mark.parametrize(
+    "kind", [FedResCuE, FedSeq, FedRush, FedSlim, FjORD], ids=lambda kind: kind.__name__.lower()
+)
 def test_a_round_is_the_algorithm_of_the_paper(kind, engine, perceptron, play, make_data):
     """Algorithms 1, 5, 6, 3 and 4: two batches of one client."""
     optimiser = fq.SGD(lr=0.1, momentum=0.0)
@@ -270,14 +323,19 @@ def test_a_round_is_the_algorithm_of_the_paper(kind, engine, perceptron, play, m
         shares = nested_shares(perceptron, own.phases_at(step))
         units = tuple(round(6 * share) for share in dict.fromkeys(shares))
         assert len(units) == (3 if kind in (FedSlim, FjORD) else 2)
-        theta = by_hand(kind.__name__.lower(), theta, data.inputs[rows], data.targets[rows], units, 0.1)
+        theta = by_hand(
+            kind.__name__.lower(), theta, data.inputs[rows], data.targets[rows], units, 0.1
+        )
     for name, value in theta.items():
         torch.testing.assert_close(run.server.weights[name], value, rtol=0, atol=1e-12)
 
 
 def test_what_a_batch_costs(residual):
     """The teacher's forward pass, and three times every net that is trained."""
-    macs = {s: residual.cost(residual.member(residual.whole).nested(s).arch).macs for s in FedResCuE().ratios}
+    macs = {
+        s: residual.cost(residual.member(residual.whole).nested(s).arch).macs
+        for s in FedResCuE().ratios
+    }
     own = learner(FedResCuE(), residual)
     expected = 0
     for step, size in enumerate((4, 3)):

@@ -20,8 +20,17 @@ from fedquilt.studies.study import run_plan
 from tests.conftest import save_images
 
 TABLE = "fedrescue/table7"
-SMALL = {"model": "tiny_resnet", "data": {"partition": {"max_size": 20}}, "method": {"local": {"epochs": 2}}}
-SHAKEN = {"lr": 0.05, "momentum": 0.9, "nesterov": True, "decay": 1e-2}  # These move weights of masked gradients.
+SMALL = {
+    "model": "tiny_resnet",
+    "data": {"partition": {"max_size": 20}},
+    "method": {"local": {"epochs": 2}},
+}
+SHAKEN = {
+    "lr": 0.05,
+    "momentum": 0.9,
+    "nesterov": True,
+    "decay": 1e-2,
+}  # These move weights of masked gradients.
 
 
 @pytest.fixture(scope="module")
@@ -69,7 +78,9 @@ def test_the_narrow_net_stays_bit_for_bit_or_is_overwritten(way, folder):
     run.train(2)
     same = {name: torch.equal(weight, narrow_net()[name]) for name, weight in learnt.items()}
     assert all(same.values()) if way == "progressive" else not any(same.values())
-    wider = [name for name in family.trainable if run.server.weights[name].shape != learnt[name].shape]
+    wider = [
+        name for name in family.trainable if run.server.weights[name].shape != learnt[name].shape
+    ]
     assert wider
     assert all(not torch.equal(first[name], run.server.weights[name]) for name in wider)
     assert [record.loss is not None for record in run.records] == [True, True]
@@ -83,10 +94,14 @@ def test_all_rows_are_the_papers():
     for name, settings in preset.rows_at("full"):
         way, images, steps = name.split(", ")
         # The file is not there, and is not needed to read the method.
-        found = Experiment.of({**settings, "data": {"name": "generated", "domains": ["mnist", "syn"]}})
+        found = Experiment.of(
+            {**settings, "data": {"name": "generated", "domains": ["mnist", "syn"]}}
+        )
         plain = fq.SGD(lr=0.01, momentum=0.0)
         shaken = fq.SGD(lr=0.01, momentum=0.9, nesterov=True, decay=1e-4)
-        local = fq.Local(optimiser=plain if steps == "plain" else shaken, epochs=10, batch_size=32, norm="batch")
+        local = fq.Local(
+            optimiser=plain if steps == "plain" else shaken, epochs=10, batch_size=32, norm="batch"
+        )
         assert found.method == ProgressiveColumns(local=local, progressive=way == "progressive")
         assert settings["data"]["partition"]["max_size"] == int(images.split()[0])
         assert (found.rounds, found.fleet.clients, found.fleet.sample) == (2, 2, 2)
@@ -96,15 +111,30 @@ def test_all_rows_are_the_papers():
 
 def test_the_papers_numbers():
     rows = {row.name: row.paper for row in parsed_preset(TABLE).rows}
-    assert rows["progressive, 743 images, plain"] == ("77.95 ± 7.93", "69.48 ± 1.93", "74.99 ± 11.26")
-    assert rows["overwriting, 371 images, momentum"] == ("19.60 ± 17.53", "19.03 ± 16.32", "19.23 ± 16.21")
+    assert rows["progressive, 743 images, plain"] == (
+        "77.95 ± 7.93",
+        "69.48 ± 1.93",
+        "74.99 ± 11.26",
+    )
+    assert rows["overwriting, 371 images, momentum"] == (
+        "19.60 ± 17.53",
+        "19.03 ± 16.32",
+        "19.23 ± 16.21",
+    )
 
 
 def test_a_smoke_run_has_all_numbers_of_the_table():
     preset = parsed_preset(TABLE)
-    entries = [Entry(name, settings) for name, settings in preset.rows_at("smoke") if "743" in name and "plain" in name]
+    entries = [
+        Entry(name, settings)
+        for name, settings in preset.rows_at("smoke")
+        if "743" in name and "plain" in name
+    ]
     study = run_plan(Plan(tuple(entries), preset.seeds_at("smoke")))
-    assert [result.entry.split(",")[0] for result in study.results] == ["progressive", "overwriting"]
+    assert [result.entry.split(",")[0] for result in study.results] == [
+        "progressive",
+        "overwriting",
+    ]
     for result in study.results:
         assert all(column.parsed.of(result) is not None for column in preset.columns)
 

@@ -60,20 +60,38 @@ def test_equation_4_counts_only_what_arrived(engine, perceptron, make_data, play
         run.engine.train(perfect, start, [Job(who, method.plan(start, who, world)[0], 0)], fold)
         alone.append(fold.finish(start)[0])
     initial = method.init(run.world).weights
-    widths = [reach and len(reach.index["first"]) for reach in (reached(run, link, c, 0, True) for c in range(3))]
+    widths = [
+        reach and len(reach.index["first"])
+        for reach in (reached(run, link, c, 0, True) for c in range(3))
+    ]
     assert len(set(widths)) > 1  # the draw is of use
     for channel in range(6):
         held = [alone[c]["first.bias"][channel] for c in range(3) if (widths[c] or 0) > channel]
         want = torch.stack(held).mean() if held else initial["first.bias"][channel]
-        torch.testing.assert_close(run.server.weights["first.bias"][channel], want, rtol=0, atol=1e-12)
-    came = [alone[c]["last.bias"] for c in range(3) if widths[c]]  # no width cuts it: it comes with the first column
-    torch.testing.assert_close(run.server.weights["last.bias"], torch.stack(came).mean(0), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            run.server.weights["first.bias"][channel], want, rtol=0, atol=1e-12
+        )
+    came = [
+        alone[c]["last.bias"] for c in range(3) if widths[c]
+    ]  # no width cuts it: it comes with the first column
+    torch.testing.assert_close(
+        run.server.weights["last.bias"], torch.stack(came).mean(0), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-@pytest.mark.parametrize("method", [FedAvg(), HeteroFL(), FedRolex()], ids=lambda method: type(method).__name__)
+@pytest.mark.parametrize(
+    "method", [FedAvg(), HeteroFL(), FedRolex()], ids=lambda method: type(method).__name__
+)
 def test_where_nothing_arrives_nothing_changes(engine, method, residual, make_data, play):
-    run = play(with_local(method, **PLAIN), residual, make_data(residual, (5, 6)), (1.0, 0.5), engine, link=DEAF)
+    run = play(
+        with_local(method, **PLAIN),
+        residual,
+        make_data(residual, (5, 6)),
+        (1.0, 0.5),
+        engine,
+        link=DEAF,
+    )
     initial = method.init(run.world).weights
     for name, weight in run.server.weights.items():
         assert torch.equal(weight, initial[name].double())
@@ -85,10 +103,16 @@ def test_where_nothing_arrives_nothing_changes(engine, method, residual, make_da
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_equation_5_pads_from_the_initial_weights_in_the_first_round(engine, residual, make_data):
-    method, data, link = with_local(HeteroFL(), **PLAIN), make_data(residual, (5, 6)), fq.Link(loss=fq.Columns(0.5))
+    method, data, link = (
+        with_local(HeteroFL(), **PLAIN),
+        make_data(residual, (5, 6)),
+        fq.Link(loss=fq.Columns(0.5)),
+    )
     fleet = fq.Fleet.of((1.0,), 2, 2)
     run = fq.prepare(method, residual, data, fleet, engine, precision="fp64", link=link)
-    run.server = replace(run.server, weights={name: value + 1 for name, value in run.server.weights.items()})
+    run.server = replace(
+        run.server, weights={name: value + 1 for name, value in run.server.weights.items()}
+    )
     initial = method.init(run.world).weights
     for client in range(2):
         who = run.fleet.client(client, 0, 0, 5)
@@ -109,9 +133,13 @@ def test_equation_5_pads_from_what_the_client_trained_last(engine, perceptron, m
     data = make_data(perceptron, (8,))
     method = with_local(FedAvg(), **PLAIN)
     deaf = play(method, perceptron, data, engine=engine, rounds=3, link=fq.Link(loss=OnlyDown(1.0)))
-    alone = play(with_local(fq.methods.LocalOnly(), **PLAIN), perceptron, data, engine=engine, rounds=3)
+    alone = play(
+        with_local(fq.methods.LocalOnly(), **PLAIN), perceptron, data, engine=engine, rounds=3
+    )
     for name, weight in alone.server.memory[0, ""].weights.items():
-        torch.testing.assert_close(deaf.server.memory[0, ""].weights[name], weight, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            deaf.server.memory[0, ""].weights[name], weight, rtol=0, atol=1e-12
+        )
         torch.testing.assert_close(deaf.server.weights[name], weight, rtol=0, atol=1e-12)
 
 
@@ -125,14 +153,18 @@ def test_equation_5_pads_by_global_position_when_a_window_moves(engine, residual
     who = run.fleet.client(0, 2, 0, 6)
     job = Job(who, method.plan(run.server, who, run.world)[0], 2)
     state = start_of(run, job).state
-    initial = residual.cutter.gather(method.init(run.world).weights, job.submodel, residual.trainable)
+    initial = residual.cutter.gather(
+        method.init(run.world).weights, job.submodel, residual.trainable
+    )
     common = residual.cutter.common(job.submodel.index, memory.submodel.index)
     mine = residual.cutter.narrow(state, job.submodel.index, common)
     theirs = residual.cutter.narrow(memory.weights, memory.submodel.index, common)
     moved = 0
     for name in residual.trainable:
         assert torch.equal(mine[name], theirs[name])
-        outside = residual.cutter.overlay(initial, job.submodel.index, {name: theirs[name]}, common)[name]
+        outside = residual.cutter.overlay(
+            initial, job.submodel.index, {name: theirs[name]}, common
+        )[name]
         assert torch.equal(state[name], outside)  # positions nobody held start from the beginning
         moved += int((state[name] != initial[name]).any())
     assert moved > len(residual.trainable) / 2
@@ -147,9 +179,12 @@ def test_between_two_windows_a_client_has_its_initial_weights(engine, residual, 
     first = cutter.gather(method.init(run.world).weights, memory.submodel, residual.trainable)
     held = {name: torch.zeros_like(value) for name, value in first.items()}
     for round in (0, 1):
-        window = method.plan(replace(run.server, round=round), run.fleet.client(0, round, 0, 6), run.world)[0]
+        window = method.plan(
+            replace(run.server, round=round), run.fleet.client(0, round, 0, 6), run.world
+        )[0]
         ones = {
-            name: torch.ones_like(v) for name, v in cutter.narrow(held, memory.submodel.index, window.index).items()
+            name: torch.ones_like(v)
+            for name, v in cutter.narrow(held, memory.submodel.index, window.index).items()
         }
         held = cutter.overlay(held, memory.submodel.index, ones, window.index)
     between = {name: value == 0 for name, value in held.items()}
@@ -163,18 +198,29 @@ def test_what_is_owed_of_lost_columns_is_owed_on(perceptron, make_data, play):
     method, data = with_local(FedAvg(), **PLAIN), make_data(perceptron, (8,))
     link = fq.Link(loss=OnlyUp(0.3), codec=fq.Codec(bits=2, feedback=True))
     for seed in range(20):
-        runs = [play(method, perceptron, data, rounds=rounds, link=link, seed=seed) for rounds in (1, 2)]
+        runs = [
+            play(method, perceptron, data, rounds=rounds, link=link, seed=seed) for rounds in (1, 2)
+        ]
         arrived = [reached(runs[1], link, 0, round, True) for round in (0, 1)]
-        if arrived[0] == arrived[1] or None in arrived or arrived[1].index == prefix(perceptron.whole).index:
+        if (
+            arrived[0] == arrived[1]
+            or None in arrived
+            or arrived[1].index == prefix(perceptron.whole).index
+        ):
             continue
         before, after = (run.server.memory[0, ""].slots["residual"] for run in runs)
         ones = {
-            name: torch.ones_like(v) for name, v in perceptron.cutter.gather(before, arrived[1], list(before)).items()
+            name: torch.ones_like(v)
+            for name, v in perceptron.cutter.gather(before, arrived[1], list(before)).items()
         }
         zeros = {name: torch.zeros_like(value) for name, value in before.items()}
-        there = perceptron.cutter.overlay(zeros, prefix(perceptron.whole).index, ones, arrived[1].index)
+        there = perceptron.cutter.overlay(
+            zeros, prefix(perceptron.whole).index, ones, arrived[1].index
+        )
         lost = {name: mask == 0 for name, mask in there.items()}
-        assert all(torch.equal(before[name][away], after[name][away]) for name, away in lost.items())
+        assert all(
+            torch.equal(before[name][away], after[name][away]) for name, away in lost.items()
+        )
         assert any(not torch.equal(before[name], after[name]) for name in lost)
         if any(before[name][away].any() for name, away in lost.items()):
             return
@@ -193,10 +239,16 @@ def test_under_loss_every_method_remembers_all_it_trained(residual, make_data, p
         assert not set(kept) >= set(residual.trainable)
 
 
-def test_a_result_that_lives_on_clients_is_what_they_hold_not_what_would_arrive(residual, make_data, play):
+def test_a_result_that_lives_on_clients_is_what_they_hold_not_what_would_arrive(
+    residual, make_data, play
+):
     """FedBN is tested and deployed with the server's weights, though a link would lose them on the way."""
     run = play(
-        with_local(FedBN(), **PLAIN), residual, make_data(residual, (6, 6)), rounds=1, link=fq.Link(OnlyDown(1.0))
+        with_local(FedBN(), **PLAIN),
+        residual,
+        make_data(residual, (6, 6)),
+        rounds=1,
+        link=fq.Link(OnlyDown(1.0)),
     )
     model = run.deploy(fq.Budget(share=1.0), client=0)
     shared = set(residual.trainable) - set(residual.parts["norm"])
@@ -224,7 +276,13 @@ def test_table_13s_rates_are_the_clients_own():
 
 def test_bytes_are_those_that_arrived(perceptron, make_data, play):
     link = fq.Link(loss=fq.Columns(0.4))
-    run = play(with_local(FedAvg(), **PLAIN), perceptron, make_data(perceptron, (5, 6, 7)), rounds=3, link=link)
+    run = play(
+        with_local(FedAvg(), **PLAIN),
+        perceptron,
+        make_data(perceptron, (5, 6, 7)),
+        rounds=3,
+        link=link,
+    )
     for round, record in enumerate(run.records):
         for up, told in ((False, record.bytes_down), (True, record.bytes_up)):
             parts = [reached(run, link, client, round, up) for client in range(3)]

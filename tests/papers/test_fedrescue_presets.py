@@ -57,7 +57,9 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def experiments(table: str, folder: Path) -> dict[str, Experiment]:
     """Return the rows of a table at the paper's scale, by name."""
-    return {name: Experiment.of(settings) for name, settings in preset_of(table).rows_at("full", folder)}
+    return {
+        name: Experiment.of(settings) for name, settings in preset_of(table).rows_at("full", folder)
+    }
 
 
 def preset_of(table: str) -> Preset:
@@ -92,21 +94,46 @@ def test_files_have_no_problems(table):
         ("table2", "FedResCuE, S = 4, uniform, 100 %, rate 0.1", "×1", "81.39 ± 0.20"),  # Table 2
         ("table2", "HeteroFL, four clusters, 20 %, rate 0.03", "×0.25", "55.41 ± 0.39"),
         ("table2", "FedAvg, uniform, 20 %, rate 0.1", "×0.5", "36.56 ± 1.74"),  # Table 11
-        ("table2", "FjORD, S = 1, four clusters, 20 %, rate 0.03", "rounds to 60 %, ×1", "244.0 ± 33.5"),  # Table 10
+        (
+            "table2",
+            "FjORD, S = 1, four clusters, 20 %, rate 0.03",
+            "rounds to 60 %, ×1",
+            "244.0 ± 33.5",
+        ),  # Table 10
         ("table2", "HeteroFL, four clusters, 20 %, rate 0.1", "rounds to 60 %, ×1", ""),
-        ("table2", "FedResCuE, S = 4, four clusters, 20 %, rate 0.1", "rounds to 50 %, ×0.25", "76.7 ± 1.9"),
+        (
+            "table2",
+            "FedResCuE, S = 4, four clusters, 20 %, rate 0.1",
+            "rounds to 50 %, ×0.25",
+            "76.7 ± 1.9",
+        ),
         ("table2", "FedResCuE, S = 4, four clusters, 100 %, rate 0.1", "rounds to 50 %, ×0.25", ""),
-        ("table2", "FedAvg, uniform, 20 %, rate 0.1", "×1, round 100", ""),  # Figure 15 has no printed numbers.
+        (
+            "table2",
+            "FedAvg, uniform, 20 %, rate 0.1",
+            "×1, round 100",
+            "",
+        ),  # Figure 15 has no printed numbers.
         ("table3", "FedSlim", "×0.35", "57.51"),
         ("table12", "FedAvg, uniform, er 0.1 to 0.2, rate 0.1", "×1", "50.36 ± 2.17"),  # Table 4
-        ("table12", "FjORD, S = 4, four clusters, er 0.2 to 0.3, rate 0.1", "×0.25", "57.69 ± 2.22"),  # Table 12
+        (
+            "table12",
+            "FjORD, S = 4, four clusters, er 0.2 to 0.3, rate 0.1",
+            "×0.25",
+            "57.69 ± 2.22",
+        ),  # Table 12
         (
             "table12",
             "FedResCuE, S = 4, four clusters, er 0.1 to 0.2, rate 0.1",
             "rounds to 65 %, ×1",
             "174.7 ± 22.2",
         ),  # Table 10
-        ("table12", "FedSlim, S = 1, four clusters, er 0.1 to 0.2, rate 0.03", "rounds to 60 %, ×0.5", "253.3 ± 26.5"),
+        (
+            "table12",
+            "FedSlim, S = 1, four clusters, er 0.1 to 0.2, rate 0.03",
+            "rounds to 60 %, ×0.5",
+            "253.3 ± 26.5",
+        ),
         ("table13", "Local, rate 0.03", "×1 USPS", "89.95 ± 1.93"),
         ("table13", "FjORD, S = 1, rate 0.1", "×0.25 MNIST", "65.79 ± 39.13"),
         ("table9", "FedBN, 20 %", "×1", "60.41 ± 0.57"),
@@ -159,10 +186,14 @@ def test_rows_on_cifar10_have_the_settings_of_table_17(table, folder):
 def test_data_fleets_and_links_are_those_that_rows_name(table, folder):
     for name, found in experiments(table, folder).items():
         is_lossy = any(rates in name for rates in LINKS)
-        assert found.link == next((link for rates, link in LINKS.items() if rates in name), PERFECT), name
+        assert found.link == next(
+            (link for rates, link in LINKS.items() if rates in name), PERFECT
+        ), name
         is_whole = "100 %" in name or is_lossy  # Tables 4 and 12 have all images.
         assert found.data.partition == Iid(fraction=1.0 if is_whole else 0.2), name
-        budgets = FIVE if table == "table3" else FOUR if "four clusters" in name else Uniform((1.0,))
+        budgets = (
+            FIVE if table == "table3" else FOUR if "four clusters" in name else Uniform((1.0,))
+        )
         assert found.fleet.budgets == budgets, name
 
 
@@ -199,7 +230,11 @@ def test_a_smoke_run_has_the_accuracies_of_the_last_round(table, row):
     entry = Entry(row, dict(preset.rows_at("smoke"))[row])
     result = run_plan(Plan((entry,), preset.seeds_at("smoke"))).results[0]
     assert result.diverged is None
-    last = [column for column in preset.columns if column.value.startswith(("accuracy", "metrics", "best"))]
+    last = [
+        column
+        for column in preset.columns
+        if column.value.startswith(("accuracy", "metrics", "best"))
+    ]
     assert last
     assert all(column.parsed.of(result) is not None for column in last)
     assert all(record.loss is not None and math.isfinite(record.loss) for record in result.records)

@@ -71,7 +71,10 @@ def test_equation_4(share, residual):
 
 def test_figure_1_three_rounds_of_two_clients(five_nodes):
     large, small = FedRolex(), FedRolex(offset=2)
-    found = [(nodes(large, five_nodes, 0.8, round), nodes(small, five_nodes, 0.6, round)) for round in range(3)]
+    found = [
+        (nodes(large, five_nodes, 0.8, round), nodes(small, five_nodes, 0.6, round))
+        for round in range(3)
+    ]
     assert found == [("abcd", "cde"), ("bcde", "dea"), ("cdea", "eab")]
 
 
@@ -82,8 +85,12 @@ def test_figure_1_a_and_b_from_the_large_e_from_the_small_c_and_d_averaged(five_
     for id, (offset, share, value) in enumerate([(0, 0.8, 1.0), (2, 0.6, 3.0)]):
         submodel = plan(FedRolex(offset=offset), five_nodes, share, 0)
         cut = five_nodes.cutter.gather(old.weights, submodel, five_nodes.trainable)
-        sent = Payload(submodel, {name: torch.full_like(weight, value) for name, weight in cut.items()})
-        fold.add(Update(Job(fq.Client(id, fq.Budget(share=share), 1), submodel, 0), (sent,), steps=1))
+        sent = Payload(
+            submodel, {name: torch.full_like(weight, value) for name, weight in cut.items()}
+        )
+        fold.add(
+            Update(Job(fq.Client(id, fq.Budget(share=share), 1), submodel, 0), (sent,), steps=1)
+        )
     weights = fold.finish(old)[0]
     assert weights["layer.weight"].flatten().tolist() == [1, 1, 2, 2, 3]
     assert weights["out.weight"].tolist() == [[1, 1, 2, 2, 3]] * 2
@@ -111,7 +118,10 @@ def test_skips_stay_aligned_because_an_axis_has_one_window(residual):
     cut = residual.cutter.gather(state, submodel, ["stages.0.0.weight", "stages.0.1.body.4.weight"])
     assert torch.equal(cut["stages.0.0.weight"], state["stages.0.0.weight"][list(stem)])
     inner = submodel.index["stages.0.1.body.0"]
-    assert torch.equal(cut["stages.0.1.body.4.weight"], state["stages.0.1.body.4.weight"][list(stem)][:, list(inner)])
+    assert torch.equal(
+        cut["stages.0.1.body.4.weight"],
+        state["stages.0.1.body.4.weight"][list(stem)][:, list(inner)],
+    )
 
 
 def test_the_released_code_rolls_backwards_and_takes_the_ceiling(five_nodes):
@@ -128,8 +138,13 @@ def test_a_transformers_cut_is_inside_each_head(language):
     assert heads not in submodel.index
     weights = language.cutter.gather(language.init(), submodel, ["blocks.0.attention.0.query.bias"])
     bias = language.init()["blocks.0.attention.0.query.bias"]
-    assert torch.equal(weights["blocks.0.attention.0.query.bias"], bias[[1, 2, 5, 6]])  # two of four, in both heads
-    dims = {kind: language.axes[f"blocks.0.attention.0.{kind}.bias"] for kind in ("query", "key", "value")}
+    assert torch.equal(
+        weights["blocks.0.attention.0.query.bias"], bias[[1, 2, 5, 6]]
+    )  # two of four, in both heads
+    dims = {
+        kind: language.axes[f"blocks.0.attention.0.{kind}.bias"]
+        for kind in ("query", "key", "value")
+    }
     assert dims["query"] == dims["key"] != dims["value"]
 
 
@@ -179,13 +194,21 @@ def test_no_client_weighting_by_default():
 @pytest.mark.parametrize(
     ("weighting", "expected"),
     # A linear layer of 5 nodes and 2 classes: 5 + 2 kernels; at 3 nodes 3 + 2.
-    [("uniform", (1, 1)), ("data", (10, 20)), ("model", (7, 5)), ("updates", (3, 4)), ("both", (21, 20))],
+    [
+        ("uniform", (1, 1)),
+        ("data", (10, 20)),
+        ("model", (7, 5)),
+        ("updates", (3, 4)),
+        ("both", (21, 20)),
+    ],
 )
 def test_appendix_a3_weightings(weighting, expected, five_nodes):
     found = []
     for share, size, steps in ((1.0, 10, 3), (0.6, 20, 4)):
         submodel = plan(FedRolex(), five_nodes, share, 0)
-        sent = Payload(submodel, five_nodes.cutter.gather(five_nodes.init(), submodel, five_nodes.trainable))
+        sent = Payload(
+            submodel, five_nodes.cutter.gather(five_nodes.init(), submodel, five_nodes.trainable)
+        )
         found.append(
             client_weight(
                 Update(Job(fq.Client(0, fq.Budget(share=1.0), size), submodel, 0), (sent,), steps),
@@ -201,15 +224,22 @@ def test_appendix_a3_weightings(weighting, expected, five_nodes):
 
 
 @pytest.mark.parametrize("gamma", [2, 4])
-def test_a_server_larger_than_any_client_is_trained_in_all_channels(gamma, residual, make_data, play):
+def test_a_server_larger_than_any_client_is_trained_in_all_channels(
+    gamma, residual, make_data, play
+):
     data = make_data(residual, (4, 4))
     runs = {
-        kind: play(with_local(kind(), masked="", batch_size=4), residual, data, (1 / gamma,), rounds=8)
+        kind: play(
+            with_local(kind(), masked="", batch_size=4), residual, data, (1 / gamma,), rounds=8
+        )
         for kind in (FedRolex, HeteroFL)
     }
     fresh = {name: value.double() for name, value in residual.init(0).items()}
     name = "stages.1.0.body.4.weight"  # eight outputs, eight inputs
-    moved = {kind: (run.server.weights[name] != fresh[name]).flatten(2).any(2) for kind, run in runs.items()}
+    moved = {
+        kind: (run.server.weights[name] != fresh[name]).flatten(2).any(2)
+        for kind, run in runs.items()
+    }
     assert moved[FedRolex].any(1).all()
     assert moved[FedRolex].any(0).all()
     kept = 8 // gamma
@@ -255,7 +285,9 @@ def test_rolling_needs_the_fewest_rounds_possible(times):
 
 def test_groups_move_on_when_the_channels_inside_them_have_come_round():
     """Four groups of two channels, an eighth of them at a time: in lockstep half of the pairs would never meet."""
-    net = nn.Sequential(nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1, groups=4), nn.Flatten(), nn.Linear(8, 3))
+    net = nn.Sequential(
+        nn.Conv2d(3, 8, 1), nn.Conv2d(8, 8, 1, groups=4), nn.Flatten(), nn.Linear(8, 3)
+    )
     family = fq.trace(net, torch.zeros(2, 3, 1, 1))
     seen = []
     for round in range(8):
@@ -274,12 +306,18 @@ def test_groups_move_on_when_the_channels_inside_them_have_come_round():
         (0.8, 1.0, 1),  # FedRolex itself
         (0.8, 0.0, 1 + 4),
         (0.8, 0.5, 1 + 2),
-        (0.5, 0.2, 1 + 2),  # 0.5 · 0.8 · 5 = 2, though the member has floor(2.5) = 2 nodes and 2 · 0.8 < 2
+        (
+            0.5,
+            0.2,
+            1 + 2,
+        ),  # 0.5 · 0.8 · 5 = 2, though the member has floor(2.5) = 2 nodes and 2 · 0.8 < 2
         (0.6, 0.0, 1 + 3),  # 0.6 · 5 is 3 and not 2.999…
         (0.2, 0.5, 1),
     ],
 )
-def test_overlap_advances_by_one_and_the_floor_of_what_does_not_overlap(share, overlap, step, five_nodes):
+def test_overlap_advances_by_one_and_the_floor_of_what_does_not_overlap(
+    share, overlap, step, five_nodes
+):
     method = FedRolex(overlap=overlap)
     for round in (0, 1, 2, 7):
         (kept,) = plan(method, five_nodes, share, round).index.values()
@@ -312,7 +350,11 @@ def test_table_7_parameters(table_7):
 
 def test_table_7_model_size(table_7):
     megabytes = [cost.bytes / 2**20 for cost in table_7]
-    assert [round(megabytes[0], 2), round(sum(megabytes) / 5, 2), round(megabytes[-1], 2)] == [42.62, 11.36, 0.17]
+    assert [round(megabytes[0], 2), round(sum(megabytes) / 5, 2), round(megabytes[-1], 2)] == [
+        42.62,
+        11.36,
+        0.17,
+    ]
 
 
 def test_table_7_flops(table_7):
@@ -320,7 +362,10 @@ def test_table_7_flops(table_7):
     assert table_7[0].macs == 555_422_720
     # Of the 17 norms five see 64 channels of 32×32, and four each 128 of 16×16, 256 of 8×8, 512 of 4×4.
     elements = 5 * 64 * 32**2 + 4 * 128 * 16**2 + 4 * 256 * 8**2 + 4 * 512 * 4**2
-    flops = [cost.macs + share * (4 * elements + 512 * 10) for cost, share in zip(table_7, FIVE, strict=True)]
+    flops = [
+        cost.macs + share * (4 * elements + 512 * 10)
+        for cost, share in zip(table_7, FIVE, strict=True)
+    ]
     assert printed(flops)[0] == 557.656
     assert printed(flops)[-1] == 2.41318
     assert sum(printed(flops)) / 5 == pytest.approx(149.048384, abs=1e-9)
@@ -328,9 +373,21 @@ def test_table_7_flops(table_7):
 
 def test_the_papers_setting_is_a_preset():
     local = FedRolex.preset("paper").local
-    assert (local.optimiser.lr, local.optimiser.momentum, local.optimiser.decay) == (2e-4, 0.9, 5e-4)
-    assert (local.batch_size, local.epochs, local.crop, local.masked, local.norm.name) == (10, 1, 4, "client", "post")
-    assert [local.schedule(round) for round in (0, 799, 800, 1500)] == pytest.approx([1, 1, 0.1, 0.01])
+    assert (local.optimiser.lr, local.optimiser.momentum, local.optimiser.decay) == (
+        2e-4,
+        0.9,
+        5e-4,
+    )
+    assert (local.batch_size, local.epochs, local.crop, local.masked, local.norm.name) == (
+        10,
+        1,
+        4,
+        "client",
+        "post",
+    )
+    assert [local.schedule(round) for round in (0, 799, 800, 1500)] == pytest.approx(
+        [1, 1, 0.1, 0.01]
+    )
 
 
 @pytest.mark.parametrize("round", [1, 4, 9])
@@ -343,7 +400,9 @@ def test_a_device_gets_the_window_that_was_trained_last(round, residual):
 def test_position_sets_never_depend_on_data(residual):
     """Table 1: compatible with secure aggregation; a plan knows the client's budget and the round, no more."""
     submodels = {
-        FedRolex().plan(Server(3, {}), fq.Client(id, fq.Budget(share=0.5), size), World(residual, seed=seed))[0]
+        FedRolex().plan(
+            Server(3, {}), fq.Client(id, fq.Budget(share=0.5), size), World(residual, seed=seed)
+        )[0]
         for id, size, seed in ((0, 1, 0), (7, 100, 1), (9, 5, 2))
     }
     assert len(submodels) == 1
@@ -382,18 +441,24 @@ def by_hand(run: fq.Run, rounds: int, method: FedRolex) -> dict[str, Tensor]:
                 weight *= world.family.cutter.kernels(submodel.arch)
             for name in sums:
                 rows = torch.meshgrid(
-                    *(p.tensor for p in world.family.layout.positions(name, submodel.index)), indexing="ij"
+                    *(p.tensor for p in world.family.layout.positions(name, submodel.index)),
+                    indexing="ij",
                 )
                 sums[name][rows] += weight * alone[name][rows]
                 counts[name][rows] += weight
-        weights = {n: torch.where(counts[n] > 0, sums[n] / counts[n], old) for n, old in server.weights.items()}
+        weights = {
+            n: torch.where(counts[n] > 0, sums[n] / counts[n], old)
+            for n, old in server.weights.items()
+        }
         server = Server(played + 1, weights)
     return dict(server.weights)
 
 
 @pytest.mark.parametrize("weighting", ["updates", "both"])
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_updates_are_a_clients_optimizer_steps_over_all_rounds(weighting, engine, five_nodes, make_data, play):
+def test_updates_are_a_clients_optimizer_steps_over_all_rounds(
+    weighting, engine, five_nodes, make_data, play
+):
     """Two of four clients a round, of one to three batches: after three rounds their totals differ."""
     method = with_local(FedRolex(weighting=weighting), batch_size=4, masked="")
     data, fleet = make_data(five_nodes, (4, 8, 12, 4)), fq.Fleet.of((1.0, 0.6), 4, 2)
@@ -403,7 +468,9 @@ def test_updates_are_a_clients_optimizer_steps_over_all_rounds(weighting, engine
     assert {id: memory.steps for (id, _), memory in run.server.memory.items()} == {
         id: times * math.ceil(data.size(id) / 4) for id, times in cohorts.items()
     }
-    assert not any(memory.weights or memory.slots for memory in run.server.memory.values())  # a number each, no more
+    assert not any(
+        memory.weights or memory.slots for memory in run.server.memory.values()
+    )  # a number each, no more
     for name, weight in by_hand(run, 3, method).items():
         torch.testing.assert_close(run.server.weights[name], weight, rtol=0, atol=1e-12)
 

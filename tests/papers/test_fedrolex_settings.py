@@ -46,7 +46,10 @@ def numbers(local: Local) -> tuple[int, float, tuple[int, ...]]:
     assert isinstance(local.schedule, Steps)
     assert (local.epochs, local.schedule.factor) == (1, 0.1)
     assert local.optimiser == SGD(lr=local.optimiser.lr, momentum=0.9, decay=5e-4)
-    assert (local.norm.name, local.scaler) == ("post", True)  # section 4: static norms, a scaler after each convolution
+    assert (local.norm.name, local.scaler) == (
+        "post",
+        True,
+    )  # section 4: static norms, a scaler after each convolution
     return local.batch_size, local.optimiser.lr, local.schedule.milestones
 
 
@@ -82,7 +85,11 @@ def test_table_12_a_larger_server_model(kind, name):
 
 def test_all_of_appendix_a_7_is_presets():
     """HeteroFL cannot train a model that no client holds, and one common model has no levels."""
-    assert {name for name in FedRolex.presets if name.startswith("fedrolex-")} == {*TABLE_8, *FIGURE_3, *FIGURE_4}
+    assert {name for name in FedRolex.presets if name.startswith("fedrolex-")} == {
+        *TABLE_8,
+        *FIGURE_3,
+        *FIGURE_4,
+    }
     assert not {*FIGURE_4} & {*HeteroFL.presets}
     assert not {*FIGURE_3, *FIGURE_4} & {*FedAvg.presets}
 

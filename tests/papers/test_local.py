@@ -30,7 +30,9 @@ def test_a_client_goes_on_from_its_own_net(engine, residual, play, make_data):
         for method in (LocalOnly(), FedAvg())
     )
     for name, weight in shared.server.weights.items():
-        torch.testing.assert_close(alone.server.memory[0, ""].weights[name], weight, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            alone.server.memory[0, ""].weights[name], weight, rtol=0, atol=1e-12
+        )
 
 
 def test_clients_train_the_largest_net_they_can_hold(residual, play, make_data):
@@ -45,4 +47,6 @@ def test_a_client_that_never_took_part_has_its_initial_net(residual, play, make_
     ((trained, _),) = run.server.memory
     idle = next(id for id in range(3) if id != trained)
     model = run.deploy(fq.Budget(share=1.0), client=idle)
-    torch.testing.assert_close(model.head.linear.weight.detach(), residual.init(0)["head.linear.weight"].double())
+    torch.testing.assert_close(
+        model.head.linear.weight.detach(), residual.init(0)["head.linear.weight"].double()
+    )

@@ -73,7 +73,9 @@ def test_every_sample_may_have_a_robustness_of_its_own(conditioned):
         rows, _ = net(weights, x, Pass(statistics="stored"), condition=chosen)
         for place, robustness in enumerate(chosen.tolist()):
             torch.testing.assert_close(rows[place], fq.set_robustness(module, robustness)(x)[place])
-        assert not any(isinstance(layer.robustness, torch.Tensor) for layer in adjustables(net.module))
+        assert not any(
+            isinstance(layer.robustness, torch.Tensor) for layer in adjustables(net.module)
+        )
 
 
 def test_conditioning_nets_are_cut_with_the_channels_they_scale(conditioned):
@@ -97,10 +99,16 @@ def test_the_loss_by_hand(conditioned, make_data):
     data, key = images(make_data, conditioned, (12,)), torch.tensor(5)
     batch = Batch(data.inputs, data.targets, torch.ones(4, dtype=torch.bool), key)
     moved = {
-        name: value + 0.1 * noise.uniform(key + len(name), value.shape, value.dtype) for name, value in state.items()
+        name: value + 0.1 * noise.uniform(key + len(name), value.shape, value.dtype)
+        for name, value in state.items()
     }
     grads, (loss, _) = gradient(
-        learner, conditioned.member(conditioned.whole), local.build_objective(), moved, Received(moved), batch
+        learner,
+        conditioned.member(conditioned.whole),
+        local.build_objective(),
+        moved,
+        Received(moved),
+        batch,
     )
     net = conditioned.module(conditioned.whole).double().train()
     net.load_state_dict(moved, strict=False)
@@ -112,8 +120,12 @@ def test_the_loss_by_hand(conditioned, make_data):
     for layer in adjustables(net):
         layer.robustness = chosen
     drawn = noise.uniform(noise.fold_in(key, -3), data.inputs.shape, data.inputs.dtype)
-    attacked = by_hand(lambda x: F.cross_entropy(net(x), data.targets), data.inputs, drawn, fq.PGD())
-    clean, noised = (F.cross_entropy(net(x), data.targets, reduction="none") for x in (data.inputs, attacked))
+    attacked = by_hand(
+        lambda x: F.cross_entropy(net(x), data.targets), data.inputs, drawn, fq.PGD()
+    )
+    clean, noised = (
+        F.cross_entropy(net(x), data.targets, reduction="none") for x in (data.inputs, attacked)
+    )
     expected = ((1 - chosen) * clean + chosen * noised).mean()
     torch.testing.assert_close(loss, expected.detach(), rtol=0, atol=1e-12)
     expected.backward()
@@ -125,7 +137,9 @@ def test_all_weights_are_drawn_as_often():
     like = torch.zeros(60_000, 1)
     drawn = OAT.draw(torch.tensor(3), like)
     for weight in LAMBDAS:
-        assert float((drawn == torch.tensor(weight)).double().mean()) == pytest.approx(1 / 6, abs=0.01)
+        assert float((drawn == torch.tensor(weight)).double().mean()) == pytest.approx(
+            1 / 6, abs=0.01
+        )
 
 
 @pytest.mark.parametrize(
@@ -144,13 +158,17 @@ def test_every_layout_gives_the_same_numbers(method, conditioned, make_data, pla
     truth = play(method, conditioned, data, fleet=fleet, evaluation=how, rounds=1)
     assert {"standard/0.0", "robust/0.4"} <= set(truth.records[-1].grades.metrics)
     for layout in ("auto", "stack", "alone"):
-        run = fq.prepare(method, conditioned, data, fleet, "vectorised", precision="fp64", evaluation=how)
+        run = fq.prepare(
+            method, conditioned, data, fleet, "vectorised", precision="fp64", evaluation=how
+        )
         run.engine.layout = layout
         assert_same(truth, run.train(1))
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_plain_training_of_a_conditioned_net_is_the_same_on_every_engine(engine, conditioned, make_data, play):
+def test_plain_training_of_a_conditioned_net_is_the_same_on_every_engine(
+    engine, conditioned, make_data, play
+):
     data = images(make_data, conditioned, (8, 8))
     method = with_local(FedAvg(), batch_size=4)
     assert_same(play(method, conditioned, data), play(method, conditioned, data, engine=engine))
@@ -167,7 +185,9 @@ def test_a_deployed_net_is_told_its_robustness(conditioned, make_data, play):
 
 def test_what_does_not_fit_is_refused(residual, conditioned):
     method = with_local(FedAvg(), adversarial=OAT)
-    with pytest.raises(ConfigError, match=r"draw a weight for every sample.*model\.conditioned=true"):
+    with pytest.raises(
+        ConfigError, match=r"draw a weight for every sample.*model\.conditioned=true"
+    ):
         method.init(World(residual))
     assert method.init(World(conditioned)).round == 0
     with pytest.raises(ConfigError, match="normalises 3 dimensions at once"):
@@ -185,4 +205,6 @@ def test_what_does_not_fit_is_refused(residual, conditioned):
     data, _ = asked.data.deal(2, 0)
     assert asked.model.trace(data).conditioned
     with pytest.raises(ConfigError, match="with dual and with conditioned norms"):
-        Experiment.of({**settings, "model": {"name": "tiny_resnet", "conditioned": True, "dual": True}})
+        Experiment.of(
+            {**settings, "model": {"name": "tiny_resnet", "conditioned": True, "dual": True}}
+        )

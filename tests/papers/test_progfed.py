@@ -28,18 +28,26 @@ WARM = (False, False, True, False, True, False)
 
 def method(over: fq.Method = FedAvg(weighting="uniform"), **changes) -> ProgFed:
     """Return ProgFed with two rounds for each of three stages; the first after growing is a warm-up."""
-    local = {"batch_size": 4, "optimiser": changes.pop("optimiser", SHARP), **changes.pop("local", {})}
+    local = {
+        "batch_size": 4,
+        "optimiser": changes.pop("optimiser", SHARP),
+        **changes.pop("local", {}),
+    }
     return ProgFed(**{"over": with_local(over, **local), "stage_rounds": 2, "warmup": 1, **changes})
 
 
-def prepared(make_data, asked: ProgFed | None = None, engine: str = "sequential", **options) -> fq.Run:
+def prepared(
+    make_data, asked: ProgFed | None = None, engine: str = "sequential", **options
+) -> fq.Run:
     """Return a run of six rounds that has not begun, of four clients that are all asked in every round."""
     family = growing()
     data = make_data(family, SIZES)
     fleet = options.pop("fleet", None) or fq.Fleet.of((1.0,), 4, 4)
     how = fq.Evaluation(every=0)
     chosen = (asked or method()).settled(6)
-    return fq.prepare(chosen, family, data, fleet, engine, precision="fp64", evaluation=how, **options)
+    return fq.prepare(
+        chosen, family, data, fleet, engine, precision="fp64", evaluation=how, **options
+    )
 
 
 def job_of(run: fq.Run, client: int, round: int) -> fq.Job:
@@ -70,10 +78,16 @@ class ByHand(nn.Module):
     def named(self) -> dict[str, Tensor]:
         """Return the weights by the names that they have in the server's state."""
         found = {}
-        for place, (block, head) in enumerate((("first", "stage1"), ("second", "stage2"), ("third", ""))):
-            found |= {f"{block}.{name}": value for name, value in self.blocks[place].named_parameters()}
+        for place, (block, head) in enumerate(
+            (("first", "stage1"), ("second", "stage2"), ("third", ""))
+        ):
+            found |= {
+                f"{block}.{name}": value for name, value in self.blocks[place].named_parameters()
+            }
             own = f"stage_heads.{head}.linear" if head else "out"
-            found |= {f"{own}.{name}": value for name, value in self.heads[place].named_parameters()}
+            found |= {
+                f"{own}.{name}": value for name, value in self.heads[place].named_parameters()
+            }
         return found
 
     def load(self, weights: Mapping[str, Tensor]) -> None:
@@ -94,7 +108,9 @@ def test_algorithm_1_is_what_torch_computes_by_hand(engine, kept, make_data):
     run = prepared(make_data, method(local={"keep_optimizer": kept}), engine)
     state = {name: value.clone() for name, value in run.server.weights.items()}
     clients = [ByHand(state) for _ in SIZES]
-    optimizers = [torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=1e-2) for net in clients]
+    optimizers = [
+        torch.optim.SGD(net.parameters(), 0.1, momentum=0.9, weight_decay=1e-2) for net in clients
+    ]
     for round, (stage, warm) in enumerate(zip(STAGES, WARM, strict=True)):
         blocks = {f"E{place}" for place in range(1, stage + 1)}
         new = {f"E{stage}", f"G{stage}"}
@@ -108,13 +124,17 @@ def test_algorithm_1_is_what_torch_computes_by_hand(engine, kept, make_data):
             job = job_of(run, client, round)
             for rows in run.engine.batches(job, run.method.learner(job, run.world)):
                 optimizer.zero_grad()
-                F.cross_entropy(net(run.data.inputs[rows], stage), run.data.targets[rows]).backward()
+                F.cross_entropy(
+                    net(run.data.inputs[rows], stage), run.data.targets[rows]
+                ).backward()
                 optimizer.step()
             total = {name: total[name] + value.detach() for name, value in net.named().items()}
         state = {name: value / len(clients) for name, value in total.items()}
         run.train(round + 1)
         for name, value in state.items():
-            torch.testing.assert_close(run.server.weights[name], value, rtol=0, atol=1e-10, msg=f"{name}, {round}")
+            torch.testing.assert_close(
+                run.server.weights[name], value, rtol=0, atol=1e-10, msg=f"{name}, {round}"
+            )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -135,7 +155,9 @@ def test_lines_5_and_6_shared_blocks_are_bit_identical_across_growth(engine, mak
 
 @pytest.mark.parametrize("optimiser", [SHARP, ADAM], ids=["momentum and decay", "adam"])
 @pytest.mark.parametrize("engine", LOCAL)
-def test_line_13_frozen_weights_and_their_optimizer_state_do_not_change(engine, optimiser, make_data):
+def test_line_13_frozen_weights_and_their_optimizer_state_do_not_change(
+    engine, optimiser, make_data
+):
     run = prepared(make_data, method(optimiser=optimiser, local={"keep_optimizer": True}), engine)
     for before in (2, 4):  # rounds that are over when a warm-up begins
         run.train(before)
@@ -150,7 +172,11 @@ def test_line_13_frozen_weights_and_their_optimizer_state_do_not_change(engine, 
                 old = slots[key][slot]
                 assert moved(old, values) == set()
                 assert parts(set(values) - set(old)) == {f"E{stage}", f"G{stage}"}
-                assert all(value.any() for name, value in values.items() if name not in old and "conv.bias" not in name)
+                assert all(
+                    value.any()
+                    for name, value in values.items()
+                    if name not in old and "conv.bias" not in name
+                )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -159,7 +185,9 @@ def test_line_13_frozen_norm_statistics_do_not_change(engine, make_data):
     weights = dict(run.server.weights)
     run.train(3)
     assert moved(weights, run.server.weights) == {"E2", "G2"}
-    changed = {name for name, value in weights.items() if not torch.equal(value, run.server.weights[name])}
+    changed = {
+        name for name, value in weights.items() if not torch.equal(value, run.server.weights[name])
+    }
     assert "second.norm.running_mean" in changed
 
 
@@ -171,7 +199,11 @@ def test_line_20_every_client_counts_alike(make_data):
     for client in range(4):
         job = job_of(run, client, 0)
         learner = run.method.learner(job, run.world)
-        trained.append(run.engine.train_client(job, learner, start_of(run, job), run.engine.batches(job, learner))[0])
+        trained.append(
+            run.engine.train_client(
+                job, learner, start_of(run, job), run.engine.batches(job, learner)
+            )[0]
+        )
     run.train(1)
     for name in trained[0]:
         mean = sum(state[name] for state in trained) / 4
@@ -209,9 +241,19 @@ def test_the_rounds_of_the_stages_add_up_to_those_of_the_run(rounds, stages, cha
 
 def test_warm_up_rounds_are_the_first_of_each_stage_but_the_first():
     settled = ProgFed(stage_rounds=3, warmup=2).settled(9)
-    assert [settled.moment(round, 3).warm for round in range(9)] == [False] * 3 + [True, True, False] * 2
+    assert [settled.moment(round, 3).warm for round in range(9)] == [False] * 3 + [
+        True,
+        True,
+        False,
+    ] * 2
     outside = ProgFed(stage_rounds=3, warmup=2, extra_warmup=True).settled(13)
-    assert [outside.moment(round, 3).warm for round in range(13)] == [False] * 3 + [True, True, False, False, False] * 2
+    assert [outside.moment(round, 3).warm for round in range(13)] == [False] * 3 + [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ] * 2
 
 
 def test_a_run_that_goes_on_for_longer_grows_when_it_did(tmp_path, make_data, play):
@@ -290,7 +332,9 @@ def test_the_released_preset_is_that_of_the_code():
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize(
-    "inner", [FedAvg(weighting="uniform"), HeteroFL(), FedRolex()], ids=lambda inner: type(inner).__name__
+    "inner",
+    [FedAvg(weighting="uniform"), HeteroFL(), FedRolex()],
+    ids=lambda inner: type(inner).__name__,
 )
 def test_with_one_stage_it_is_the_method_itself(inner, engine, residual, play, make_data):
     inner = with_local(inner, batch_size=4, optimiser=SHARP)
@@ -318,7 +362,9 @@ def test_the_whole_model_starts_with_the_weights_that_it_has_without_stages():
     for seed in (0, 3):
         without, grown = plain().init(seed), growing().init(seed)
         assert set(grown) - set(without) == {
-            f"stage_heads.stage{stage}.linear.{kind}" for stage in (1, 2) for kind in ("weight", "bias")
+            f"stage_heads.stage{stage}.linear.{kind}"
+            for stage in (1, 2)
+            for kind in ("weight", "bias")
         }
         assert all(torch.equal(grown[name], value) for name, value in without.items())
 
@@ -358,7 +404,9 @@ def test_a_stage_neither_receives_nor_sends_a_later_block(engine, norm, make_dat
         new = {name for name in own if part_of(name) in (f"E{stage}", f"G{stage}")}
         assert link.received[round] == own
         assert link.sent[round] == (new if WARM[round] else own)
-        assert run.records[round].bytes_down == 4 * sum(8 * run.server.weights[name].numel() for name in own)
+        assert run.records[round].bytes_down == 4 * sum(
+            8 * run.server.weights[name].numel() for name in own
+        )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -368,7 +416,10 @@ def test_a_stage_does_not_read_a_later_block(engine, make_data):
     for round, stage in ((0, 1), (2, 2)):
         run.train(round)
         later = [f"{letter}{place}" for letter in "EG" for place in range(stage + 1, 4)]
-        weights = {name: v * torch.nan if part_of(name) in later else v for name, v in run.server.weights.items()}
+        weights = {
+            name: v * torch.nan if part_of(name) in later else v
+            for name, v in run.server.weights.items()
+        }
         spoilt = replace(run.server, weights=weights)
         kept = run.server
         run.server = spoilt
@@ -422,16 +473,26 @@ ALL = {"E1", "E2", "E3", "G3"}
 @pytest.mark.parametrize(
     ("strategy", "trained", "run_by_clients"),
     [
-        ("progressive", [{"E1", "G1"}, {"E1", "E2", "G2"}, ALL], [{"E1", "G1"}, {"E1", "E2", "G2"}, ALL]),
+        (
+            "progressive",
+            [{"E1", "G1"}, {"E1", "E2", "G2"}, ALL],
+            [{"E1", "G1"}, {"E1", "E2", "G2"}, ALL],
+        ),
         ("end_to_end", [ALL] * 3, [ALL] * 3),
         ("layerwise", [{"E1", "G3"}, {"E2", "G3"}, {"E3", "G3"}], [ALL] * 3),
         ("partial", [{"E1", "G3"}, {"E1", "E2", "G3"}, ALL], [ALL] * 3),
-        ("mixed", [{"E1", "G1", "G3"}, {"E1", "E2", "G2", "G3"}, ALL], [ALL | {"G1"}, ALL | {"G2"}, ALL]),
+        (
+            "mixed",
+            [{"E1", "G1", "G3"}, {"E1", "E2", "G2", "G3"}, ALL],
+            [ALL | {"G1"}, ALL | {"G2"}, ALL],
+        ),
     ],
 )
 def test_table_5_the_weights_that_a_strategy_moves(strategy, trained, run_by_clients, make_data):
     link = Recorded()
-    run = prepared(make_data, method(strategy=strategy, warmup=0, local={"norm": "tracked"}), link=link)
+    run = prepared(
+        make_data, method(strategy=strategy, warmup=0, local={"norm": "tracked"}), link=link
+    )
     for round, stage in enumerate(STAGES):
         before = dict(run.server.weights)
         run.train(round + 1)
@@ -448,7 +509,11 @@ def test_table_5_random_draws_a_stage_each_round_until_the_whole_model_is_traine
     how = fq.Evaluation(every=0)
     run = fq.prepare(asked, family, data, fleet, "sequential", precision="fp64", evaluation=how)
     # All stages are checked before the first round.
-    assert {asked.variant(round, run.world)[0] for round in asked.turns(run.world)} == {"stage1", "stage2", "whole"}
+    assert {asked.variant(round, run.world)[0] for round in asked.turns(run.world)} == {
+        "stage1",
+        "stage2",
+        "whole",
+    }
     drawn = []
     for round in range(24):
         before = dict(run.server.weights)
@@ -472,7 +537,9 @@ def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
     (F.cross_entropy(net(inputs, 1), targets) + F.cross_entropy(net(inputs, 3), targets)).backward()
     for name, value in net.named().items():
         if part_of(name) in ("E1", "G1", "G3"):
-            torch.testing.assert_close(trained[name], (value - 0.1 * value.grad).detach(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                trained[name], (value - 0.1 * value.grad).detach(), rtol=0, atol=1e-12
+            )
 
 
 # --- bad input --------------------------------------------------------------------------------------------------
@@ -486,8 +553,16 @@ def test_table_5_mixed_adds_the_losses_of_both_heads(make_data):
         ({"stage_rounds": (2, 0)}, 6, "at least one is needed for each stage"),
         ({"stage_rounds": (2, 2, 2, 2)}, 8, r"\[2, 2, 2, 2\], rounds of 4 stages; the model has 3"),
         ({"stage_rounds": (2, 2, 3)}, 8, r"\[2, 2, 3\], which are 7 rounds; the run has 8"),
-        ({"stage_rounds": 2, "warmup": 2}, 6, "warmup = 2, and a stage has 2 rounds.*Up to 1 would work"),
-        ({"stage_rounds": 2, "warmup": 3, "extra_warmup": True}, 10, "of which 10 are .* and warm-up.*shorter warmup"),
+        (
+            {"stage_rounds": 2, "warmup": 2},
+            6,
+            "warmup = 2, and a stage has 2 rounds.*Up to 1 would work",
+        ),
+        (
+            {"stage_rounds": 2, "warmup": 3, "extra_warmup": True},
+            10,
+            "of which 10 are .* and warm-up.*shorter warmup",
+        ),
     ],
 )
 def test_rounds_that_do_not_fit_the_stages_are_refused(changes, rounds, told, play, make_data):
@@ -507,7 +582,9 @@ def test_one_name_is_no_growth(play, make_data):
 
 
 def test_a_model_grows_once():
-    with pytest.raises(ConfigError, match=r"ProgFed was asked for over ProgFed.*Any other method would work"):
+    with pytest.raises(
+        ConfigError, match=r"ProgFed was asked for over ProgFed.*Any other method would work"
+    ):
         ProgFed(over=ProgFed())
 
 
@@ -531,10 +608,15 @@ def test_a_resume_with_other_stages_is_refused(tmp_path, play, make_data):
 
 def test_nested_nets_cannot_have_two_losses(play, make_data):
     inner = METHODS["fedrescue"]()
-    with pytest.raises(ConfigError, match=r"strategy = 'mixed' over FedResCuE.*another strategy or a method without"):
+    with pytest.raises(
+        ConfigError,
+        match=r"strategy = 'mixed' over FedResCuE.*another strategy or a method without",
+    ):
         play(method(over=inner, strategy="mixed"), growing(), make_data(growing(), SIZES), rounds=6)
 
 
 def test_a_method_that_was_not_settled_says_what_to_do(make_data):
-    with pytest.raises(ConfigError, match=r"without a number of rounds.*method.settled\(rounds\) gives it"):
+    with pytest.raises(
+        ConfigError, match=r"without a number of rounds.*method.settled\(rounds\) gives it"
+    ):
         fq.prepare(method(), growing(), make_data(growing(), SIZES), fq.Fleet.of((1.0,), 4, 4))

@@ -67,7 +67,9 @@ def linear(x: Tensor, weights: dict[str, Tensor], name: str) -> Tensor:
 
 def by_hand(run: fq.Run) -> tuple[float, float]:
     """Return alpha and q of stage 1, from the definitions: losses over all samples, and torch.autograd."""
-    weights = {name: value.detach().clone().requires_grad_() for name, value in run.server.weights.items()}
+    weights = {
+        name: value.detach().clone().requires_grad_() for name, value in run.server.weights.items()
+    }
     x = run.data.inputs.double()
     y = run.data.targets
     first = torch.tanh(linear(x, weights, "first.0"))
@@ -93,7 +95,11 @@ def by_hand(run: fq.Run) -> tuple[float, float]:
 def test_equation_11_on_two_gradients_by_hand():
     """The temporary head of the stage and the later block are left out of the projection."""
     own = {"block1": torch.tensor([2.0, 0.0]), "head1": torch.tensor([9.0])}
-    whole = {"block1": torch.tensor([1.0, 2.0]), "block2": torch.tensor([2.0]), "head2": torch.tensor([4.0])}
+    whole = {
+        "block1": torch.tensor([1.0, 2.0]),
+        "block2": torch.tensor([2.0]),
+        "head2": torch.tensor([4.0]),
+    }
     assert align(1, own, whole) == Alignment(1, alpha=2 / 4, q=5 / (0.5 * 2))
 
 
@@ -148,14 +154,19 @@ def test_alpha_and_q_are_1_in_the_last_phase(name, make_data, request):
 def test_batch_norm_uses_the_statistics_of_the_batch(normed, make_data):
     """In the training pass statistics are those of the batch, so that other batches give other gradients."""
     data = make_data(normed, SIZES)
-    small, large = (measure_alignment(begin(normed, data, evaluation=fq.Evaluation(batch_size=b))) for b in (5, 25))
+    small, large = (
+        measure_alignment(begin(normed, data, evaluation=fq.Evaluation(batch_size=b)))
+        for b in (5, 25)
+    )
     assert small.alpha != pytest.approx(large.alpha, abs=1e-9)
 
 
 def test_the_whole_width_is_measured_whatever_clients_train(blocks, make_data):
     data = make_data(blocks, SIZES)
     method = ProgFed(HeteroFL(local=SMALL), rounds=4)
-    run = fq.prepare(method, blocks, data, fq.Fleet.of((0.5, 0.25), 4, 4), precision="fp64").train(1)
+    run = fq.prepare(method, blocks, data, fq.Fleet.of((0.5, 0.25), 4, 4), precision="fp64").train(
+        1
+    )
     alpha, q = by_hand(run)
     found = measure_alignment(run)
     assert found.alpha == pytest.approx(alpha, abs=1e-12)
@@ -197,12 +208,17 @@ def test_a_figure_that_is_not_finite_is_left_out_of_records(blocks, make_data):
 def test_a_state_of_several_nets_is_refused(blocks, make_data):
     data = make_data(blocks, SIZES)
     method = ProgFed(SplitMix(base=0.5, local=SMALL), rounds=4, alignment=10)
-    with pytest.raises(ConfigError, match=r"no single whole model, because it has no 'first\.0\.weight'"):
+    with pytest.raises(
+        ConfigError, match=r"no single whole model, because it has no 'first\.0\.weight'"
+    ):
         begin(blocks, data, method)
 
 
 def test_other_strategies_and_methods_are_refused(blocks, make_data):
-    with pytest.raises(ConfigError, match="ProgFed: alignment = 10 was asked for with strategy = 'mixed'; theorem 1"):
+    with pytest.raises(
+        ConfigError,
+        match="ProgFed: alignment = 10 was asked for with strategy = 'mixed'; theorem 1",
+    ):
         ProgFed(strategy="mixed", alignment=10)
     data = make_data(blocks, SIZES)
     with pytest.raises(ConfigError, match="a run of FedAvg; one of ProgFed would work"):
@@ -214,6 +230,9 @@ def test_other_strategies_and_methods_are_refused(blocks, make_data):
 def test_the_example_of_measure_alignment_runs():
     finder = doctest.DocTestFinder(recurse=False)
     (example,) = finder.find(
-        measure_alignment, "measure_alignment", module=inspect.getmodule(measure_alignment), globs={}
+        measure_alignment,
+        "measure_alignment",
+        module=inspect.getmodule(measure_alignment),
+        globs={},
     )
     assert doctest.DocTestRunner().run(example).failed == 0

@@ -92,7 +92,12 @@ def test_unet(growth, part):
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("net", "part"),
-    [("ResNet-18", 18.12), ("ResNet-152", 22.33), ("VGG-16 (batch norm)", 16.01), ("VGG-19 (batch norm)", 16.99)],
+    [
+        ("ResNet-18", 18.12),
+        ("ResNet-152", 22.33),
+        ("VGG-16 (batch norm)", 16.01),
+        ("VGG-19 (batch norm)", 16.99),
+    ],
 )
 def test_multiply_adds_of_200_epochs(net, part):
     assert percent(counted("table2-costs", net)["saved"]["macs"]) == part
@@ -102,10 +107,14 @@ def test_multiply_adds_of_200_epochs(net, part):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("row", ["float", "LQ-8", "LQ-4", "LQ-2", "SP-25", "SP-10", "LQ-8 + SP-25", "LQ-8 + SP-10"])
+@pytest.mark.parametrize(
+    "row", ["float", "LQ-8", "LQ-4", "LQ-2", "SP-25", "SP-10", "LQ-8 + SP-25", "LQ-8 + SP-10"]
+)
 def test_upload_ratios(row):
     """The baseline's row is the paper's up to headers, and that of ProgFed is it times what growing uploads."""
-    (printed,) = [one.paper[0] for one in parsed_preset("progfed/table10-ratios").rows if one.name == row]
+    (printed,) = [
+        one.paper[0] for one in parsed_preset("progfed/table10-ratios").rows if one.name == row
+    ]
     found = counted("table10-ratios", row)
     ratio = found["upload_ratio"]
     assert 0 <= 100 * ratio["whole"] - float(printed) < 0.01
@@ -135,7 +144,10 @@ SMALL = {
             marks=pytest.mark.slow,
         ),
         pytest.param(
-            {"method": {"name": "progfed", "over": "fedrolex"}, "fleet": {**SMALL["fleet"], "budgets": "uniform"}},
+            {
+                "method": {"name": "progfed", "over": "fedrolex"},
+                "fleet": {**SMALL["fleet"], "budgets": "uniform"},
+            },
             marks=pytest.mark.slow,
         ),
         pytest.param({"method": "fedavg", "link": {"codec": {"bits": 8}}}, marks=pytest.mark.slow),

@@ -100,7 +100,11 @@ def test_volumes_grow_in_quarters(resolve):
 
 def test_codecs_of_table_4(resolve):
     rows = resolve("table4")
-    coded = {name.removeprefix("ProgFed, "): one.link.codec for name, one in rows.items() if "ProgFed, " in name}
+    coded = {
+        name.removeprefix("ProgFed, "): one.link.codec
+        for name, one in rows.items()
+        if "ProgFed, " in name
+    }
     kept = {name: (codec.bits, codec.keep) for name, codec in coded.items() if codec is not None}
     assert coded["float"] is None
     assert kept == {

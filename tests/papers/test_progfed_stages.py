@@ -17,7 +17,10 @@ from fedquilt.terms import WHOLE
 SMALL: dict[str, tuple[nn.Module, Tensor]] = {
     "cnn": (MODELS["progfed_cnn"].factory(), torch.randn(2, 3, 32, 32)),
     "resnet": (resnet18(widths=(4, 8, 8, 8), norm="group"), torch.randn(2, 3, 16, 16)),
-    "vit": (ViT(width=12, depth=3, heads=2, head_dim=4, hidden=8, image_size=8), torch.randn(2, 3, 8, 8)),
+    "vit": (
+        ViT(width=12, depth=3, heads=2, head_dim=4, hidden=8, image_size=8),
+        torch.randn(2, 3, 8, 8),
+    ),
     "transformer": (
         TransformerLM(11, max_length=6, width=8, heads=2, head_dim=4, hidden=8, tied=True),
         torch.randint(11, (2, 5)),

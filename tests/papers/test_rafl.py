@@ -27,7 +27,16 @@ from fedquilt.round.training.state import Received
 from fedquilt.round.training.step import Batch, gradient
 from fedquilt.terms import WHOLE, Client, Job, Payload, Update
 from tests.conftest import Perceptron
-from tests.pairs import SIZES, limits, normed_pairs, of_net, pair, perceptrons, plain_pairs, trained_pairs
+from tests.pairs import (
+    SIZES,
+    limits,
+    normed_pairs,
+    of_net,
+    pair,
+    perceptrons,
+    plain_pairs,
+    trained_pairs,
+)
 
 SHARP = fq.SGD(lr=0.1, momentum=0.9, decay=1e-2)
 LOCAL = fq.Local(batch_size=4, epochs=2, optimiser=SHARP)
@@ -36,7 +45,9 @@ NUM_PUBLIC = 10
 PAIR = ("big", WHOLE)
 
 
-def start(method: fq.Method, family: fq.Family, data: fq.FederatedData, budgets=None, **options) -> fq.Run:
+def start(
+    method: fq.Method, family: fq.Family, data: fq.FederatedData, budgets=None, **options
+) -> fq.Run:
     """Return a run of all clients in float64 on the sequential engine that has not begun."""
     fleet = fq.Fleet.of(budgets or limits(family), data.num_clients, data.num_clients)
     options = {"precision": "fp64", "evaluation": fq.Evaluation(every=0), **options}
@@ -56,14 +67,20 @@ def modules(family: fq.Family, state: dict[str, Tensor], *names: str) -> list[Pe
 
 def a_batch(count: int = 5) -> tuple[Tensor, Tensor]:
     generator = torch.Generator().manual_seed(3)
-    return torch.randn(count, 4, generator=generator).double(), torch.randint(3, (count,), generator=generator)
+    return torch.randn(count, 4, generator=generator).double(), torch.randint(
+        3, (count,), generator=generator
+    )
 
 
-def gradients_of(objective: Mutual, family: fq.Family, state: dict[str, Tensor], taught: Tensor | None = None):
+def gradients_of(
+    objective: Mutual, family: fq.Family, state: dict[str, Tensor], taught: Tensor | None = None
+):
     """Return the loss and the gradient of one batch for the pair of the knowledge net and `big`."""
     member = family.member(pair(family, "big"))
     method = RaFL(local=LOCAL)
-    world = fq.prepare(FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64").world
+    world = fq.prepare(
+        FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64"
+    ).world
     learner = method.learner(Job(Client(0, fq.Budget(share=1.0)), prefix(member.arch), 0), world)
     inputs, targets = a_batch()
     batch = Batch(inputs, targets, torch.ones(3, dtype=torch.bool), torch.tensor(0), taught=taught)
@@ -80,7 +97,11 @@ def some_data(family: fq.Family) -> fq.FederatedData:
 def pair_state(family: fq.Family) -> dict[str, Tensor]:
     """Return the initial weights of the pair, moved so that no two nets agree."""
     names = family.member(pair(family, "big")).names
-    return {name: 2 * value for name, value in family.init(1, dtype=torch.float64).items() if name in names}
+    return {
+        name: 2 * value
+        for name, value in family.init(1, dtype=torch.float64).items()
+        if name in names
+    }
 
 
 # --- equations 2 to 5 ----------------------------------------------------------------------------------------------
@@ -102,7 +123,10 @@ def test_equations_2_and_3_by_hand():
         view = View(member, weights, inputs, targets, held, weights, mode, key, known=dict(known))
         return float(Mutual(TaskLoss(), PAIR, learns=(learns,))(view))
 
-    cross_entropy_p, cross_entropy_k = -(math.log(0.5) + math.log(0.3)) / 2, -(math.log(0.1) + math.log(0.2)) / 2
+    cross_entropy_p, cross_entropy_k = (
+        -(math.log(0.5) + math.log(0.3)) / 2,
+        -(math.log(0.1) + math.log(0.2)) / 2,
+    )
     k_to_p = 0.1 * math.log(0.2) + 0.8 * math.log(3.2) + 0.1 * math.log(0.4)
     k_to_p += 0.2 * math.log(1 / 3) + 0.2 * math.log(2 / 3) + 0.6 * math.log(6)
     p_to_k = 0.5 * math.log(5) + 0.25 * math.log(0.3125) + 0.25 * math.log(2.5)
@@ -150,7 +174,9 @@ def test_a_net_that_learns_alone_leaves_the_other_ones_gradient_at_zero(learns):
 def test_without_detaching_both_nets_have_the_gradient_of_the_sum_of_both_losses():
     family = plain_pairs()
     state = pair_state(family)
-    _, grads = gradients_of(Mutual(TaskLoss(), PAIR, distance="logits", detach=False), family, state)
+    _, grads = gradients_of(
+        Mutual(TaskLoss(), PAIR, distance="logits", detach=False), family, state
+    )
     private, knowledge = modules(family, state, "big", WHOLE)
     inputs, targets = a_batch()
     p, k = private(inputs), knowledge(inputs)
@@ -181,7 +207,9 @@ def test_the_weight_scales_what_nets_learn_from_each_other(distance):
     objectives = [Mutual(TaskLoss(), PAIR, distance=distance, weight=weight) for weight in weights]
     none, once, thrice = (gradients_of(objective, family, state)[1] for objective in objectives)
     for name, alone in none.items():
-        torch.testing.assert_close(thrice[name] - alone, 3 * (once[name] - alone), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            thrice[name] - alone, 3 * (once[name] - alone), rtol=0, atol=1e-12
+        )
 
 
 @pytest.mark.parametrize("order", ["together", "in_turn"])
@@ -210,7 +238,10 @@ def stepped(run: fq.Run, job: Job, order: str) -> dict[str, Tensor]:
         inputs, targets = run.data.samples(rows[batch]), run.data.targets[rows[batch]]
         if order == "together":
             p, k = (net(inputs) for net in nets)
-            losses = [F.cross_entropy(p, targets) + kl(k.detach(), p), F.cross_entropy(k, targets) + kl(p.detach(), k)]
+            losses = [
+                F.cross_entropy(p, targets) + kl(k.detach(), p),
+                F.cross_entropy(k, targets) + kl(p.detach(), k),
+            ]
             for optimizer, loss in zip(optimizers, losses, strict=True):
                 optimizer.zero_grad()
                 loss.backward()
@@ -319,11 +350,15 @@ def test_equation_7_and_the_ensemble_by_hand(combined, make_data):
     merged = fold.finish(run.server)
 
     names = run.server.weights
-    average = {n: sum(u.job.client.size * u.sent[0].weights[n] for u in updates) / 24 for n in names}
+    average = {
+        n: sum(u.job.client.size * u.sent[0].weights[n] for u in updates) / 24 for n in names
+    }
     for name, value in average.items():
         torch.testing.assert_close(merged.weights[name], value, rtol=0, atol=1e-12)
     with torch.no_grad():
-        logits = torch.stack([modules(family, u.sent[0].weights, WHOLE)[0](run.world.public) for u in updates])
+        logits = torch.stack(
+            [modules(family, u.sent[0].weights, WHOLE)[0](run.world.public) for u in updates]
+        )
     teacher = logits.mean(0) if combined == "mean" else logits.max(0).values
     torch.testing.assert_close(merged.outputs[OUTPUTS], teacher, rtol=0, atol=1e-12)
     knowledge = run.world.family.member(family.at(WHOLE).whole)
@@ -350,7 +385,8 @@ def test_without_public_data_the_server_takes_the_plain_average(make_data):
     """Equation 6 is FedAvg of the knowledge nets, and public samples that nobody asks for change nothing."""
     family = plain_pairs()
     runs = [
-        start(RaFL(local=LOCAL), family, make_data(family, SIZES, public=public)).train(2) for public in (0, NUM_PUBLIC)
+        start(RaFL(local=LOCAL), family, make_data(family, SIZES, public=public)).train(2)
+        for public in (0, NUM_PUBLIC)
     ]
     for name, value in runs[0].server.weights.items():
         assert torch.equal(value, runs[1].server.weights[name])
@@ -361,7 +397,9 @@ def test_without_public_data_the_server_takes_the_plain_average(make_data):
 
 def test_distillation_without_public_samples_is_refused(make_data):
     family = plain_pairs()
-    with pytest.raises(ConfigError, match="RaFL was asked for, which needs at least 4 public samples"):
+    with pytest.raises(
+        ConfigError, match="RaFL was asked for, which needs at least 4 public samples"
+    ):
         start(RaFL(distil=True), family, make_data(family, SIZES, public=0))
 
 
@@ -374,7 +412,9 @@ def test_the_released_loss_of_the_server_has_the_gradient_of_its_own_formula():
     softened = F.softmax(F.softmax(teacher, 1) / 20, 1)
     theirs = 400 * F.kl_div(softened, F.softmax(student / 20, 1), reduction="sum") / student.numel()
     torch.testing.assert_close(mine, theirs, rtol=0, atol=1e-12)
-    gradients = [torch.autograd.grad(loss, student, retain_graph=True)[0] for loss in (mine, theirs)]
+    gradients = [
+        torch.autograd.grad(loss, student, retain_graph=True)[0] for loss in (mine, theirs)
+    ]
     torch.testing.assert_close(*gradients, rtol=0, atol=1e-12)
 
 
@@ -386,17 +426,29 @@ def test_multiply_adds_of_a_step_are_those_that_torch_counts(method):
     """The first layer of a net needs no gradient of its inputs, which the rule of three forward passes counts."""
     family = plain_pairs()
     member = family.member(pair(family, "big"))
-    world = fq.prepare(FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64").world
+    world = fq.prepare(
+        FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64"
+    ).world
     learner = method.learner(Job(Client(0, fq.Budget(share=1.0)), prefix(member.arch), 0), world)
     state = pair_state(family)
     nets = {variant: member.at(variant) for variant in ("big", WHOLE)}
     inputs, targets = a_batch(4)
-    batch = Batch(inputs, targets, torch.ones(3, dtype=torch.bool), torch.tensor(0), taught=torch.zeros(4, 3).double())
+    batch = Batch(
+        inputs,
+        targets,
+        torch.ones(3, dtype=torch.bool),
+        torch.tensor(0),
+        taught=torch.zeros(4, 3).double(),
+    )
     with FlopCounterMode(display=False) as counter:
         for phase in learner.phases:
             gradient(learner, member, phase.objective, state, Received(state), batch)
-    skipped = sum(4 * 4 * hidden for hidden in (8, 3))  # Samples, inputs and hidden channels of each first layer
-    extra = 4 * nets["big"].macs if learner.taught else 0  # The teacher's run before the batch is not in the phases
+    skipped = sum(
+        4 * 4 * hidden for hidden in (8, 3)
+    )  # Samples, inputs and hidden channels of each first layer
+    extra = (
+        4 * nets["big"].macs if learner.taught else 0
+    )  # The teacher's run before the batch is not in the phases
     assert counter.get_total_flops() // 2 + skipped + extra == learner.macs(member, [4])
 
 
@@ -415,12 +467,16 @@ def test_memory_of_a_step_is_that_of_both_nets():
 @pytest.fixture
 def world():
     family = plain_pairs()
-    return fq.prepare(FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64").world
+    return fq.prepare(
+        FedAvg(), family, some_data(family), fq.Fleet.of([1.0], 4, 4), precision="fp64"
+    ).world
 
 
 def test_a_client_has_the_largest_private_net_with_which_the_pair_is_within_all_limits(world):
     family, method = world.family, RaFL()
-    small, big = (family.cost(pair(family, name), method.training_step(world)) for name in ("small", "big"))
+    small, big = (
+        family.cost(pair(family, name), method.training_step(world)) for name in ("small", "big")
+    )
     for bound in ("macs", "params", "memory"):
         enough, less = (fq.Budget(**{bound: getattr(big, bound) - missing}) for missing in (0, 1))
         assert method.fit(enough, world) == pair(family, "big")
@@ -439,13 +495,16 @@ def test_a_limit_of_the_private_net_alone_is_the_papers_account(world):
 
 def test_limits_that_no_pair_meets_name_the_smallest(world):
     with pytest.raises(
-        BudgetError, match=r"no pair of nets is within the budget macs 3: the smallest pair of nets \(small\) has"
+        BudgetError,
+        match=r"no pair of nets is within the budget macs 3: the smallest pair of nets \(small\) has",
     ):
         RaFL().fit(fq.Budget(macs=3), world)
 
 
 def test_shares_below_one_are_refused_with_what_would_work(world, make_data):
-    with pytest.raises(BudgetError, match=r"a share of 0.5 was asked for; RaFL .* Budget\(macs=28e6\)"):
+    with pytest.raises(
+        BudgetError, match=r"a share of 0.5 was asked for; RaFL .* Budget\(macs=28e6\)"
+    ):
         RaFL().fit(fq.Budget(share=0.5), world)
     with pytest.raises(BudgetError, match=r"client 1: a share of 0.5"):
         start(RaFL(), world.family, make_data(world.family, SIZES), budgets=[1.0, 0.5])
@@ -466,7 +525,9 @@ def test_eight_architectures_make_eight_groups(make_data):
     family = perceptrons(**hidden)
     data = make_data(family, [4] * 16)
     fleet = fq.Fleet.of(limits(family, *hidden), 16, 16)
-    run = fq.run(RaFL(local=LOCAL), family, data, fleet, "vectorised", 1, evaluation=fq.Evaluation(every=0))
+    run = fq.run(
+        RaFL(local=LOCAL), family, data, fleet, "vectorised", 1, evaluation=fq.Evaluation(every=0)
+    )
     assert run.records[0].stacks == 8
 
 
@@ -487,13 +548,20 @@ def test_what_is_reported_by_limit_is_what_plain_modules_give(make_data):
     assert run.accuracy == {"1.0": pytest.approx(accuracy(knowledge, everything))}
     for name, clients in (("small", (0, 2)), ("big", (1, 3))):
         key = str(float(family.cost(family.at(name).whole).macs))
-        nets = [modules(family, dict(run.server.memory[client, ""].weights), name, WHOLE) for client in clients]
+        nets = [
+            modules(family, dict(run.server.memory[client, ""].weights), name, WHOLE)
+            for client in clients
+        ]
         own = [run.data.test_parts[client] for client in clients]
         means = {
             "private_accuracy": [accuracy(private, everything) for private, _ in nets],
             "client_knowledge_accuracy": [accuracy(knowledge, everything) for _, knowledge in nets],
-            "local_private_accuracy": [accuracy(net[0], rows) for net, rows in zip(nets, own, strict=True)],
-            "local_client_knowledge_accuracy": [accuracy(net[1], rows) for net, rows in zip(nets, own, strict=True)],
+            "local_private_accuracy": [
+                accuracy(net[0], rows) for net, rows in zip(nets, own, strict=True)
+            ],
+            "local_client_knowledge_accuracy": [
+                accuracy(net[1], rows) for net, rows in zip(nets, own, strict=True)
+            ],
         }
         for metric, values in means.items():
             assert run.metrics[metric][key] == pytest.approx(sum(values) / 2), metric
@@ -503,7 +571,12 @@ def test_what_is_reported_by_limit_is_what_plain_modules_give(make_data):
 
 def test_few_clients_are_tested_of_many(make_data):
     family = plain_pairs()
-    run = start(RaFL(local=LOCAL), family, make_data(family, SIZES), evaluation=fq.Evaluation(every=0, clients=1))
+    run = start(
+        RaFL(local=LOCAL),
+        family,
+        make_data(family, SIZES),
+        evaluation=fq.Evaluation(every=0, clients=1),
+    )
     assert len(run.train(1).metrics["private_accuracy"]) == 1
 
 
@@ -515,8 +588,13 @@ def test_the_summary_has_utilisation_and_the_real_cost_of_pairs(make_data):
     summary = run.summary
     assert (summary["utilisation"], summary["common_utilisation"]) == (91 / 160, 70 / 160)
     assert (summary["pair_macs"], summary["over_limit"]) == ((56 + 77) / 2, 0)
-    paper = start(RaFL(local=LOCAL, limit="private"), family, make_data(family, SIZES), budgets=budgets)
-    assert (paper.summary["utilisation"], paper.summary["common_utilisation"]) == (112 / 160, 112 / 160)
+    paper = start(
+        RaFL(local=LOCAL, limit="private"), family, make_data(family, SIZES), budgets=budgets
+    )
+    assert (paper.summary["utilisation"], paper.summary["common_utilisation"]) == (
+        112 / 160,
+        112 / 160,
+    )
     assert (paper.summary["pair_macs"], paper.summary["over_limit"]) == (77, 2)
     assert "2 of 4 devices cannot hold the net that they train" in paper.note
 
@@ -531,19 +609,34 @@ def test_first_downloads_are_charged_once_and_told_apart(make_data):
     knowledge = 8 * family.count(family.at(WHOLE).whole)
     private = 8 * sum(2 * family.count(family.at(name).whole) for name in ("small", "big"))
     first, second = run.records
-    assert (first.bytes_down, first.bytes_up, first.bytes_first) == (4 * knowledge + private, 4 * knowledge, private)
-    assert (second.bytes_down, second.bytes_up, second.bytes_first) == (4 * knowledge, 4 * knowledge, 0)
+    assert (first.bytes_down, first.bytes_up, first.bytes_first) == (
+        4 * knowledge + private,
+        4 * knowledge,
+        private,
+    )
+    assert (second.bytes_down, second.bytes_up, second.bytes_first) == (
+        4 * knowledge,
+        4 * knowledge,
+        0,
+    )
     assert run.summary["bytes_first"] == private
     assert "bytes_first" not in second.to_dict()
 
 
 @pytest.mark.parametrize(
-    ("family", "transfer", "warns"), [(plain_pairs, False, 0), (trained_pairs, False, 1), (trained_pairs, True, 0)]
+    ("family", "transfer", "warns"),
+    [(plain_pairs, False, 0), (trained_pairs, False, 1), (trained_pairs, True, 0)],
 )
 def test_weights_that_devices_cannot_draw_are_told(family, transfer, warns, make_data, caplog):
     with caplog.at_level(logging.WARNING, "fedquilt"):
         start(RaFL(transfer=transfer), family(), make_data(family(), SIZES))
-    assert sum("has the same weights for every seed" in record.getMessage() for record in caplog.records) == warns
+    assert (
+        sum(
+            "has the same weights for every seed" in record.getMessage()
+            for record in caplog.records
+        )
+        == warns
+    )
 
 
 # --- client states -------------------------------------------------------------------------------------------------
@@ -578,11 +671,17 @@ def test_a_state_of_another_architecture_is_kept_and_a_new_one_started(make_data
     run.fleet = wide
     with caplog.at_level(logging.WARNING, "fedquilt"):
         run.train(2)
-    told = [record.getMessage() for record in caplog.records if "has the private net 'small'" in record.getMessage()]
+    told = [
+        record.getMessage()
+        for record in caplog.records
+        if "has the private net 'small'" in record.getMessage()
+    ]
     assert len(told) == 4
     assert "and 'big' is planned for it in round 2. It keeps the old net" in told[1]
     kept = run.server.memory[1, ""].weights
-    assert all(torch.equal(value, of_net(dict(kept), "small")[name]) for name, value in before.items())
+    assert all(
+        torch.equal(value, of_net(dict(kept), "small")[name]) for name, value in before.items()
+    )
     assert of_net(dict(kept), "big")
     (private,) = run.method.own(run.server, wide.client(1, 1, 0, 4), run.world)
     assert private.arch.variant == "big"
@@ -591,7 +690,9 @@ def test_a_state_of_another_architecture_is_kept_and_a_new_one_started(make_data
     run.fleet = small
     run.train(3)
     after = of_net(dict(run.server.memory[1, ""].weights), "small")
-    assert not any(torch.equal(value, after[name]) for name, value in before.items())  # It was trained on.
+    assert not any(
+        torch.equal(value, after[name]) for name, value in before.items()
+    )  # It was trained on.
     assert not caplog.records
 
 
@@ -635,7 +736,9 @@ def test_a_pair_is_one_job_whose_learner_sends_the_knowledge_net(world):
     learner, member = method.learner(Job(client, submodel, 0), world), family.member(submodel)
     assert learner.sent(member) == learner.received(member)
     assert all(name.startswith("knowledge.") for name in learner.sent(member))
-    assert all(name.startswith("big.") for name in set(learner.kept(member)) - set(learner.sent(member)))
+    assert all(
+        name.startswith("big.") for name in set(learner.kept(member)) - set(learner.sent(member))
+    )
     assert learner.installed(member) == ()
     assert all(
         name.startswith("big.")

@@ -74,14 +74,50 @@ def test_every_preset_is_sound() -> None:
     ("row", "params", "macs", "copies", "clients", "gib"),
     [
         ("FedAvg, ResNet-18, 10 clients", RESNET18, 37.06, 1, 10, "0.837"),
-        pytest.param("FedAvg, ResNet-18, 40 clients", RESNET18, 37.06, 1, 40, "3.346", marks=pytest.mark.slow),
+        pytest.param(
+            "FedAvg, ResNet-18, 40 clients", RESNET18, 37.06, 1, 40, "3.346", marks=pytest.mark.slow
+        ),
         ("FedAvg, ResNet-34, 10 clients", RESNET34, 74.81, 1, 10, "1.590"),
-        pytest.param("FedAvg, ResNet-34, 40 clients", RESNET34, 74.81, 1, 40, "6.359", marks=pytest.mark.slow),
-        pytest.param("FedProx, ResNet-18, 10 clients", RESNET18, 37.06, 1, 10, "0.837", marks=pytest.mark.slow),
+        pytest.param(
+            "FedAvg, ResNet-34, 40 clients", RESNET34, 74.81, 1, 40, "6.359", marks=pytest.mark.slow
+        ),
+        pytest.param(
+            "FedProx, ResNet-18, 10 clients",
+            RESNET18,
+            37.06,
+            1,
+            10,
+            "0.837",
+            marks=pytest.mark.slow,
+        ),
         ("FedNova, ResNet-18, 10 clients", RESNET18, 37.06, 2, 10, "1.673"),
-        pytest.param("FedNova, ResNet-34, 10 clients", RESNET34, 74.81, 2, 10, "3.179", marks=pytest.mark.slow),
-        pytest.param("FedNova, ResNet-18, 40 clients", RESNET18, 37.06, 2, 40, "6.692", marks=pytest.mark.slow),
-        pytest.param("FedNova, ResNet-34, 40 clients", RESNET34, 74.81, 2, 40, "12.717", marks=pytest.mark.slow),
+        pytest.param(
+            "FedNova, ResNet-34, 10 clients",
+            RESNET34,
+            74.81,
+            2,
+            10,
+            "3.179",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "FedNova, ResNet-18, 40 clients",
+            RESNET18,
+            37.06,
+            2,
+            40,
+            "6.692",
+            marks=pytest.mark.slow,
+        ),
+        pytest.param(
+            "FedNova, ResNet-34, 40 clients",
+            RESNET34,
+            74.81,
+            2,
+            40,
+            "12.717",
+            marks=pytest.mark.slow,
+        ),
     ],
 )
 def test_bytes_of_a_round_are_those_of_table_1(
@@ -117,7 +153,12 @@ def test_the_utilisations_of_table_3_follow_from_its_columns() -> None:
 @pytest.mark.parametrize("strategy", ["evolved", "random"])
 @pytest.mark.parametrize(
     ("space", "mean"),
-    [("ResNet-50", "48.01"), ("ResNet-50", "79.70"), ("MobileNetV3", "13.57"), ("MobileNetV3", "15.49")],
+    [
+        ("ResNet-50", "48.01"),
+        ("ResNet-50", "79.70"),
+        ("MobileNetV3", "13.57"),
+        ("MobileNetV3", "15.49"),
+    ],
 )
 def test_eight_nets_use_most_of_the_limits(space: str, mean: str, strategy: str) -> None:
     found = counted("table3", f"{space}, mean limit {mean} M, {strategy}")
@@ -138,7 +179,11 @@ def test_figure_2_has_the_settings_of_its_page(resolve) -> None:
             assert experiment.rounds == rounds
             assert experiment.data.partition == Dirichlet(0.5, min_size=10)
             assert (experiment.fleet.clients, experiment.fleet.sample) == (100, 10)
-            assert (local.epochs, local.batch_size, local.optimiser) == (5, 64, SGD(lr=0.05, momentum=0.0))
+            assert (local.epochs, local.batch_size, local.optimiser) == (
+                5,
+                64,
+                SGD(lr=0.05, momentum=0.0),
+            )
             assert experiment.method.weighting == "data"
 
 
@@ -150,7 +195,11 @@ def test_settings_a_b_and_c_of_rafl(resolve, folder: Path) -> None:
         assert isinstance(experiment.method, RaFL)
         assert experiment.method.limit == "private"
         limits = [budget.macs for budget in experiment.fleet.fleet(100, 0).kinds]
-        assert (min(limits), max(limits), len(limits)) == (pytest.approx(40e6), pytest.approx(56e6), 100)
+        assert (min(limits), max(limits), len(limits)) == (
+            pytest.approx(40e6),
+            pytest.approx(56e6),
+            100,
+        )
     assert [one.method.needs_public for one in (a, b, c)] == [False, True, False]
     assert [one.method.transfer for one in (a, b, c)] == [False, False, True]
     assert c.model is not None
@@ -173,7 +222,9 @@ def test_baselines_train_resnets_on_every_device(resolve) -> None:
 
 
 def test_other_figures_vary_what_they_are_about(resolve) -> None:
-    sizes = [dict(one.models[0].options)["knowledge_macs"] for one in resolve("section3-3").values()]
+    sizes = [
+        dict(one.models[0].options)["knowledge_macs"] for one in resolve("section3-3").values()
+    ]
     assert sizes == [19e6, 28e6, 51e6]
     writers = resolve("figure6")
     assert all(one.data.partition == Natural() for one in writers.values())
@@ -181,7 +232,10 @@ def test_other_figures_vary_what_they_are_about(resolve) -> None:
     mobile = resolve("figure2-mobilenet")
     assert {(one.fleet.clients, one.fleet.sample) for one in mobile.values()} == {(30, 12)}
     assert isinstance(mobile["RaFL (b), public data"].fleet.budgets, FlopLimited)
-    assert resolve("figure2")["RaFL (a)"].method == resolve("section3-3")["knowledge net of 28 M"].method
+    assert (
+        resolve("figure2")["RaFL (a)"].method
+        == resolve("section3-3")["knowledge net of 28 M"].method
+    )
 
 
 # --- supernet files ------------------------------------------------------------------------------------------------
@@ -200,5 +254,7 @@ def test_a_smoke_run_that_needs_a_supernet_is_refused(tmp_path: Path) -> None:
     text = (Path(__file__).parents[2] / "fedquilt/papers/rafl/figure2.toml").read_text()
     file = tmp_path / "figure.toml"
     file.write_text(text.replace(', model = { supernet = "" }', ""))
-    with pytest.raises(ConfigError, match=r"the supernet file 'resnet50\.safetensors' is needed; a smoke run"):
+    with pytest.raises(
+        ConfigError, match=r"the supernet file 'resnet50\.safetensors' is needed; a smoke run"
+    ):
         read_preset(str(file))

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 import fedquilt as fq
-from fedquilt.methods import FedAvg, FedAvgM, FedNova, FedProx, FedResCuE, FedRolex, FedSeq, HeteroFL, SplitMix
+from fedquilt.methods import (
+    FedAvg,
+    FedAvgM,
+    FedNova,
+    FedProx,
+    FedResCuE,
+    FedRolex,
+    FedSeq,
+    HeteroFL,
+    SplitMix,
+)
 from fedquilt.round.merge import ServerMomentum
 from tests.conftest import LOCAL, assert_same, with_local
 
@@ -39,7 +49,13 @@ REDUCTIONS = {
         RAGGED,
         0.0,
     ),
-    "fedrescue(KL weight 0) = fedseq": (FedResCuE(alpha=0.0), FedSeq(), (1.0, 0.5, 0.25), RAGGED, 0.0),
+    "fedrescue(KL weight 0) = fedseq": (
+        FedResCuE(alpha=0.0),
+        FedSeq(),
+        (1.0, 0.5, 0.25),
+        RAGGED,
+        0.0,
+    ),
     "splitmix(one base, share 1) = fedavg": (
         SplitMix(local=PLAIN, base=1.0),
         FedAvg(local=PLAIN),
@@ -64,13 +80,20 @@ REDUCTIONS = {
 def test_reductions(name, family, engine, play, make_data):
     special, general, shares, sizes, atol = REDUCTIONS[name]
     if "no momentum" not in name:
-        special, general = (with_local(m, optimiser=ROLLING, batch_size=4) for m in (special, general))
+        special, general = (
+            with_local(m, optimiser=ROLLING, batch_size=4) for m in (special, general)
+        )
     data = make_data(family, sizes, labels=2)
     runs = [play(method, family, data, shares, engine=engine) for method in (special, general)]
     if isinstance(special, FedNova):  # charged twice for the same journey (RaFL, Table 1)
-        runs[1].records[:] = [replace(r, bytes_down=2 * r.bytes_down, bytes_up=2 * r.bytes_up) for r in runs[1].records]
+        runs[1].records[:] = [
+            replace(r, bytes_down=2 * r.bytes_down, bytes_up=2 * r.bytes_up)
+            for r in runs[1].records
+        ]
     if isinstance(special, SplitMix):  # its only net has a scope
-        named = {name.removeprefix("base0/"): value for name, value in runs[0].server.weights.items()}
+        named = {
+            name.removeprefix("base0/"): value for name, value in runs[0].server.weights.items()
+        }
         runs[0].server = replace(runs[0].server, weights=named)
     assert_same(*runs, atol=atol)
 
@@ -96,7 +119,9 @@ def test_fedavgm_with_rate_1_and_without_momentum_is_fedavg(perceptron, play, ma
         (FedNova(), FedAvg(), (1.0,)),
     ],
 )
-def test_away_from_their_neutral_values_they_differ(special, general, shares, residual, play, make_data):
+def test_away_from_their_neutral_values_they_differ(
+    special, general, shares, residual, play, make_data
+):
     data = make_data(residual, RAGGED)
     runs = [play(with_local(m, batch_size=4), residual, data, shares) for m in (special, general)]
     with pytest.raises(AssertionError):

@@ -54,7 +54,8 @@ def places(weights: Weights, cut: Cut) -> dict[str, tuple[Tensor, ...]]:
     for name, weight in weights.items():
         wanted = own[name.partition(".")[0]][: weight.dim()]
         rows = [
-            kept if kept is not None else torch.arange(size) for kept, size in zip(wanted, weight.shape, strict=False)
+            kept if kept is not None else torch.arange(size)
+            for kept, size in zip(wanted, weight.shape, strict=False)
         ]
         found[name] = torch.meshgrid(*rows, indexing="ij")
     return found
@@ -73,7 +74,9 @@ def logits(w: Weights, x: Tensor, rate: float) -> Tensor:
 
 def masked(logits: Tensor, classes: Tensor) -> Tensor:
     """The logits of all other classes set to 0."""
-    return logits * torch.zeros(logits.shape[1], dtype=logits.dtype).index_fill(0, classes.unique(), 1.0)
+    return logits * torch.zeros(logits.shape[1], dtype=logits.dtype).index_fill(
+        0, classes.unique(), 1.0
+    )
 
 
 @dataclass
@@ -104,7 +107,11 @@ def rounds(make_data, play):
     def played(method: fq.Method) -> Rounds:
         family = fq.trace(Net, torch.zeros(2, 1, 6, 6))
         run = play(method, family, make_data(family, SIZES, labels=2), SHARES, rounds=ROUNDS)
-        start = {name: value.double() for name, value in family.init(0).items() if name in family.trainable}
+        start = {
+            name: value.double()
+            for name, value in family.init(0).items()
+            if name in family.trainable
+        }
         return Rounds(run, start)
 
     return played
@@ -121,7 +128,10 @@ def rolling(share: float, round: int) -> Cut:
 
 
 def merged(old: Weights, sums: Weights, counts: Weights) -> Weights:
-    return {name: torch.where(counts[name] > 0, sums[name] / counts[name], weight) for name, weight in old.items()}
+    return {
+        name: torch.where(counts[name] > 0, sums[name] / counts[name], weight)
+        for name, weight in old.items()
+    }
 
 
 def zeros(weights: Weights) -> Weights:
@@ -185,9 +195,15 @@ def test_partial_training_and_its_merge(method, optimiser, epochs, rounds):
         def loss(own: Weights, x: Tensor, y: Tensor, share=share, labels=labels) -> Tensor:
             return F.cross_entropy(masked(logits(own, x, share), labels), y)
 
-        own = trained({name: weight[at[name]] for name, weight in w.items()}, batches, loss, optimiser, 1.0)
+        own = trained(
+            {name: weight[at[name]] for name, weight in w.items()}, batches, loss, optimiser, 1.0
+        )
         for name, weight in own.items():
-            rows = tuple(own_rows[labels] for own_rows in at[name]) if name.startswith("out") else at[name]
+            rows = (
+                tuple(own_rows[labels] for own_rows in at[name])
+                if name.startswith("out")
+                else at[name]
+            )
             sums[name][rows] += weight[labels] if name.startswith("out") else weight
             counts[name][rows] += 1
         if id == len(SHARES) - 1:
@@ -216,7 +232,9 @@ def test_slimmable_training_and_its_merge(name, rounds):
             for width in widths:
                 inner = {n: weight[places(own, floor(width))[n]] for n, weight in own.items()}
                 out = logits(inner, x, width)
-                found = found + F.cross_entropy(masked(out, y) if name == "cifar10-released" else out, y)
+                found = found + F.cross_entropy(
+                    masked(out, y) if name == "cifar10-released" else out, y
+                )
             return found
 
         at = places(w, floor(share))
@@ -238,12 +256,21 @@ def scheduled(method: fq.Method, *rounds: int) -> list[float]:
 
 def test_schedules_crops_and_norms_are_the_released_ones():
     assert scheduled(HeteroFL.preset("released"), 299, 300, 500) == pytest.approx([1, 0.1, 0.01])
-    assert scheduled(HeteroFL.preset("released-iid"), 149, 150, 250) == pytest.approx([1, 0.1, 0.01])
-    for kind in (FedRolex, FedDropout):  # rounds count from 0, and the scheduler steps once before the first
+    assert scheduled(HeteroFL.preset("released-iid"), 149, 150, 250) == pytest.approx(
+        [1, 0.1, 0.01]
+    )
+    for kind in (
+        FedRolex,
+        FedDropout,
+    ):  # rounds count from 0, and the scheduler steps once before the first
         assert scheduled(kind.preset("released-settings"), 1198, 1199) == pytest.approx([1, 0.25])
-        assert scheduled(kind.preset("released-settings-iid"), 798, 799, 1199) == pytest.approx([1, 0.25, 0.0625])
+        assert scheduled(kind.preset("released-settings-iid"), 798, 799, 1199) == pytest.approx(
+            [1, 0.25, 0.0625]
+        )
     assert scheduled(SHeteroFL.preset("released"), 150, 300) == pytest.approx([0.5, 0])
-    assert scheduled(SHeteroFL.preset("cifar10-released"), 149, 150, 250) == pytest.approx([1, 0.1, 0.01])
+    assert scheduled(SHeteroFL.preset("cifar10-released"), 149, 150, 250) == pytest.approx(
+        [1, 0.1, 0.01]
+    )
     cropped = [
         HeteroFL.preset("released"),
         FedRolex.preset("released-settings"),
@@ -257,5 +284,7 @@ def test_schedules_crops_and_norms_are_the_released_ones():
 
 def test_presets_that_are_not_the_released_merge_are_not_called_released():
     for kind in (FedRolex, FedDropout):
-        with pytest.raises(ConfigError, match=r"has no preset 'released'; known: .*released-settings"):
+        with pytest.raises(
+            ConfigError, match=r"has no preset 'released'; known: .*released-settings"
+        ):
             kind.preset("released")

@@ -16,11 +16,15 @@ from fedquilt.cli import main
 from fedquilt.studies.papers import presets, read_preset
 
 ROOT = Path(__file__).parents[2]
-QUICK = ("fedrolex/table7", "fedrescue/table3")  # These two run in `make test`, all others in `make test-all`.
+QUICK = (
+    "fedrolex/table7",
+    "fedrescue/table3",
+)  # These two run in `make test`, all others in `make test-all`.
 
 
 @pytest.mark.parametrize(
-    "name", [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in presets()]
+    "name",
+    [name if name in QUICK else pytest.param(name, marks=pytest.mark.slow) for name in presets()],
 )
 def test_a_preset_runs_at_the_smoke_scale(name, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
@@ -46,13 +50,28 @@ def test_a_preset_runs_at_the_smoke_scale(name, tmp_path, monkeypatch, capsys):
     [
         (["fedrolex/tabel3"], "Did you mean 'fedrolex/table3'?"),
         (["fedrolex"], "name one of its tables"),
-        (["fedrolex/table3", "--scale", "tiny"], "the scale 'tiny' of fedrolex/table3 was asked for"),
-        (["fedrolex/table3", "--rows", "FedProx"], "the row 'FedProx' of fedrolex/table3 was asked for"),
+        (
+            ["fedrolex/table3", "--scale", "tiny"],
+            "the scale 'tiny' of fedrolex/table3 was asked for",
+        ),
+        (
+            ["fedrolex/table3", "--rows", "FedProx"],
+            "the row 'FedProx' of fedrolex/table3 was asked for",
+        ),
         (["fedrolex/table3"], "fedquilt data prepare cifar10"),
         (["fedrolex/table6", "--scale", "smoke", "--set", "method.shft=2"], "method.shft"),
-        (["fedrolex/table6", "--scale", "smoke", "--jobs", "0"], "--jobs 0 was asked for; at least one is needed."),
-        (["fedrolex/table6", "--scale", "smoke", "--store", "file"], "--store file was asked for; a file is there."),
-        (["fedrolex/table6", "--scale", "smoke", "--out", "file"], "the folder file was asked for; a file is there."),
+        (
+            ["fedrolex/table6", "--scale", "smoke", "--jobs", "0"],
+            "--jobs 0 was asked for; at least one is needed.",
+        ),
+        (
+            ["fedrolex/table6", "--scale", "smoke", "--store", "file"],
+            "--store file was asked for; a file is there.",
+        ),
+        (
+            ["fedrolex/table6", "--scale", "smoke", "--out", "file"],
+            "the folder file was asked for; a file is there.",
+        ),
     ],
 )
 def test_what_cannot_be_reproduced_is_one_clear_error(args, said, tmp_path, monkeypatch, capsys):
@@ -66,7 +85,10 @@ def test_what_cannot_be_reproduced_is_one_clear_error(args, said, tmp_path, monk
 def test_rows_seeds_and_settings_can_be_chosen(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     asked = ["--rows", "fedrolex, 10", "--seeds", "4", "5", "--set", "rounds=1", "--out", "mine"]
-    assert main(["reproduce", "fedrolex/table6", "--scale", "smoke", *asked, "--format", "markdown"]) == 0
+    assert (
+        main(["reproduce", "fedrolex/table6", "--scale", "smoke", *asked, "--format", "markdown"])
+        == 0
+    )
     lines = capsys.readouterr().out.splitlines()
     assert next(line for line in lines if line.startswith("| FedRolex")).startswith(
         "| FedRolex, 10 % | global accuracy |"
@@ -82,11 +104,22 @@ def test_rows_seeds_and_settings_can_be_chosen(tmp_path, monkeypatch, capsys):
 def test_a_wheel_brings_the_presets(tmp_path):
     """It is built, installed into an environment of its own, and runs a preset far from the checkout."""
     source = tmp_path / "source"
-    shutil.copytree(ROOT / "fedquilt", source / "fedquilt", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(
+        ROOT / "fedquilt", source / "fedquilt", ignore=shutil.ignore_patterns("__pycache__")
+    )
     for name in ("pyproject.toml", "README.md", "LICENSE"):
         shutil.copy(ROOT / name, source)
     pip = [sys.executable, "-m", "pip"]
-    build = [*pip, "wheel", "-q", "--no-deps", "--no-build-isolation", "-w", str(tmp_path), str(source)]
+    build = [
+        *pip,
+        "wheel",
+        "-q",
+        "--no-deps",
+        "--no-build-isolation",
+        "-w",
+        str(tmp_path),
+        str(source),
+    ]
     subprocess.run(build, check=True, timeout=300)
     (wheel,) = tmp_path.glob("fedquilt-*.whl")
     # The dependencies are those of this environment; only the package comes from the wheel.
@@ -97,11 +130,28 @@ def test_a_wheel_brings_the_presets(tmp_path):
     subprocess.run(install, check=True, timeout=300)
     others = [path for path in sys.path if path.endswith("site-packages")]
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(site), *others])}
-    command = [str(python), "-m", "fedquilt", "reproduce", "fedrolex/table7", "--scale", "smoke", "--json"]
+    command = [
+        str(python),
+        "-m",
+        "fedquilt",
+        "reproduce",
+        "fedrolex/table7",
+        "--scale",
+        "smoke",
+        "--json",
+    ]
     found = subprocess.run(
-        command, check=True, timeout=300, cwd=tmp_path, env=environment, capture_output=True, text=True
+        command,
+        check=True,
+        timeout=300,
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
     )
     assert json.loads(found.stdout)["rows"]
     where = [str(python), "-c", "import fedquilt; print(fedquilt.__file__)"]
-    home = subprocess.run(where, check=True, cwd=tmp_path, env=environment, capture_output=True, text=True).stdout
+    home = subprocess.run(
+        where, check=True, cwd=tmp_path, env=environment, capture_output=True, text=True
+    ).stdout
     assert home.startswith(str(site))

@@ -31,12 +31,16 @@ ENGINES = {
     "sequential": lambda data: "sequential",
     "vectorised": lambda data: "vectorised",
     **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorised(data, precision="fp64", record=True, layout=layout)
+        f"recorded-{layout}": lambda data, layout=layout: Vectorised(
+            data, precision="fp64", record=True, layout=layout
+        )
         for layout in ("alone", "laid", "stack")
     },
     "ray": lambda data: "ray",
 }
-EVERY_ENGINE = [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in ENGINES]
+EVERY_ENGINE = [
+    pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in ENGINES
+]
 
 
 def filled(value: float) -> dict[str, torch.Tensor]:
@@ -49,7 +53,9 @@ def filled(value: float) -> dict[str, torch.Tensor]:
 def trained(**passes) -> Trained:
     """Return a client with x = 1, y = 0.4, c = 0.5, c_i = 0.2 after K = 3 steps at η = 0.1."""
     slots = {CONTROL: filled(0.5), CLIENT_CONTROL: filled(0.2)}
-    return Trained(filled(1.0), filled(0.4), slots, {}, torch.tensor(3.0, dtype=torch.float64), 0.1, passes)
+    return Trained(
+        filled(1.0), filled(0.4), slots, {}, torch.tensor(3.0, dtype=torch.float64), 0.1, passes
+    )
 
 
 def test_line_12_option_2_is_c_i_less_c_plus_the_mean_gradient():
@@ -91,7 +97,10 @@ def test_line_10_adds_c_less_c_i_to_every_gradient_and_nothing_to_the_loss(perce
 def test_lines_16_and_17_step_to_the_mean_and_add_the_changes_divided_by_the_fleet(perceptron):
     method, world = Scaffold(server_lr=0.5), fq.World(perceptron, precision="fp64", num_clients=10)
     server = method.init(world)
-    server = replace(server, slots={CONTROL: {n: torch.full_like(v, 2.0) for n, v in server.slots[CONTROL].items()}})
+    server = replace(
+        server,
+        slots={CONTROL: {n: torch.full_like(v, 2.0) for n, v in server.slots[CONTROL].items()}},
+    )
     fold, net = method.fold(server, world), prefix(perceptron.whole)
     for client, (moved, change, size) in enumerate([(1.0, 0.3, 4), (3.0, 0.7, 12)]):
         weights = {name: value + moved for name, value in server.weights.items()}
@@ -130,12 +139,19 @@ def plain_scaffold(run: fq.Run, method: Scaffold, rounds: int):
         cohort = run.fleet.cohort(round, run.world.seed)
         moved, changed = [], []
         for client in cohort:
-            job = Job(Client(client, fq.Budget(share=1.0), data.size(client)), prefix(run.world.family.whole), round)
+            job = Job(
+                Client(client, fq.Budget(share=1.0), data.size(client)),
+                prefix(run.world.family.whole),
+                round,
+            )
             y, own, lr = list(x), c_i[client], eta * method.local.schedule(round)
             batches = run.engine.batches(job, method.learner(job, run.world))
             for rows in batches:
                 steps = zip(y, gradients(y, rows), own, c, strict=True)
-                y = [w - lr * (g + method.local.optimiser.decay * w - mine + all) for w, g, mine, all in steps]
+                y = [
+                    w - lr * (g + method.local.optimiser.decay * w - mine + all)
+                    for w, g, mine, all in steps
+                ]
             if method.option == "I":
                 new = gradients(x, data.parts[client])
             else:
@@ -151,13 +167,17 @@ def plain_scaffold(run: fq.Run, method: Scaffold, rounds: int):
 
 @pytest.mark.parametrize("option", ["I", "II"])
 @pytest.mark.parametrize("engine", EVERY_ENGINE)
-def test_six_rounds_with_partial_participation_are_those_of_a_plain_loop(engine, option, perceptron, make_data):
+def test_six_rounds_with_partial_participation_are_those_of_a_plain_loop(
+    engine, option, perceptron, make_data
+):
     local = replace(LOCAL, optimiser=replace(PLAIN, decay=1e-2), schedule=fq.Cosine(6))
     method = Scaffold(local=local, option=option, server_lr=0.8)
     data = make_data(perceptron, RAGGED, labels=2)
     fleet = fq.Fleet.of((1.0,), 6, 3)
     how = fq.Evaluation(every=0)
-    run = fq.prepare(method, perceptron, data, fleet, ENGINES[engine](data), precision="fp64", evaluation=how)
+    run = fq.prepare(
+        method, perceptron, data, fleet, ENGINES[engine](data), precision="fp64", evaluation=how
+    )
     run = run.train(6)
     (x, c), c_i, names = plain_scaffold(run, method, 6)
     torch.testing.assert_close(dict(run.server.weights), x, rtol=0, atol=1e-9)
@@ -166,7 +186,9 @@ def test_six_rounds_with_partial_participation_are_those_of_a_plain_loop(engine,
     assert {client for client, _ in run.server.memory} == took_part
     for client in took_part:
         own = run.server.memory[client, ""].slots[CLIENT_CONTROL]
-        torch.testing.assert_close(dict(own), dict(zip(names, c_i[client], strict=True)), rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            dict(own), dict(zip(names, c_i[client], strict=True)), rtol=0, atol=1e-9
+        )
     assert max(float(value.abs().max()) for value in c.values()) > 1e-3
 
 
@@ -178,7 +200,9 @@ class Held(ControlVariates):
     """Variates that stay zero."""
 
     def finish(self, trained: Trained) -> Left:
-        zeros = {name: torch.zeros_like(value) for name, value in trained.slots[CLIENT_CONTROL].items()}
+        zeros = {
+            name: torch.zeros_like(value) for name, value in trained.slots[CLIENT_CONTROL].items()
+        }
         return Left({CLIENT_CONTROL: zeros}, {CONTROL: zeros})
 
 
@@ -189,12 +213,18 @@ class HeldScaffold(Scaffold):
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_variates_that_stay_zero_give_fedavg_with_uniform_weights(engine, residual, play, make_data):
+def test_variates_that_stay_zero_give_fedavg_with_uniform_weights(
+    engine, residual, play, make_data
+):
     data = make_data(residual, RAGGED, labels=2)
     held = play(HeldScaffold(local=LOCAL), residual, data, engine=engine, rounds=3)
     plain = play(FedAvg(local=LOCAL, weighting="uniform"), residual, data, engine=engine, rounds=3)
-    torch.testing.assert_close(dict(held.server.weights), dict(plain.server.weights), rtol=0, atol=1e-12)
-    assert [record.loss for record in held.records] == pytest.approx([record.loss for record in plain.records])
+    torch.testing.assert_close(
+        dict(held.server.weights), dict(plain.server.weights), rtol=0, atol=1e-12
+    )
+    assert [record.loss for record in held.records] == pytest.approx(
+        [record.loss for record in plain.records]
+    )
     moving = play(Scaffold(local=LOCAL), residual, data, engine=engine, rounds=3)
     name = residual.trainable[0]
     assert not torch.allclose(moving.server.weights[name], plain.server.weights[name])
@@ -206,7 +236,10 @@ class Quadratic(Wrapping):
 
     def __call__(self, view: View) -> torch.Tensor:
         curvature, optimum = view.inputs[0, 0], view.inputs[0, 1]
-        return 0.5 * curvature * (view.weights["weight"] - optimum).square().sum() + 0.0 * view.logits().sum()
+        return (
+            0.5 * curvature * (view.weights["weight"] - optimum).square().sum()
+            + 0.0 * view.logits().sum()
+        )
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
@@ -216,7 +249,9 @@ def test_two_quadratic_clients_reach_the_common_optimum_and_fedavg_does_not(engi
     curvature, optimum = torch.tensor([1.0, 4.0]), torch.tensor([-1.0, 2.0])
     inputs = torch.stack([curvature, optimum], 1).repeat_interleave(8, 0).double()
     targets = torch.zeros(16, dtype=torch.int64)
-    data = fq.FederatedData.of((inputs, targets), (inputs, targets), [torch.arange(8), torch.arange(8, 16)])
+    data = fq.FederatedData.of(
+        (inputs, targets), (inputs, targets), [torch.arange(8), torch.arange(8, 16)]
+    )
     family = fq.trace(lambda: nn.Linear(2, 3, bias=False), inputs[:2].float())
     local = fq.Local(batch_size=1, optimiser=PLAIN, objective=Quadratic())
     common = float((curvature * optimum).sum() / curvature.sum())
@@ -246,12 +281,17 @@ def test_variates_of_sub_models_are_cut_by_position(engine, perceptron, play, ma
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_a_position_that_a_client_does_not_hold_keeps_its_variate(engine, perceptron, play, make_data):
+def test_a_position_that_a_client_does_not_hold_keeps_its_variate(
+    engine, perceptron, play, make_data
+):
     """With changing budgets a client holds unequal positions from round to round."""
     data, kept = make_data(perceptron, RAGGED), 0
     fleet = fq.Fleet.of(SHARES, 6, 6, dynamic=True)
     run = play(Scaffold(local=LOCAL), perceptron, data, fleet=fleet, engine=engine, rounds=1)
-    before = {key: memory.slots[CLIENT_CONTROL]["first.bias"].clone() for key, memory in run.server.memory.items()}
+    before = {
+        key: memory.slots[CLIENT_CONTROL]["first.bias"].clone()
+        for key, memory in run.server.memory.items()
+    }
     run = run.train(2)
     (axis,) = perceptron.whole.sizes
     for (client, scope), old in before.items():
@@ -268,7 +308,9 @@ def test_a_position_that_a_client_does_not_hold_keeps_its_variate(engine, percep
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_both_vectors_are_charged_both_ways_and_option_1_for_its_pass(engine, perceptron, play, make_data):
+def test_both_vectors_are_charged_both_ways_and_option_1_for_its_pass(
+    engine, perceptron, play, make_data
+):
     data = make_data(perceptron, RAGGED)
     plain = play(FedAvg(local=LOCAL), perceptron, data, engine=engine).records[0]
     second = play(Scaffold(local=LOCAL), perceptron, data, engine=engine).records[0]
@@ -289,8 +331,12 @@ FOUR_BITS = fq.Link(codec=fq.Codec(bits=4, feedback=True))
 
 
 @pytest.mark.parametrize("option", ["I", "II"])
-@pytest.mark.parametrize("link", [fq.Link.preset("lossy-mild"), FOUR_BITS, LINKS["everything"]], ids=str)
-def test_lossy_and_coded_links_give_the_same_numbers_on_every_engine(link, option, residual, play, make_data):
+@pytest.mark.parametrize(
+    "link", [fq.Link.preset("lossy-mild"), FOUR_BITS, LINKS["everything"]], ids=str
+)
+def test_lossy_and_coded_links_give_the_same_numbers_on_every_engine(
+    link, option, residual, play, make_data
+):
     data, method = make_data(residual, RAGGED, labels=2), Scaffold(local=LOCAL, option=option)
     fleet = fq.Fleet.of(SHARES, 6, 4, dynamic=True)
     runs = [
@@ -309,7 +355,9 @@ def test_four_bits_are_charged_for_weights_and_variates(perceptron, play, make_d
     assert record.bytes_down == 2 * 51 * 8
 
 
-def test_what_a_lossy_link_loses_of_c_is_what_the_client_received_before(perceptron, play, make_data):
+def test_what_a_lossy_link_loses_of_c_is_what_the_client_received_before(
+    perceptron, play, make_data
+):
     """Lost positions of c come from the memory of the client, which keeps them for that."""
     link = fq.Link(loss=fq.Columns(0.5, granularity=0.25))
     data = make_data(perceptron, (8, 8))
@@ -350,15 +398,21 @@ def test_a_stopped_and_resumed_run_is_the_same(link, residual, make_data, tmp_pa
 
 
 @pytest.mark.parametrize(
-    "optimiser", [fq.SGD(lr=0.1), fq.SGD(lr=0.1, momentum=0.0, clip=1.0), fq.Adam()], ids=["momentum", "clip", "Adam"]
+    "optimiser",
+    [fq.SGD(lr=0.1), fq.SGD(lr=0.1, momentum=0.0, clip=1.0), fq.Adam()],
+    ids=["momentum", "clip", "Adam"],
 )
 def test_optimizers_whose_steps_are_no_gradients_are_refused(optimiser):
-    with pytest.raises(ConfigError, match=r"Scaffold: local.optimiser = .*SGD\(momentum=0, clip=0\) works"):
+    with pytest.raises(
+        ConfigError, match=r"Scaffold: local.optimiser = .*SGD\(momentum=0, clip=0\) works"
+    ):
         Scaffold(local=fq.Local(optimiser=optimiser))
 
 
 def test_a_step_size_beside_a_server_optimizer_is_refused():
-    with pytest.raises(ConfigError, match=r"server_lr = 0.5 was asked for beside server = ServerMomentum"):
+    with pytest.raises(
+        ConfigError, match=r"server_lr = 0.5 was asked for beside server = ServerMomentum"
+    ):
         Scaffold(server_lr=0.5, server=ServerMomentum())
     Scaffold(server=ServerMomentum())
 

@@ -78,7 +78,9 @@ class Conv1D(nn.Module):
         return x @ self.weight + self.bias
 
 
-def cut(family: fq.Family, share: float, rounding: str = "floor") -> tuple[fq.Arch, dict[str, Tensor]]:
+def cut(
+    family: fq.Family, share: float, rounding: str = "floor"
+) -> tuple[fq.Arch, dict[str, Tensor]]:
     """The member of a share, and its weights in float64."""
     arch = family.fit(fq.Budget(share=share), rounding)
     whole = {name: value.double() for name, value in family.init(3).items()}
@@ -114,7 +116,9 @@ def attention(h: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool
     for q, k, v in zip(query.chunk(2, -1), key.chunk(2, -1), value.chunk(2, -1), strict=True):
         scores = q @ k.transpose(-2, -1) / math.sqrt(q.shape[-1])
         if causal:
-            scores = scores.masked_fill(torch.ones(h.shape[1], h.shape[1]).triu(1).bool(), -math.inf)
+            scores = scores.masked_fill(
+                torch.ones(h.shape[1], h.shape[1]).triu(1).bool(), -math.inf
+            )
         parts.append(scores.softmax(-1) @ v)
     return torch.cat(parts, -1)
 
@@ -122,7 +126,15 @@ def attention(h: Tensor, query: Tensor, key: Tensor, value: Tensor, causal: bool
 @pytest.mark.parametrize("tied", [False, True])
 def test_in_a_transformer_embedding_projections_and_perceptron_are_divided(tied):
     """Of a tied embedding only the hidden use is: the output layer gives logits."""
-    options = {"max_length": 5, "width": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 12, "dropout": 0.0}
+    options = {
+        "max_length": 5,
+        "width": 8,
+        "depth": 1,
+        "heads": 2,
+        "head_dim": 4,
+        "hidden": 12,
+        "dropout": 0.0,
+    }
     tokens, share = torch.randint(11, (3, 5), generator=torch.Generator().manual_seed(2)), 0.5
     family = fq.trace(lambda: TransformerLM(11, **options, tied=tied), tokens)
     arch, w = cut(family, share)
@@ -135,7 +147,9 @@ def test_in_a_transformer_embedding_projections_and_perceptron_are_divided(tied)
 
     h, block = F.embedding(tokens, w["token.weight"]) / share + w["position"], "blocks.0"
     own = [linear(h, f"{block}.attention.0.{name}") / share for name in ("query", "key", "value")]
-    h = layer_norm(h + linear(attention(h, *own, True), f"{block}.attention.0.out") / share, f"{block}.norm1")
+    h = layer_norm(
+        h + linear(attention(h, *own, True), f"{block}.attention.0.out") / share, f"{block}.norm1"
+    )
     inner = torch.relu(linear(h, f"{block}.perceptron.0") / share)
     h = layer_norm(h + linear(inner, f"{block}.perceptron.3") / share, f"{block}.norm2")
     expected = F.linear(h, w["token.weight" if tied else "head.weight"], w["head.bias"])
@@ -160,7 +174,9 @@ def test_a_layer_of_unknown_class_is_divided_and_a_recurrent_one_is_not():
     arch, w = cut(family, share)
     assert w["hidden.weight"].shape == (3, 4)
     lstm = nn.LSTM(4, 3, batch_first=True).double()
-    lstm.load_state_dict({name.removeprefix("lstm."): v for name, v in w.items() if name.startswith("lstm.")})
+    lstm.load_state_dict(
+        {name.removeprefix("lstm."): v for name, v in w.items() if name.startswith("lstm.")}
+    )
     outputs = lstm((x @ w["hidden.weight"] + w["hidden.bias"]) / share)[0]
     expected = F.linear(outputs.mean(1), w["out.weight"], w["out.bias"])
     found = family.member(arch).net(w, x, TRAIN, share=share)[0]
@@ -184,7 +200,10 @@ def test_in_a_preresnet_the_share_is_what_every_convolution_kept(residual):
 
 
 def _shapes(family: fq.Family, arch: fq.Arch) -> dict[str, tuple[int, ...]]:
-    return {name: family.layout.shape(name, family.layout.sizes | arch.sizes) for name in family.layout.dims}
+    return {
+        name: family.layout.shape(name, family.layout.sizes | arch.sizes)
+        for name in family.layout.dims
+    }
 
 
 # --- which share ------------------------------------------------------------------------------------------------
@@ -197,10 +216,17 @@ def share_of(method, family, budget: fq.Budget) -> float:
 
 
 def test_the_share_is_the_clients_or_that_of_the_net_all_clients_train(residual):
-    for method in (HeteroFL(), FedRolex(), with_local(SHeteroFL(), scaler=True), with_local(FjORD(), scaler=True)):
+    for method in (
+        HeteroFL(),
+        FedRolex(),
+        with_local(SHeteroFL(), scaler=True),
+        with_local(FjORD(), scaler=True),
+    ):
         assert share_of(method, residual, fq.Budget(share=0.3)) == 0.3
     assert share_of(SplitMix(base=0.25), residual, fq.Budget(share=0.5)) == 0.25
-    assert share_of(with_local(FedAvg(share=0.5), scaler=True), residual, fq.Budget(share=1.0)) == 0.5
+    assert (
+        share_of(with_local(FedAvg(share=0.5), scaler=True), residual, fq.Budget(share=1.0)) == 0.5
+    )
     params = fq.Budget(params=residual.count(residual.fit(fq.Budget(share=0.5))))
     assert share_of(HeteroFL(), residual, params) == residual.share(params) == 0.5
     rounded_up = HeteroFL(rounding="ceil")
@@ -215,13 +241,17 @@ def test_a_nested_net_is_divided_by_its_own_share():
     learner, (_, w) = method.learner(job, world), cut(family, 1.0)
     targets, held = torch.tensor([0, 1, 2, 0, 1, 2]), torch.ones(3, dtype=torch.bool)
     batch = Batch(x, targets, held, torch.tensor(0), torch.tensor(learner.share))
-    _, (loss, _) = gradient(learner, family.member(family.whole), learner.phases[0].objective, w, Received(w), batch)
+    _, (loss, _) = gradient(
+        learner, family.member(family.whole), learner.phases[0].objective, w, Received(w), batch
+    )
     half, narrow = cut(family, 0.5)
     logits = (
         family.member(family.whole).net(w, x, Pass(train=True))[0],
         family.member(half).net(narrow, x, TRAIN, share=0.5)[0],
     )
-    assert float(loss) == pytest.approx(float(sum(F.cross_entropy(one, targets) for one in logits)), abs=1e-12)
+    assert float(loss) == pytest.approx(
+        float(sum(F.cross_entropy(one, targets) for one in logits)), abs=1e-12
+    )
 
 
 # --- stacks -----------------------------------------------------------------------------------------------------
@@ -237,25 +267,38 @@ def test_clients_of_one_member_are_one_stack_whatever_their_shares(residual, pla
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@pytest.mark.parametrize(("family", "least"), [("residual", 1e-8), ("perceptron", 1e-3)], indirect=["family"])
-def test_unequal_shares_of_one_member_give_the_same_numbers_in_every_layout(family, least, layout, play, make_data):
+@pytest.mark.parametrize(
+    ("family", "least"), [("residual", 1e-8), ("perceptron", 1e-3)], indirect=["family"]
+)
+def test_unequal_shares_of_one_member_give_the_same_numbers_in_every_layout(
+    family, least, layout, play, make_data
+):
     data, method = make_data(family, (7, 4, 9), labels=2), with_local(HeteroFL(), batch_size=4)
-    truth, alike = (play(method, family, data, shares).server.weights for shares in (UNEQUAL, (0.5,)))
+    truth, alike = (
+        play(method, family, data, shares).server.weights for shares in (UNEQUAL, (0.5,))
+    )
     # The share does matter: little where norms follow, which take all of it back but for their eps.
     assert max(float((weight - alike[name]).abs().max()) for name, weight in truth.items()) > least
     found = played(method, family, data, layout, shares=UNEQUAL)
     torch.testing.assert_close(dict(found.server.weights), dict(truth), rtol=0, atol=1e-12)
 
 
-@pytest.mark.parametrize("method", [SHeteroFL(widths=(0.25,)), FjORD(samples=1, smallest=0.25, granularity=0.25)])
+@pytest.mark.parametrize(
+    "method", [SHeteroFL(widths=(0.25,)), FjORD(samples=1, smallest=0.25, granularity=0.25)]
+)
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_methods_that_run_nested_nets_do_too(method, layout, perceptron, play, make_data):
-    data, method = make_data(perceptron, (7, 4, 9), labels=2), with_local(method, batch_size=4, scaler=True)
+    data, method = (
+        make_data(perceptron, (7, 4, 9), labels=2),
+        with_local(method, batch_size=4, scaler=True),
+    )
     truth = play(method, perceptron, data, UNEQUAL)
     assert_same(truth, played(method, perceptron, data, layout, shares=UNEQUAL))
 
 
-def test_a_unit_that_was_recorded_for_other_shares_is_used_again(perceptron, play, make_data, monkeypatch):
+def test_a_unit_that_was_recorded_for_other_shares_is_used_again(
+    perceptron, play, make_data, monkeypatch
+):
     """On a GPU a recorded step reads the shares from a buffer; nothing is recorded anew."""
     made = []
     monkeypatch.setattr(
@@ -265,7 +308,15 @@ def test_a_unit_that_was_recorded_for_other_shares_is_used_again(perceptron, pla
     data, method = make_data(perceptron, (4, 4, 4), labels=2), with_local(HeteroFL(), batch_size=4)
     fleet = fq.Fleet.of(UNEQUAL, 3, 1)
     truth = play(method, perceptron, data, fleet=fleet, rounds=4)
-    run = fq.prepare(method, perceptron, data, fleet, "vectorised", precision="fp64", evaluation=fq.Evaluation(every=0))
+    run = fq.prepare(
+        method,
+        perceptron,
+        data,
+        fleet,
+        "vectorised",
+        precision="fp64",
+        evaluation=fq.Evaluation(every=0),
+    )
     assert isinstance(run.engine, Vectorised)
     run.engine.record = True
     assert_same(truth, run.train(4))

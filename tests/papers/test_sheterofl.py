@@ -32,12 +32,23 @@ def test_a_client_trains_its_own_width_and_every_prototype_below(perceptron):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize("share", WIDTHS)
-def test_a_step_is_on_the_summed_gradients_of_the_widths(share, engine, perceptron, play, make_data):
+def test_a_step_is_on_the_summed_gradients_of_the_widths(
+    share, engine, perceptron, play, make_data
+):
     data = make_data(perceptron, (6,))
-    run = play(SHeteroFL(local=ONE_STEP, widths=WIDTHS), perceptron, data, (share,), engine=engine, rounds=1)
+    run = play(
+        SHeteroFL(local=ONE_STEP, widths=WIDTHS),
+        perceptron,
+        data,
+        (share,),
+        engine=engine,
+        rounds=1,
+    )
     fresh = {name: value.double() for name, value in perceptron.init(0).items()}
     expected = {name: value.clone() for name, value in fresh.items()}
-    for width in (w for w in WIDTHS if w <= share):  # each width as a net of its own, in plain torch
+    for width in (
+        w for w in WIDTHS if w <= share
+    ):  # each width as a net of its own, in plain torch
         kept = round(6 * width)
         model = perceptron.module(perceptron.fit(fq.Budget(share=width)), fresh)
         F.cross_entropy(model(data.inputs), data.targets).backward()
@@ -72,21 +83,30 @@ def test_a_client_counts_once_for_each_position(engine, perceptron, play, make_d
 
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_the_released_code_counts_a_clients_widest_net_once_a_width(engine, perceptron, play, make_data):
+def test_the_released_code_counts_a_clients_widest_net_once_a_width(
+    engine, perceptron, play, make_data
+):
     """Wherever it has a position: 6 samples × 3 widths against 5 × 2."""
     method = SHeteroFL.preset("released", local=ONE_STEP, widths=WIDTHS)
-    found, large, small = merged(method, perceptron, make_data(perceptron, (6, 5)), play, engine, (1.0, 0.5))
+    found, large, small = merged(
+        method, perceptron, make_data(perceptron, (6, 5)), play, engine, (1.0, 0.5)
+    )
     expected = (6 * 3 * large[:3] + 5 * 2 * small[:3]) / (6 * 3 + 5 * 2)
     torch.testing.assert_close(found[:3], expected, rtol=0, atol=1e-14)
     torch.testing.assert_close(found[3:], large[3:], rtol=0, atol=1e-14)
 
 
-@pytest.mark.parametrize("link", [fq.Link(), fq.Link(loss=fq.Columns(0.4)), fq.Link(codec=fq.Codec(bits=8))])
+@pytest.mark.parametrize(
+    "link", [fq.Link(), fq.Link(loss=fq.Columns(0.4)), fq.Link(codec=fq.Codec(bits=8))]
+)
 def test_what_counts_once_a_width_travels_once(link, perceptron, play, make_data):
     data, sent = make_data(perceptron, (6, 5)), []
     for preset in ({}, {"count_widths": True}):
         method = SHeteroFL(local=ONE_STEP, widths=WIDTHS, **preset)
-        runs = [play(method, perceptron, data, engine=name, link=link) for name in ("sequential", "vectorised")]
+        runs = [
+            play(method, perceptron, data, engine=name, link=link)
+            for name in ("sequential", "vectorised")
+        ]
         assert_same(*runs)
         sent.append([(record.bytes_down, record.bytes_up) for record in runs[0].records])
     assert sent[0] == sent[1]

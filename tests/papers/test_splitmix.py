@@ -38,7 +38,10 @@ def test_there_are_as_many_base_nets_as_fit_into_one(base, count):
 def test_what_is_drawn_depends_on_seed_client_and_round(residual):
     """The cycle on the seed alone; the others, by lot, on who trains and when, too."""
     method = SplitMix(**QUARTER)
-    cycles = {tuple(scopes(method, residual, 0.25, turn, seed=seed)[0] for turn in range(4)) for seed in range(10)}
+    cycles = {
+        tuple(scopes(method, residual, 0.25, turn, seed=seed)[0] for turn in range(4))
+        for seed in range(10)
+    }
     assert len(cycles) > 1
     for others in ({"id": place} for place in range(10)), ({"round": place} for place in range(10)):
         assert len({tuple(scopes(method, residual, 0.5, **own)) for own in others}) > 1
@@ -71,7 +74,9 @@ def test_every_base_net_is_trained_as_often_as_the_others(residual):
     """Also by clients that train two of four: the second is drawn from the rest."""
     method = SplitMix(**QUARTER)
     found = Counter(
-        scope for turn in range(2000) for scope in scopes(method, residual, 0.5, turn, turn % 10, turn // 10)
+        scope
+        for turn in range(2000)
+        for scope in scopes(method, residual, 0.5, turn, turn % 10, turn // 10)
     )
     assert set(found) == {f"base{place}/" for place in range(4)}
     assert all(abs(count - 1000) < 5 * 500**0.5 for count in found.values())
@@ -80,7 +85,9 @@ def test_every_base_net_is_trained_as_often_as_the_others(residual):
 def test_a_cohort_goes_through_the_cycle_together(residual, make_data):
     """`turn` counts who was asked before, over all rounds."""
     data = make_data(residual, (4,) * 6)
-    run = fq.prepare(with_local(SplitMix(**QUARTER), batch_size=4), residual, data, fq.Fleet.of((0.25,), 6, 2))
+    run = fq.prepare(
+        with_local(SplitMix(**QUARTER), batch_size=4), residual, data, fq.Fleet.of((0.25,), 6, 2)
+    )
     asked = []
     plan = run.method.plan
 
@@ -93,7 +100,9 @@ def test_a_cohort_goes_through_the_cycle_together(residual, make_data):
     run.train(4)
     turns = dict(asked)
     for start in (0, 4):
-        assert {turns[turn] for turn in range(start, start + 4)} == {f"base{place}/" for place in range(4)}
+        assert {turns[turn] for turn in range(start, start + 4)} == {
+            f"base{place}/" for place in range(4)
+        }
 
 
 # --- algorithms 1 and 3 -------------------------------------------------------------------------------------------
@@ -104,13 +113,21 @@ def test_base_nets_never_mix_their_weights(engine, residual, make_data, play):
     """A round changes the nets that were trained and no other, each to the data-weighted mean of its own."""
     method = with_local(SplitMix(**QUARTER), batch_size=4, scaler=False)
     data, fleet = make_data(residual, (4, 8)), fq.Fleet.of((0.25,), 2, 2)
-    run = fq.prepare(method, residual, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0))
+    run = fq.prepare(
+        method, residual, data, fleet, engine, precision="fp64", evaluation=fq.Evaluation(every=0)
+    )
     before = dict(run.server.weights)
-    planned = [method.plan(run.server, Client(id, Budget(share=0.25), 4, id), run.world)[0] for id in (0, 1)]
+    planned = [
+        method.plan(run.server, Client(id, Budget(share=0.25), 4, id), run.world)[0]
+        for id in (0, 1)
+    ]
     assert planned[0].scope != planned[1].scope
     after = run.train(1).server.weights
     for name, value in before.items():
-        trained = name.startswith(tuple(net.scope for net in planned)) and name.split("/")[1] in residual.trainable
+        trained = (
+            name.startswith(tuple(net.scope for net in planned))
+            and name.split("/")[1] in residual.trainable
+        )
         assert torch.equal(after[name], value) != trained
 
 
@@ -125,12 +142,16 @@ def test_the_masked_embedding_in_one_big_net_gives_the_same_update(engine, make_
     """Figure 8 (c): base nets as diagonal blocks of the whole net, every other entry zero, the biases of the output
     aside: summed logits of a blocked net are the sum of the base nets' logits."""
     perceptron = fq.trace(Perceptron(), torch.zeros(2, 4))
-    method = SplitMix(local=fq.Local(batch_size=8, optimiser=fq.SGD(lr=0.1, momentum=0.0)), base=0.5)
+    method = SplitMix(
+        local=fq.Local(batch_size=8, optimiser=fq.SGD(lr=0.1, momentum=0.0)), base=0.5
+    )
     world = World(perceptron, precision="fp64")
     server, whole = method.init(world), Server(0, FedAvg().init(world).weights)
     member = perceptron.fit(Budget(share=0.5))
     for place in range(2):
-        piece = windows(member, {axis: place * width for axis, width in member.widths}, perceptron.layout.sizes)
+        piece = windows(
+            member, {axis: place * width for axis, width in member.widths}, perceptron.layout.sizes
+        )
         block = perceptron.cutter.gather(whole.weights, piece, perceptron.trainable)
         for name, value in block.items():
             assert torch.equal(server.weights[f"base{place}/{name}"], value)
@@ -146,13 +167,19 @@ def test_the_masked_embedding_in_one_big_net_gives_the_same_update(engine, make_
         nn.functional.cross_entropy(net(data.inputs), data.targets).backward()
         for leaf, name in zip(net.parameters(), names, strict=True):
             torch.testing.assert_close(
-                run.server.weights[f"base{place}/{name}"], leaf.detach() - 0.1 * leaf.grad, rtol=0, atol=1e-12
+                run.server.weights[f"base{place}/{name}"],
+                leaf.detach() - 0.1 * leaf.grad,
+                rtol=0,
+                atol=1e-12,
             )
 
 
 def test_line_11_mixes_by_the_mean_of_the_logits(residual, make_data, play):
     run = play(
-        with_local(SplitMix(**QUARTER), batch_size=4, norm="post"), residual, make_data(residual, (8,) * 3), SHARES
+        with_local(SplitMix(**QUARTER), batch_size=4, norm="post"),
+        residual,
+        make_data(residual, (8,) * 3),
+        SHARES,
     )
     inputs = torch.randn(5, 1, 6, 6, dtype=torch.float64)
     wide, half, narrow = (run.deploy(Budget(share=share)) for share in SHARES)
@@ -249,7 +276,13 @@ def test_what_starts_alike_at_every_width_is_not_rescaled(language):
 
 def params(family, share, base=0.125):
     world, method = World(family), SplitMix(base=base)
-    return sum(family.count(net.arch) for net in method.deploy(Server(0, {}), Budget(share=share), world)) / 1e6
+    return (
+        sum(
+            family.count(net.arch)
+            for net in method.deploy(Server(0, {}), Budget(share=share), world)
+        )
+        / 1e6
+    )
 
 
 def test_table_1_parameters_of_cifar_10():
@@ -280,11 +313,15 @@ def test_budgets_that_are_no_shares_bound_the_sum_of_the_nets(residual):
         (Budget(share=0.5, params=1.9 * one.params), 1),
     ):
         assert method.affordable(budget, world) == count
-    with pytest.raises(BudgetError, match=r"share 0\.2 was given; Split-Mix's base nets have a share of 0\.25"):
+    with pytest.raises(
+        BudgetError, match=r"share 0\.2 was given; Split-Mix's base nets have a share of 0\.25"
+    ):
         method.affordable(Budget(share=0.2), world)
 
 
-@pytest.mark.parametrize("budget", [Budget(share=0.1), Budget(params=70), Budget(share=0.2, macs=2000)], ids=str)
+@pytest.mark.parametrize(
+    "budget", [Budget(share=0.1), Budget(params=70), Budget(share=0.2, macs=2000)], ids=str
+)
 def test_a_budget_too_small_is_told_the_base_that_fits(budget, residual):
     """And whose the budget is: a file that names a method alone has the papers' five shares, down to 1/16."""
     with pytest.raises(BudgetError, match=r"SplitMix\(base=.*fleet \(fleet\.budgets\)") as caught:
@@ -302,16 +339,26 @@ def test_settings_of_the_paper():
     assert (cifar.local.epochs, cifar.local.batch_size, cifar.local.masked) == (5, 128, "client")
     for method in (digits, cifar):
         assert method.local.optimiser == replace(method.local.optimiser, momentum=0.9, decay=5e-4)
-        assert (method.local.scaler, method.local.norm.name, method.rescale_init) == (True, "batch", True)
+        assert (method.local.scaler, method.local.norm.name, method.rescale_init) == (
+            True,
+            "batch",
+            True,
+        )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_line_9_sorts_base_nets_by_their_accuracy(engine, residual, make_data, play):
     """Only as they are handed out: training goes on as if they were not."""
     data = make_data(residual, (8,) * 3)
-    methods = [with_local(SplitMix(sort=sort, **QUARTER), batch_size=4, norm="post") for sort in (False, True)]
+    methods = [
+        with_local(SplitMix(sort=sort, **QUARTER), batch_size=4, norm="post")
+        for sort in (False, True)
+    ]
     plain, ordered = (play(method, residual, data, SHARES, engine, rounds=2) for method in methods)
-    assert all(torch.equal(plain.server.weights[name], value) for name, value in ordered.server.weights.items())
+    assert all(
+        torch.equal(plain.server.weights[name], value)
+        for name, value in ordered.server.weights.items()
+    )
     found, rows = [], data.parts.order
 
     def accuracy(net):
@@ -328,6 +375,11 @@ def test_a_sample_that_is_left_over_is_sorted_by_with_those_before_it(make_data,
     """A norm of one value a channel has no statistics, and base nets are sorted by a hundred samples at once."""
     layers = (nn.Linear(6, 16), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 3))
     family = fq.trace(nn.Sequential(*layers), torch.zeros(2, 6))
-    data, methods = make_data(family, (51, 50)), [SplitMix(sort=sort, **QUARTER) for sort in (False, True)]
+    data, methods = (
+        make_data(family, (51, 50)),
+        [SplitMix(sort=sort, **QUARTER) for sort in (False, True)],
+    )
     plain, ordered = (play(method, family, data, rounds=1) for method in methods)
-    assert plain.accuracy["1.0"] == ordered.accuracy["1.0"]  # of all base nets, whatever their order
+    assert (
+        plain.accuracy["1.0"] == ordered.accuracy["1.0"]
+    )  # of all base nets, whatever their order

@@ -52,7 +52,11 @@ def folder(tmp_path_factory):
     """A folder with data files that are there, so that settings which name them can be read."""
     path = tmp_path_factory.mktemp("data")
     homes = np.arange(20) % 5
-    domains = {"domain_train": homes, "domain_test": homes, "domains": ["mnist", "svhn", "usps", "syn", "mnistm"]}
+    domains = {
+        "domain_train": homes,
+        "domain_test": homes,
+        "domains": ["mnist", "svhn", "usps", "syn", "mnistm"],
+    }
     for name, side, more in (("digits5", 28, domains), ("cifar10", 32, {})):
         x = np.zeros((20, side, side, 3), np.uint8)
         y = np.arange(20) % 10
@@ -96,7 +100,11 @@ def test_there_are_no_others():
         ("table1-cifar10", "SHeteroFL", "49.1 51.4 51.5 49.9"),
         ("table1-cifar10", "FedAvg ×1", "53.3"),
         ("table1-sizes", "CNN, Digits: base nets mixed", "0.2 0.4 0.9 1.8 0.1 0.2 0.5 0.9"),
-        ("table1-sizes", "AlexNet, DomainNet: one whole net", "0.9 3.6 14.3 57.1 2.5 7.5 25.5 92.5"),
+        (
+            "table1-sizes",
+            "AlexNet, DomainNet: one whole net",
+            "0.9 3.6 14.3 57.1 2.5 7.5 25.5 92.5",
+        ),
         ("table4", "batch average, no rescaling", "81.1 84.3 86.2 87.3"),
         ("table4", "post average, both rescaled", "84.9 87.8 89.3 90.2"),
         ("table4", "tracked, layers rescaled", "9.4 10.6 10.6 10.6"),
@@ -121,16 +129,31 @@ def test_figures_have_no_printed_numbers():
 
 # --- appendix A.2 -----------------------------------------------------------------------------------
 
-DIGITS = ("table1-digits", "table4", "figure4-digits", "figure6", "figure9-digits", "figure11", "figure12")
+DIGITS = (
+    "table1-digits",
+    "table4",
+    "figure4-digits",
+    "figure6",
+    "figure9-digits",
+    "figure11",
+    "figure12",
+)
 CIFAR10 = ("table1-cifar10", "table5", "figure4-cifar10", "figure9-cifar10", "figure13-cifar10")
 
 
-@pytest.mark.parametrize("name", [*DIGITS, "figure13-digits", "figure7-digits-full", "figure7-digits-widths"])
+@pytest.mark.parametrize(
+    "name", [*DIGITS, "figure13-digits", "figure7-digits-full", "figure7-digits-widths"]
+)
 def test_digits_are_trained_as_the_appendix_says(name, resolve):
     """One epoch, a rate from 0.1 to 0 on a cosine; 50 clients, at most a tenth of 2,231 images each."""
     for row, found in resolve(name).items():
         local = found.method.local
-        assert (local.optimiser, local.epochs, local.batch_size, local.masked) == (SGD, 1, 32, ""), row
+        assert (local.optimiser, local.epochs, local.batch_size, local.masked) == (
+            SGD,
+            1,
+            32,
+            "",
+        ), row
         assert found.fleet.clients == 50
         assert found.data.partition == Domains(max_size=223)
         assert found.model.name == "digits_cnn_norm"
@@ -144,7 +167,11 @@ def test_cifar10_is_trained_as_the_appendix_says(name, resolve):
     """Five epochs of batches of 128, a rate of 0.01 that falls after 150 and 250 rounds, and a masked loss."""
     for row, found in resolve(name).items():
         local = found.method.local
-        assert (local.optimiser, local.epochs, local.batch_size) == (replace(SGD, lr=0.01), 5, 128), row
+        assert (local.optimiser, local.epochs, local.batch_size) == (
+            replace(SGD, lr=0.01),
+            5,
+            128,
+        ), row
         assert local.schedule == Steps((150, 250), 0.1)
         assert local.norm.name == "batch"
         assert (found.fleet.clients, found.fleet.sample) == (100, 100)
@@ -196,7 +223,9 @@ def test_the_ablation_has_every_combination(resolve):
         for one in resolve("table4").values()
     }
     norms = ("batch", "post", "tracked", "local")
-    assert found == {(norm, init, layer) for norm in norms for init in (False, True) for layer in (False, True)}
+    assert found == {
+        (norm, init, layer) for norm in norms for init in (False, True) for layer in (False, True)
+    }
 
 
 def test_curves_are_of_validation_accuracy(resolve):
@@ -217,7 +246,11 @@ def test_budgets_of_figure_11(resolve):
         assert slim.fleet.budgets == rows[f"Split-Mix, steps of {step}"].fleet.budgets == Step(step)
         assert slim.method.widths == slim.evaluation.shares == widths
     assert rows["HeteroFL, log-normal"].method == METHODS["heterofl"].preset("digits")
-    assert rows["HeteroFL, log-normal"].fleet.budgets == rows["Split-Mix, log-normal"].fleet.budgets == LogNormal()
+    assert (
+        rows["HeteroFL, log-normal"].fleet.budgets
+        == rows["Split-Mix, log-normal"].fleet.budgets
+        == LogNormal()
+    )
 
 
 def test_contact_rates_of_figure_12(resolve):
@@ -246,7 +279,10 @@ def test_robust_rows_compare_what_the_paper_does(kind, resolve):
         (False, True),
         *[(False, False)] * 6,
     ]
-    assert (full["Split-Mix + DAT"].method.base, widths["Split-Mix + DAT"].method.base) == (1.0, 0.125)
+    assert (full["Split-Mix + DAT"].method.base, widths["Split-Mix + DAT"].method.base) == (
+        1.0,
+        0.125,
+    )
     assert (full["Split-Mix + DAT"].fleet.budgets, widths["Split-Mix + DAT"].fleet.budgets) == (
         Uniform((1.0,)),
         Quarters(),
@@ -263,7 +299,11 @@ def test_robust_rows_are_trained_alike_on_images_from_0_to_1(kind, figure, resol
     assert (local.norm.name, local.scaler) == ("tracked", False)
     assert not rows["Split-Mix + DAT"].method.rescale_init
     if kind == "cifar10":  # the released adversarial runs
-        assert (local.optimiser.lr, local.schedule, local.masked) == (0.1, Steps((200, 300), 0.1), "")
+        assert (local.optimiser.lr, local.schedule, local.masked) == (
+            0.1,
+            Steps((200, 300), 0.1),
+            "",
+        )
         assert (local.crop, local.flip) == (4, True)
     for found in rows.values():
         assert replace(found.method.local, adversarial=local.adversarial) == local
@@ -280,7 +320,9 @@ def test_one_run_has_a_whole_curve_and_a_net_of_adversarial_training_one_point(f
     preset = read_preset("splitmix/figure7-digits-full")
     study = run_plan(plan_of(preset, "smoke", data_folder=folder, rows=("DAT", "λn 0.5")))
     shown = {
-        result.entry: {column.title for column in preset.columns if column.parsed.of(result) is not None}
+        result.entry: {
+            column.title for column in preset.columns if column.parsed.of(result) is not None
+        }
         for result in study.results
     }
     curve = {f"{what} λ {at}" for what in ("SA", "RA") for at in ("0", "0.2", "0.5", "0.8", "1")}
@@ -310,13 +352,21 @@ def test_nets_learn_with_the_settings_of_the_appendix(name):
     """Images are generated ones of the right size."""
     domains = ["mnist", "svhn", "usps", "syn", "mnistm"] if name == "table1-digits" else []
     side = 28 if domains else 32
-    data = {"name": "generated", "shape": [3, side, side], "train": 400, "test": 50, "domains": domains}
+    data = {
+        "name": "generated",
+        "shape": [3, side, side],
+        "train": 400,
+        "test": 50,
+        "domains": domains,
+    }
     for _, settings in read_preset(f"splitmix/{name}").rows_at("full")[:2]:
         losses_of(overlay(settings, {"data": data}), 4)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "file"), [("table1-digits", "digits5.npz"), ("table1-cifar10", "cifar10.npz")])
+@pytest.mark.parametrize(
+    ("name", "file"), [("table1-digits", "digits5.npz"), ("table1-cifar10", "cifar10.npz")]
+)
 def test_split_mix_learns_on_real_data(name, file):
     """The environment variable FEDQUILT_DATA names the folder of the data files."""
     folder = Path(os.environ.get("FEDQUILT_DATA", ""))

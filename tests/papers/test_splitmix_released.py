@@ -83,7 +83,9 @@ def _trained(run: fq.Run, job: Job, state: dict[str, Tensor], share: float) -> d
             layer.register_forward_hook(_rescaled(share))
     pairs = any(isinstance(layer, DualNorm) for layer in net.modules())
     criterion: Loss = _masked if local.masked == "batch" else F.cross_entropy
-    optimizer = torch.optim.SGD(net.parameters(), lr=local.optimiser.lr, momentum=0.9, weight_decay=5e-4)
+    optimizer = torch.optim.SGD(
+        net.parameters(), lr=local.optimiser.lr, momentum=0.9, weight_decay=5e-4
+    )
     batches = engine.batches(job, run.method.learner(job, engine.world))
     assert len(batches) == local.epochs
     for step, rows in enumerate(batches):
@@ -133,7 +135,11 @@ def test_a_round_is_that_of_the_released_code(name, engine, make_data):
     run = fq.prepare(method, family, data, fleet, engine, precision="fp64", evaluation=how)
     before = dict(run.server.weights)
     clients = [Client(id, Budget(share=1.0), size, id) for id, size in enumerate(SIZES)]
-    jobs = [Job(client, net, 0) for client in clients for net in method.plan(run.server, client, run.world)]
+    jobs = [
+        Job(client, net, 0)
+        for client in clients
+        for net in method.plan(run.server, client, run.world)
+    ]
     by_scope: dict[str, list[tuple[int, dict[str, Tensor]]]] = {}
     for job in jobs:
         scope = job.submodel.scope
@@ -158,7 +164,11 @@ def test_settings_of_the_released_code():
     assert (cifar.local.batch_size, cifar.local.epochs, cifar.local.masked) == (128, 5, "batch")
     assert (cifar.local.crop, cifar.local.flip, digits.local.crop) == (4, True, 0)
     for method in (digits, cifar):
-        assert (method.local.norm.name, method.local.scaler, method.rescale_init) == ("batch", True, True)
+        assert (method.local.norm.name, method.local.scaler, method.rescale_init) == (
+            "batch",
+            True,
+            True,
+        )
 
 
 def test_settings_of_the_released_adversarial_runs():

@@ -72,7 +72,9 @@ def shaken(module: nn.Module, seed: int = 0) -> nn.Module:
     with torch.no_grad():
         for value in (*module.parameters(), *module.buffers()):
             if value.is_floating_point():
-                value.add_(torch.rand(value.shape, generator=generator, dtype=value.dtype), alpha=0.3)
+                value.add_(
+                    torch.rand(value.shape, generator=generator, dtype=value.dtype), alpha=0.3
+                )
     return module
 
 
@@ -90,12 +92,23 @@ def by_hand(loss, inputs, drawn, attack):
 # --- equation 2: dual norms ---------------------------------------------------------------------------------------
 
 NETS = {
-    "batch": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(1), nn.Linear(64, 3)),
-    "batch1d": lambda: nn.Sequential(nn.Flatten(1), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)),
-    "group": lambda: nn.Sequential(nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(1), nn.Linear(64, 3)),
-    "layer": lambda: nn.Sequential(nn.Flatten(1), nn.Linear(36, 8), nn.LayerNorm(8), nn.Linear(8, 3)),
+    "batch": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Flatten(1), nn.Linear(64, 3)
+    ),
+    "batch1d": lambda: nn.Sequential(
+        nn.Flatten(1), nn.Linear(36, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)
+    ),
+    "group": lambda: nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.GroupNorm(2, 4), nn.Flatten(1), nn.Linear(64, 3)
+    ),
+    "layer": lambda: nn.Sequential(
+        nn.Flatten(1), nn.Linear(36, 8), nn.LayerNorm(8), nn.Linear(8, 3)
+    ),
     "instance": lambda: nn.Sequential(
-        nn.Conv2d(1, 4, 3), nn.InstanceNorm2d(4, affine=True, track_running_stats=True), nn.Flatten(1), nn.Linear(64, 3)
+        nn.Conv2d(1, 4, 3),
+        nn.InstanceNorm2d(4, affine=True, track_running_stats=True),
+        nn.Flatten(1),
+        nn.Linear(64, 3),
     ),
 }
 
@@ -142,7 +155,9 @@ def test_a_norm_in_two_places_is_one_pair_and_a_transformer_keeps_off_fused_kern
     both = fq.dual(nn.Sequential(norm, nn.Linear(8, 8), norm))
     assert both[0] is both[2]
     assert isinstance(fq.dual(norm), DualNorm)
-    layer = shaken(fq.dual(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))).eval()
+    layer = shaken(
+        fq.dual(nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True))
+    ).eval()
     x = torch.rand(2, 5, 8)
     with torch.no_grad():
         clean, noised = (fq.set_robustness(layer, robustness)(x) for robustness in (0, 1))
@@ -172,7 +187,10 @@ def test_both_norms_have_the_axes_of_the_one_they_were(name, single, pairs):
         learnt = [path for path in norms if path in one.trainable]
         more = sum(int(torch.tensor(one.layout.shape(path, sizes)).prod()) for path in learnt)
         assert both.count(twin) == one.count(member) + more
-        assert both.module(twin)(both.example_inputs[0]).shape == one.module(member)(one.example_inputs[0]).shape
+        assert (
+            both.module(twin)(both.example_inputs[0]).shape
+            == one.module(member)(one.example_inputs[0]).shape
+        )
     assert both.dual
     assert not one.dual
 
@@ -184,7 +202,9 @@ def test_a_pass_chooses_as_the_attribute_of_a_deployed_module_does(share, pairs)
     weights = {**dict(module.named_parameters()), **dict(module.named_buffers())}
     x = torch.rand(3, 1, 6, 6)
     for robustness in (0.0, 0.2, 1.0, 0.5):
-        outputs, _ = pairs.member(member).net(weights, x, Pass(statistics="stored", robustness=robustness))
+        outputs, _ = pairs.member(member).net(
+            weights, x, Pass(statistics="stored", robustness=robustness)
+        )
         torch.testing.assert_close(outputs, fq.set_robustness(module, robustness)(x))
 
 
@@ -195,8 +215,15 @@ def test_what_cannot_be_chosen_is_refused(single, pairs):
         fq.set_robustness(single.module(single.whole), 0.5)
     with pytest.raises(ConfigError, match=r"1\.5 was asked for; it must lie in \[0, 1\]"):
         fq.set_robustness(pairs.module(pairs.whole), 1.5)
-    for wrong, told in (("a", "'a'"), (torch.rand(8), r"a tensor \(8,\)"), (float("nan"), "nan"), (None, "None")):
-        with pytest.raises(ConfigError, match=rf"{told} was asked for; .* one number for all samples"):
+    for wrong, told in (
+        ("a", "'a'"),
+        (torch.rand(8), r"a tensor \(8,\)"),
+        (float("nan"), "nan"),
+        (None, "None"),
+    ):
+        with pytest.raises(
+            ConfigError, match=rf"{told} was asked for; .* one number for all samples"
+        ):
             fq.set_robustness(pairs.module(pairs.whole), wrong)
     with pytest.raises(ConfigError, match=r"asked to be robust; .*fq\.dual"):
         SplitMix(robust=True).init(World(single))
@@ -205,7 +232,9 @@ def test_what_cannot_be_chosen_is_refused(single, pairs):
 # --- the attack ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("attack", [fq.PGD(), fq.PGD(eps=0.3, size=0.1), fq.PGD(low=-1, high=2, steps=3)], ids=repr)
+@pytest.mark.parametrize(
+    "attack", [fq.PGD(), fq.PGD(eps=0.3, size=0.1), fq.PGD(low=-1, high=2, steps=3)], ids=repr
+)
 def test_pgd_stays_near_and_in_range_and_raises_the_loss(attack):
     module = shaken(_net()).double().eval()
     generator = torch.Generator().manual_seed(1)
@@ -228,7 +257,9 @@ def test_pgd_takes_modules_that_write_into_themselves_and_samples_of_any_precisi
     before, found = x.clone(), fq.PGD().on(module, x, y)
     assert torch.equal(x, before)
     drawn = noise.uniform(torch.tensor(noise.key(0)), x.shape, x.dtype)
-    expected = by_hand(lambda inputs: F.cross_entropy(module(inputs.clone()), y), x, drawn, fq.PGD())
+    expected = by_hand(
+        lambda inputs: F.cross_entropy(module(inputs.clone()), y), x, drawn, fq.PGD()
+    )
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-6)
     assert all(weight.grad is None for weight in module.parameters())
     with torch.no_grad():
@@ -264,10 +295,19 @@ def test_data_outside_of_the_range_is_refused(engine, pairs, make_data, language
     with pytest.raises(DataError, match=told):
         fq.prepare(method, pairs, make_data(pairs, (6, 6)), fleet, engine)
     wide = with_local(FedAvg(), adversarial=AT(attack=fq.PGD(low=-9, high=9)))
-    run = fq.prepare(wide, pairs, make_data(pairs, (6, 6)), fleet, engine, evaluation=fq.Evaluation(robustness=(0,)))
+    run = fq.prepare(
+        wide,
+        pairs,
+        make_data(pairs, (6, 6)),
+        fleet,
+        engine,
+        evaluation=fq.Evaluation(robustness=(0,)),
+    )
     with pytest.raises(DataError, match=told):  # the evaluation's own attack
         run.train(1)
-    with pytest.raises(DataError, match=r"it moves real numbers, and the training samples of data are torch\.int64"):
+    with pytest.raises(
+        DataError, match=r"it moves real numbers, and the training samples of data are torch\.int64"
+    ):
         fq.prepare(method, language, make_data(language, (6, 6)), fleet, engine)
 
 
@@ -278,7 +318,9 @@ def test_samples_outside_of_the_range_are_not_moved_into_it():
         fq.PGD().on(module, 4 * x - 2, y)
     wide = fq.PGD(low=-2, high=2)
     assert float((wide.on(module, 4 * x - 2, y) - (4 * x - 2)).abs().max()) <= wide.eps + 1e-6
-    with pytest.raises(DataError, match=r"it moves real numbers, and the samples given are torch\.uint8"):
+    with pytest.raises(
+        DataError, match=r"it moves real numbers, and the samples given are torch\.uint8"
+    ):
         fq.PGD().on(module, torch.zeros(4, 1, 6, 6, dtype=torch.uint8), y)
 
 
@@ -319,17 +361,25 @@ def test_algorithm_4_by_hand(engine, base, masked, pairs, images):
     member = pairs.fit(Budget(share=base))
     for place in range(method.count):
         scope = f"base{place}/"
-        own = {name.removeprefix(scope): value for name, value in before.items() if name.startswith(scope)}
+        own = {
+            name.removeprefix(scope): value
+            for name, value in before.items()
+            if name.startswith(scope)
+        }
         net = pairs.module(member).double().train()
         net.load_state_dict(own, strict=False)
         for pair in (layer for layer in net.modules() if isinstance(layer, DualNorm)):
             pair.clean.track_running_stats = pair.noised.track_running_stats = False
         loss = F.cross_entropy(fq.set_robustness(net, 0)(x) * present, y)  # lines 5 and 6
         fq.set_robustness(net, 1)  # line 7
-        attacked = by_hand(lambda inputs, net=net: F.cross_entropy(net(inputs), y), x, drawn, method.attack)
+        attacked = by_hand(
+            lambda inputs, net=net: F.cross_entropy(net(inputs), y), x, drawn, method.attack
+        )
         (0.5 * (loss + F.cross_entropy(net(attacked) * present, y))).backward()  # lines 12 and 13
         for name, leaf in net.named_parameters():
-            torch.testing.assert_close(after[scope + name], own[name] - 0.1 * leaf.grad, rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                after[scope + name], own[name] - 0.1 * leaf.grad, rtol=0, atol=1e-12
+            )
 
 
 def gradients(family, weight, images, attack=fq.PGD()):
@@ -338,18 +388,24 @@ def gradients(family, weight, images, attack=fq.PGD()):
     state = {name: value.double() for name, value in family.init(0).items()}
     data = images(family, (8,))
     batch = Batch(data.inputs, data.targets, torch.ones(4, dtype=torch.bool), torch.tensor(5))
-    return gradient(learner, family.member(family.whole), local.build_objective(), state, Received(state), batch)
+    return gradient(
+        learner, family.member(family.whole), local.build_objective(), state, Received(state), batch
+    )
 
 
 def test_norms_learn_from_their_own_loss_alone(pairs, images):
     """Clean norms from clean samples, noised ones from attacked samples, all else from both (Figure 3)."""
-    (both, _), (clean, _), (noised, _) = (gradients(pairs, weight, images) for weight in (0.5, 0.0, 1.0))
+    (both, _), (clean, _), (noised, _) = (
+        gradients(pairs, weight, images) for weight in (0.5, 0.0, 1.0)
+    )
     for name, value in both.items():
         if ".clean." in name:
             assert not noised[name].any()
         if ".noised." in name:
             assert not clean[name].any()
-        torch.testing.assert_close(value, 0.5 * clean[name] + 0.5 * noised[name], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            value, 0.5 * clean[name] + 0.5 * noised[name], rtol=0, atol=1e-12
+        )
     assert any(clean[name].any() for name in clean if ".clean." in name)
     assert any(noised[name].any() for name in noised if ".noised." in name)
 
@@ -367,7 +423,9 @@ def test_equation_1_with_single_norms(weight, single, images):
         return F.cross_entropy(functional_call(net, dict(state), (inputs,)), data.targets)
 
     attacked = by_hand(ce, data.inputs, drawn, fq.PGD())
-    torch.testing.assert_close(loss, (1 - weight) * ce(data.inputs) + weight * ce(attacked), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        loss, (1 - weight) * ce(data.inputs) + weight * ce(attacked), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -383,14 +441,22 @@ def test_what_an_attack_takes(pairs, single):
     for weight, passes in ((0.5, 20), (1.0, 17), (0.0, 3)):
         local = Local(adversarial=AT(weight))
         assert (
-            Learner((Phase(local.build_objective()),), local, 0.1).macs(pairs.member(pairs.whole), [4, 2])
+            Learner((Phase(local.build_objective()),), local, 0.1).macs(
+                pairs.member(pairs.whole), [4, 2]
+            )
             == 6 * passes * macs
         )
     method = SHeteroFL(local=Local(adversarial=AT()))
-    job = Job(Client(0, Budget(share=1.0), 4), method.plan(None, Client(0, Budget(share=1.0)), World(single))[0], 0)
+    job = Job(
+        Client(0, Budget(share=1.0), 4),
+        method.plan(None, Client(0, Budget(share=1.0)), World(single))[0],
+        0,
+    )
     nets = [single.fit(Budget(share=share)) for share in method.widths]
     learner = method.learner(job, World(single))
-    assert learner.macs(single.member(single.whole), [1]) == 20 * sum(single.cost(net).macs for net in nets)
+    assert learner.macs(single.member(single.whole), [1]) == 20 * sum(
+        single.cost(net).macs for net in nets
+    )
 
 
 def test_robust_runs_track_norms_without_rescaling():
@@ -410,7 +476,9 @@ VARIANTS = {
     "splitmix-post": SplitMix(local=Local(norm="post"), base=0.25, robust=True),
     "splitmix-post-own": SplitMix(local=Local(norm="post-own"), base=0.25, robust=True),
     "splitmix-lbn": with_local(SplitMix.preset("robust", base=0.25), norm="local-all"),
-    "splitmix-released": with_local(SplitMix.preset("cifar10-robust-released", base=0.25), epochs=1),
+    "splitmix-released": with_local(
+        SplitMix.preset("cifar10-robust-released", base=0.25), epochs=1
+    ),
     "fedavg-evaluation": FedAvg(local=Local(adversarial=AT(search="evaluation"), scaler=True)),
     "fedavg": FedAvg(local=Local(adversarial=AT(0.3), norm="tracked")),
     "fedprox": FedProx(local=Local(adversarial=AT(1.0)), mu=0.5),
@@ -424,7 +492,10 @@ QUICK_VARIANTS = ("splitmix",)  # The others run in `make test-all`.
 
 @pytest.mark.parametrize(
     "name",
-    [name if name in QUICK_VARIANTS else pytest.param(name, marks=pytest.mark.slow) for name in VARIANTS],
+    [
+        name if name in QUICK_VARIANTS else pytest.param(name, marks=pytest.mark.slow)
+        for name in VARIANTS
+    ],
 )
 def test_every_layout_gives_the_same_numbers(name, pairs, images, play):
     method = with_local(VARIANTS[name], batch_size=4)
@@ -444,14 +515,20 @@ def test_single_norms_give_the_same_numbers(single, images, play):
     truth, other = (play(method, single, data, engine=engine, evaluation=how) for engine in LOCAL)
     assert_same(truth, other)
     assert {"standard", "robust"} <= set(truth.records[-1].grades.metrics)
-    assert not any("/" in metric for metric in truth.records[-1].grades.metrics)  # one net, whatever is asked
+    assert not any(
+        "/" in metric for metric in truth.records[-1].grades.metrics
+    )  # one net, whatever is asked
 
 
 # --- joint width and robustness -----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=pytest.mark.slow) if name == "sequential" else name for name in LOCAL]
+    "engine",
+    [
+        pytest.param(name, marks=pytest.mark.slow) if name == "sequential" else name
+        for name in LOCAL
+    ],
 )
 def test_every_width_has_every_robustness(engine, pairs, images, play):
     """Figure 7 (c, d): accuracy by share and λ, averaged over users, is that of the deployed mixtures."""
@@ -461,7 +538,9 @@ def test_every_width_has_every_robustness(engine, pairs, images, play):
     how = fq.Evaluation(every=0, robustness=robustness, attack=attack, batch_size=6)
     run = play(method, pairs, data, SHARES, engine, evaluation=how)
     metrics = run.records[-1].grades.metrics
-    assert {f"{kind}/{one}" for kind in ("standard", "robust") for one in robustness} <= set(metrics)
+    assert {f"{kind}/{one}" for kind in ("standard", "robust") for one in robustness} <= set(
+        metrics
+    )
     for share in SHARES:
         module = run.deploy(Budget(share=share), robustness=1.0)
         for one in robustness:
@@ -470,14 +549,18 @@ def test_every_width_has_every_robustness(engine, pairs, images, play):
             for part in run.data.test_parts:
                 x, y = run.data.test_samples(part), run.data.test_targets[part]
                 attacked = attack.on(module, x, y)
-                found.append([float((module(seen).argmax(1) == y).double().mean()) for seen in (x, attacked)])
+                found.append(
+                    [float((module(seen).argmax(1) == y).double().mean()) for seen in (x, attacked)]
+                )
             standard, robust = torch.tensor(found, dtype=torch.float64).mean(0).tolist()
             assert metrics[f"standard/{one}"][str(share)] == pytest.approx(standard)
             assert metrics[f"robust/{one}"][str(share)] == pytest.approx(robust)
 
 
 def test_a_deployed_mixture_is_told_its_robustness_without_being_rebuilt(pairs, images, play):
-    method = with_local(SplitMix.preset("robust", base=0.25), batch_size=4, optimiser=fq.SGD(lr=0.5))
+    method = with_local(
+        SplitMix.preset("robust", base=0.25), batch_size=4, optimiser=fq.SGD(lr=0.5)
+    )
     run = play(method, pairs, images(pairs, (8,) * 3), SHARES)
     x = torch.rand(5, 1, 6, 6, dtype=torch.float64)
     module = run.deploy(Budget(share=0.5), robustness=0.8)
@@ -489,12 +572,16 @@ def test_a_deployed_mixture_is_told_its_robustness_without_being_rebuilt(pairs, 
     assert not torch.allclose(answers[0], answers[2])
     torch.testing.assert_close(answers[0], run.deploy(Budget(share=0.5))(x))  # clean unless asked
     with pytest.raises(ConfigError, match="has no dual norms"):
-        play(FedAvg(), _family(False), images(pairs, (8,)), rounds=1).deploy(Budget(share=1.0), robustness=0.5)
+        play(FedAvg(), _family(False), images(pairs, (8,)), rounds=1).deploy(
+            Budget(share=1.0), robustness=0.5
+        )
 
 
 def test_noised_norms_are_calibrated_on_attacked_samples(pairs, images):
     data, attack = images(pairs, (12,)), fq.PGD(eps=0.5, size=0.2, start=False)
-    weights = {name: value.double() for name, value in pairs.init(3).items() if name in pairs.trainable}
+    weights = {
+        name: value.double() for name, value in pairs.init(3).items() if name in pairs.trainable
+    }
     submodel = SplitMix(base=1.0)._base(0, World(pairs))
     found, world = [], World(pairs, precision="fp64")
     for kind in LOCAL.values():
@@ -527,7 +614,8 @@ def test_a_test_attacks_the_net_as_it_is_mixed(robustness, pairs):
     torch.testing.assert_close(found, truth, rtol=0, atol=1e-12)
     other = replace(mode, robustness=1 - robustness)
     assert not torch.equal(
-        found, by_hand(lambda some: F.cross_entropy(net(weights, some, other)[0], y), x, drawn, attack)
+        found,
+        by_hand(lambda some: F.cross_entropy(net(weights, some, other)[0], y), x, drawn, attack),
     )
 
 
@@ -550,10 +638,16 @@ def test_a_resumed_run_goes_on_with_both_norms(tmp_path, pairs, images):
     options = {"evaluation": fq.Evaluation(every=0), "precision": "fp64"}
     whole = fq.run(method, pairs, data, fleet, rounds=2, **options)
     fq.run(method, pairs, data, fleet, rounds=1, out=tmp_path / "run", **options)
-    resumed = fq.run(method, pairs, data, fleet, rounds=2, out=tmp_path / "run", resume=True, **options)
+    resumed = fq.run(
+        method, pairs, data, fleet, rounds=2, out=tmp_path / "run", resume=True, **options
+    )
     for name, value in whole.server.weights.items():
         assert torch.equal(resumed.server.weights[name], value)
-    moved = [name for name in whole.server.weights if ".noised." in name and name.endswith("running_mean")]
+    moved = [
+        name
+        for name in whole.server.weights
+        if ".noised." in name and name.endswith("running_mean")
+    ]
     for name in moved:
         other = whole.server.weights[name.replace(".noised.", ".clean.")]
         assert not torch.equal(whole.server.weights[name], other)
@@ -561,7 +655,12 @@ def test_a_resumed_run_goes_on_with_both_norms(tmp_path, pairs, images):
 
 
 SETTINGS = {
-    "method": {"name": "splitmix", "preset": "robust", "base": 0.5, "local": {"adversarial": {"weight": 0.3}}},
+    "method": {
+        "name": "splitmix",
+        "preset": "robust",
+        "base": 0.5,
+        "local": {"adversarial": {"weight": 0.3}},
+    },
     "model": {"name": "tiny_resnet", "dual": True},
     "data": "digits",
     "evaluation": {"robustness": [0, 0.5, 1], "attack": {"steps": 3}},
@@ -596,7 +695,9 @@ def test_sweeps_see_the_same_attacks(norm, pairs, images, play):
     data = images(pairs, (8, 8), tests=40)
     how = fq.Evaluation(every=0, robustness=(0.5,), batch_size=4, local=False)
     truth = play(method, pairs, data, (1.0, 0.5), evaluation=how, rounds=1)
-    run = fq.prepare(method, pairs, data, fq.Fleet.of((1.0, 0.5), 2, 2), precision="fp64", evaluation=how)
+    run = fq.prepare(
+        method, pairs, data, fq.Fleet.of((1.0, 0.5), 2, 2), precision="fp64", evaluation=how
+    )
     run.engine.record = True
     assert_same(truth, run.train(1))
     swept = {kind.attack is not None for kind, *_ in run.engine.examiner.sweeps}
@@ -611,4 +712,6 @@ def test_every_sample_may_have_a_robustness_of_its_own():
     x = torch.randn(3, 3, 2, 2)
     norm.robustness = torch.tensor([0.0, 0.25, 1.0])
     clean, noised = norm.clean(x), norm.noised(x)
-    torch.testing.assert_close(norm(x), torch.stack([clean[0], 0.75 * clean[1] + 0.25 * noised[1], noised[2]]))
+    torch.testing.assert_close(
+        norm(x), torch.stack([clean[0], 0.75 * clean[1] + 0.25 * noised[1], noised[2]])
+    )

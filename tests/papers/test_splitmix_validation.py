@@ -18,7 +18,11 @@ SORTED = SplitMix(base=0.5, sort=True)
 
 def predicts(run: fq.Run, label: int, scope: str) -> dict[str, torch.Tensor]:
     """Return the weights of a base net that predicts one class for every sample."""
-    own = {name: torch.zeros_like(value) for name, value in run.server.weights.items() if name.startswith(scope)}
+    own = {
+        name: torch.zeros_like(value)
+        for name, value in run.server.weights.items()
+        if name.startswith(scope)
+    }
     own[f"{scope}last.bias"][label] = 1.0
     return own
 
@@ -41,7 +45,15 @@ def split(perceptron, make_data) -> fq.FederatedData:
 def prepared(data, family, engine, **how) -> fq.Run:
     """Return a run whose first base net knows the training samples alone, and the second the validation samples."""
     evaluation = fq.Evaluation(local=False, **how)
-    run = fq.prepare(SORTED, family, data, fq.Fleet.of((0.5,), 3), engine, precision="fp64", evaluation=evaluation)
+    run = fq.prepare(
+        SORTED,
+        family,
+        data,
+        fq.Fleet.of((0.5,), 3),
+        engine,
+        precision="fp64",
+        evaluation=evaluation,
+    )
     weights = predicts(run, 0, "base0/") | predicts(run, 1, "base1/")
     run.server = replace(run.server, weights=weights)
     return run
@@ -66,6 +78,9 @@ def test_the_net_that_validation_samples_prefer_is_the_one_evaluated(perceptron,
 
 @pytest.mark.parametrize("norm", ["local", "local-all", "post-own"])
 def test_an_order_is_refused_where_every_client_has_nets_of_its_own(norm):
-    with pytest.raises(ConfigError, match=rf"SplitMix: sort = True was asked for with local\.norm = '{norm}'.*'post'"):
+    with pytest.raises(
+        ConfigError,
+        match=rf"SplitMix: sort = True was asked for with local\.norm = '{norm}'.*'post'",
+    ):
         with_local(SORTED, norm=norm)
     assert with_local(replace(SORTED, sort=False), norm=norm).personal

@@ -47,14 +47,25 @@ METHODS = {
     "feddf": FedDF(local=LOCAL, prototypes=SHARES, server_training=FEW_STEPS),
     "dsfl": DSFL(local=LOCAL, prototypes=SHARES, server_training=FEW_STEPS, samples=12),
     "fedet": FedET(local=LOCAL, prototypes=SHARES[1:], server_training=FEW_STEPS),
-    "rafl": RaFL(local=replace(LOCAL, keep_optimizer=True), distil=True, server_training=FEW_STEPS, transfer=True),
+    "rafl": RaFL(
+        local=replace(LOCAL, keep_optimizer=True),
+        distil=True,
+        server_training=FEW_STEPS,
+        transfer=True,
+    ),
 }
-LINKS = {"lossy": fq.Link(fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock())}
+LINKS = {
+    "lossy": fq.Link(
+        fq.Columns(0.1, 0.3), fq.Codec(bits=4, keep=0.5, feedback=True, down=True), fq.Clock()
+    )
+}
 
 
 @cache
 def _family(width: int = 8) -> fq.Family:
-    return fq.trace(lambda: PreResNet((1, 1), 4, 1, widths=(width, 2 * width)), torch.zeros(2, 1, 6, 6))
+    return fq.trace(
+        lambda: PreResNet((1, 1), 4, 1, widths=(width, 2 * width)), torch.zeros(2, 1, 6, 6)
+    )
 
 
 @cache

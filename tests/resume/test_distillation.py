@@ -27,7 +27,9 @@ def federate(perceptron, make_data, tmp_path):
     data = make_data(perceptron, SIZES, labels=2, public=NUM_PUBLIC)
     fleet = fq.Fleet.of((1.0, 0.5), 4, 3, dynamic=True)
 
-    def federate(name: str, folder: str, rounds: int, engine: str = "vectorised", **options) -> fq.Run:
+    def federate(
+        name: str, folder: str, rounds: int, engine: str = "vectorised", **options
+    ) -> fq.Run:
         more = {"samples": 6} if name == "dsfl" else {}
         method = METHODS[name](local=LOCAL, prototypes=(1.0, 0.5), server_training=HOW, **more)
         return fq.run(
@@ -85,7 +87,9 @@ def test_a_checkpoint_holds_the_global_predictions_and_the_clients_nets(federate
 
 
 @pytest.mark.parametrize("name", ["feddf", "dsfl", "fedet"])
-def test_a_run_is_not_resumed_with_other_settings_of_the_server(name, federate, perceptron, tmp_path: Path):
+def test_a_run_is_not_resumed_with_other_settings_of_the_server(
+    name, federate, perceptron, tmp_path: Path
+):
     run = federate(name, "run", 1)
     other = replace(run.method, server_training=replace(HOW, steps=8))
     with pytest.raises(fq.errors.FedquiltError, match="server_training"):

@@ -30,7 +30,14 @@ class Script:
     rounds: int
 
     def command(self, out: Path) -> list[str]:
-        return [sys.executable, "-m", "tests.resume.federation", self.method, str(out), str(self.rounds)]
+        return [
+            sys.executable,
+            "-m",
+            "tests.resume.federation",
+            self.method,
+            str(out),
+            str(self.rounds),
+        ]
 
 
 @dataclass(frozen=True)
@@ -40,9 +47,25 @@ class Terminal:
     rounds: int
 
     def command(self, out: Path) -> list[str]:
-        asked = ["--method", "fedbn", "--rounds", str(self.rounds), "--set", "checkpoint.rounds=1", "--out", str(out)]
+        asked = [
+            "--method",
+            "fedbn",
+            "--rounds",
+            str(self.rounds),
+            "--set",
+            "checkpoint.rounds=1",
+            "--out",
+            str(out),
+        ]
         resumed = ["--resume", str(out)]
-        return [sys.executable, "-m", "fedquilt", "run", "--json", *(resumed if out.exists() else asked)]
+        return [
+            sys.executable,
+            "-m",
+            "fedquilt",
+            "run",
+            "--json",
+            *(resumed if out.exists() else asked),
+        ]
 
 
 def rounds(out: Path) -> int:
@@ -101,7 +124,11 @@ def survive(run: Script | Terminal, folder: Path, kills: int, seed: int) -> None
 
 def untimed(record: dict[str, object]) -> dict[str, object]:
     """Return a record without the times that no two runs share, and without the checksum, which covers them."""
-    return {name: value for name, value in record.items() if name not in ("seconds", "server_seconds", "check")}
+    return {
+        name: value
+        for name, value in record.items()
+        if name not in ("seconds", "server_seconds", "check")
+    }
 
 
 def assert_same(killed: Path, whole: Path, total: int) -> None:
@@ -112,7 +139,8 @@ def assert_same(killed: Path, whole: Path, total: int) -> None:
     assert_equal(mine.slots, theirs.slots)
     assert_same_memories(mine, theirs)
     written, expected = (
-        [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()] for out in (killed, whole)
+        [json.loads(line) for line in (out / "rounds.jsonl").read_text().splitlines()]
+        for out in (killed, whole)
     )
     assert list(map(untimed, written)) == list(map(untimed, expected))
     ended, summary = (json.loads((out / "summary.json").read_text()) for out in (killed, whole))
@@ -191,7 +219,11 @@ def test_a_growing_run_that_is_stopped_after_every_round_ends_as_if_it_had_not_b
 @pytest.mark.slow
 def test_a_run_killed_in_each_stage_ends_like_one_that_was_not(tmp_path):
     run, out = Script("growing", 7), tmp_path / "killed"
-    for behind in (1, 3, 5):  # rounds: in stage 1, after the warm-up of stage 2 and after that of stage 3
+    for behind in (
+        1,
+        3,
+        5,
+    ):  # rounds: in stage 1, after the warm-up of stage 2 and after that of stage 3
         with subprocess.Popen(run.command(out), cwd=ROOT, stdout=subprocess.DEVNULL) as process:
             while process.poll() is None and rounds(out) < behind:
                 time.sleep(0.0002)

@@ -53,7 +53,9 @@ def test_a_run_stopped_after_two_rounds_ends_like_one_that_was_not(name, federat
     federate(name, "stopped", 2)
     resumed = federate(name, "stopped", ROUNDS)
     assert_same(whole, resumed, atol=0)
-    assert [record.bytes_first for record in whole.records] == [record.bytes_first for record in resumed.records]
+    assert [record.bytes_first for record in whole.records] == [
+        record.bytes_first for record in resumed.records
+    ]
 
 
 def test_a_run_over_a_link_that_loses_and_codes_is_resumed(federate):
@@ -63,14 +65,18 @@ def test_a_run_over_a_link_that_loses_and_codes_is_resumed(federate):
     assert_same(whole, federate("c", "stopped", ROUNDS, link=link), atol=0)
 
 
-def test_a_checkpoint_has_the_private_nets_of_the_clients_that_have_trained(federate, tmp_path: Path):
+def test_a_checkpoint_has_the_private_nets_of_the_clients_that_have_trained(
+    federate, tmp_path: Path
+):
     run = federate("a", "run", 2)
     state = fq.load(tmp_path / "run")
     assert all(name.startswith("knowledge.") for name in state.weights)
     assert state.memory.keys() == run.server.memory.keys()
     for (client, scope), memory in run.server.memory.items():
         name = ("small", "big")[client % 2]
-        private = {key: value for key, value in memory.weights.items() if key.startswith(f"{name}.")}
+        private = {
+            key: value for key, value in memory.weights.items() if key.startswith(f"{name}.")
+        }
         assert len(private) == 4
         for key, value in private.items():
             assert torch.equal(state.memory[client, scope].weights[key], value)
@@ -84,7 +90,15 @@ def test_a_rounds_checkpoint_grows_with_the_cohort(make_data, tmp_path: Path):
         data = make_data(family, [4] * count)
         fleet = fq.Fleet.of(limits(family), count, 3)
         out = tmp_path / str(count)
-        fq.run(METHODS["a"], family, data, fleet, rounds=1, out=out, checkpointing=fq.Checkpointing(rounds=1))
+        fq.run(
+            METHODS["a"],
+            family,
+            data,
+            fleet,
+            rounds=1,
+            out=out,
+            checkpointing=fq.Checkpointing(rounds=1),
+        )
         sizes.append(sum(file.stat().st_size for file in out.rglob("*memor*") if file.is_file()))
     assert sizes[0] > 0
     assert sizes[1] < 1.5 * sizes[0]

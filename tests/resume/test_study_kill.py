@@ -27,7 +27,18 @@ PATIENCE = 180.0  # seconds; a busy machine takes a minute to start two jobs
 def arguments(rounds: int, epochs: int) -> list[str]:
     settings = ["--model", "own.py:net", "--data", "own.py:pool", "--clients", "4", "--cohort", "2"]
     local = ["--set", "checkpoint.rounds=1", "--set", f"method.local.epochs={epochs}"]
-    return ["compare", *METHODS, *settings, *local, "--rounds", str(rounds), "--seeds", "0", "1", "2"]
+    return [
+        "compare",
+        *METHODS,
+        *settings,
+        *local,
+        "--rounds",
+        str(rounds),
+        "--seeds",
+        "0",
+        "1",
+        "2",
+    ]
 
 
 LONG = arguments(rounds=5, epochs=20)  # long enough to be killed in the middle
@@ -44,7 +55,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def start(*args: str) -> subprocess.Popen[str]:
     environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
     line = [sys.executable, "-m", "fedquilt", *args]
-    return subprocess.Popen(line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True)
+    return subprocess.Popen(
+        line, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.PIPE, text=True
+    )
 
 
 def finish(*args: str) -> None:
@@ -122,7 +135,10 @@ def test_a_study_that_is_interrupted_five_times_has_the_same_table(
     for rounds in (1, 4, 2, 3, 5):
         left = rounds
         assert main([*short, "--out", "stopped"]) == 130
-        assert "of 9 runs finished. Go on with: fedquilt compare --resume stopped" in capsys.readouterr().err
+        assert (
+            "of 9 runs finished. Go on with: fedquilt compare --resume stopped"
+            in capsys.readouterr().err
+        )
     assert rounds_in(own / "stopped") == 15
     assert main(["compare", "--resume", "stopped"]) == 0
     assert compared(own / "stopped") == compared(own / "whole")
@@ -142,7 +158,9 @@ def test_a_study_that_is_killed_five_times_has_the_same_table(own: Path) -> None
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/stat").exists(), reason="asks the system which processes there are")
+@pytest.mark.skipif(
+    not Path("/proc/self/stat").exists(), reason="asks the system which processes there are"
+)
 def test_several_jobs_end_with_their_parent_and_give_the_same_table(own: Path) -> None:
     finish(*LONG, "--out", "whole")
     asked = [*LONG, "--out", "jobs", "--jobs", "2"]

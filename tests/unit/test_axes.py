@@ -13,7 +13,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad
 
-from fedquilt.axes import Expr, Index, Positions, Product, Sum, axes_in, parse, positions_of, size_of, write
+from fedquilt.axes import (
+    Expr,
+    Index,
+    Positions,
+    Product,
+    Sum,
+    axes_in,
+    parse,
+    positions_of,
+    size_of,
+    write,
+)
 
 SIZES = {"a": 5, "b": 3, "c": 2, "layer.0-d": 1}
 few = settings(max_examples=60, deadline=None)
@@ -37,7 +48,9 @@ def cuts(draw: st.DrawFn) -> Index:
             case "prefix":
                 index[axis] = Positions.prefix(draw(st.integers(1, size)))
             case "window":
-                index[axis] = Positions.window(draw(st.integers(0, 9)), draw(st.integers(1, size)), size)
+                index[axis] = Positions.window(
+                    draw(st.integers(0, 9)), draw(st.integers(1, size)), size
+                )
             case "set":
                 order = draw(st.permutations(range(size)))
                 index[axis] = Positions.chosen(order[: draw(st.integers(1, size))])
@@ -107,7 +120,12 @@ def test_a_window_wraps_into_two_runs():
 def test_chosen_positions_keep_their_order_and_merge_neighbours():
     assert Positions.chosen([2, 3, 4, 0, 1, 6]).runs == ((2, 5), (0, 2), (6, 7))
     assert Positions.chosen([]).runs == ()
-    assert len(Positions.chosen([])) == Positions.chosen([]).stop == len(Positions.chosen([]).tensor) == 0
+    assert (
+        len(Positions.chosen([]))
+        == Positions.chosen([]).stop
+        == len(Positions.chosen([]).tensor)
+        == 0
+    )
 
 
 def test_positions_first_asked_for_inside_of_a_gradient_are_good_afterwards():
@@ -127,7 +145,9 @@ def nested_positions(draw: st.DrawFn) -> tuple[Positions, Positions]:
     """Positions, and places among them."""
     size = draw(st.integers(1, 9))
     outer = Positions.chosen(draw(st.permutations(range(size)))[: draw(st.integers(1, size))])
-    inner = Positions.chosen(draw(st.permutations(range(len(outer))))[: draw(st.integers(1, len(outer)))])
+    inner = Positions.chosen(
+        draw(st.permutations(range(len(outer))))[: draw(st.integers(1, len(outer)))]
+    )
     return outer, inner
 
 
@@ -171,7 +191,9 @@ def naive(expr: Expr, index: Index) -> np.ndarray:
             return np.array(list(index[expr])) if expr in index else np.arange(SIZES[expr])
         case Sum(terms):
             offsets = np.cumsum([0] + [size_of(term, SIZES) for term in terms])
-            return np.concatenate([naive(t, index) + o for t, o in zip(terms, offsets, strict=False)])
+            return np.concatenate(
+                [naive(t, index) + o for t, o in zip(terms, offsets, strict=False)]
+            )
         case Product(factors):
             full = np.arange(size_of(expr, SIZES)).reshape([size_of(f, SIZES) for f in factors])
             return full[np.ix_(*(naive(f, index) for f in factors))].reshape(-1)

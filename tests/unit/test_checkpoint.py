@@ -29,7 +29,10 @@ INDEX = Index({"c1": Positions(((5, 8), (0, 2))), "class": Positions.prefix(3)})
 def remembered(value: float, size: int = 8, scope: str = "") -> Memory:
     submodel = Submodel(Arch((("c1", 5), ("class", 3))), INDEX, scope)
     return Memory(
-        submodel, {"fc.weight": torch.full((size,), float(value))}, {"momentum": {"fc.weight": torch.ones(2)}}, 7
+        submodel,
+        {"fc.weight": torch.full((size,), float(value))},
+        {"momentum": {"fc.weight": torch.ones(2)}},
+        7,
     )
 
 
@@ -43,8 +46,14 @@ def same(one: Memory, other: Memory) -> bool:
             mine[n].dtype == theirs[n].dtype and torch.equal(mine[n], theirs[n]) for n in mine
         )
 
-    slots = list(one.slots) == list(other.slots) and all(equal(one.slots[s], other.slots[s]) for s in one.slots)
-    return (one.submodel, one.steps) == (other.submodel, other.steps) and equal(one.weights, other.weights) and slots
+    slots = list(one.slots) == list(other.slots) and all(
+        equal(one.slots[s], other.slots[s]) for s in one.slots
+    )
+    return (
+        (one.submodel, one.steps) == (other.submodel, other.steps)
+        and equal(one.weights, other.weights)
+        and slots
+    )
 
 
 # --- files ------------------------------------------------------------------------------------------------------
@@ -60,15 +69,27 @@ def test_a_memory_is_the_same_after_bytes():
         "d.count": torch.tensor([2**40, -1]),
         "e.strided": torch.randn(4, 6, generator=generator).t(),
     }
-    one = Memory(Submodel(Arch((("c1", 5),), "depth"), INDEX, "base3/"), odd, {"mean": {}, "square": dict(odd)}, 12)
+    one = Memory(
+        Submodel(Arch((("c1", 5),), "depth"), INDEX, "base3/"),
+        odd,
+        {"mean": {}, "square": dict(odd)},
+        12,
+    )
     again = decode(bytearray(b"".join(bytes(chunk) for chunk in encode(one).chunks())), CPU)
     assert same(one, again)
     assert encode(one).size == sum(len(chunk) for chunk in encode(one).chunks())
-    assert all(t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes for t in again.weights.values())
+    assert all(
+        t.is_contiguous() and t.untyped_storage().nbytes() == t.nbytes
+        for t in again.weights.values()
+    )
 
 
 def test_what_is_written_is_a_safetensors_file(tmp_path):
-    tensors = {"b": torch.randn(3, 2), "a": torch.arange(4), "half": torch.ones(5, dtype=torch.float16)}
+    tensors = {
+        "b": torch.randn(3, 2),
+        "a": torch.arange(4),
+        "half": torch.ones(5, dtype=torch.float16),
+    }
     files.write(tmp_path / "x.safetensors", files.Blob.of(tensors, {"round": 3}).chunks())
     found = load_file(tmp_path / "x.safetensors")
     assert found.keys() == tensors.keys()
@@ -78,7 +99,9 @@ def test_what_is_written_is_a_safetensors_file(tmp_path):
 
 
 def test_a_dtype_the_format_does_not_have_is_named():
-    with pytest.raises(RecordError, match=r"phase is torch\.complex128, which safetensors cannot hold"):
+    with pytest.raises(
+        RecordError, match=r"phase is torch\.complex128, which safetensors cannot hold"
+    ):
         files.Blob.of({"phase": torch.zeros(1, dtype=torch.complex128)}, None)
 
 
@@ -88,7 +111,9 @@ def test_settled_tensors_hold_on_to_nothing_larger():
     assert torch.equal(one, stack[7].t())
     assert one.is_contiguous()
     assert one.untyped_storage().nbytes() == one.nbytes
-    assert files.settled({"w": one})["w"].data_ptr() == one.data_ptr()  # no copy where none is needed
+    assert (
+        files.settled({"w": one})["w"].data_ptr() == one.data_ptr()
+    )  # no copy where none is needed
 
 
 def test_a_write_that_fails_leaves_the_old_file_and_nothing_else(tmp_path):
@@ -114,7 +139,9 @@ def test_files_are_on_disk_before_they_get_their_name(tmp_path, monkeypatch):
         fsync(handle)
 
     monkeypatch.setattr(os, "fsync", synced)
-    monkeypatch.setattr(Path, "replace", lambda self, to: (calls.append("rename"), rename(self, to))[1])
+    monkeypatch.setattr(
+        Path, "replace", lambda self, to: (calls.append("rename"), rename(self, to))[1]
+    )
     files.write(tmp_path / "x", [b"1"])
     assert calls == ["file", "rename", "folder"]
 
@@ -200,7 +227,9 @@ assert [value_of(kept[client, ""]) for client in (0, 17, 9_999, 5_000)] == [0, 1
 assert kept.bytes <= 20 << 20
 print((resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) >> 10)
 """
-    found = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", script], capture_output=True, text=True, check=True
+    )
     assert int(found.stdout) < 120  # MiB
     assert not os.listdir(tmp_path)  # a spill has no name, so that no kill leaves one
 
@@ -213,7 +242,9 @@ def test_a_disk_too_full_to_spill_is_named_and_loses_nothing(tmp_path, monkeypat
     kept[0, ""], kept[1, ""] = remembered(1), remembered(2)
     with monkeypatch.context() as patch:
         patch.setattr(memory.Spill, "_new", full)
-        with pytest.raises(RecordError, match=rf"cannot be kept in {tmp_path}: No space left .* raise the bound"):
+        with pytest.raises(
+            RecordError, match=rf"cannot be kept in {tmp_path}: No space left .* raise the bound"
+        ):
             kept[1, ""]
     assert (value_of(kept[0, ""]), value_of(kept[1, ""])) == (1, 2)
 
@@ -264,7 +295,9 @@ def test_only_changed_memories_are_written(tmp_path):
     assert packs(tmp_path) == ["memory-00000001.safetensors", "memory-00000002.safetensors"]
     again = small(1 << 20)
     Checkpoints(tmp_path).load(again, CPU)
-    assert [value_of(again[client, ""]) for client in range(50)] == [70.0 if c == 7 else c for c in range(50)]
+    assert [value_of(again[client, ""]) for client in range(50)] == [
+        70.0 if c == 7 else c for c in range(50)
+    ]
 
 
 @pytest.mark.parametrize("large", [3_000, 1 << 20], ids=["full packs", "growing packs"])
@@ -293,13 +326,19 @@ def test_any_history_is_found_again_and_what_is_outdated_goes(limit, large, tmp_
                 checkpoints.load(kept, CPU)
         assert {key: value_of(kept[key]) for key in kept} == plain
     checkpoints.save(server(120, kept), {})
-    live, on_disk = (sum(sizes) for sizes in zip(*((p.live, p.written.size) for p in kept._packs), strict=True))
+    live, on_disk = (
+        sum(sizes) for sizes in zip(*((p.live, p.written.size) for p in kept._packs), strict=True)
+    )
     assert len(kept._packs) <= 6 + 2 * live // large
     assert on_disk <= 3 * live
-    assert {path.name for path in (tmp_path / "c").glob("memory-*")} >= {pack.path.name for pack in kept._packs}
+    assert {path.name for path in (tmp_path / "c").glob("memory-*")} >= {
+        pack.path.name for pack in kept._packs
+    }
 
 
-def test_what_a_checkpoint_writes_does_not_grow_with_the_clients_or_the_history(tmp_path, monkeypatch):
+def test_what_a_checkpoint_writes_does_not_grow_with_the_clients_or_the_history(
+    tmp_path, monkeypatch
+):
     """A hundred checkpoints of ten changed clients each, of 100 clients and of 1,000: the same bytes but for log."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
 
@@ -323,7 +362,9 @@ def test_what_a_checkpoint_writes_does_not_grow_with_the_clients_or_the_history(
     assert many < 6 * changed
 
 
-def test_no_checkpoint_writes_much_more_than_changed_even_when_everything_is_outdated_at_once(tmp_path, monkeypatch):
+def test_no_checkpoint_writes_much_more_than_changed_even_when_everything_is_outdated_at_once(
+    tmp_path, monkeypatch
+):
     """A thousand clients saved at once, then ten a round at random: their packs turn half outdated together."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
     one = encode(remembered(0, 250)).size
@@ -373,12 +414,16 @@ def empty(path: Path) -> None:
     path.write_bytes(b"")
 
 
-@pytest.mark.parametrize("harm", [cut_short, flip, empty, Path.unlink], ids=["short", "flipped", "empty", "gone"])
+@pytest.mark.parametrize(
+    "harm", [cut_short, flip, empty, Path.unlink], ids=["short", "flipped", "empty", "gone"]
+)
 @pytest.mark.parametrize("kind", ["{:08}.json", "{:08}.safetensors", "memory-{:08}.safetensors"])
 def test_a_damaged_file_is_noticed_and_the_previous_checkpoint_used(kind, harm, tmp_path, caplog):
     kept, checkpoints = small(1 << 20), Checkpoints(tmp_path)
     for round in (1, 2):
-        for client in range(9 if round == 1 else 2):  # the first pack is large enough to be left alone
+        for client in range(
+            9 if round == 1 else 2
+        ):  # the first pack is large enough to be left alone
             kept[client, ""] = remembered(round)
         checkpoints.save(server(round, kept), {})
     harm(tmp_path / kind.format(2))
@@ -425,7 +470,18 @@ def altered(path: Path, **changes: object) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["../outside.safetensors", "/tmp/outside.safetensors", "", ".", "..", "lock", "x\x00.safetensors", 3, None]
+    "name",
+    [
+        "../outside.safetensors",
+        "/tmp/outside.safetensors",
+        "",
+        ".",
+        "..",
+        "lock",
+        "x\x00.safetensors",
+        3,
+        None,
+    ],
 )
 def test_a_manifest_cannot_name_a_file_outside_of_its_folder(tmp_path, name, caplog):
     checkpoints = Checkpoints(tmp_path / "c")
@@ -450,7 +506,15 @@ def test_a_manifest_that_is_none_is_named_and_the_one_before_used(tmp_path, text
 
 @pytest.mark.parametrize(
     "changes",
-    [{"round": "x"}, {"round": -1}, {"round": True}, {"round": 7}, {"memory": {}}, {"memory": [3]}, {"server": None}],
+    [
+        {"round": "x"},
+        {"round": -1},
+        {"round": True},
+        {"round": 7},
+        {"memory": {}},
+        {"memory": [3]},
+        {"server": None},
+    ],
 )
 def test_values_of_a_manifest_are_checked_although_its_checksum_is_right(tmp_path, changes, caplog):
     checkpoints = Checkpoints(tmp_path)
@@ -465,7 +529,9 @@ def test_files_with_other_content_and_the_right_checksum_are_passed_over(tmp_pat
     checkpoints = Checkpoints(tmp_path)
     for round in (1, 2):
         checkpoints.save(server(round, small()), {})
-    written = files.write(tmp_path / "00000002.safetensors", [b"\x05\x00\x00\x00\x00\x00\x00\x00[[[[["])
+    written = files.write(
+        tmp_path / "00000002.safetensors", [b"\x05\x00\x00\x00\x00\x00\x00\x00[[[[["]
+    )
     altered(tmp_path / "00000002.json", server=vars(written))
     assert Checkpoints(tmp_path).load(small(), CPU)[0].round == 1
     assert "its header cannot be read: it nests deeper than 3 levels" in caplog.text
@@ -513,13 +579,16 @@ def test_a_checkpoint_that_cannot_be_written_leaves_the_one_before(part, tmp_pat
     with monkeypatch.context() as patch:
         patch.setattr(os, "fsync", full)
         with pytest.raises(
-            RecordError, match=r"of round 2 could not .*: No space left .*; the one of round 1 is intact"
+            RecordError,
+            match=r"of round 2 could not .*: No space left .*; the one of round 1 is intact",
         ):
             checkpoints.save(server(2, kept), {})
     again = small()
     assert Checkpoints(tmp_path / "c").load(again, CPU)[0].round == 1
     assert value_of(again[0, ""]) == 1
-    assert not list((tmp_path / "c").glob("*00000002*"))  # nothing is left in the way of those who make room
+    assert not list(
+        (tmp_path / "c").glob("*00000002*")
+    )  # nothing is left in the way of those who make room
     checkpoints.save(server(2, kept), {})
     assert Checkpoints(tmp_path / "c").load(again, CPU)[0].round == 2
     assert value_of(again[0, ""]) == 2

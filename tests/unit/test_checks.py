@@ -28,11 +28,15 @@ class Thing:
         ("(-inf, inf)", [-1e300, 0], [math.inf, -math.inf, math.nan]),
     ],
 )
-def test_intervals_are_open_or_closed_and_nan_lies_in_none(interval: str, inside: list, beyond: list) -> None:
+def test_intervals_are_open_or_closed_and_nan_lies_in_none(
+    interval: str, inside: list, beyond: list
+) -> None:
     for value in inside:
         assert outside(Thing(one=value), one=interval) == {}
     for value in beyond:
-        assert outside(Thing(one=value), one=interval) == {"one": f"{value} was asked for; it must lie in {interval}."}
+        assert outside(Thing(one=value), one=interval) == {
+            "one": f"{value} was asked for; it must lie in {interval}."
+        }
 
 
 def test_text_is_shown_with_its_quotes() -> None:
@@ -41,7 +45,9 @@ def test_text_is_shown_with_its_quotes() -> None:
 
 
 def test_every_value_of_a_sequence_is_looked_at() -> None:
-    assert outside(Thing(many=(0.1, 3.0)), many="[0, 1]") == {"many": "3.0 was asked for; it must lie in [0, 1]."}
+    assert outside(Thing(many=(0.1, 3.0)), many="[0, 1]") == {
+        "many": "3.0 was asked for; it must lie in [0, 1]."
+    }
 
 
 def test_one_error_names_every_field() -> None:

@@ -11,7 +11,16 @@ import fedquilt as fq
 from fedquilt import clientwise
 from fedquilt.clientwise import Clientwise, Device
 from fedquilt.errors import ConfigError
-from fedquilt.methods import METHODS, FedAvg, FedRolex, HeteroFL, LocalOnly, ProgFed, SHeteroFL, SplitMix
+from fedquilt.methods import (
+    METHODS,
+    FedAvg,
+    FedRolex,
+    HeteroFL,
+    LocalOnly,
+    ProgFed,
+    SHeteroFL,
+    SplitMix,
+)
 from fedquilt.methods.prototypes import Prototypes
 from tests.conftest import CUTTING, with_local
 from tests.growing import BLOCKS, HEADS, growing
@@ -28,13 +37,17 @@ def with_domains(data: fq.FederatedData) -> fq.FederatedData:
 
 @pytest.mark.parametrize("name", CUTTING)
 def test_every_method_tells_what_its_clients_got(name, residual, make_data, play):
-    method = with_local(METHODS[name](), batch_size=4).settled(8)  # A model that grows does so later.
+    method = with_local(METHODS[name](), batch_size=4).settled(
+        8
+    )  # A model that grows does so later.
     run = play(method, residual, make_data(residual, (8,) * 3), SHARES, rounds=1)
     found = run.clientwise()
     assert [device.client for device in found.devices] == [0, 1, 2]
     assert [device.share for device in found.devices] == ["1.0", "0.5", "0.25"]
     assert all(0 <= device.accuracy_own_size <= 1 for device in found.devices)
-    assert all((device.accuracy_whole_model is None) == run.method.personal for device in found.devices)
+    assert all(
+        (device.accuracy_whole_model is None) == run.method.personal for device in found.devices
+    )
     assert [0 < part <= 1 for part in found.trained.values()] == [True]
     assert list(found.by("share")) == ["1.0", "0.5", "0.25"]  # the richest first
     assert [device.client for device in run.clientwise([2]).devices] == [2]
@@ -48,12 +61,18 @@ def test_accuracy_is_told_of_a_clients_own_size_and_of_the_whole_model(residual,
     found = run.clientwise()
     for device, share in zip(found.devices, SHARES, strict=True):
         rows = data.test_parts[device.client]
-        for accuracy, size in ((device.accuracy_own_size, share), (device.accuracy_whole_model, 1.0)):
+        for accuracy, size in (
+            (device.accuracy_own_size, share),
+            (device.accuracy_whole_model, 1.0),
+        ):
             answers = run.deploy(fq.Budget(share=size))(data.test_samples(rows)).argmax(1)
             assert accuracy == float((answers == data.test_targets[rows]).double().mean())
     assert found.devices[0].accuracy_own_size == found.devices[0].accuracy_whole_model
     assert any(device.accuracy_own_size != device.accuracy_whole_model for device in found.devices)
-    assert found.to_dict()["spread"]["accuracy_own_size"]["mean"] == found.spread("accuracy_own_size")[0]
+    assert (
+        found.to_dict()["spread"]["accuracy_own_size"]["mean"]
+        == found.spread("accuracy_own_size")[0]
+    )
     assert "accuracy" not in found.to_dict()["clients"][0]
 
 
@@ -65,24 +84,38 @@ def test_a_spread_is_the_mean_and_the_deviation_of_all():
 def test_what_clients_do_not_have_is_refused_with_what_they_have(residual, make_data, play):
     run = play(FedAvg(), residual, make_data(residual, (8,) * 3), rounds=1)
     for wrong in (99, 3, -1, "a", 1.5):
-        with pytest.raises(ConfigError, match=f"client {wrong} was asked for; the fleet has 3, from 0 on"):
+        with pytest.raises(
+            ConfigError, match=f"client {wrong} was asked for; the fleet has 3, from 0 on"
+        ):
             run.clientwise([0, wrong])
     with pytest.raises(ConfigError, match="clientwise was given 2 where a list of clients belongs"):
         run.clientwise(2)
     found = run.clientwise([0])
-    with pytest.raises(ConfigError, match=r"no group of clients named 'foo'\. Known: share, domain"):
+    with pytest.raises(
+        ConfigError, match=r"no group of clients named 'foo'\. Known: share, domain"
+    ):
         found.by("foo")
-    with pytest.raises(ConfigError, match=r"no number of a client named 'share'\. Known: accuracy_own_size, .*params"):
+    with pytest.raises(
+        ConfigError,
+        match=r"no number of a client named 'share'\. Known: accuracy_own_size, .*params",
+    ):
         found.spread("share")
 
 
 def test_sorted_base_nets_are_tested_in_their_order(residual, make_data, play):
     data = make_data(residual, (8,) * 4, tests=60)
-    run = play(with_local(SplitMix(base=0.25, sort=True), batch_size=4, norm="post"), residual, data, (0.25,))
+    run = play(
+        with_local(SplitMix(base=0.25, sort=True), batch_size=4, norm="post"),
+        residual,
+        data,
+        (0.25,),
+    )
     for device in run.clientwise().devices:
         rows = data.test_parts[device.client]
         answers = run.deploy(fq.Budget(share=0.25))(data.test_samples(rows)).argmax(1)
-        assert device.accuracy_own_size == float((answers == data.test_targets[rows]).double().mean())
+        assert device.accuracy_own_size == float(
+            (answers == data.test_targets[rows]).double().mean()
+        )
 
 
 def test_who_is_how_far_in_the_cycle_counts(residual, make_data, play):
@@ -94,11 +127,17 @@ def test_who_is_how_far_in_the_cycle_counts(residual, make_data, play):
 def test_costs_are_those_of_what_a_client_trains(residual, make_data, play):
     """Figure 5: multiply-adds of a batch, and parameters of a round. Split-Mix's are a fraction of HeteroFL's."""
     data, methods = make_data(residual, (8,) * 3), (HeteroFL(), SplitMix(base=0.25))
-    runs = [play(with_local(method, batch_size=4, masked=""), residual, data, SHARES) for method in methods]
+    runs = [
+        play(with_local(method, batch_size=4, masked=""), residual, data, SHARES)
+        for method in methods
+    ]
     hetero, mixed = (run.clientwise() for run in runs)
     for device, share in zip(hetero.devices, SHARES, strict=True):
         cost = residual.cost(residual.fit(fq.Budget(share=share)))
-        assert (device.params, device.macs) == (2 * cost.params, 4 * 3 * cost.macs)  # there and back
+        assert (device.params, device.macs) == (
+            2 * cost.params,
+            4 * 3 * cost.macs,
+        )  # there and back
     one = residual.count(residual.fit(fq.Budget(share=0.25)))
     assert [device.params for device in mixed.devices] == [2 * 4 * one, 2 * 2 * one, 2 * one]
     assert mixed.spread("params")[0] < hetero.spread("params")[0]
@@ -115,7 +154,9 @@ def test_parameters_are_told_as_bytes_are_counted(name, norm, residual, make_dat
     method = with_local(METHODS[name](), batch_size=4, norm=norm, masked="client").settled(8)
     run = play(method, residual, data, SHARES, rounds=1)
     [record], devices = run.records, run.clientwise().devices
-    assert sum(device.params for device in devices) * 8 == record.bytes_down + record.bytes_up  # in fp64
+    assert (
+        sum(device.params for device in devices) * 8 == record.bytes_down + record.bytes_up
+    )  # in fp64
 
 
 def test_what_each_domain_trained(residual, make_data, play):
@@ -124,7 +165,11 @@ def test_what_each_domain_trained(residual, make_data, play):
     shares = (1.0, 0.25, 0.25)
 
     def trained(method, rounds=8):
-        return play(with_local(method, batch_size=4), residual, data, shares, rounds=rounds).clientwise().trained
+        return (
+            play(with_local(method, batch_size=4), residual, data, shares, rounds=rounds)
+            .clientwise()
+            .trained
+        )
 
     assert trained(FedAvg()) == {"near": 1.0, "far": 1.0}
     hetero = trained(HeteroFL(), 2)
@@ -138,7 +183,11 @@ def test_what_each_domain_trained(residual, make_data, play):
 @pytest.mark.parametrize("rounds", [1, 3])
 def test_what_a_link_lost_was_not_trained(name, rounds, perceptron, make_data, play):
     """With weight decay all that arrives has moved, and nothing else has: the weights themselves are the truth."""
-    method = {"fedavg": FedAvg(), "sheterofl": SHeteroFL(count_widths=True), "splitmix": SplitMix(base=0.25)}[name]
+    method = {
+        "fedavg": FedAvg(),
+        "sheterofl": SHeteroFL(count_widths=True),
+        "splitmix": SplitMix(base=0.25),
+    }[name]
     method = with_local(method, optimiser=fq.SGD(lr=0.1, decay=0.1), batch_size=4)
     link = fq.Link(loss=fq.Columns(0.4))
     run = play(method, perceptron, make_data(perceptron, (8, 8)), rounds=rounds, link=link)
@@ -151,7 +200,10 @@ def test_what_a_link_lost_was_not_trained(name, rounds, perceptron, make_data, p
 
 def test_rows_of_classes_that_a_client_lacks_count_over_every_link(residual, make_data, play):
     """A link on which nothing gets lost in this run, though it might, tells what a perfect one does."""
-    method, data = with_local(HeteroFL(), batch_size=4, masked="client"), make_data(residual, (8,), labels=2)
+    method, data = (
+        with_local(HeteroFL(), batch_size=4, masked="client"),
+        make_data(residual, (8,), labels=2),
+    )
     for link in (fq.Link(), fq.Link(loss=fq.Columns(0.0, 1e-12))):
         assert play(method, residual, data, (1.0,), link=link).clientwise().trained == {"": 1.0}
 
@@ -195,8 +247,13 @@ def test_classes_are_not_counted_where_they_do_not_matter(residual, make_data, p
 def test_what_never_travels_is_not_lost(residual, make_data, play):
     link = fq.Link(loss=fq.Columns(1.0))
     data, whole = make_data(residual, (8, 8)), {"": 1.0}
-    assert play(with_local(LocalOnly(), batch_size=4), residual, data, link=link).clientwise().trained == whole
-    assert play(with_local(FedAvg(), batch_size=4), residual, data, link=link).clientwise().trained == {"": 0.0}
+    assert (
+        play(with_local(LocalOnly(), batch_size=4), residual, data, link=link).clientwise().trained
+        == whole
+    )
+    assert play(
+        with_local(FedAvg(), batch_size=4), residual, data, link=link
+    ).clientwise().trained == {"": 0.0}
 
 
 def test_domains_are_told_by_name_or_not_at_all(residual, make_data, play):

@@ -98,7 +98,13 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def small(**settings: Any) -> Experiment:
     """An experiment on the user's own tiny model and data."""
-    plain = {"method": "fedavg", "model": "mine.py:net", "data": "mine.py:pool", "fleet": {"clients": 6}, **settings}
+    plain = {
+        "method": "fedavg",
+        "model": "mine.py:net",
+        "data": "mine.py:pool",
+        "fleet": {"clients": 6},
+        **settings,
+    }
     return Experiment.of(plain)
 
 
@@ -166,7 +172,9 @@ def test_reading_leaves_the_demo_as_it_was() -> None:
         ("a=1\nb=2", ["a"], "1\nb=2"),
     ],
 )
-def test_assignments_take_toml_values_and_bare_words(text: str, path: list[str], value: object) -> None:
+def test_assignments_take_toml_values_and_bare_words(
+    text: str, path: list[str], value: object
+) -> None:
     assert parse_assignment(text) == (path, value)
 
 
@@ -177,7 +185,9 @@ def test_assignments_that_are_none_are_refused(text: str) -> None:
 
 
 def test_a_name_becomes_a_table_when_a_key_of_it_is_set() -> None:
-    assert assign({"method": "fedrolex"}, ["method", "shift"], 2) == {"method": {"name": "fedrolex", "shift": 2}}
+    assert assign({"method": "fedrolex"}, ["method", "shift"], 2) == {
+        "method": {"name": "fedrolex", "shift": 2}
+    }
     assert assign({}, ["a", "b", "c"], 1) == {"a": {"b": {"c": 1}}}
     assert assign({"a": {"x": 1, "y": 2}}, ["a"], {"z": 3}) == {"a": {"z": 3}}
     assert assign({"rounds": 3}, ["rounds", "x"], 1) == {"rounds": {"x": 1}}
@@ -192,9 +202,13 @@ def test_another_name_takes_over_what_all_of_them_have() -> None:
     assert choose({"method": own}, ["method"], "fedrolex") == {"method": own}
     assert choose({"method": "fedrolex"}, ["method"], "fedavg") == {"method": {"name": "fedavg"}}
     assert choose({}, ["method"], "fedavg") == {"method": {"name": "fedavg"}}
-    assert choose({"model": {"name": "vit", "depth": 2}}, ["model"], "vgg11") == {"model": {"name": "vgg11"}}
+    assert choose({"model": {"name": "vit", "depth": 2}}, ["model"], "vgg11") == {
+        "model": {"name": "vgg11"}
+    }
     data = {"name": "digits", "public": 0.1, "partition": "labels"}
-    assert choose({"data": data}, ["data"], "x.npz") == {"data": {"name": "x.npz", "partition": "labels"}}
+    assert choose({"data": data}, ["data"], "x.npz") == {
+        "data": {"name": "x.npz", "partition": "labels"}
+    }
 
 
 def test_a_preset_that_another_method_lacks_is_refused() -> None:
@@ -202,7 +216,8 @@ def test_a_preset_that_another_method_lacks_is_refused() -> None:
     parts = {"model": "tiny_resnet", "data": "digits"}
     asked = {"method": {"name": "splitmix", "preset": "cifar10-robust"}, **parts}
     with pytest.raises(
-        ConfigError, match=r"method\.preset: 'cifar10-robust' was found; fedavg has no preset of that"
+        ConfigError,
+        match=r"method\.preset: 'cifar10-robust' was found; fedavg has no preset of that",
     ) as caught:
         Experiment.of(choose(asked, ["method"], "fedavg"))
     assert f"Known: {', '.join(METHODS['fedavg'].presets)}." in str(caught.value)
@@ -213,11 +228,21 @@ def test_a_preset_that_another_method_lacks_is_refused() -> None:
 
 
 def test_settings_are_laid_over_one_another_table_by_table() -> None:
-    base = {"rounds": 9, "method": {"name": "fedrolex", "local": {"optimiser": {"lr": 0.1}, "epochs": 2}}}
+    base = {
+        "rounds": 9,
+        "method": {"name": "fedrolex", "local": {"optimiser": {"lr": 0.1}, "epochs": 2}},
+    }
     over = {"method": {"local": {"optimiser": {"momentum": 0.9}, "batch_size": 5}}, "seed": 3}
     local = {"optimiser": {"lr": 0.1, "momentum": 0.9}, "epochs": 2, "batch_size": 5}
-    assert overlay(base, over) == {"rounds": 9, "method": {"name": "fedrolex", "local": local}, "seed": 3}
-    assert base == {"rounds": 9, "method": {"name": "fedrolex", "local": {"optimiser": {"lr": 0.1}, "epochs": 2}}}
+    assert overlay(base, over) == {
+        "rounds": 9,
+        "method": {"name": "fedrolex", "local": local},
+        "seed": 3,
+    }
+    assert base == {
+        "rounds": 9,
+        "method": {"name": "fedrolex", "local": {"optimiser": {"lr": 0.1}, "epochs": 2}},
+    }
     assert overlay(base, {}) == base
     assert overlay(base, {})["method"] is not base["method"]
     assert overlay({}, base) == base
@@ -235,7 +260,12 @@ def test_another_name_drops_the_options_of_the_one_below() -> None:
         "fleet": {"budgets": "uniform"},
     }
     assert overlay(base, over) == {
-        "method": {"name": "fedavg", "preset": "paper", "local": {"epochs": 3}, "weighting": "data"},
+        "method": {
+            "name": "fedavg",
+            "preset": "paper",
+            "local": {"epochs": 3},
+            "weighting": "data",
+        },
         "data": {"name": "generated", "train": 8, "partition": {"name": "labels", "labels": 3}},
         "fleet": {"clients": 8, "budgets": {"name": "uniform"}},
     }
@@ -244,11 +274,22 @@ def test_another_name_drops_the_options_of_the_one_below() -> None:
 
 
 def test_names_alone_lists_and_none_are_laid_over_tables() -> None:
-    base = {"method": "fedavg", "model": "mlp", "data": {"name": "digits", "partition": "iid"}, "tracking": ["wandb"]}
+    base = {
+        "method": "fedavg",
+        "model": "mlp",
+        "data": {"name": "digits", "partition": "iid"},
+        "tracking": ["wandb"],
+    }
     assert overlay(base, {"method": {"share": 0.5}})["method"] == {"name": "fedavg", "share": 0.5}
-    assert overlay(base, {"data": {"partition": "none"}})["data"] == {"name": "digits", "partition": "none"}
+    assert overlay(base, {"data": {"partition": "none"}})["data"] == {
+        "name": "digits",
+        "partition": "none",
+    }
     assert overlay(base, {"tracking": []})["tracking"] == []
-    norms = overlay({"method": {"name": "fedavg", "local": {"norm": "post"}}}, {"method": {"local": {"norm": "batch"}}})
+    norms = overlay(
+        {"method": {"name": "fedavg", "local": {"norm": "post"}}},
+        {"method": {"local": {"norm": "batch"}}},
+    )
     assert Experiment.of({**norms, "data": "digits"}).method.local.norm.name == "batch"
 
 
@@ -261,13 +302,22 @@ def test_another_name_below_takes_over_what_all_there_have() -> None:
 
     optimiser = "method", "local", "optimiser"
     assert chosen({"lr": 0.1, "momentum": 0.5}, "adam", *optimiser) == {"lr": 0.1, "name": "adam"}
-    assert chosen({"lr": 0.1, "momentum": 0.5}, "sgd", *optimiser) == {"lr": 0.1, "momentum": 0.5, "name": "sgd"}
+    assert chosen({"lr": 0.1, "momentum": 0.5}, "sgd", *optimiser) == {
+        "lr": 0.1,
+        "momentum": 0.5,
+        "name": "sgd",
+    }
     assert chosen({"name": "labels", "labels": 2, "fraction": 0.5}, "iid", "data", "partition") == {
         "name": "iid",
         "fraction": 0.5,
     }
-    assert chosen({"name": "uniform", "shares": [1.0]}, "income", "fleet", "budgets") == {"name": "income"}
-    assert chosen({"name": "ray", "workers": 2}, "vectorised", "engine") == {"name": "vectorised", "workers": 2}
+    assert chosen({"name": "uniform", "shares": [1.0]}, "income", "fleet", "budgets") == {
+        "name": "income"
+    }
+    assert chosen({"name": "ray", "workers": 2}, "vectorised", "engine") == {
+        "name": "vectorised",
+        "workers": 2,
+    }
     assert chosen(3, "x", "rounds") == {"name": "x"}
 
 
@@ -291,20 +341,32 @@ def test_what_is_not_toml_is_placed(text: bytes, said: str) -> None:
 
 
 def test_files_that_cannot_be_read_are_named(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"absent\.toml was asked for; it cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"absent\.toml was asked for; it cannot be read: No such file"
+    ):
         read_toml(tmp_path / "absent.toml")
     with pytest.raises(ConfigError, match="it cannot be read: Is a directory"):
         read_toml(tmp_path)
 
 
 def test_all_problems_of_a_file_are_told_with_who_asked() -> None:
-    settings = {"method": "fedrolx", "model": "tiny_resnet", "data": "digits", "rounds": 0, "engine": "vectorized"}
+    settings = {
+        "method": "fedrolx",
+        "model": "tiny_resnet",
+        "data": "digits",
+        "rounds": 0,
+        "engine": "vectorized",
+    }
     with pytest.raises(ConfigError) as caught:
         Experiment.of(settings, {"method": "--method"}, "a.toml")
     first, *told = str(caught.value).split("\n  ")
     assert first == "3 problems in a.toml:"
-    assert told[0].startswith("method.name (--method): there is no method named 'fedrolx'. Did you mean 'fedrolex'?")
-    assert told[1].startswith("engine.name: 'vectorized' was asked for; there is no such engine. Did you mean 'vect")
+    assert told[0].startswith(
+        "method.name (--method): there is no method named 'fedrolx'. Did you mean 'fedrolex'?"
+    )
+    assert told[1].startswith(
+        "engine.name: 'vectorized' was asked for; there is no such engine. Did you mean 'vect"
+    )
     assert told[2] == "rounds: 0 was asked for; it must lie in [1, inf)."
 
 
@@ -353,8 +415,12 @@ def small_method(name: str, **settings: Any) -> Any:
 
 
 def test_tables_change_single_values_of_nested_settings() -> None:
-    method = small_method("fedbn", local={"optimiser": {"lr": 0.3}, "schedule": {"name": "cosine", "rounds": 9}})
-    assert method == FedBN(local=replace(FedBN().local, optimiser=SGD(lr=0.3), schedule=fq.Cosine(9)))
+    method = small_method(
+        "fedbn", local={"optimiser": {"lr": 0.3}, "schedule": {"name": "cosine", "rounds": 9}}
+    )
+    assert method == FedBN(
+        local=replace(FedBN().local, optimiser=SGD(lr=0.3), schedule=fq.Cosine(9))
+    )
 
 
 def test_what_was_left_open_is_settled_by_a_run(own: Path) -> None:
@@ -385,18 +451,27 @@ def test_an_experiment_repeats_its_run_bit_for_bit(own: Path) -> None:
 
 
 LINK = {
-    "loss": {"name": "wireless", "distances": [100.0, 300.0], "fading": "constant", "granularity": 0.25},
+    "loss": {
+        "name": "wireless",
+        "distances": [100.0, 300.0],
+        "fading": "constant",
+        "granularity": 0.25,
+    },
     "codec": {"bits": 4, "keep": 0.5, "feedback": True},
     "clock": {"down": [1e6, 2e6], "compute": 1e9},
 }
 
 
-@pytest.mark.parametrize("link", ["lossy-mild", "lq8+sp25", {"name": "sp10", "clock": {"up": 1e6}}, LINK, {}])
+@pytest.mark.parametrize(
+    "link", ["lossy-mild", "lq8+sp25", {"name": "sp10", "clock": {"up": 1e6}}, LINK, {}]
+)
 def test_a_link_is_written_and_read_again(own: Path, link: Any) -> None:
     experiment = small(link=link)
     again = Experiment.of(tomllib.loads(experiment.to_toml()))
     assert again == experiment
-    assert "name" not in tomllib.loads(experiment.to_toml()).get("link", {})  # what a name stood for is spelt out
+    assert "name" not in tomllib.loads(experiment.to_toml()).get(
+        "link", {}
+    )  # what a name stood for is spelt out
     by_name = {"lossy-mild": fq.Columns(0.1, 0.2)}
     assert experiment.link.loss == by_name.get(str(link), experiment.link.loss)
 
@@ -404,20 +479,36 @@ def test_a_link_is_written_and_read_again(own: Path, link: Any) -> None:
 def test_a_table_is_laid_over_a_link_by_name(own: Path) -> None:
     link = small(link={"name": "lossy-mild", "loss": {"upto": 0.4}, "codec": {"bits": 8}}).link
     assert link == fq.Link(fq.Columns(0.1, 0.4), fq.Codec(8))
-    assert small(link=LINK).link.loss == fq.Wireless(distances=(100, 300), fading="constant", granularity=0.25)
+    assert small(link=LINK).link.loss == fq.Wireless(
+        distances=(100, 300), fading="constant", granularity=0.25
+    )
 
 
 def test_a_rate_above_its_upper_bound_is_told_what_would_help(own: Path) -> None:
-    with pytest.raises(ConfigError, match=r"link\.loss\.upto: 0\.2 was asked for.*Set upto too, or upto to none"):
+    with pytest.raises(
+        ConfigError, match=r"link\.loss\.upto: 0\.2 was asked for.*Set upto too, or upto to none"
+    ):
         small(link={"name": "lossy-mild", "loss": {"rate": 0.5}})
-    assert small(link={"name": "lossy-mild", "loss": {"rate": 0.5, "upto": "none"}}).link.loss == fq.Columns(0.5)
+    assert small(
+        link={"name": "lossy-mild", "loss": {"rate": 0.5, "upto": "none"}}
+    ).link.loss == fq.Columns(0.5)
 
 
 def test_all_that_is_wrong_with_a_link_is_told(own: Path) -> None:
     with pytest.raises(ConfigError) as caught:
-        small(link={"name": "lossy-mid", "loss": {"name": "colums"}, "codec": {"bits": 3, "kept": 1}, "clok": {}})
+        small(
+            link={
+                "name": "lossy-mid",
+                "loss": {"name": "colums"},
+                "codec": {"bits": 3, "kept": 1},
+                "clok": {},
+            }
+        )
     told = str(caught.value)
-    assert "link.name: 'lossy-mid' was found; link has no preset of that name. Did you mean 'lossy-mild'?" in told
+    assert (
+        "link.name: 'lossy-mid' was found; link has no preset of that name. Did you mean 'lossy-mild'?"
+        in told
+    )
     assert "there is no loss named 'colums'. Did you mean 'columns'?" in told
     assert "link.codec.bits: 3 was found; one of 2, 4, 8, 32 would fit." in told
     assert "link.codec.kept: linear has no such key. Did you mean 'keep'?" in told
@@ -436,7 +527,9 @@ def test_runs_on_one_ground_have_their_own_links(own: Path) -> None:
 
 
 def test_settings_reach_the_run(own: Path) -> None:
-    run = small(engine={"name": "vectorised", "memory": 1000, "precision": "fp64"}, seed=5).prepare()
+    run = small(
+        engine={"name": "vectorised", "memory": 1000, "precision": "fp64"}, seed=5
+    ).prepare()
     assert run.engine.memory == 1000
     assert run.world.dtype == torch.float64
     assert run.engine.precision == run.summary["precision"] == "fp64"
@@ -446,9 +539,14 @@ def test_settings_reach_the_run(own: Path) -> None:
 def test_tf32_is_refused_where_there_is_none_and_told_with_the_rest(own: Path) -> None:
     told = refused(engine={"precision": "tf32"}, rounds=0)
     assert "2 problems" in told
-    assert "engine.precision: 'tf32' was asked for on cpu; only NVIDIA GPUs have it. 'fp32', 'bf16' or" in told
+    assert (
+        "engine.precision: 'tf32' was asked for on cpu; only NVIDIA GPUs have it. 'fp32', 'bf16' or"
+        in told
+    )
     assert small(engine={"precision": "tf32", "device": "cuda"}).engine.precision == "tf32"
-    assert "'fp16' was found; one of 'fp32', 'tf32', 'bf16', 'fp64' would fit" in refused(engine={"precision": "fp16"})
+    assert "'fp16' was found; one of 'fp32', 'tf32', 'bf16', 'fp64' would fit" in refused(
+        engine={"precision": "fp16"}
+    )
 
 
 @pytest.mark.parametrize("device", ["nonsense", "cuda:99", "mps:x", ""])
@@ -461,7 +559,9 @@ def test_a_device_this_machine_has_not_is_refused(own: Path, device: str) -> Non
 
 
 def test_models_are_offered_what_the_data_is(own: Path) -> None:
-    images = Pool.of((torch.zeros(4, 3, 16, 16), torch.arange(4)), (torch.zeros(1, 3, 16, 16), torch.tensor([6])))
+    images = Pool.of(
+        (torch.zeros(4, 3, 16, 16), torch.arange(4)), (torch.zeros(1, 3, 16, 16), torch.tensor([6]))
+    )
     assert offered(images) == {
         "num_classes": 7,
         "num_outputs": 7,
@@ -476,7 +576,9 @@ def test_models_are_offered_what_the_data_is(own: Path) -> None:
     assert offered(text) == {"num_classes": 50, "num_outputs": 50, "max_length": 9}
     numbers = Pool.of((torch.zeros(4, 5), torch.zeros(4)), (torch.zeros(1, 5), torch.zeros(1)))
     assert offered(numbers) == {"num_classes": 1, "num_outputs": 1, "in_features": 5}
-    yes_or_no = torch.tensor([[0, 1, 1]] * 4)  # whole numbers are classes, unless a task says that they are labels
+    yes_or_no = torch.tensor(
+        [[0, 1, 1]] * 4
+    )  # whole numbers are classes, unless a task says that they are labels
     labels = Pool.of((torch.zeros(4, 5), yes_or_no), (torch.zeros(4, 5), yes_or_no))
     assert offered(labels)["num_outputs"] == 2
     assert offered(labels, MultiLabel())["num_outputs"] == 3
@@ -497,17 +599,29 @@ def test_a_factory_gets_the_number_of_outputs_by_the_name_it_has(tmp_path: Path,
 @pytest.mark.parametrize(
     ("inputs", "told"),
     [
-        (torch.zeros(4, 7), r"data has numbers of shape \(7,\)\. Made for these: mlp; or a module of yours"),
-        (torch.zeros(4, 9, dtype=torch.int64), r"data has tokens of shape \(9,\)\. Made for these: transformer_lm;"),
+        (
+            torch.zeros(4, 7),
+            r"data has numbers of shape \(7,\)\. Made for these: mlp; or a module of yours",
+        ),
+        (
+            torch.zeros(4, 9, dtype=torch.int64),
+            r"data has tokens of shape \(9,\)\. Made for these: transformer_lm;",
+        ),
         (torch.zeros(4, 1, 8, 8, 8), r"numbers of shape \(1, 8, 8, 8\)\. Made for these: unet3d;"),
-        (torch.zeros(4, 1, 2, 2, 2, 2), r"numbers of shape .*\. Made for these: none of those by name; or"),
+        (
+            torch.zeros(4, 1, 2, 2, 2, 2),
+            r"numbers of shape .*\. Made for these: none of those by name; or",
+        ),
     ],
 )
-def test_a_model_for_other_samples_is_refused_with_those_that_fit(inputs: torch.Tensor, told: str) -> None:
+def test_a_model_for_other_samples_is_refused_with_those_that_fit(
+    inputs: torch.Tensor, told: str
+) -> None:
     targets = torch.arange(4) % 3
     pool = Pool.of((inputs, targets), (inputs, targets))
     with pytest.raises(
-        ConfigError, match=rf"'tiny_resnet' was asked for; it is for samples such as \(1, 8, 8\).*{told}"
+        ConfigError,
+        match=rf"'tiny_resnet' was asked for; it is for samples such as \(1, 8, 8\).*{told}",
     ):
         Model("tiny_resnet").trace(pool)
 
@@ -538,7 +652,9 @@ def test_model_options_are_read_by_the_signature(own: Path) -> None:
     assert "model.width: 'x' was found; a whole number would fit." in refused(
         model={"name": "mine.py:net", "width": "x"}
     )
-    assert "mine.py:net has no such option. Did you mean 'width'?" in refused(model={"name": "mine.py:net", "widht": 1})
+    assert "mine.py:net has no such option. Did you mean 'width'?" in refused(
+        model={"name": "mine.py:net", "widht": 1}
+    )
 
 
 def test_runs_may_start_from_a_file_of_weights(own: Path) -> None:
@@ -548,7 +664,11 @@ def test_runs_may_start_from_a_file_of_weights(own: Path) -> None:
     run = small(init="start.safetensors").prepare()
     for name, weight in start.items():
         assert torch.equal(run.server.weights[name], weight)
-    broken = {"0.weight": torch.zeros(2, 2), "0.bais": torch.zeros(8), "2.weight": start["2.weight"]}
+    broken = {
+        "0.weight": torch.zeros(2, 2),
+        "0.bais": torch.zeros(8),
+        "2.weight": start["2.weight"],
+    }
     save_file(broken, "broken.safetensors")
     with pytest.raises(ConfigError) as caught:
         small(init="broken.safetensors").prepare()
@@ -588,20 +708,28 @@ def test_a_run_begins_where_another_ended(own: Path) -> None:
     for name, weight in ended.server.weights.items():
         assert torch.equal(begun.server.weights[name], weight)
     Path("empty").mkdir()
-    with pytest.raises(ConfigError, match=r"init = 'empty' was asked for: .* there is no checkpoint there"):
+    with pytest.raises(
+        ConfigError, match=r"init = 'empty' was asked for: .* there is no checkpoint there"
+    ):
         small(init="empty").prepare()
 
 
 def test_norm_statistics_may_be_missing_from_a_file_of_weights(tmp_path: Path) -> None:
     module = MODELS["tiny_resnet"].factory()
-    save_file({name: value.detach() for name, value in module.named_parameters()}, tmp_path / "x.safetensors")
+    save_file(
+        {name: value.detach() for name, value in module.named_parameters()},
+        tmp_path / "x.safetensors",
+    )
     load_weights(module, str(tmp_path / "x.safetensors"))
 
 
 def test_initial_weights_may_take_as_many_bytes_as_data(own: Path) -> None:
     small(rounds=1).prepare().train(1).save("one")
     (weights,) = Path("one/checkpoint").glob("0*.safetensors")
-    with pytest.raises(ConfigError, match=r"init = .* takes .* bytes in memory, and max_bytes allows 99\. --max-bytes"):
+    with pytest.raises(
+        ConfigError,
+        match=r"init = .* takes .* bytes in memory, and max_bytes allows 99\. --max-bytes",
+    ):
         small(init=str(weights), data={"name": "mine.py:pool", "max_bytes": 99}).prepare()
 
 
@@ -615,9 +743,15 @@ def test_data_may_take_so_many_bytes(tmp_path: Path) -> None:
     options = Options(data=named["name"], max_bytes=size - 1)
     settings, asked = options.layers({"method": "fedavg"})
     assert (settings["data"]["max_bytes"], asked["data.max_bytes"]) == (size - 1, "--max-bytes")
-    with pytest.raises(DataError, match=rf"takes {size:,} bytes in memory, and max_bytes allows {size - 1:,}"):
-        Experiment.of({"method": "fedavg", "data": {**named, "max_bytes": size - 1}}).data.deal(2, 0)
-    assert dealt(Experiment.of({"method": "fedavg", "data": {**named, "max_bytes": size}}).data, 2) == (2, Iid())
+    with pytest.raises(
+        DataError, match=rf"takes {size:,} bytes in memory, and max_bytes allows {size - 1:,}"
+    ):
+        Experiment.of({"method": "fedavg", "data": {**named, "max_bytes": size - 1}}).data.deal(
+            2, 0
+        )
+    assert dealt(
+        Experiment.of({"method": "fedavg", "data": {**named, "max_bytes": size}}).data, 2
+    ) == (2, Iid())
     assert "max_bytes" in refused(data={**named, "max_bytes": -1})
 
 
@@ -636,7 +770,9 @@ def test_data_is_dealt_as_asked(own: Path) -> None:
         Source("mine.py:dealt", partition=Iid()).deal(None, 0)
 
 
-def test_data_with_clients_of_its_own_goes_to_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_with_clients_of_its_own_goes_to_them(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (tmp_path / "ours.py").write_text(
         "import torch\nfrom fedquilt.data import Pool\n"
         "def pool():\n    x, y = torch.zeros(12, 4), torch.arange(12) % 2\n"
@@ -655,11 +791,17 @@ def test_data_with_clients_of_its_own_goes_to_them(tmp_path: Path, monkeypatch: 
 def test_methods_in_files_are_made_read_and_named(own: Path) -> None:
     made = small(method={"name": "mine.py:method", "lr": 0.5, "pace": 3, "local": {"epochs": 4}})
     assert type(made.method).__name__ == "Mine"
-    assert (made.method.pace, made.method.local.epochs, made.method.local.optimiser.lr) == (3, 4, 0.5)
+    assert (made.method.pace, made.method.local.epochs, made.method.local.optimiser.lr) == (
+        3,
+        4,
+        0.5,
+    )
     assert made.names["method"] == "mine.py:Mine"
     assert Experiment.of(tomllib.loads(made.to_toml())) == made
     assert small(method={"name": "mine.py:Mine", "pace": 2}).method.pace == 2
-    assert small(method={"name": "mine.py:Mine", "seen": 2}).method.seen == 2  # its hint is for type checkers alone
+    assert (
+        small(method={"name": "mine.py:Mine", "seen": 2}).method.seen == 2
+    )  # its hint is for type checkers alone
     assert small(method="mine.py:released").names["method"] == "heterofl"
     with pytest.raises(ConfigError, match="is made inside a function"):
         small(method="mine.py:hidden").to_toml()
@@ -669,8 +811,14 @@ def test_methods_in_files_are_made_read_and_named(own: Path) -> None:
 @pytest.mark.parametrize(
     ("settings", "said"),
     [
-        ({"method": "mine.py:nothing"}, "method: mine.py:nothing was called for a Method; it returned an int."),
-        ({"method": "mine.py:broken"}, "method: mine.py:broken was called and failed: ValueError: on purpose"),
+        (
+            {"method": "mine.py:nothing"},
+            "method: mine.py:nothing was called for a Method; it returned an int.",
+        ),
+        (
+            {"method": "mine.py:broken"},
+            "method: mine.py:broken was called and failed: ValueError: on purpose",
+        ),
         (
             {"method": "mine.py:Pool"},
             "method.name: mine.py:Pool was asked for as a method; it is another kind of class. One "
@@ -682,15 +830,23 @@ def test_methods_in_files_are_made_read_and_named(own: Path) -> None:
         ),
         ({"method": "mine.py"}, "Write mine.py:NAME, with the name of a class or function."),
         ({"method": "absent.py:x"}, "there is no file 'absent.py' in "),
-        ({"method": {"name": "mine.py:method", "lr": "x"}}, "method.lr: 'x' was found; a finite number would fit."),
-        ({"method": {"name": "mine.py:method", "pcae": 1}}, "method.pcae: mine.py:Mine has no such key. Did you mean"),
+        (
+            {"method": {"name": "mine.py:method", "lr": "x"}},
+            "method.lr: 'x' was found; a finite number would fit.",
+        ),
+        (
+            {"method": {"name": "mine.py:method", "pcae": 1}},
+            "method.pcae: mine.py:Mine has no such key. Did you mean",
+        ),
     ],
 )
 def test_mistakes_with_files_are_told(own: Path, settings: dict[str, Any], said: str) -> None:
     assert said in refused(**settings)
 
 
-def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_of_one_name_in_two_folders_are_two(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = []
     for place, pace in (("a", 1), ("b", 2)):
         (tmp_path / place).mkdir()
@@ -703,7 +859,11 @@ def test_files_of_one_name_in_two_folders_are_two(tmp_path: Path, monkeypatch: p
 
 def test_a_name_nobody_has_does_not_hide_what_is_wrong_below_it():
     settings = {
-        "method": {"name": "fedrolx", "overlap": 2.0, "local": {"epochs": "two", "optimiser": "sgdd"}},
+        "method": {
+            "name": "fedrolx",
+            "overlap": 2.0,
+            "local": {"epochs": "two", "optimiser": "sgdd"},
+        },
         "model": "tiny_resnet",
         "data": {"name": "digits", "partition": {"name": "dirichlt", "alpha": -0.3}},
     }

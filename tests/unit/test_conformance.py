@@ -45,7 +45,8 @@ def finding(method: Method, check: str) -> Finding:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS]
+    "name",
+    [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in METHODS],
 )
 def test_methods_of_the_package_pass(name):
     found = check_method(METHODS[name]())
@@ -273,10 +274,18 @@ class Idle(Method):
 
 
 BROKEN = [
-    (Unwritable(transform=lambda x: x), "settings", "Unwritable.transform: a function cannot be written to a file"),
+    (
+        Unwritable(transform=lambda x: x),
+        "settings",
+        "Unwritable.transform: a function cannot be written to a file",
+    ),
     (Doubling(), "settings", "factor is 8.0 when it is read back from a config.toml, and was 4.0"),
     (NeverSettled(), "settings", "settled(3) of a method that is settled changes it"),
-    (TooLarge(), "budgets", "TooLarge planned more for client 1 in round 1 than its budget (share 0.5) allows"),
+    (
+        TooLarge(),
+        "budgets",
+        "TooLarge planned more for client 1 in round 1 than its budget (share 0.5) allows",
+    ),
     (Unreproducible(), "plan", "when it was called again. It may depend on its arguments alone"),
     (NoSuchPositions(), "plan", "Any 8 distinct positions from 0 fit"),
     (Unhashable(), "learner", "cannot be hashed (unhashable type: 'list')"),
@@ -285,8 +294,16 @@ BROKEN = [
     (Uneven(), "engines", "sequential and vectorised differ by"),
     (Unjoinable(), "join", "the fold WithoutJoin cannot take another's partial result"),
     (Forgetful(), "join", "one fold and two joined folds differ by"),
-    (Unreproducible(), "determinism", "a run and the same run with another global random state differ by"),
-    (CountsItself(), "resume", "a run and the same run stopped after round 1 and resumed differ by"),
+    (
+        Unreproducible(),
+        "determinism",
+        "a run and the same run with another global random state differ by",
+    ),
+    (
+        CountsItself(),
+        "resume",
+        "a run and the same run stopped after round 1 and resumed differ by",
+    ),
     (Trusting(), "lossy link", "ValueError: positions are missing"),
     (OwnSlotsOnly(), "coded link", "ValueError: who wrote these slots?"),
     (Generous(), "deploy", "the budget share 0.5 allows less"),
@@ -296,7 +313,9 @@ BROKEN = [
 
 
 @pytest.mark.parametrize(
-    ("method", "check", "reason"), BROKEN, ids=[f"{check}-{type(method).__name__}" for method, check, _ in BROKEN]
+    ("method", "check", "reason"),
+    BROKEN,
+    ids=[f"{check}-{type(method).__name__}" for method, check, _ in BROKEN],
 )
 def test_a_mistake_is_found(method, check, reason):
     found = finding(method, check)
@@ -324,7 +343,10 @@ def test_without_a_run_what_needs_one_is_skipped():
 
 def test_a_method_that_ignores_budgets_is_not_asked_to_keep_them():
     found = finding(FedAvg(), "budgets")
-    assert (found.status, found.detail) == ("skipped", "the method ignores budgets on purpose (ignores_budgets = True)")
+    assert (found.status, found.detail) == (
+        "skipped",
+        "the method ignores budgets on purpose (ignores_budgets = True)",
+    )
 
 
 def test_global_random_states_are_restored():

@@ -25,7 +25,9 @@ ALL = [few_server_steps(kind()) for kind in CUTTING.values() if kind is not FedB
 
 @pytest.fixture(scope="module")
 def family() -> fq.Family:
-    return fq.trace(lambda: fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16)), torch.zeros(2, 1, 6, 6))
+    return fq.trace(
+        lambda: fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16)), torch.zeros(2, 1, 6, 6)
+    )
 
 
 def pointers(module: nn.Module) -> dict[str, int]:
@@ -41,7 +43,9 @@ def test_it_answers_as_deployed_modules_do(method, family, play, make_data):
     assert model.share == 1.0
     for share in (0.125, 1.0, 0.5, 0.25):
         own = run.deploy(fq.Budget(share=share), client=client)
-        torch.testing.assert_close(model.set(share=share)(inputs), own(inputs).detach(), rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            model.set(share=share)(inputs), own(inputs).detach(), rtol=0, atol=1e-9
+        )
 
 
 @pytest.mark.parametrize("method", [HeteroFL(), FedRolex(shift=3)], ids=["prefixes", "windows"])
@@ -55,7 +59,9 @@ def test_narrow_nets_are_views_of_the_widest(method, family, play, make_data):
         assert pointers(net) == whole
     separate = [run.deploy(fq.Budget(share=share)) for share in SHARES]
     statistics = sum(resident_bytes([own]) for own in model.statistics)
-    counters = resident_bytes(model._members.values()) - resident_bytes([model])  # batches seen, 8 bytes a norm
+    counters = resident_bytes(model._members.values()) - resident_bytes(
+        [model]
+    )  # batches seen, 8 bytes a norm
     assert 0 <= counters <= 8 * len(SHARES) * 8
     assert model.resident_bytes <= resident_bytes([separate[0]]) + statistics + counters
     assert model.resident_bytes < resident_bytes(separate)
@@ -116,7 +122,9 @@ def test_nets_that_are_not_nested_are_gathered_once(method, family, play, make_d
 
 @pytest.mark.parametrize("norms", ["post", "tracked", "batch"])
 def test_it_is_saved_and_loaded(norms, family, play, make_data, tmp_path):
-    run = play(with_local(HeteroFL(), norm="tracked"), family, make_data(family, (9, 8)), (1.0, 0.5))
+    run = play(
+        with_local(HeteroFL(), norm="tracked"), family, make_data(family, (9, 8)), (1.0, 0.5)
+    )
     model, inputs = run.customisable(SHARES, norms=norms).set(0.25), run.data.test_inputs
     model.save(tmp_path / "model.safetensors")
     again = fq.load_model(tmp_path / "model.safetensors", family.module(family.whole))
@@ -126,7 +134,9 @@ def test_it_is_saved_and_loaded(norms, family, play, make_data, tmp_path):
         assert torch.equal(again.set(share)(inputs), model.set(share)(inputs))
         own = run.deploy(fq.Budget(share=share), norms=norms)
         torch.testing.assert_close(again(inputs), own(inputs).detach(), rtol=0, atol=1e-9)
-    assert (tmp_path / "model.safetensors").stat().st_size < 2 * resident_bytes([family.module(family.whole).double()])
+    assert (tmp_path / "model.safetensors").stat().st_size < 2 * resident_bytes(
+        [family.module(family.whole).double()]
+    )
 
 
 def test_it_moves_loads_and_copies_like_any_module(family, play, make_data):
@@ -136,7 +146,9 @@ def test_it_moves_loads_and_copies_like_any_module(family, play, make_data):
     single = copy.deepcopy(model).float()
     for share in SHARES:
         assert torch.equal(other.set(share)(inputs), model.set(share)(inputs))
-        torch.testing.assert_close(single.set(share)(inputs.float()).double(), model(inputs), rtol=1e-4, atol=1e-4)
+        torch.testing.assert_close(
+            single.set(share)(inputs.float()).double(), model(inputs), rtol=1e-4, atol=1e-4
+        )
         assert pointers(single._members[share]) == pointers(single.stocks[0])
     with torch.no_grad():
         for weight in other.parameters():
@@ -149,7 +161,9 @@ def test_it_moves_loads_and_copies_like_any_module(family, play, make_data):
 def test_a_clients_own(family, play, make_data):
     run = play(LocalOnly(), family, make_data(family, (9, 8)))
     inputs = run.data.test_inputs
-    first, second = (run.customisable((1.0, 0.5), client=client).set(0.5)(inputs) for client in (0, 1))
+    first, second = (
+        run.customisable((1.0, 0.5), client=client).set(0.5)(inputs) for client in (0, 1)
+    )
     assert not torch.allclose(first, second)
     with pytest.raises(ConfigError, match="LocalOnly leaves its result on the clients"):
         run.customisable((1.0,))
@@ -158,24 +172,35 @@ def test_a_clients_own(family, play, make_data):
 def test_mistakes_say_what_would_fit(family, play, make_data):
     run = play(HeteroFL(), family, make_data(family, (9, 8)), rounds=1)
     model = run.customisable((1.0, 0.5))
-    with pytest.raises(ConfigError, match=r"a share of 0.3 was asked for; the model was made for 1, 0.5\."):
+    with pytest.raises(
+        ConfigError, match=r"a share of 0.3 was asked for; the model was made for 1, 0.5\."
+    ):
         model.set(share=0.3)
-    with pytest.raises(ConfigError, match=r"a robustness of 0.3 was asked for; .* has no dual norms"):
+    with pytest.raises(
+        ConfigError, match=r"a robustness of 0.3 was asked for; .* has no dual norms"
+    ):
         model.set(robustness=0.3)
     with pytest.raises(ConfigError, match="without shares"):
         run.customisable(())
     with pytest.raises(fq.errors.BudgetError, match="a share of 2"):
         run.customisable((2.0,))
     for wrong in (0.5, ("a",), (None,)):
-        with pytest.raises(ConfigError, match=r"a customisable model of shares=.* was asked for; several numbers in"):
+        with pytest.raises(
+            ConfigError,
+            match=r"a customisable model of shares=.* was asked for; several numbers in",
+        ):
             run.customisable(wrong)
 
 
 @pytest.mark.parametrize("method", [HeteroFL(), SplitMix(base=0.25)], ids=["heterofl", "splitmix"])
 def test_size_and_robustness_are_chosen_together(method, play, make_data, tmp_path):
     """As a module that is deployed with both; and it comes back from a file with what was chosen."""
-    family = fq.trace(lambda: fq.dual(fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16))), torch.zeros(2, 1, 6, 6))
-    run = play(with_local(method, batch_size=4), family, make_data(family, (9, 8)), (1.0, 0.5), rounds=2)
+    family = fq.trace(
+        lambda: fq.dual(fq.models.PreResNet((1, 1), 4, 1, widths=(8, 16))), torch.zeros(2, 1, 6, 6)
+    )
+    run = play(
+        with_local(method, batch_size=4), family, make_data(family, (9, 8)), (1.0, 0.5), rounds=2
+    )
     model, inputs = run.customisable((1.0, 0.5)), run.data.test_inputs
     for share in (1.0, 0.5):
         for robustness in (0.0, 0.3, 1.0):
@@ -186,7 +211,11 @@ def test_size_and_robustness_are_chosen_together(method, play, make_data, tmp_pa
     assert model.robustness == 1.0
     expected = model.set(share=0.5, robustness=0.7)(inputs)
     model.save(tmp_path / "all.safetensors")
-    for again in (fq.load_model(tmp_path / "all.safetensors", made), copy.deepcopy(model), model.float().double()):
+    for again in (
+        fq.load_model(tmp_path / "all.safetensors", made),
+        copy.deepcopy(model),
+        model.float().double(),
+    ):
         assert (again.share, again.robustness) == (0.5, 0.7)
         torch.testing.assert_close(again.double()(inputs), expected, rtol=0, atol=1e-4)
     with pytest.raises(ConfigError, match="one number for all samples"):
@@ -204,8 +233,12 @@ def test_weights_that_no_slice_cuts_are_gathered_one_by_one(name, make_data):
     """Concatenations and heads: their weights are copies, all others still views."""
     spec = MODELS[name]
     family = fq.trace(spec.factory, spec.example(), fixed=spec.fixed)
-    run = fq.prepare(HeteroFL(), family, make_data(family, (4, 4), tests=4), fq.Fleet.of((1.0,), 2, 1))
+    run = fq.prepare(
+        HeteroFL(), family, make_data(family, (4, 4), tests=4), fq.Fleet.of((1.0,), 2, 1)
+    )
     model, inputs = run.customisable((1.0, 0.5)), run.data.test_inputs[:2]
     whole, half = pointers(model.stocks[0]), pointers(model._members[0.5])
     assert any(whole[name] == half[name] for name in half)
-    torch.testing.assert_close(model.set(0.5)(inputs), run.deploy(fq.Budget(share=0.5))(inputs).detach())
+    torch.testing.assert_close(
+        model.set(0.5)(inputs), run.deploy(fq.Budget(share=0.5))(inputs).detach()
+    )

@@ -59,15 +59,21 @@ def test_every_method_stays_within_every_kind_of_budget(method, family, play, ma
         assert macs(model) == found.cost.macs <= (budget.macs or float("inf"))
         assert found.cost.inference <= (budget.memory or float("inf"))
         if isinstance(method, SplitMix):  # biases of several nets add up to more than one's
-            assert 0.25 <= found.share <= (0.75 if budget.memory else 0.5)  # and activations are needed once
+            assert (
+                0.25 <= found.share <= (0.75 if budget.memory else 0.5)
+            )  # and activations are needed once
         else:
             assert found.share == (1.0 if whole else 0.5)
         one_by_one = torch.cat([model(sample[None]) for sample in run.data.test_inputs])
-        torch.testing.assert_close(one_by_one, model(run.data.test_inputs))  # no sample sees another
+        torch.testing.assert_close(
+            one_by_one, model(run.data.test_inputs)
+        )  # no sample sees another
 
 
 @pytest.mark.parametrize("share", [0.01, 0.5])
-def test_a_share_below_one_channel_is_exceeded_with_a_warning(share, family, play, make_data, caplog):
+def test_a_share_below_one_channel_is_exceeded_with_a_warning(
+    share, family, play, make_data, caplog
+):
     run = play(HeteroFL(), family, make_data(family, (6, 6)), (1.0, 0.5), rounds=1)
     run.deploy(fq.Budget(share=share))
     told = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
@@ -81,7 +87,9 @@ def test_a_share_below_one_channel_is_exceeded_with_a_warning(share, family, pla
 
 @pytest.mark.parametrize("method", [HeteroFL(), SplitMix(base=0.25)], ids=["heterofl", "splitmix"])
 @pytest.mark.parametrize("share", [0.25, 0.5, 1.0])
-def test_a_share_of_groups_is_that_of_their_channels(method, share, play, make_data, caplog, tmp_path):
+def test_a_share_of_groups_is_that_of_their_channels(
+    method, share, play, make_data, caplog, tmp_path
+):
     """Of four groups of eight channels all are kept, with fewer channels in each."""
     groups = fq.trace(_grouped, torch.zeros(2, 1, 8, 8))
     run = play(method, groups, make_data(groups, (4, 4)), (1.0, 0.5), rounds=1)
@@ -119,20 +127,26 @@ def test_a_method_that_hands_out_too_much_is_refused(family, play, make_data):
         (fq.Budget(macs=100), "macs: 100 allowed, 1,664 needed"),
         (fq.Budget(memory=2500), "memory of inference: 2,500 allowed, 3,"),
     ):
-        with pytest.raises(BudgetError, match=f"Generous trains a net, of 612 parameters; the budget .*: {why}"):
+        with pytest.raises(
+            BudgetError, match=f"Generous trains a net, of 612 parameters; the budget .*: {why}"
+        ):
             run.deploy(budget)
 
 
 def test_norms_by_name(family, play, make_data):
     data = make_data(family, (6, 6))
     run = play(with_local(HeteroFL(), norm="tracked"), family, data)
-    tracked, post, batch = (run.deploy(fq.Budget(share=0.5), norms=norms) for norms in ("tracked", "post", "batch"))
+    tracked, post, batch = (
+        run.deploy(fq.Budget(share=0.5), norms=norms) for norms in ("tracked", "post", "batch")
+    )
     assert torch.equal(run.deploy(fq.Budget(share=0.5))[1].running_mean, tracked[1].running_mean)
     assert torch.equal(tracked[1].running_mean, run.server.weights["1.running_mean"][:4])
     assert not torch.allclose(tracked[1].running_mean, post[1].running_mean)
     assert batch[1].running_mean is None
     inputs = run.data.test_inputs
-    torch.testing.assert_close(batch(inputs), post.train()(inputs))  # by the batch, though in evaluation
+    torch.testing.assert_close(
+        batch(inputs), post.train()(inputs)
+    )  # by the batch, though in evaluation
     assert not torch.allclose(batch(inputs)[:4], batch(inputs[:4]))
 
 
@@ -144,21 +158,31 @@ def test_norms_are_measured_over_given_samples(family, play, make_data):
     assert torch.equal(array[1].running_mean, model[1].running_mean)
     own = model[0](samples.double())
     torch.testing.assert_close(model[1].running_mean, own.mean((0, 2, 3)))
-    with pytest.raises(ConfigError, match=r"samples of shape \(20, 3, 4, 4\); the model takes two or more of shape"):
+    with pytest.raises(
+        ConfigError, match=r"samples of shape \(20, 3, 4, 4\); the model takes two or more of shape"
+    ):
         run.deploy(fq.Budget(share=0.5), samples=torch.zeros(20, 3, 4, 4))
 
 
 def test_norms_that_cannot_be_had_are_refused(family, play, make_data):
     data = make_data(family, (6, 6))
     run = play(HeteroFL(), family, data)
-    with pytest.raises(ConfigError, match="norms='tracked' was asked for; HeteroFL trained with norm = 'post'"):
+    with pytest.raises(
+        ConfigError, match="norms='tracked' was asked for; HeteroFL trained with norm = 'post'"
+    ):
         run.deploy(fq.Budget(share=0.5), norms="tracked")
-    with pytest.raises(ConfigError, match=r"norms='local' was asked for.*client=… of a run whose norms are local"):
+    with pytest.raises(
+        ConfigError, match=r"norms='local' was asked for.*client=… of a run whose norms are local"
+    ):
         run.deploy(fq.Budget(share=0.5), norms="local")
-    with pytest.raises(ConfigError, match="norms='none' was asked for; it may be 'batch', 'tracked'"):
+    with pytest.raises(
+        ConfigError, match="norms='none' was asked for; it may be 'batch', 'tracked'"
+    ):
         run.deploy(fq.Budget(share=0.5), norms="none")
     own = play(FedBN(), family, data)
-    kept, fresh = (own.deploy(fq.Budget(share=1.0), client=1, norms=norms) for norms in (None, "post"))
+    kept, fresh = (
+        own.deploy(fq.Budget(share=1.0), client=1, norms=norms) for norms in (None, "post")
+    )
     assert torch.equal(kept[1].running_mean, own.server.memory[1, ""].weights["1.running_mean"])
     assert not torch.allclose(kept[1].running_mean, fresh[1].running_mean)
 
@@ -166,10 +190,15 @@ def test_norms_that_cannot_be_had_are_refused(family, play, make_data):
 def test_without_data_only_what_needs_none_is_deployed(family, play, make_data):
     run = play(HeteroFL(), family, make_data(family, (6, 6)))
     run.absent = "there is no such folder."
-    with pytest.raises(ConfigError, match=r"which cannot be had: there is no such folder\.\n  Give samples"):
+    with pytest.raises(
+        ConfigError, match=r"which cannot be had: there is no such folder\.\n  Give samples"
+    ):
         run.deploy(fq.Budget(share=0.5))
     assert run.deploy(fq.Budget(share=0.5), norms="batch")[1].running_mean is None
-    assert run.deploy(fq.Budget(share=0.5), samples=torch.randn(9, 1, 4, 4))[1].running_mean is not None
+    assert (
+        run.deploy(fq.Budget(share=0.5), samples=torch.randn(9, 1, 4, 4))[1].running_mean
+        is not None
+    )
 
 
 def test_nets_that_are_averaged_add_up(family, play, make_data):
@@ -194,7 +223,11 @@ class Shifted(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.first, self.last = torch.nn.BatchNorm1d(4), torch.nn.Linear(4, 8), torch.nn.Linear(8, 3)
+        self.norm, self.first, self.last = (
+            torch.nn.BatchNorm1d(4),
+            torch.nn.Linear(4, 8),
+            torch.nn.Linear(8, 3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         return self.last(torch.relu(self.first(self.norm(x.mul_(2)))))
@@ -202,7 +235,9 @@ class Shifted(torch.nn.Module):
 
 def test_nets_that_change_their_input_in_place_get_copies(play, make_data, tmp_path):
     family = fq.trace(Shifted, torch.rand(2, 4))
-    run = play(SplitMix(base=0.5, local=fq.Local(norm="post")), family, make_data(family, (6, 6)), rounds=0)
+    run = play(
+        SplitMix(base=0.5, local=fq.Local(norm="post")), family, make_data(family, (6, 6)), rounds=0
+    )
     module, x = run.deploy(fq.Budget(share=1.0)), torch.rand(5, 4, dtype=torch.float64)
     seen = x.clone()
     assert torch.equal(module(x), torch.stack([net(seen.clone()) for net in module.nets]).mean(0))
@@ -222,17 +257,33 @@ def test_a_client_that_is_none_is_refused(family, play, make_data):
 
 
 def test_more_than_a_client_holds_is_given_as_that_and_said_so(family, play, make_data, caplog):
-    run = play(with_local(LocalOnly(), batch_size=4), family, make_data(family, (6, 6)), (1.0, 0.25))
+    run = play(
+        with_local(LocalOnly(), batch_size=4), family, make_data(family, (6, 6)), (1.0, 0.25)
+    )
     run.deploy(fq.Budget(share=1.0), client=0)
     assert not caplog.text
     run.deploy(fq.Budget(share=1.0), client=1)
-    assert "a share 1 was asked for; client 1 holds a share 0.25, and has no more to give." in caplog.text
+    assert (
+        "a share 1 was asked for; client 1 holds a share 0.25, and has no more to give."
+        in caplog.text
+    )
 
 
 def test_a_client_whose_budget_changes_keeps_what_it_trained(family, make_data, caplog):
     """Not what it could hold in a round without it."""
-    fleet, method = fq.Fleet.of((1.0, 0.25), 4, 1, dynamic=True), with_local(LocalOnly(), batch_size=4)
-    run = fq.run(method, family, make_data(family, (6,) * 4), fleet, "sequential", 6, evaluation=fq.Evaluation(every=0))
+    fleet, method = (
+        fq.Fleet.of((1.0, 0.25), 4, 1, dynamic=True),
+        with_local(LocalOnly(), batch_size=4),
+    )
+    run = fq.run(
+        method,
+        family,
+        make_data(family, (6,) * 4),
+        fleet,
+        "sequential",
+        6,
+        evaluation=fq.Evaluation(every=0),
+    )
     for client in {fleet.cohort(round, 0)[0] for round in range(6)}:
         last = max(round for round in range(6) if fleet.cohort(round, 0)[0] == client)
         held = fleet.budget(client, last, 0)
@@ -242,7 +293,9 @@ def test_a_client_whose_budget_changes_keeps_what_it_trained(family, make_data, 
         assert bool(caplog.text) == (held.share < 1)
 
 
-def test_methods_that_ignore_budgets_give_whole_nets_without_a_word(family, play, make_data, caplog):
+def test_methods_that_ignore_budgets_give_whole_nets_without_a_word(
+    family, play, make_data, caplog
+):
     run = play(with_local(FedBN(), batch_size=4), family, make_data(family, (6, 6)), (1.0, 0.5))
     caplog.clear()  # training said how many devices cannot hold the net
     run.deploy(fq.Budget(share=1.0), client=1)

@@ -34,6 +34,9 @@ def test_pages_are_kept_where_the_c_library_can_and_nothing_happens_elsewhere(mo
 
 
 def test_a_device_that_is_not_here_is_refused_by_whoever_takes_one(tmp_path):
-    for asked in (lambda: fq.load_model(tmp_path / "none", torch.nn.Flatten, "gpu"), lambda: fq.load(tmp_path, "gpu")):
+    for asked in (
+        lambda: fq.load_model(tmp_path / "none", torch.nn.Flatten, "gpu"),
+        lambda: fq.load(tmp_path, "gpu"),
+    ):
         with pytest.raises(ConfigError, match="device 'gpu' was asked for; this machine has cpu"):
             asked()

@@ -62,7 +62,9 @@ def test_a_users_own_module_federates_in_under_fifteen_lines():
     assert run.records[-1].loss < run.records[0].loss
 
 
-@pytest.mark.parametrize("method", [FedAvg(), HeteroFL(), FedRolex(), LocalOnly()], ids=lambda m: type(m).__name__)
+@pytest.mark.parametrize(
+    "method", [FedAvg(), HeteroFL(), FedRolex(), LocalOnly()], ids=lambda m: type(m).__name__
+)
 def test_deploy_gives_a_plain_module(method, theirs, play, make_data):
     run = play(method, theirs, make_data(theirs, (6, 6)), (1.0, 0.5))
     model = run.deploy(fq.Budget(share=0.5), client=1 if method.personal else None)
@@ -96,10 +98,14 @@ def test_what_lives_on_clients_is_deployed_by_client(theirs, play, make_data):
     own.train()(run.data.samples(run.data.parts[0]))
     torch.testing.assert_close(own.norm.running_mean, first.norm.running_mean)
     assert not torch.allclose(first.norm.running_mean, second.norm.running_mean)
-    assert run.deploy(fq.Budget(share=0.5), client=0).conv.out_channels == 4  # the budget asked for, not the client's
+    assert (
+        run.deploy(fq.Budget(share=0.5), client=0).conv.out_channels == 4
+    )  # the budget asked for, not the client's
 
 
-def test_a_budget_nobody_can_use_is_refused_before_the_first_round_and_names_its_client(theirs, make_data):
+def test_a_budget_nobody_can_use_is_refused_before_the_first_round_and_names_its_client(
+    theirs, make_data
+):
     fleet = fq.Fleet.of([fq.Budget(share=1.0), fq.Budget(params=3)], 4, 1)
     with pytest.raises(BudgetError, match="client 1: no member fits the budget params 3"):
         fq.prepare(FedAvg(), theirs, make_data(theirs, (4, 4, 4, 4)), fleet)
@@ -108,7 +114,9 @@ def test_a_budget_nobody_can_use_is_refused_before_the_first_round_and_names_its
 @pytest.mark.parametrize("engine", LOCAL)
 def test_an_evaluation_that_fails_leaves_the_run(engine, theirs, play, make_data):
     data = make_data(theirs, (6, 6))
-    broken = replace(data, test_inputs=data.test_inputs.repeat(1, 2, 1, 1))  # channels it cannot take
+    broken = replace(
+        data, test_inputs=data.test_inputs.repeat(1, 2, 1, 1)
+    )  # channels it cannot take
     with pytest.raises(TrainingError, match="the evaluation failed: ") as e:
         play(FedAvg(), theirs, broken, engine=engine)
     assert e.value.run.server.round == 1  # two were asked for, and the last is evaluated
@@ -127,12 +135,18 @@ def test_a_deployed_module_scores_what_the_engine_reported(engine, norm, theirs,
 
 
 def test_a_deployed_modules_outputs_are_the_engines(theirs, play, make_data):
-    run = play(with_local(HeteroFL(), norm="tracked"), theirs, make_data(theirs, (9, 7)), (1.0, 0.5))
+    run = play(
+        with_local(HeteroFL(), norm="tracked"), theirs, make_data(theirs, (9, 7)), (1.0, 0.5)
+    )
     world, inputs = run.world, run.data.test_inputs
     (submodel,) = run.method.deploy(run.server, fq.Budget(share=0.5), world)
     weights = theirs.cutter.gather(run.server.weights, submodel, tuple(run.server.weights))
-    outputs, _ = theirs.member(submodel.arch).net(weights, inputs, fq.family.Pass(statistics="stored"))
-    torch.testing.assert_close(run.deploy(fq.Budget(share=0.5))(inputs).detach(), outputs, rtol=0, atol=1e-12)
+    outputs, _ = theirs.member(submodel.arch).net(
+        weights, inputs, fq.family.Pass(statistics="stored")
+    )
+    torch.testing.assert_close(
+        run.deploy(fq.Budget(share=0.5))(inputs).detach(), outputs, rtol=0, atol=1e-12
+    )
 
 
 def test_deploying_does_not_disturb_the_run(theirs, play, make_data):
@@ -187,10 +201,22 @@ def deal(inputs: Tensor, targets: Tensor) -> fq.FederatedData:
 @pytest.mark.parametrize(
     ("inputs", "targets", "message"),
     [
-        (torch.zeros(4, 1, 9, 8), torch.zeros(4, dtype=torch.int64), r"traced with inputs of shape \(1, 8, 8\)"),
+        (
+            torch.zeros(4, 1, 9, 8),
+            torch.zeros(4, dtype=torch.int64),
+            r"traced with inputs of shape \(1, 8, 8\)",
+        ),
         (torch.zeros(4, 8), torch.zeros(4, dtype=torch.int64), r"data has \(8,\)"),
-        (torch.zeros(4, 1, 8, 8, dtype=torch.int32), torch.zeros(4, dtype=torch.int64), r"data has torch\.int64"),
-        (torch.zeros(4, 1, 8, 8), torch.full((4,), 10), "a target is 10; the output has 10 classes"),
+        (
+            torch.zeros(4, 1, 8, 8, dtype=torch.int32),
+            torch.zeros(4, dtype=torch.int64),
+            r"data has torch\.int64",
+        ),
+        (
+            torch.zeros(4, 1, 8, 8),
+            torch.full((4,), 10),
+            "a target is 10; the output has 10 classes",
+        ),
         (torch.zeros(4, 1, 8, 8), torch.zeros(4), "no task fits both"),
     ],
 )
@@ -200,12 +226,18 @@ def test_data_that_does_not_fit_the_model(inputs, targets, message, theirs):
 
 
 def test_an_unknown_engine_gets_the_nearest_name(theirs, make_data):
-    with pytest.raises(ConfigError, match=r"no engine named 'vectorized'\. Did you mean 'vectorised'"):
-        fq.run(FedAvg(), theirs, make_data(theirs, (4,)), fq.Fleet.of((1.0,), 1), engine="vectorized")
+    with pytest.raises(
+        ConfigError, match=r"no engine named 'vectorized'\. Did you mean 'vectorised'"
+    ):
+        fq.run(
+            FedAvg(), theirs, make_data(theirs, (4,)), fq.Fleet.of((1.0,), 1), engine="vectorized"
+        )
 
 
 def test_an_unknown_preset_lists_the_known_ones():
-    with pytest.raises(ConfigError, match=r"FedRolex has no preset 'relased'; known: paper, .*released-settings"):
+    with pytest.raises(
+        ConfigError, match=r"FedRolex has no preset 'relased'; known: paper, .*released-settings"
+    ):
         FedRolex.preset("relased")
 
 
@@ -243,25 +275,34 @@ def test_a_loss_that_is_not_a_number_names_client_and_round_and_keeps_the_last_g
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(engine, theirs, play, make_data):
+def test_weights_that_are_not_finite_are_refused_even_when_the_loss_was(
+    engine, theirs, play, make_data
+):
     """One step: the loss is measured before it, and only the weights show what it did."""
     method = with_local(FedAvg(), optimiser=fq.SGD(momentum=0.0), schedule=Infinite())
     with pytest.raises(
-        DivergenceError, match=r"client \d .* weights that are not finite in round 1; they were refused"
+        DivergenceError,
+        match=r"client \d .* weights that are not finite in round 1; they were refused",
     ):
         play(method, theirs, make_data(theirs, (4, 4)), engine=engine)
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_samples_nobody_could_learn_from_are_blamed_before_the_learning_rate(engine, theirs, play, make_data):
+def test_samples_nobody_could_learn_from_are_blamed_before_the_learning_rate(
+    engine, theirs, play, make_data
+):
     data = make_data(theirs, (4, 5))
     inputs, targets = data.inputs.clone(), data.targets.clone()
     inputs[[5, 7], 0, 3, 2] = torch.tensor([torch.nan, torch.inf], dtype=torch.float64)
     targets[4:] = -100
     kept = "; the server's state is that of the round before"
-    with pytest.raises(TrainingError, match=f"client 1 .* 2 of its 5 samples hold values that are not finite{kept}"):
+    with pytest.raises(
+        TrainingError, match=f"client 1 .* 2 of its 5 samples hold values that are not finite{kept}"
+    ):
         play(FedAvg(), theirs, replace(data, inputs=inputs), engine=engine)
-    with pytest.raises(TrainingError, match=f"client 1 .* It has no target that counts: all are -100{kept}"):
+    with pytest.raises(
+        TrainingError, match=f"client 1 .* It has no target that counts: all are -100{kept}"
+    ):
         play(FedAvg(), theirs, replace(data, targets=targets), engine=engine)
 
 
@@ -269,11 +310,15 @@ def test_samples_nobody_could_learn_from_are_blamed_before_the_learning_rate(eng
 def test_rounds_and_seeds_are_whole_numbers(wrong, theirs, play, make_data, tmp_path):
     data = make_data(theirs, (4, 4))
     for name in ("rounds", "seed"):
-        with pytest.raises(ConfigError, match=rf"{name} = {wrong!r} was asked for; whole numbers from 0 on fit"):
+        with pytest.raises(
+            ConfigError, match=rf"{name} = {wrong!r} was asked for; whole numbers from 0 on fit"
+        ):
             play(FedAvg(), theirs, data, **{name: wrong}, out=tmp_path / "run")
     assert not (tmp_path / "run").exists()
     run = play(FedAvg(), theirs, data, rounds=0)
-    with pytest.raises(ConfigError, match=rf"rounds = {wrong!r} was asked for; whole numbers from 0 on fit"):
+    with pytest.raises(
+        ConfigError, match=rf"rounds = {wrong!r} was asked for; whole numbers from 0 on fit"
+    ):
         run.train(wrong)
 
 
@@ -306,7 +351,8 @@ class Picky(nn.Module):
 def test_what_a_users_module_raises_carries_client_round_and_stage(engine, play, make_data):
     family = fq.trace(Picky, torch.zeros(2, 4))
     with pytest.raises(
-        TrainingError, match=r"client 1 .* failed in round 1 while training: ValueError: three is too many"
+        TrainingError,
+        match=r"client 1 .* failed in round 1 while training: ValueError: three is too many",
     ) as e:
         play(FedAvg(), family, make_data(family, (4, 3)), engine=engine)
     assert isinstance(e.value.__cause__, ValueError)
@@ -327,7 +373,9 @@ print(json.dumps(sorted(new - set(sys.stdlib_module_names) - {"fedquilt"})))
 
 
 def test_importing_needs_torch_numpy_and_safetensors_alone():
-    found = subprocess.run([sys.executable, "-c", _IMPORTED], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", _IMPORTED], capture_output=True, text=True, check=True
+    )
     assert set(json.loads(found.stdout)) <= {"torch", "numpy", "safetensors"}
 
 
@@ -347,14 +395,19 @@ print(run.deploy(fq.Budget(share=0.5))[0].out_features)
 
 
 def test_training_needs_nothing_else_either():
-    found = subprocess.run([sys.executable, "-c", _EMPTY_HANDED], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", _EMPTY_HANDED], capture_output=True, text=True, check=True
+    )
     assert found.stdout.strip() == "3"
 
 
 @pytest.mark.parametrize(
     ("slip", "message"),
     [
-        ({"method": "fedavg"}, r"run was given str 'fedavg' where a Method belongs, such as fq.methods.FedAvg\(\)"),
+        (
+            {"method": "fedavg"},
+            r"run was given str 'fedavg' where a Method belongs, such as fq.methods.FedAvg\(\)",
+        ),
         ({"method": FedAvg}, "run was given the class FedAvg where a Method belongs"),
         ({"family": Theirs()}, "run was given Theirs .* where a Family belongs, such as fq.trace"),
         ({"fleet": 3}, "run was given int '3' where a Fleet belongs"),
@@ -373,8 +426,15 @@ def test_the_usual_slips_are_told_what_belongs_there(slip, message, theirs, make
 
 def test_a_pool_must_be_dealt_and_a_share_is_no_budget(theirs, play, make_data):
     data = make_data(theirs, (4, 4))
-    with pytest.raises(ConfigError, match=r"Pool .* where a FederatedData belongs, such as pool.deal"):
-        fq.run(FedAvg(), theirs, fq.data.Pool.of((data.inputs, data.targets)), fq.Fleet.of((1.0,), 2, 2))
+    with pytest.raises(
+        ConfigError, match=r"Pool .* where a FederatedData belongs, such as pool.deal"
+    ):
+        fq.run(
+            FedAvg(),
+            theirs,
+            fq.data.Pool.of((data.inputs, data.targets)),
+            fq.Fleet.of((1.0,), 2, 2),
+        )
     with pytest.raises(ConfigError, match=r"deploy was given float '0.25' where a Budget belongs"):
         play(FedAvg(), theirs, data).deploy(0.25)
 
@@ -388,7 +448,9 @@ def test_a_share_may_be_named_without_a_budget(theirs, play, make_data, tmp_path
     whole = sum(weight.numel() for weight in run.deploy().parameters())
     assert run.export(tmp_path / "whole.safetensors").params == whole
     assert run.export(tmp_path / "half.safetensors", share=0.5).share == 0.5
-    with pytest.raises(ConfigError, match=r"deploy was given share=0.5 and a budget \(share 1\); one of them"):
+    with pytest.raises(
+        ConfigError, match=r"deploy was given share=0.5 and a budget \(share 1\); one of them"
+    ):
         run.deploy(fq.Budget(share=1.0), share=0.5)
 
 
@@ -397,17 +459,23 @@ def test_local_settings_are_changed_by_name():
     assert method.local == replace(HeteroFL().local, optimiser=fq.SGD(lr=0.2), epochs=3)
     adam = HeteroFL().with_local(optimiser=fq.Adam(beta1=0.5), lr=0.2)
     assert adam.local.optimiser == fq.Adam(lr=0.2, beta1=0.5)
-    with pytest.raises(ConfigError, match=r"local training has no setting 'epoch'. Did you mean 'epochs'\?"):
+    with pytest.raises(
+        ConfigError, match=r"local training has no setting 'epoch'. Did you mean 'epochs'\?"
+    ):
         HeteroFL().with_local(epoch=3)
     with pytest.raises(
-        ConfigError, match=r"lr = '0.1' was asked for, which is text; it must be a number in \(0, inf\)"
+        ConfigError,
+        match=r"lr = '0.1' was asked for, which is text; it must be a number in \(0, inf\)",
     ):
         HeteroFL().with_local(lr="0.1")
 
 
 def test_a_net_larger_than_the_budget_is_not_deployed(theirs, play, make_data):
     run = play(fq.methods.FedBN(), theirs, make_data(theirs, (6, 6)))
-    with pytest.raises(BudgetError, match=r"FedBN trains one common net, of [\d,]+ parameters; the budget share 0.25"):
+    with pytest.raises(
+        BudgetError,
+        match=r"FedBN trains one common net, of [\d,]+ parameters; the budget share 0.25",
+    ):
         run.deploy(fq.Budget(share=0.25), client=0)
 
 
@@ -426,25 +494,38 @@ def test_runs_may_share_an_engine_and_what_it_recorded(perceptron, make_data):
     assert_same(fq.run(method, perceptron, other, fleet, rounds=2, precision="fp64"), moved)
 
 
-def test_a_run_whose_engine_another_has_used_goes_on_with_its_own_data_and_seed(residual, make_data):
+def test_a_run_whose_engine_another_has_used_goes_on_with_its_own_data_and_seed(
+    residual, make_data
+):
     one, other = make_data(residual, (9, 8, 7)), make_data(residual, (5, 6, 4))
     fleet, method = fq.Fleet.of([1, 1 / 2], 3, 3), fq.methods.HeteroFL()
     first = fq.run(method, residual, one, fleet, rounds=1, precision="fp64")
     before = first.deploy(fq.Budget(share=0.5)).state_dict()
     fq.run(method, residual, other, fleet, first.engine, rounds=1, seed=7)
-    torch.testing.assert_close(first.deploy(fq.Budget(share=0.5)).state_dict(), before, rtol=0, atol=0)
-    assert_same(fq.run(method, residual, one, fleet, rounds=2, precision="fp64"), first.train(2), atol=0)
+    torch.testing.assert_close(
+        first.deploy(fq.Budget(share=0.5)).state_dict(), before, rtol=0, atol=0
+    )
+    assert_same(
+        fq.run(method, residual, one, fleet, rounds=2, precision="fp64"), first.train(2), atol=0
+    )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_an_engine_serves_another_family_with_its_options(engine, perceptron, residual, make_data, play):
+def test_an_engine_serves_another_family_with_its_options(
+    engine, perceptron, residual, make_data, play
+):
     fleet, method = fq.Fleet.of([1], 2, 2), fq.methods.FedAvg()
-    first = fq.prepare(method, perceptron, make_data(perceptron, (5, 6)), fleet, engine, precision="fp64").train(1)
+    first = fq.prepare(
+        method, perceptron, make_data(perceptron, (5, 6)), fleet, engine, precision="fp64"
+    ).train(1)
     data, never = make_data(residual, (5, 6)), fq.Evaluation(every=0)
     run = fq.prepare(method, residual, data, fleet, first.engine, evaluation=never).train(2)
     assert run.world.precision == "fp64"
     torch.testing.assert_close(
-        dict(run.server.weights), dict(play(method, residual, data, engine=engine).server.weights), rtol=0, atol=0
+        dict(run.server.weights),
+        dict(play(method, residual, data, engine=engine).server.weights),
+        rtol=0,
+        atol=0,
     )
 
 
@@ -458,7 +539,10 @@ def test_what_clients_outside_of_the_fleet_hold_is_nobodys(residual, make_data):
         data.parts[:2],
         data.test_parts[:2],
     )
-    runs = [fq.run(HeteroFL(), residual, some, fleet, "sequential", 1, evaluation=how) for some in (data, alone)]
+    runs = [
+        fq.run(HeteroFL(), residual, some, fleet, "sequential", 1, evaluation=how)
+        for some in (data, alone)
+    ]
     assert runs[0].data.num_clients == 2
     assert_same_grades(runs[0].records[-1], runs[1].records[-1])
     for name, value in runs[0].deploy(fq.Budget(share=1.0)).state_dict().items():
@@ -497,7 +581,9 @@ def test_statistics_that_are_no_numbers_are_refused_too(engine, residual, make_d
     inputs = data.inputs.float()
     inputs[data.parts[1]] *= 1e25
     method, fleet = with_local(FedAvg(), batch_size=4, norm="tracked"), fq.Fleet.of((1.0,), 3, 3)
-    with pytest.raises(TrainingError, match=r"client 1 .* sent weights that are not finite in round 1"):
+    with pytest.raises(
+        TrainingError, match=r"client 1 .* sent weights that are not finite in round 1"
+    ):
         fq.run(method, residual, replace(data, inputs=inputs), fleet, engine, 2)
 
 
@@ -508,8 +594,17 @@ def test_what_a_codec_makes_of_weights_must_be_finite(perceptron, make_data):
     job = Job(fleet.client(0, 0, 0, 4), prefix(perceptron.whole), 0)
     wide = {name: torch.full_like(value, 2e38) for name, value in run.server.weights.items()}
     wide["last.bias"][0] = -2e38
-    with pytest.raises(TrainingError, match=r"client 0 .* sent weights that are not finite in round 1"):
-        send(run.federation, job, Payload(job.submodel, wide), run.server.weights, None, run.federation.initial)
+    with pytest.raises(
+        TrainingError, match=r"client 0 .* sent weights that are not finite in round 1"
+    ):
+        send(
+            run.federation,
+            job,
+            Payload(job.submodel, wide),
+            run.server.weights,
+            None,
+            run.federation.initial,
+        )
 
 
 def test_a_budget_that_holds_no_base_net_is_refused_before_the_first_round(residual, make_data):
@@ -521,7 +616,9 @@ def test_a_budget_that_holds_no_base_net_is_refused_before_the_first_round(resid
 def test_a_name_with_a_slash_is_refused():
     net = nn.Sequential()
     net.add_module("enc/1", nn.Linear(4, 3))
-    with pytest.raises(TraceError, match=r"has a weight named 'enc/1.weight'; .* Name the layer without it"):
+    with pytest.raises(
+        TraceError, match=r"has a weight named 'enc/1.weight'; .* Name the layer without it"
+    ):
         fq.trace(net, torch.zeros(2, 4))
 
 
@@ -533,9 +630,14 @@ def test_samples_and_modules_of_any_precision_are_cast(samples, weights, percept
 
     data = make_data(perceptron, (6, 6))
     data = replace(data, inputs=data.inputs.to(samples), test_inputs=data.test_inputs.to(samples))
-    run = fq.run(HeteroFL(), fq.trace(net, data.example), data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1)
+    run = fq.run(
+        HeteroFL(), fq.trace(net, data.example), data, fq.Fleet.of((1.0, 0.5), 2, 2), rounds=1
+    )
     assert run.accuracy
-    assert run.deploy(fq.Budget(share=0.5))(run.data.test_samples(torch.arange(3))).dtype == torch.float32
+    assert (
+        run.deploy(fq.Budget(share=0.5))(run.data.test_samples(torch.arange(3))).dtype
+        == torch.float32
+    )
 
 
 def test_samples_that_are_no_numbers_are_no_memory(perceptron, make_data):
@@ -586,7 +688,10 @@ def test_a_model_that_cannot_be_cut_is_pointed_out_where_devices_are_smaller(mak
     fq.prepare(HeteroFL(), family, data, fq.Fleet.of((1.0,), 2, 2))
     assert not caplog.text
     fq.prepare(HeteroFL(), family, data, fq.Fleet.of((1.0, 0.25), 2, 2))
-    assert "nothing of the model can be cut: devices train the whole of it, also for share 0.25" in caplog.text
+    assert (
+        "nothing of the model can be cut: devices train the whole of it, also for share 0.25"
+        in caplog.text
+    )
 
 
 def test_local_settings_that_are_not_named_stay_the_methods_own():

@@ -26,7 +26,11 @@ HALF = fq.Budget(share=0.5)
 
 def net() -> nn.Module:
     return nn.Sequential(
-        nn.Conv2d(1, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.Flatten(), nn.Linear(8 * 16, 4)
+        nn.Conv2d(1, 8, 3, padding=1),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.Flatten(),
+        nn.Linear(8 * 16, 4),
     )
 
 
@@ -38,7 +42,9 @@ def family() -> fq.Family:
 @pytest.mark.parametrize("norms", ["post", "batch"])
 @pytest.mark.parametrize("format", [ONNX, "pt2", "safetensors"])
 @pytest.mark.parametrize("method", [HeteroFL(), SplitMix(base=0.25)], ids=["one net", "ensemble"])
-def test_what_is_written_answers_as_the_deployed_module(method, format, norms, family, play, make_data, tmp_path):
+def test_what_is_written_answers_as_the_deployed_module(
+    method, format, norms, family, play, make_data, tmp_path
+):
     run = play(method, family, make_data(family, (9, 8)), rounds=1)
     file = tmp_path / "deep" / f"model.{format}"
     found = run.export(file, HALF, norms=norms)
@@ -71,7 +77,9 @@ def answers(file, inputs):
 
 
 @pytest.mark.parametrize(
-    "method", [few_server_steps(kind()) for kind in CUTTING.values()], ids=lambda method: type(method).__name__
+    "method",
+    [few_server_steps(kind()) for kind in CUTTING.values()],
+    ids=lambda method: type(method).__name__,
 )
 def test_every_method_is_written_and_loaded(method, family, play, make_data, tmp_path):
     run = play(method, family, make_data(family, (9, 8)), rounds=1)
@@ -87,14 +95,26 @@ def test_every_method_is_written_and_loaded(method, family, play, make_data, tmp
 def test_a_file_says_what_it_holds(family, play, make_data, tmp_path):
     run = play(FedRolex(), family, make_data(family, (9, 8)))
     run.export(tmp_path / "model.safetensors", fq.Budget(params=400), norms="batch")
-    with safe_open(tmp_path / "model.safetensors", "pt") as file:  # by the package that others read it with
+    with safe_open(
+        tmp_path / "model.safetensors", "pt"
+    ) as file:  # by the package that others read it with
         note = json.loads(file.metadata()["fedquilt"])
-        assert set(file.keys()) == {"0.weight", "0.bias", "1.weight", "1.bias", "4.weight", "4.bias"}
+        assert set(file.keys()) == {
+            "0.weight",
+            "0.bias",
+            "1.weight",
+            "1.bias",
+            "4.weight",
+            "4.bias",
+        }
     width = note["nets"][0]["widths"][0][1]
     assert note["budget"] == {"params": 400}
     assert note["share"] == width / 8
     assert note["nets"][0]["index"] == {"layer.0": [[1, 1 + width]]}  # the window of the last round
-    told = {key: note[key] for key in ("method", "model", "input_shape", "input_dtype", "num_classes", "norms")}
+    told = {
+        key: note[key]
+        for key in ("method", "model", "input_shape", "input_dtype", "num_classes", "norms")
+    }
     assert told == {
         "method": "fedrolex",
         "model": "Sequential",
@@ -138,8 +158,12 @@ def test_an_ensembles_nets_stand_side_by_side(family, play, make_data, tmp_path)
 def test_attention_and_tokens(name, format, make_data, tmp_path):
     spec = MODELS[name]
     options = {"depth": 1} if name == "transformer_lm" else {}
-    family = fq.trace(lambda: spec.factory(**options), spec.example(), fixed=spec.fixed if not options else ())
-    run = fq.prepare(HeteroFL(), family, make_data(family, (4, 4), tests=4), fq.Fleet.of((1.0,), 2, 1))
+    family = fq.trace(
+        lambda: spec.factory(**options), spec.example(), fixed=spec.fixed if not options else ()
+    )
+    run = fq.prepare(
+        HeteroFL(), family, make_data(family, (4, 4), tests=4), fq.Fleet.of((1.0,), 2, 1)
+    )
     assert run.export(tmp_path / f"model.{format}", HALF).max_difference < 1e-4
 
 
@@ -150,8 +174,16 @@ def test_mistakes_come_before_the_work(family, play, make_data, tmp_path):
     wrong = [
         ((there, HALF), {}, r"it is there already. --force writes over it"),
         ((tmp_path, HALF), {}, r"that is a folder. Name a file in it"),
-        ((tmp_path / "model", HALF), {}, r"does not say in which format. Let it end with .onnx, .pt2, .safetensors"),
-        ((tmp_path / "m", HALF), {"format": "onix"}, r"no format named 'onix'. Did you mean 'onnx'"),
+        (
+            (tmp_path / "model", HALF),
+            {},
+            r"does not say in which format. Let it end with .onnx, .pt2, .safetensors",
+        ),
+        (
+            (tmp_path / "m", HALF),
+            {"format": "onix"},
+            r"no format named 'onix'. Did you mean 'onnx'",
+        ),
         ((there / "model.pt2", HALF), {}, "cannot be written to"),
         ((tmp_path / "m.pt2", HALF), {}, "LocalOnly leaves its result on the clients"),
         ((tmp_path / "m.pt2", 0.5), {}, "export was given float '0.5' where a Budget belongs"),
@@ -164,10 +196,14 @@ def test_mistakes_come_before_the_work(family, play, make_data, tmp_path):
     assert there.stat().st_size > 1000
 
 
-def test_without_onnx_the_command_that_brings_it_is_told(family, play, make_data, tmp_path, monkeypatch):
+def test_without_onnx_the_command_that_brings_it_is_told(
+    family, play, make_data, tmp_path, monkeypatch
+):
     run = play(HeteroFL(), family, make_data(family, (9, 8)), rounds=1)
     monkeypatch.setitem(sys.modules, "onnxruntime", None)
-    with pytest.raises(ConfigError, match=r"needs onnxruntime, .*: pip install 'fedquilt\[export\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs onnxruntime, .*: pip install 'fedquilt\[export\]'"
+    ):
         run.export(tmp_path / "model.onnx", HALF)
 
 
@@ -175,13 +211,19 @@ def test_other_answers_are_not_written(family, play, make_data, tmp_path, monkey
     run = play(HeteroFL(), family, make_data(family, (9, 8)), rounds=1)
     read = Pt2.read
     spoilt = {
-        "answers a batch of 2 otherwise than torch, by 0.5": lambda answer: lambda x: answer(x) + 0.5,
-        r"answers a batch of 2 with \(2, 3\), and torch with \(2, 4\)": lambda answer: lambda x: answer(x)[:, :3],
+        "answers a batch of 2 otherwise than torch, by 0.5": lambda answer: (
+            lambda x: answer(x) + 0.5
+        ),
+        r"answers a batch of 2 with \(2, 3\), and torch with \(2, 4\)": lambda answer: (
+            lambda x: answer(x)[:, :3]
+        ),
         "failed on a batch of 2: ZeroDivisionError": lambda answer: lambda x: 1 / 0,
         "otherwise than torch, by nan": lambda answer: lambda x: answer(x) * torch.nan,
     }
     for told, spoil in spoilt.items():
-        monkeypatch.setattr(Pt2, "read", lambda self, data, model, spoil=spoil: spoil(read(self, data, model)))
+        monkeypatch.setattr(
+            Pt2, "read", lambda self, data, model, spoil=spoil: spoil(read(self, data, model))
+        )
         with pytest.raises(ExportError, match=told):
             run.export(tmp_path / "model.pt2", HALF)
     assert list(tmp_path.iterdir()) == []
@@ -204,7 +246,10 @@ def test_what_torch_cannot_record_is_told(make_data, tmp_path):
     family = fq.trace(Fickle, torch.zeros(2, 4))
     family._module.strange = True
     run = fq.prepare(HeteroFL(), family, make_data(family, (4, 4)), fq.Fleet.of((1.0,), 2, 1))
-    with pytest.raises(ExportError, match=r"Fickle cannot be recorded by torch.export.*safetensors takes every module"):
+    with pytest.raises(
+        ExportError,
+        match=r"Fickle cannot be recorded by torch.export.*safetensors takes every module",
+    ):
         run.export(tmp_path / "model.pt2", HALF)
     assert run.export(tmp_path / "model.safetensors", HALF).bytes > 0
 
@@ -223,5 +268,8 @@ def test_files_that_are_no_models_are_refused(family, play, make_data, tmp_path)
     (tmp_path / "half").write_bytes(whole[: len(whole) // 2])
     with pytest.raises(RecordError, match=r"cannot be read as safetensors: its "):
         fq.load_model(tmp_path / "half", net)
-    with pytest.raises(ConfigError, match=r"was cut from a Sequential; the factory made another Linear.*\n.*0.weight"):
+    with pytest.raises(
+        ConfigError,
+        match=r"was cut from a Sequential; the factory made another Linear.*\n.*0.weight",
+    ):
         fq.load_model(tmp_path / "model.safetensors", lambda: nn.Linear(3, 4))

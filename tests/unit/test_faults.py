@@ -54,7 +54,11 @@ def test_a_lack_of_memory_is_told_with_what_would_help(error: Exception) -> None
 
 
 def test_other_errors_stay_as_they_are() -> None:
-    for error in (RuntimeError("shapes differ"), ValueError("out of memory"), OSError(errno.ENOENT, "gone")):
+    for error in (
+        RuntimeError("shapes differ"),
+        ValueError("out of memory"),
+        OSError(errno.ENOENT, "gone"),
+    ):
         assert not is_out_of_memory(error)
         with pytest.raises(type(error)) as caught, enough_memory("tracing the model"):
             raise error
@@ -68,7 +72,9 @@ class Greedy(nn.Linear):
 
 
 def test_memory_that_a_model_lacks_is_told_when_it_is_traced() -> None:
-    with pytest.raises(NotEnoughMemoryError, match=r"while tracing the model\. An allocation of .* failed\. Less"):
+    with pytest.raises(
+        NotEnoughMemoryError, match=r"while tracing the model\. An allocation of .* failed\. Less"
+    ):
         fq.trace(Greedy, torch.zeros(2, 4))
 
 
@@ -98,10 +104,14 @@ class GreedyServer(fq.methods.FedAvg):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_memory_that_training_lacks_is_told_with_the_client(perceptron, make_data, play, engine) -> None:
+def test_memory_that_training_lacks_is_told_with_the_client(
+    perceptron, make_data, play, engine
+) -> None:
     with pytest.raises(TrainingError) as caught:
         play(GreedyClients(), perceptron, make_data(perceptron, (6, 6)), engine=engine)
-    assert "client 0 (budget share 1) ran out of memory in round 1 while training" in str(caught.value)
+    assert "client 0 (budget share 1) ran out of memory in round 1 while training" in str(
+        caught.value
+    )
     assert HELP in str(caught.value)
 
 

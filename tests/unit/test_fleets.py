@@ -36,12 +36,30 @@ def test_every_preset_serves_any_number_of_clients_and_deals_the_same_again(name
 
 
 def test_fedrolex_uniform_has_a_fifth_of_each_share():
-    assert Counter(shares(fleets.Uniform(), 100)) == {1: 20, 1 / 2: 20, 1 / 4: 20, 1 / 8: 20, 1 / 16: 20}
+    assert Counter(shares(fleets.Uniform(), 100)) == {
+        1: 20,
+        1 / 2: 20,
+        1 / 4: 20,
+        1 / 8: 20,
+        1 / 16: 20,
+    }
 
 
 def test_fedrolex_figure_7_income():
-    assert Counter(shares(fleets.Income(), 100)) == {1.0: 6, 0.5: 10, 0.25: 11, 0.125: 18, 0.0625: 55}
-    assert Counter(shares(fleets.Income(), 1000)) == {1.0: 60, 0.5: 100, 0.25: 110, 0.125: 180, 0.0625: 550}
+    assert Counter(shares(fleets.Income(), 100)) == {
+        1.0: 6,
+        0.5: 10,
+        0.25: 11,
+        0.125: 18,
+        0.0625: 55,
+    }
+    assert Counter(shares(fleets.Income(), 1000)) == {
+        1.0: 60,
+        0.5: 100,
+        0.25: 110,
+        0.125: 180,
+        0.0625: 550,
+    }
 
 
 @pytest.mark.parametrize("rho", [0.0, 0.1, 0.3, 0.5, 0.9, 1.0])
@@ -112,8 +130,12 @@ def test_splitmix_log_normal_concentrates_around_0_45():
 def test_fedrescue_clients_draw_their_share_from_the_cluster(cluster):
     drawn = Counter(shares(fleets.Clusters(cluster), 2000))
     assert set(drawn) == set(cluster)
-    assert all(abs(count - 2000 / len(cluster)) < 80 for count in drawn.values())  # four standard deviations of 19
-    assert shares(fleets.Clusters(cluster), 20, seed=3) != shares(fleets.Clusters(cluster), 20, seed=5)
+    assert all(
+        abs(count - 2000 / len(cluster)) < 80 for count in drawn.values()
+    )  # four standard deviations of 19
+    assert shares(fleets.Clusters(cluster), 20, seed=3) != shares(
+        fleets.Clusters(cluster), 20, seed=5
+    )
     assert fleets.Clusters().shares == (0.25, 0.5, 0.75, 1.0)
 
 
@@ -160,7 +182,10 @@ def test_devices_are_read_with_their_units(tmp_path):
 
 
 def test_a_device_without_a_count_is_one(tmp_path):
-    assert dealt(from_csv(tmp_path, "\ufeffshare\n1\n0.5\n\n"), 2) == [fq.Budget(share=1), fq.Budget(share=0.5)]
+    assert dealt(from_csv(tmp_path, "\ufeffshare\n1\n0.5\n\n"), 2) == [
+        fq.Budget(share=1),
+        fq.Budget(share=0.5),
+    ]
 
 
 @pytest.mark.parametrize(
@@ -176,10 +201,16 @@ def test_a_device_without_a_count_is_one(tmp_path):
             r"column 'colour' is not known\. Columns of such a file: name, count, share, ",
         ),
         ("share,share\n1,1\n", "column 'share' is there twice"),
-        ("name,share\nwatch,2\n", r"line 2 \(watch\): a share of 2.0 was asked for; shares lie in \(0, 1\]"),
+        (
+            "name,share\nwatch,2\n",
+            r"line 2 \(watch\): a share of 2.0 was asked for; shares lie in \(0, 1\]",
+        ),
         ("name,share\nwatch,\n", r"line 2 \(watch\): a budget needs at least one of share="),
         ("name,count\nwatch,2\n", "a budget needs at least one of share="),
-        ("name,memory\na,1GB\nwatch,two\n", r"line 3 \(watch\): memory = 'two' was found; write it like 2GB"),
+        (
+            "name,memory\na,1GB\nwatch,two\n",
+            r"line 3 \(watch\): memory = 'two' was found; write it like 2GB",
+        ),
         ("name,memory\na,1.2.3GB\n", "memory = '1.2.3GB' was found"),
         ("macs\n76MB\n", "macs = '76MB' was found; write it like 76M"),
         ("share\n1k\n", "share = '1k' was found; write it like 0.25"),
@@ -199,18 +230,30 @@ def test_a_broken_table_of_devices_is_refused_with_its_line(tmp_path, text, foun
 @pytest.mark.parametrize(
     ("make", "found"),
     [
-        (lambda: fleets.Uniform((1.0, 2.0)), r"shares = 2.0 was asked for; it must lie in \(0, 1\]"),
+        (
+            lambda: fleets.Uniform((1.0, 2.0)),
+            r"shares = 2.0 was asked for; it must lie in \(0, 1\]",
+        ),
         (lambda: fleets.Clusters((0.0,)), "shares = 0.0"),
         (lambda: fleets.TwoLevel(rho=1.2), "rho = 1.2"),
-        (lambda: fleets.Income((0.5, 0.5)), "was given 2 portions; it needs one for each of its shares"),
-        (lambda: fleets.Groups("8-x"), "groups '8-x' were asked for; write what each group's share divides"),
+        (
+            lambda: fleets.Income((0.5, 0.5)),
+            "was given 2 portions; it needs one for each of its shares",
+        ),
+        (
+            lambda: fleets.Groups("8-x"),
+            "groups '8-x' were asked for; write what each group's share divides",
+        ),
         (lambda: fleets.Groups("8-0"), "groups '8-0'"),
         (lambda: fleets.Groups("1/2"), "Each must be 1 or above"),
         (lambda: fleets.Groups(""), "groups ''"),
         (lambda: fleets.Groups("1e999999999"), "groups '1e999999999'"),
         (lambda: fleets.LogNormal(bins=10**15), "bins = "),
         (lambda: fleets.LogNormal(sigma=1e-9, scale=0.01), "leave no capacity above 1/8"),
-        (lambda: fleets.Step(0.25, 5), "5 groups in steps of 0.25 were asked for; the last would have a share of 1.25"),
+        (
+            lambda: fleets.Step(0.25, 5),
+            "5 groups in steps of 0.25 were asked for; the last would have a share of 1.25",
+        ),
         (lambda: fleets.LogNormal(sigma=0), "sigma = 0"),
         (lambda: fleets.FlopLimited(spread=1.0), "spread = 1.0"),
     ],

@@ -38,7 +38,9 @@ def grown(kind: type[nn.Module], rounds: int) -> fq.Run:
     data = fq.FederatedData.of((x, y), (x[:20], y[:20]), list(torch.arange(60).split(15)))
     family = fq.trace(fq.with_stages(kind, ["first", "second"]), data.example)
     method = ProgFed(over=FedAvg(local=fq.Local(batch_size=5)), stage_rounds=2, rounds=4)
-    return fq.run(method, family, data, fq.Fleet.of((1, 0.5), 4), rounds=rounds, engine="sequential")
+    return fq.run(
+        method, family, data, fq.Fleet.of((1, 0.5), 4), rounds=rounds, engine="sequential"
+    )
 
 
 def test_the_grown_model_is_the_users_own_module_without_heads():
@@ -58,7 +60,9 @@ def test_a_model_that_grows_is_handed_out_with_its_temporary_head(kind):
     hidden = (x * (2 if kind is Between else 1)) @ state["first.0.weight"].T + state["first.0.bias"]
     head = "stage_heads.stage1"
     names = [name for name in state if name.startswith(head)]
-    weight, bias = (state[next(name for name in names if name.endswith(leaf))] for leaf in ("weight", "bias"))
+    weight, bias = (
+        state[next(name for name in names if name.endswith(leaf))] for leaf in ("weight", "bias")
+    )
     assert torch.allclose(model(x), hidden.relu() @ weight.T + bias, atol=1e-6)
     assert set(model.state_dict()) == {"first.0.weight", "first.0.bias", *names}
 
@@ -67,7 +71,9 @@ STAGED = fq.with_stages(Between, ["first", "second"])
 
 
 @pytest.mark.parametrize(
-    ("rounds", "factories"), [(1, [STAGED]), (4, [Between, STAGED])], ids=["first stage", "whole model"]
+    ("rounds", "factories"),
+    [(1, [STAGED]), (4, [Between, STAGED])],
+    ids=["first stage", "whole model"],
 )
 def test_a_stage_is_read_from_a_file_as_it_was_written(rounds, factories, tmp_path):
     run = grown(Between, rounds)
@@ -90,7 +96,9 @@ def test_a_stage_cannot_be_read_into_a_module_without_stages(tmp_path):
 def test_a_chain_of_modules_is_recorded_and_other_stages_are_refused(tmp_path):
     written = grown(Chain, 1).export(tmp_path / "chain.pt2", fq.Budget(share=1))
     assert written.max_difference == 0
-    with pytest.raises(ExportError, match=r"stage1 of Between .* behind 'first'.* mul .* safetensors takes"):
+    with pytest.raises(
+        ExportError, match=r"stage1 of Between .* behind 'first'.* mul .* safetensors takes"
+    ):
         grown(Between, 1).export(tmp_path / "between.pt2", fq.Budget(share=1))
     assert grown(Between, 4).export(tmp_path / "whole.pt2", fq.Budget(share=1)).max_difference == 0
 

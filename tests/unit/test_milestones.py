@@ -16,7 +16,9 @@ from fedquilt.round import Grades, Record
 def record(round, accuracy=None, **metrics):
     grades = Grades()
     if accuracy:
-        grades = Grades("accuracy", {"accuracy": {"1.0": accuracy[0], "0.5": accuracy[1]}, **metrics})
+        grades = Grades(
+            "accuracy", {"accuracy": {"1.0": accuracy[0], "0.5": accuracy[1]}, **metrics}
+        )
     return Record(round, 0.5, 2, bytes_down=100, bytes_up=10, macs=1, loss=1.0, grades=grades)
 
 
@@ -35,7 +37,10 @@ def test_a_target_is_reached_in_the_first_evaluated_round_that_has_it():
     assert reached(RECORDS, 0.55, share=1) == Milestone(4, 440, 4, 2.0)
     assert reached(RECORDS, 0.4, share=0.5) == Milestone(2, 220, 2, 1.0)
     assert reached(RECORDS, 0.61) is None
-    assert milestones(RECORDS, 0.45) == {"1.0": Milestone(2, 220, 2, 1.0), "0.5": Milestone(5, 550, 5, 2.5)}
+    assert milestones(RECORDS, 0.45) == {
+        "1.0": Milestone(2, 220, 2, 1.0),
+        "0.5": Milestone(5, 550, 5, 2.5),
+    }
 
 
 def test_a_link_with_a_clock_has_its_own_seconds():
@@ -58,7 +63,10 @@ def test_nothing_is_reached_before_anything_was_evaluated():
 @pytest.mark.parametrize(
     ("asked", "said"),
     [
-        ({"target": 0.5, "share": 0.25}, "the share 0.25 was asked for; the records have accuracy at 1.0, 0.5."),
+        (
+            {"target": 0.5, "share": 0.25},
+            "the share 0.25 was asked for; the records have accuracy at 1.0, 0.5.",
+        ),
         (
             {"target": 0.5, "metric": "accuracy/svnh"},
             "the metric 'accuracy/svnh' was asked for; the records have accuracy, accuracy/svhn.",
@@ -85,7 +93,10 @@ def test_other_figures_have_any_finite_target():
 
 def test_where_lower_is_better_a_target_is_an_upper_bound():
     falling = [
-        replace(record(number), grades=Grades("rmse", {"rmse": {"1.0": value}, "r2": {"1.0": 1 - value}}))
+        replace(
+            record(number),
+            grades=Grades("rmse", {"rmse": {"1.0": value}, "r2": {"1.0": 1 - value}}),
+        )
         for number, value in ((1, 0.9), (2, 0.7), (3, 0.8))
     ]
     assert reached(falling, 0.8, higher_is_better=False).round == 2

@@ -22,7 +22,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder = tmp_path / "quilted"
     folder.mkdir()
     (folder / "__init__.py").touch()
-    (folder / "mine.py").write_text("class Mine:\n    class Inner: pass\ndef make(): pass\nnumber = 3\n")
+    (folder / "mine.py").write_text(
+        "class Mine:\n    class Inner: pass\ndef make(): pass\nnumber = 3\n"
+    )
     (folder / "broken.py").write_text("raise ValueError('on purpose')\n")
     monkeypatch.syspath_prepend(tmp_path)
     monkeypatch.setattr("sys.modules", dict(sys.modules))
@@ -52,7 +54,9 @@ def test_what_cannot_be_found_is_said(package: None, name: str, told: str) -> No
     assert told in str(caught.value)
 
 
-@pytest.mark.parametrize("name", ["hub:mnist", "hub:owner/name", "file.py:Class", "a.b", "a.b:", "a..b:C", "C:x.npz"])
+@pytest.mark.parametrize(
+    "name", ["hub:mnist", "hub:owner/name", "file.py:Class", "a.b", "a.b:", "a..b:C", "C:x.npz"]
+)
 def test_other_names_with_a_colon_or_dots_are_in_no_module(name: str) -> None:
     assert not is_in_module(name)
 

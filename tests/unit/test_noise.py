@@ -48,11 +48,19 @@ def test_keys_are_fixed_for_good():
 
 
 def test_the_order_of_a_keys_parts_matters():
-    assert len({noise.key(1, 2), noise.key(2, 1), noise.key(1), noise.key(1, 2, 0), noise.key(12)}) == 5
+    assert (
+        len({noise.key(1, 2), noise.key(2, 1), noise.key(1), noise.key(1, 2, 0), noise.key(12)})
+        == 5
+    )
 
 
 def test_keys_of_neighbouring_rounds_clients_and_seeds_do_not_meet():
-    keys = {noise.key(seed, client, round) for seed in range(8) for client in range(16) for round in range(16)}
+    keys = {
+        noise.key(seed, client, round)
+        for seed in range(8)
+        for client in range(16)
+        for round in range(16)
+    }
     assert len(keys) == 8 * 16 * 16
 
 
@@ -68,7 +76,9 @@ def test_uniform_is_uniform():
     assert float(drawn.mean()) == pytest.approx(1 / 2, abs=0.003)  # 4.6 standard errors
     assert float(drawn.var()) == pytest.approx(1 / 12, abs=0.001)
     counts = torch.histc(drawn, 10, 0, 1)
-    assert float(((counts - 20_000) ** 2 / 20_000).sum()) < 30  # chi² of 9 degrees: 30 is its 0.9996 quantile
+    assert (
+        float(((counts - 20_000) ** 2 / 20_000).sum()) < 30
+    )  # chi² of 9 degrees: 30 is its 0.9996 quantile
     assert abs(float(torch.corrcoef(torch.stack([drawn[:-1], drawn[1:]]))[0, 1])) < 0.01
 
 
@@ -137,7 +147,9 @@ def test_dirichlet_shares_have_the_distribution(alpha):
     """The share of one of three is Beta(α, 2α), by the test of Kolmogorov and Smirnov."""
     from scipy.stats import beta, kstest
 
-    draws = torch.stack([noise.dirichlet(torch.tensor(noise.key(5, draw)), 3, alpha) for draw in range(2000)])
+    draws = torch.stack(
+        [noise.dirichlet(torch.tensor(noise.key(5, draw)), 3, alpha) for draw in range(2000)]
+    )
     torch.testing.assert_close(draws.sum(1), torch.ones(2000, dtype=torch.float64))
     for place in range(3):
         assert kstest(draws[:, place].numpy(), beta(alpha, 2 * alpha).cdf).pvalue > 1e-3
@@ -146,7 +158,10 @@ def test_dirichlet_shares_have_the_distribution(alpha):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_half_precision_draws_the_same_numbers_rounded(dtype):
     word = torch.tensor(noise.key(5))
-    fine, coarse = noise.uniform(word, (100_000,), torch.float32), noise.uniform(word, (100_000,), dtype)
+    fine, coarse = (
+        noise.uniform(word, (100_000,), torch.float32),
+        noise.uniform(word, (100_000,), dtype),
+    )
     assert coarse.dtype == dtype
     assert float(coarse.max()) < 1
     assert (coarse.float() - fine).abs().max() < 2 * torch.finfo(dtype).eps

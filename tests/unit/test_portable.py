@@ -34,7 +34,9 @@ class Model:
     def changed(self, change: Change) -> Path:
         note, tensors = copy.deepcopy(self.note), dict(self.tensors)
         change(tensors, note)
-        self.file.write_bytes(b"".join(bytes(chunk) for chunk in Blob.sealed(tensors, note).chunks()))
+        self.file.write_bytes(
+            b"".join(bytes(chunk) for chunk in Blob.sealed(tensors, note).chunks())
+        )
         return self.file
 
 
@@ -69,19 +71,30 @@ def layout(change: Callable[[dict[str, Any]], object]) -> Change:
 
 
 def test_the_weights_are_there_and_finite(model):
-    with pytest.raises(RecordError, match=r"changed.safetensors was asked for; net 0 has no 4\.bias\."):
+    with pytest.raises(
+        RecordError, match=r"changed.safetensors was asked for; net 0 has no 4\.bias\."
+    ):
         fq.load_model(model.changed(lambda tensors, note: tensors.pop("4.bias")), net)
     with pytest.raises(RecordError, match=r"net 0 has no 1\.running_mean"):
         fq.load_model(model.changed(lambda tensors, note: tensors.pop("1.running_mean")), net)
     with pytest.raises(RecordError, match=r"net 0 has the unexpected tensor more"):
         fq.load_model(model.changed(lambda tensors, note: tensors.update(more=torch.ones(1))), net)
     with pytest.raises(RecordError, match=r"4\.bias of net 0 is \(5,\) instead of \(4,\)"):
-        fq.load_model(model.changed(lambda tensors, note: tensors.update({"4.bias": torch.ones(5)})), net)
+        fq.load_model(
+            model.changed(lambda tensors, note: tensors.update({"4.bias": torch.ones(5)})), net
+        )
     for dtype in (torch.int64, torch.complex64, torch.bool):
         with pytest.raises(RecordError, match=r"4\.bias of net 0 is .* instead of torch.float32"):
-            fq.load_model(model.changed(lambda t, note, d=dtype: t.update({"4.bias": torch.ones(4).to(d)})), net)
-    nan = model.changed(lambda tensors, note: tensors.update({"4.bias": torch.full((4,), torch.nan)}))
-    with pytest.raises(RecordError, match=r"4 of 4 values of 4\.bias are NaN or infinite.*allow_nan=True"):
+            fq.load_model(
+                model.changed(lambda t, note, d=dtype: t.update({"4.bias": torch.ones(4).to(d)})),
+                net,
+            )
+    nan = model.changed(
+        lambda tensors, note: tensors.update({"4.bias": torch.full((4,), torch.nan)})
+    )
+    with pytest.raises(
+        RecordError, match=r"4 of 4 values of 4\.bias are NaN or infinite.*allow_nan=True"
+    ):
         fq.load_model(nan, net)
     assert fq.load_model(nan, net, allow_nan=True)[4].bias.isnan().all()
 
@@ -90,7 +103,9 @@ def test_weights_without_bytes_are_refused(model):
     data = model.changed(lambda tensors, note: None).read_bytes()
     begin = 8 + int.from_bytes(data[:8], "little")
     header = json.loads(data[8:begin])
-    entries = {name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"}
+    entries = {
+        name: entry["data_offsets"] for name, entry in header.items() if name != "__metadata__"
+    }
     name, last = max(entries.items(), key=lambda pair: pair[1])
     header[name]["data_offsets"] = [last[0], last[0]]
     text = json.dumps(header).encode()
@@ -106,7 +121,10 @@ NOTES: list[tuple[Change, str]] = [
     (lambda t, n: n.pop("norms"), "norms of its note is no text"),
     (lambda t, n: n.pop("model"), "model of its note is no text"),
     (lambda t, n: n.pop("input_shape"), "input_shape of its note"),
-    (lambda t, n: n.update(input_shape=[10**9]), r"sample of shape \[1000000000\] has more than 268,435,456 values"),
+    (
+        lambda t, n: n.update(input_shape=[10**9]),
+        r"sample of shape \[1000000000\] has more than 268,435,456 values",
+    ),
     (lambda t, n: n.update(input_shape=[2**20, 2**20]), "has more than 268,435,456"),
     (lambda t, n: n.update(input_shape=[-1]), "input_shape of its note"),
     (lambda t, n: n.update(input_shape="1"), "input_shape of its note"),
@@ -120,14 +138,26 @@ NOTES: list[tuple[Change, str]] = [
     (lambda t, n: n["nets"][0].update(widths=3), "the widths of a sub-model"),
     (lambda t, n: n["nets"][0].update(widths=[["layer.0", -4]]), "the widths of a sub-model"),
     (lambda t, n: n["nets"][0].update(widths=[]), "net 0 has the widths of no axis"),
-    (lambda t, n: n["nets"][0].update(widths=[["layer.0", 9]]), "net 0 has the width 9 on 'layer.0'"),
+    (
+        lambda t, n: n["nets"][0].update(widths=[["layer.0", 9]]),
+        "net 0 has the width 9 on 'layer.0'",
+    ),
     (lambda t, n: n["nets"][0].update(widths=[["layer.0", 4]] * 2), "net 0 has the widths of"),
     (lambda t, n: n["nets"][0].update(kind="stage9"), "net 0: the variant 'stage9'"),
     (lambda t, n: n["nets"][0].update(kind=[]), "the kind or the scope"),
     (lambda t, n: n["nets"][0].update(trains=[3]), "the parts that a sub-model trains"),
-    (lambda t, n: n["nets"][0].update(index={"layer.0": [[0, 10**15]]}), "net 0 has 1000000000000000 positions"),
-    (lambda t, n: n["nets"][0].update(index={"layer.0": [[6, 10]]}), "up to position 9 on axis 'layer.0'"),
-    (lambda t, n: n["nets"][0].update(index={"layer.0": [[0, 2], [0, 2]]}), "4 channels up to position 1"),
+    (
+        lambda t, n: n["nets"][0].update(index={"layer.0": [[0, 10**15]]}),
+        "net 0 has 1000000000000000 positions",
+    ),
+    (
+        lambda t, n: n["nets"][0].update(index={"layer.0": [[6, 10]]}),
+        "up to position 9 on axis 'layer.0'",
+    ),
+    (
+        lambda t, n: n["nets"][0].update(index={"layer.0": [[0, 2], [0, 2]]}),
+        "4 channels up to position 1",
+    ),
     (lambda t, n: n["nets"][0].update(index={"layer.0": [[3, 0]]}), "the index of a sub-model"),
     (lambda t, n: n["nets"][0].update(index={"nowhere": [[0, 4]]}), "axis 'nowhere'"),
     (lambda t, n: n.update(layout="x"), "no JSON"),
@@ -140,14 +170,20 @@ NOTES: list[tuple[Change, str]] = [
     (layout(lambda raw: raw["axes"][0].update(size=2**40)), "no size from 1"),
     (layout(lambda raw: raw["axes"][0].update(fixed="x")), "of another type"),
     (layout(lambda raw: raw["axes"][0].update(inner=["x"])), "inner axis 'x'"),
-    (layout(lambda raw: raw["axes"][0].update(name="x")), "has the axis 'layer.0', which the layout does not list"),
+    (
+        layout(lambda raw: raw["axes"][0].update(name="x")),
+        "has the axis 'layer.0', which the layout does not list",
+    ),
     (layout(lambda raw: raw.update(dims=[])), "dims of the layout"),
     (layout(lambda raw: raw["dims"].update({"0.weight": "(a"})), "unbalanced"),
     (layout(lambda raw: raw["dims"].update({"0.weight": "(" * 101})), "more than 100 parentheses"),
     (layout(lambda raw: raw["dims"].update({"0.weight": "9" * 5000})), "cannot be read"),
     (layout(lambda raw: raw.update(attributes={"0.padding": "1 1"})), "0.padding has 2 dimensions"),
     (layout(lambda raw: raw.update(ties={"a": "b"})), "the weight 'b', which it does not list"),
-    (layout(lambda raw: raw.update(parts={"norm": ["b"]})), "the weight 'b', which it does not list"),
+    (
+        layout(lambda raw: raw.update(parts={"norm": ["b"]})),
+        "the weight 'b', which it does not list",
+    ),
     (layout(lambda raw: raw.update(parts={"norm": "b"})), "parts of the layout"),
     (layout(lambda raw: raw.update(variants={"a": 3})), "variants of the layout"),
     (layout(lambda raw: raw.update(notes=[3])), "notes of the layout"),
@@ -164,7 +200,12 @@ def test_notes_that_contradict_themselves_are_refused(model):
 def test_layouts_of_other_modules_are_refused(model):
     for path in ("forward", "0.weight", "0.padding", "7.out_features", "0.kernel_size.5"):
         with pytest.raises(ConfigError, match=rf"{path} is 8 there and"):
-            fq.load_model(model.changed(layout(lambda raw, path=path: raw.update(attributes={path: "layer.0"}))), net)
+            fq.load_model(
+                model.changed(
+                    layout(lambda raw, path=path: raw.update(attributes={path: "layer.0"}))
+                ),
+                net,
+            )
     with pytest.raises(ConfigError, match=r"9\.bias is tied to 4\.bias there and is nothing here"):
         fq.load_model(model.changed(layout(lambda raw: raw.update(ties={"9.bias": "4.bias"}))), net)
 
@@ -172,14 +213,23 @@ def test_layouts_of_other_modules_are_refused(model):
 def test_models_of_several_sizes_are_checked_too(sizes):
     changes: list[tuple[Change, str]] = [
         (lambda t, n: n.pop("mixes"), "mixes of its note"),
-        (lambda t, n: n.update(mixes=[[1, [99]]]), "the share 1 of its note has nets that are not there"),
+        (
+            lambda t, n: n.update(mixes=[[1, [99]]]),
+            "the share 1 of its note has nets that are not there",
+        ),
         (lambda t, n: n.update(mixes=[3]), "a mix of its note"),
         (lambda t, n: n.update(share=0.3), "share of its note is none"),
         (lambda t, n: n.update(stocks=[]), "stocks of its note"),
         (lambda t, n: n["nets"][0].update(stock=77), "a net of its note has no stock"),
         (lambda t, n: t.pop("stocks.0.4.bias"), r"stock 0 has no 4\.bias"),
-        (lambda t, n: t.update({"stocks.99.4.bias": torch.ones(4)}), r"unexpected tensor stocks\.99\.4\.bias"),
-        (lambda t, n: t.update({"statistics.0.4.bias": torch.ones(4)}), r"net 0 has the unexpected tensor 4\.bias"),
+        (
+            lambda t, n: t.update({"stocks.99.4.bias": torch.ones(4)}),
+            r"unexpected tensor stocks\.99\.4\.bias",
+        ),
+        (
+            lambda t, n: t.update({"statistics.0.4.bias": torch.ones(4)}),
+            r"net 0 has the unexpected tensor 4\.bias",
+        ),
         (lambda t, n: t.pop("statistics.0.1.running_var"), r"net 0 has no 1\.running_var"),
     ]
     assert fq.load_model(sizes.changed(lambda tensors, note: None), net).shares == (1.0, 0.5)
@@ -193,7 +243,9 @@ def test_a_file_is_refused_for_its_size(model):
     with pytest.raises(RecordError, match=r"max_bytes allows 10\. --max-bytes \d+ "):
         fq.load_model(file, net, max_bytes=10)
     large = model.changed(lambda tensors, note: note.update(input_shape=[2**20]))
-    with pytest.raises(RecordError, match=r"two samples of shape \[1048576\] are needed: it takes 8,388,608 bytes"):
+    with pytest.raises(
+        RecordError, match=r"two samples of shape \[1048576\] are needed: it takes 8,388,608 bytes"
+    ):
         fq.load_model(large, net, max_bytes=100_000)
 
 

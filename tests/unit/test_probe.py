@@ -35,7 +35,9 @@ def test_a_member_is_named_by_a_share_that_gives_it(residual, share):
     member = residual.fit(fq.Budget(share=share))
     named = described(residual, member)
     assert residual.fit(fq.Budget(share=named.share)) == member
-    assert named.share == {0.01: 1 / 8, 0.3: 1 / 4, 0.99: 7 / 8}.get(share, share)  # axes of 4 and 8 channels
+    assert named.share == {0.01: 1 / 8, 0.3: 1 / 4, 0.99: 7 / 8}.get(
+        share, share
+    )  # axes of 4 and 8 channels
     assert (named.params, named.macs) == (residual.count(member), residual.cost(member).macs)
 
 
@@ -47,15 +49,25 @@ def test_a_probe_as_plain_values(perceptron):
     }  # fmt: skip
     assert set(plain["budget"]) == {"macs", "memory"}
     assert set(plain["member"]) == set(plain["measured"]) == {"share", "params", "macs", "memory"}
-    assert plain["target"] == {"samples": 500, "epoch_seconds": 60.0, "memory": 0.5, "batch_size": 32}
+    assert plain["target"] == {
+        "samples": 500,
+        "epoch_seconds": 60.0,
+        "memory": 0.5,
+        "batch_size": 32,
+    }
 
 
 @pytest.mark.parametrize("precision", ["fp32", "bf16", "fp64"])
 def test_a_probe_trains_in_the_precision_asked_for(residual, precision):
     found = probe(residual, seconds=BRIEF, precision=precision)
     assert found.precision == precision
-    assert found.budget.memory == found.memory * found.target.memory  # of training in that precision
-    assert found.member.memory == residual.cost(residual.whole, fq.TrainingStep(32, 1, precision)).memory
+    assert (
+        found.budget.memory == found.memory * found.target.memory
+    )  # of training in that precision
+    assert (
+        found.member.memory
+        == residual.cost(residual.whole, fq.TrainingStep(32, 1, precision)).memory
+    )
 
 
 def test_a_probe_leaves_the_global_random_state_and_the_model_alone(perceptron):
@@ -67,12 +79,15 @@ def test_a_probe_leaves_the_global_random_state_and_the_model_alone(perceptron):
 
 def test_a_target_no_member_meets_says_how_fast_the_machine_is(perceptron):
     with pytest.raises(
-        BudgetError, match=r"500 samples in 1e-12 s were asked .* multiply-adds a second. no member fits"
+        BudgetError,
+        match=r"500 samples in 1e-12 s were asked .* multiply-adds a second. no member fits",
     ):
         probe(perceptron, target=Target(epoch_seconds=1e-12), seconds=BRIEF)
 
 
-@pytest.mark.parametrize("wrong", [{"samples": 0}, {"epoch_seconds": 0}, {"memory": 1.5}, {"batch_size": 0}])
+@pytest.mark.parametrize(
+    "wrong", [{"samples": 0}, {"epoch_seconds": 0}, {"memory": 1.5}, {"batch_size": 0}]
+)
 def test_impossible_targets_are_refused(wrong):
     with pytest.raises(ConfigError, match=f"{next(iter(wrong))} = "):
         Target(**wrong)
@@ -94,7 +109,10 @@ MEMINFO = "MemTotal:       24000000 kB\nMemFree:         1000000 kB\nMemAvailabl
     ("limits", "expected"),
     [
         ({}, 20_000_000 * 1024),
-        ({"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"}, 20_000_000 * 1024),
+        (
+            {"sys/fs/cgroup/memory.max": "max\n", "sys/fs/cgroup/memory.current": "5\n"},
+            20_000_000 * 1024,
+        ),
         ({"sys/fs/cgroup/memory.max": "3000\n", "sys/fs/cgroup/memory.current": "1000\n"}, 2000),
         (
             {

@@ -56,7 +56,12 @@ def start(residual, data, play):
         fleet = options.pop("fleet", None) or fq.Fleet.of((1.0, 0.5), 4, 2)
         options = {"evaluation": fq.Evaluation(every=2), "checkpointing": EVERY, **options}
         return play(
-            method, options.pop("family", residual), options.pop("data", data), fleet=fleet, rounds=rounds, **options
+            method,
+            options.pop("family", residual),
+            options.pop("data", data),
+            fleet=fleet,
+            rounds=rounds,
+            **options,
         )
 
     return start
@@ -104,17 +109,50 @@ def test_a_folder_says_what_ran_and_what_happened(start, tmp_path):
     assert summary.pop("check").keys() == {"config.toml", "rounds.jsonl", "summary.json"}
     assert summary == run.summary == records.read_summary(out)
     assert list(summary) == [
-        *("method", "model", "data", "engine", "precision", "seed", "rounds", "seconds", "bytes_down", "bytes_up"),
-        *("accuracy", "metrics", "task", "main", "higher_is_better", "percent", "members", "devices", "note"),
+        *(
+            "method",
+            "model",
+            "data",
+            "engine",
+            "precision",
+            "seed",
+            "rounds",
+            "seconds",
+            "bytes_down",
+            "bytes_up",
+        ),
+        *(
+            "accuracy",
+            "metrics",
+            "task",
+            "main",
+            "higher_is_better",
+            "percent",
+            "members",
+            "devices",
+            "note",
+        ),
         "fedquilt",
     ]
-    assert (summary["method"], summary["model"], summary["engine"]) == ("Keeping", "PreResNet", "sequential")
+    assert (summary["method"], summary["model"], summary["engine"]) == (
+        "Keeping",
+        "PreResNet",
+        "sequential",
+    )
     assert summary["bytes_up"] == sum(record["bytes_up"] for record in lines(out))
     assert summary["accuracy"] == run.accuracy
     family = run.world.family
-    assert summary["members"]["1.0"] == {"params": family.count(family.whole), "macs": family.cost(family.whole).macs}
+    assert summary["members"]["1.0"] == {
+        "params": family.count(family.whole),
+        "macs": family.cost(family.whole).macs,
+    }
     config = tomllib.loads((out / "config.toml").read_text())["python"]
-    assert (config["rounds"], config["seed"], config["engine"], config["precision"]) == (4, 0, "sequential", "fp64")
+    assert (config["rounds"], config["seed"], config["engine"], config["precision"]) == (
+        4,
+        0,
+        "sequential",
+        "fp64",
+    )
     assert "batch_size=4" in config["method"]
     assert start(FedAvg(), rounds=1).summary["method"] == "fedavg"
 
@@ -140,7 +178,9 @@ def test_weights_can_be_had_without_the_run(start, tmp_path):
     run = start(out=tmp_path / "run")
     found = fq.load(tmp_path / "run")
     assert found.round == 4
-    assert all(torch.equal(found.weights[name], weight) for name, weight in run.server.weights.items())
+    assert all(
+        torch.equal(found.weights[name], weight) for name, weight in run.server.weights.items()
+    )
     assert found.memory.keys() == run.server.memory.keys()
     with pytest.raises(RecordError, match=r"the weights in .* there is no checkpoint there"):
         fq.load(tmp_path / "elsewhere")
@@ -198,7 +238,9 @@ def test_preparing_uses_a_method_as_it_is_given(start):
     ids=lambda method: f"{type(method).__name__}-{method.local.norm.name}",
 )
 @pytest.mark.parametrize("limit", [0, 1 << 30], ids=["spilling", "held"])
-def test_a_run_that_was_interrupted_goes_on_to_the_same_result(limit, engine, method, start, tmp_path):
+def test_a_run_that_was_interrupted_goes_on_to_the_same_result(
+    limit, engine, method, start, tmp_path
+):
     whole = start(method, rounds=5, engine=engine)
     out, options = tmp_path / "run", {"engine": engine, "memory_limit": limit, "rounds": 5}
     for round in (1, 3):
@@ -206,7 +248,9 @@ def test_a_run_that_was_interrupted_goes_on_to_the_same_result(limit, engine, me
             start(method, out=out, resume=True, watch=stop_after(round), **options)
     again = start(method, out=out, resume=True, **options)
     assert_same(whole, again, atol=0)
-    assert [timeless(record) for record in lines(out)] == [timeless(record) for record in whole.history]
+    assert [timeless(record) for record in lines(out)] == [
+        timeless(record) for record in whole.history
+    ]
 
 
 def test_records_behind_the_checkpoint_are_played_again(start, tmp_path):
@@ -217,7 +261,9 @@ def test_records_behind_the_checkpoint_are_played_again(start, tmp_path):
     with (out / "rounds.jsonl").open("a") as file:
         file.write(json.dumps({"round": 3}) + "\n" + json.dumps({"round": 4}) + '\n{"rou')
     again = start(rounds=5, out=out, resume=True)
-    assert [timeless(record) for record in lines(out)][2:] == [timeless(record) for record in whole.history][2:]
+    assert [timeless(record) for record in lines(out)][2:] == [
+        timeless(record) for record in whole.history
+    ][2:]
     assert_same(whole, replace(again, records=whole.records), atol=0)
 
 
@@ -262,7 +308,9 @@ def test_threads_and_the_engines_choices_are_restored(start, tmp_path, monkeypat
     assert manifest["engine"]["memory"] == 256 << 20
     assert manifest["here"]["torch"] == torch.__version__
     monkeypatch.setattr(torch, "set_num_threads", asked.append)
-    run = fq.prepare(*_parts(start(rounds=1, engine="vectorised")), engine="vectorised", precision="fp64")
+    run = fq.prepare(
+        *_parts(start(rounds=1, engine="vectorised")), engine="vectorised", precision="fp64"
+    )
     run.engine.memory = 1
     with Folder.resume(out) as folder:
         assert folder.load(run) == 1
@@ -305,13 +353,21 @@ def test_another_run_is_refused_with_what_differs(start, tmp_path, data, percept
             "data": replace(data, targets=data.targets.flip(0))
         },
         r"fleet\.sample: 2 there, 3 here": {"fleet": fq.Fleet.of((1.0, 0.5), 4, 3)},
-        r"fleet\.presence: None there, \w+ here": {"fleet": fq.Fleet.of((1.0, 0.5), 4, 2, available=Diurnal())},
+        r"fleet\.presence: None there, \w+ here": {
+            "fleet": fq.Fleet.of((1.0, 0.5), 4, 2, available=Diurnal())
+        },
         r"engine: Sequential there, Vectorised here": {"engine": "vectorised"},
-        r"model: \w+ there, \w+ here": {"family": perceptron, "data": make_data(perceptron, (5, 6, 4, 7))},
+        r"model: \w+ there, \w+ here": {
+            "family": perceptron,
+            "data": make_data(perceptron, (5, 6, 4, 7)),
+        },
     }
     for message, change in others.items():
         options = {"method": FedProx(mu=0.5), **change}
-        with pytest.raises(ConfigError, match=rf"the run in {out} was to go on, but it is another one[^@]*{message}"):
+        with pytest.raises(
+            ConfigError,
+            match=rf"the run in {out} was to go on, but it is another one[^@]*{message}",
+        ):
             start(rounds=2, out=out, resume=True, **options)
     assert {path: path.read_bytes() for path in (out / "checkpoint").iterdir()} == before
     assert start(FedProx(mu=0.5), rounds=2, out=out, resume=True).server.round == 2
@@ -324,7 +380,9 @@ def test_a_run_goes_on_that_was_begun_before_a_field_was_added(start, tmp_path, 
 
     def earlier(run):
         return {
-            name: value for name, value in identity(run).items() if not name.endswith((".keep_optimizer", ".rotate"))
+            name: value
+            for name, value in identity(run).items()
+            if not name.endswith((".keep_optimizer", ".rotate"))
         }
 
     with monkeypatch.context() as patched:
@@ -334,7 +392,9 @@ def test_a_run_goes_on_that_was_begun_before_a_field_was_added(start, tmp_path, 
         r"method\.local\.keep_optimizer: nothing of the kind there, True here": {
             "method": FedAvg().with_local(keep_optimizer=True)
         },
-        r"rotate: nothing of the kind there, True here": {"link": fq.Link(codec=fq.Codec(bits=8, rotate=True))},
+        r"rotate: nothing of the kind there, True here": {
+            "link": fq.Link(codec=fq.Codec(bits=8, rotate=True))
+        },
     }
     for message, change in others.items():
         options = {"method": FedAvg(), "link": link, **change}
@@ -349,7 +409,9 @@ def test_a_default_that_has_more_values_is_another_one():
         shares: tuple[float, ...] = (1.0, 0.5)
 
     saved = {leaf.name: leaf.value for leaf in records._leaves("fleet", Widths((1.0,)))}
-    with pytest.raises(ConfigError, match=r"fleet\.shares\[1\]: nothing of the kind there, 0\.5 here"):
+    with pytest.raises(
+        ConfigError, match=r"fleet\.shares\[1\]: nothing of the kind there, 0\.5 here"
+    ):
         records._compare(saved, list(records._leaves("fleet", Widths())), "a run was to go on")
 
 
@@ -390,10 +452,14 @@ class Scaled(torch.nn.Sequential):
 
 def test_other_constants_are_noticed(start, tmp_path, make_data):
     out = tmp_path / "run"
-    one, other = (fq.trace(lambda scale=scale: Scaled(scale), torch.zeros(2, 6)) for scale in (1.0, 2.0))
+    one, other = (
+        fq.trace(lambda scale=scale: Scaled(scale), torch.zeros(2, 6)) for scale in (1.0, 2.0)
+    )
     options = {"method": FedAvg(), "data": make_data(one, (5, 6, 4, 7)), "out": out, "resume": True}
     start(rounds=1, family=one, **options)
-    with pytest.raises(ConfigError, match=r"constants\.scale: float32\[\] \w+ there, float32\[\] \w+ here"):
+    with pytest.raises(
+        ConfigError, match=r"constants\.scale: float32\[\] \w+ there, float32\[\] \w+ here"
+    ):
         start(rounds=2, family=other, **options)
     assert start(rounds=2, family=one, **options).server.round == 2
 
@@ -413,7 +479,9 @@ def test_a_folder_without_a_run_cannot_be_resumed(tmp_path):
 
 def test_a_folder_that_cannot_be_written_to_is_refused(tmp_path):
     (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match=r"file/run was asked for; it cannot be written to: Not a directory"):
+    with pytest.raises(
+        ConfigError, match=r"file/run was asked for; it cannot be written to: Not a directory"
+    ):
         Folder.create(tmp_path / "file" / "run", "")
 
 
@@ -435,10 +503,17 @@ with Folder.create(sys.argv[1], ""):
 
 def test_a_second_run_on_one_folder_is_refused_by_the_pid_of_the_first(tmp_path):
     command = [sys.executable, "-c", _HOLD, str(tmp_path / "run")]
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as first:
+    with subprocess.Popen(
+        command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    ) as first:
         assert first.stdout.readline() == "ready\n"
-        for way in (lambda: Folder.create(tmp_path / "run", ""), lambda: Folder.resume(tmp_path / "run")):
-            with pytest.raises(ConfigError, match=rf"the run of process {first.pid} is writing there"):
+        for way in (
+            lambda: Folder.create(tmp_path / "run", ""),
+            lambda: Folder.resume(tmp_path / "run"),
+        ):
+            with pytest.raises(
+                ConfigError, match=rf"the run of process {first.pid} is writing there"
+            ):
                 way()
         first.kill()  # the system releases it
     Folder.resume(tmp_path / "run").close()
@@ -462,7 +537,9 @@ def harm(out: Path, place: int, old: bytes = b'"loss": ', new: bytes = b'"loss":
     (out / "rounds.jsonl").write_bytes(b"".join(text))
 
 
-def test_a_run_goes_on_from_its_checkpoint_if_rounds_are_missing_from_the_log(start, tmp_path, caplog):
+def test_a_run_goes_on_from_its_checkpoint_if_rounds_are_missing_from_the_log(
+    start, tmp_path, caplog
+):
     out = tmp_path / "run"
     whole = start(rounds=5)
     start(rounds=3, out=out)
@@ -483,7 +560,9 @@ def test_a_line_that_was_edited_is_noticed_and_taken_out_on_resume(start, tmp_pa
     start(rounds=3, out=out)
     harm(out, 0)
     before = (out / "rounds.jsonl").read_bytes()
-    with pytest.raises(RecordError, match=r"rounds\.jsonl is not what was written: line 1: its checksum differs"):
+    with pytest.raises(
+        RecordError, match=r"rounds\.jsonl is not what was written: line 1: its checksum differs"
+    ):
         records.read(out)
     again = start(rounds=4, out=out, resume=True)
     assert "round 1 is missing from it" in caplog.text
@@ -497,7 +576,10 @@ def test_a_log_that_is_gone_or_of_another_run_does_not_cost_the_weights(start, t
     whole = start(rounds=3)
     start(rounds=2, out=out)
     start(rounds=2, out=tmp_path / "other", seed=1)
-    for swap in (lambda: (tmp_path / "other" / "rounds.jsonl").rename(out / "rounds.jsonl"), lambda: None):
+    for swap in (
+        lambda: (tmp_path / "other" / "rounds.jsonl").rename(out / "rounds.jsonl"),
+        lambda: None,
+    ):
         (out / "rounds.jsonl").unlink()
         swap()
         again = start(rounds=3, out=out, resume=True)
@@ -515,7 +597,12 @@ def test_a_log_that_an_earlier_version_began_goes_on_with_checksums(start, tmp_p
     del plain["about"]["check"], plain["sha256"]
     manifest.write_text(json.dumps({**plain, "sha256": checkpoint._digest(plain)}))
     start(rounds=4, out=out, resume=True)
-    assert ["check" in json.loads(line) for line in file.read_text().splitlines()] == [False, False, True, True]
+    assert ["check" in json.loads(line) for line in file.read_text().splitlines()] == [
+        False,
+        False,
+        True,
+        True,
+    ]
     start(rounds=5, out=out, resume=True)
     assert "damaged" not in caplog.text
     harm(out, 0)
@@ -535,8 +622,21 @@ def alter_manifest(file: Path, **about: object) -> None:
 @pytest.mark.parametrize(
     "about",
     [
-        *({"threads": "x"}, {"threads": 0}, {"threads": 10**6}, {"run": None}, {"run": [1]}, {"here": 3}, {"check": 3}),
-        *({"engine": {"train": "x"}}, {"engine": {"memory": "x"}}, {"engine": {"memory": -1}}, {"engine": None}),
+        *(
+            {"threads": "x"},
+            {"threads": 0},
+            {"threads": 10**6},
+            {"run": None},
+            {"run": [1]},
+            {"here": 3},
+            {"check": 3},
+        ),
+        *(
+            {"engine": {"train": "x"}},
+            {"engine": {"memory": "x"}},
+            {"engine": {"memory": -1}},
+            {"engine": None},
+        ),
         *(
             {"sample": {"shape": [10**20], "dtype": "float32", "classes": 0}},
             {"sample": {"shape": [], "dtype": "load"}},
@@ -544,7 +644,9 @@ def alter_manifest(file: Path, **about: object) -> None:
     ],
     ids=str,
 )
-def test_a_manifest_sets_nothing_that_a_run_would_not_have_written(start, tmp_path, about, caplog, monkeypatch):
+def test_a_manifest_sets_nothing_that_a_run_would_not_have_written(
+    start, tmp_path, about, caplog, monkeypatch
+):
     """Its checksum is right. The checkpoint before is used, and neither threads nor the engine are changed."""
     out = tmp_path / "run"
     whole = start(rounds=3, engine="vectorised")
@@ -567,12 +669,15 @@ def test_a_checkpoint_with_other_weights_than_the_model_is_passed_over(start, tm
     name = next(iter(state.weights))
     state.weights[name] = torch.zeros(1)
     written = files.write(
-        folder / "00000002.safetensors", files.Blob.of_state(state.weights, state.slots, state.extras).chunks()
+        folder / "00000002.safetensors",
+        files.Blob.of_state(state.weights, state.slots, state.extras).chunks(),
     )
     plain = json.loads((folder / "00000002.json").read_text())
     del plain["sha256"]
     plain["server"] = vars(written)
-    (folder / "00000002.json").write_text(json.dumps({**plain, "sha256": checkpoint._digest(plain)}))
+    (folder / "00000002.json").write_text(
+        json.dumps({**plain, "sha256": checkpoint._digest(plain)})
+    )
     again = start(rounds=3, out=out, resume=True)
     assert f"Checkpoint 00000002: {name} is torch.float32 [1]" in caplog.text
     assert_same(whole, again, atol=0)
@@ -583,7 +688,9 @@ def test_settings_that_are_not_those_of_the_checkpoint_are_said(start, tmp_path,
     start(rounds=1, out=out)
     start(rounds=2, out=out, resume=True)
     assert "config.toml" not in caplog.text
-    (out / "config.toml").write_text((out / "config.toml").read_text().replace("PreResNet", "PreResNot"))
+    (out / "config.toml").write_text(
+        (out / "config.toml").read_text().replace("PreResNet", "PreResNot")
+    )
     start(rounds=3, out=out, resume=True)
     assert "config.toml is not the one that the checkpoint was written with" in caplog.text
 
@@ -609,8 +716,19 @@ def test_every_flipped_bit_of_a_summary_is_harmless_or_an_error(start, tmp_path)
 @pytest.mark.parametrize(
     "change",
     [
-        *({"rounds": None}, {"members": 3}, {"members": {"1.0": {}}}, {"members": {"x": {"params": 1, "macs": 1}}}),
-        *({"metrics": {"accuracy": {"x": 1.0}}}, {"labels": [1]}, {"main": 3}, {"seconds": "x"}, {"note": {}}),
+        *(
+            {"rounds": None},
+            {"members": 3},
+            {"members": {"1.0": {}}},
+            {"members": {"x": {"params": 1, "macs": 1}}},
+        ),
+        *(
+            {"metrics": {"accuracy": {"x": 1.0}}},
+            {"labels": [1]},
+            {"main": 3},
+            {"seconds": "x"},
+            {"note": {}},
+        ),
         {"bytes_up": [1]},
     ],
     ids=str,
@@ -619,7 +737,9 @@ def test_a_summary_without_checksums_is_checked_for_what_a_run_writes(start, tmp
     out = tmp_path / "run"
     run = start(rounds=1, out=out)
     (out / "summary.json").write_text(json.dumps({**run.summary, **change}))
-    with pytest.raises(RecordError, match=r"summary\.json is damaged: .* Delete it to finish the run again"):
+    with pytest.raises(
+        RecordError, match=r"summary\.json is damaged: .* Delete it to finish the run again"
+    ):
         records.read_summary(out)
     (out / "summary.json").write_text(json.dumps(run.summary))  # as earlier versions wrote it
     assert records.read_summary(out) == run.summary
@@ -635,7 +755,9 @@ def test_the_log_of_another_run_in_a_finished_one_is_noticed(start, tmp_path):
     for name, seed in (("run", 0), ("other", 1)):
         start(rounds=2, out=tmp_path / name, seed=seed)
     (tmp_path / "other" / "rounds.jsonl").rename(tmp_path / "run" / "rounds.jsonl")
-    assert records.damage_of(tmp_path / "run") == ["rounds.jsonl: its last line is not the one that the run wrote last"]
+    assert records.damage_of(tmp_path / "run") == [
+        "rounds.jsonl: its last line is not the one that the run wrote last"
+    ]
 
 
 def test_damage_of_a_finished_run_is_listed(start, tmp_path):
@@ -673,7 +795,11 @@ def make_fifo(path: Path, outside: Path) -> None:
     "name",
     [
         *("config.toml", "rounds.jsonl", "summary.json", "lock", "summary.json.tmp"),
-        *("checkpoint/00000001.json", "checkpoint/00000002.json.tmp", "checkpoint/00000001.safetensors"),
+        *(
+            "checkpoint/00000001.json",
+            "checkpoint/00000002.json.tmp",
+            "checkpoint/00000001.safetensors",
+        ),
     ],
 )
 def test_links_and_fifos_in_a_folder_are_refused_and_not_followed(start, tmp_path, name, make):
@@ -688,7 +814,10 @@ def test_links_and_fifos_in_a_folder_are_refused_and_not_followed(start, tmp_pat
         lambda: records.read_summary(out),
         lambda: Folder.create(out, ""),
     ):
-        with pytest.raises(RecordError, match=rf"the folder .*run was asked for; {Path(name).name} is (a symb|no pla)"):
+        with pytest.raises(
+            RecordError,
+            match=rf"the folder .*run was asked for; {Path(name).name} is (a symb|no pla)",
+        ):
             way()
     assert outside.read_text() == "of somebody else"
 
@@ -716,7 +845,12 @@ def test_folders_are_synced_once_something_was_made_in_them(tmp_path, monkeypatc
         monkeypatch.setattr(module, "sync_folder", noting)
     out = tmp_path / "a" / "run"
     start(rounds=1, out=out)
-    for folder, name in ((tmp_path, "a"), (out.parent, "run"), (out, "rounds.jsonl"), (out, "checkpoint")):
+    for folder, name in (
+        (tmp_path, "a"),
+        (out.parent, "run"),
+        (out, "rounds.jsonl"),
+        (out, "checkpoint"),
+    ):
         first = next(names for path, names in synced if path == folder and name in names)
         assert "00000001.json" not in first
         assert "summary.json" not in first
@@ -740,7 +874,10 @@ def test_a_round_that_fails_leaves_the_state_before_it(start, tmp_path):
         def __call__(self, round):
             return 1.0 if round < 2 else 1e200
 
-    out, method = tmp_path / "run", with_local(FedAvg(), batch_size=2, norm="tracked", schedule=Exploding())
+    out, method = (
+        tmp_path / "run",
+        with_local(FedAvg(), batch_size=2, norm="tracked", schedule=Exploding()),
+    )
     with pytest.raises(TrainingError) as e:
         start(method, out=out, checkpointing=Checkpointing())
     assert e.value.run.server.round == fq.load(out).round == len(lines(out)) == 2
@@ -837,7 +974,9 @@ def test_files_that_may_not_grow_end_the_run_and_leave_the_last_checkpoint(bound
         "import signal; signal.signal(signal.SIGXFSZ, signal.SIG_IGN)" + _FULL,
     ]
     out = tmp_path / "run"
-    found = subprocess.run([*script, str(out), str(bound)], capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [*script, str(out), str(bound)], capture_output=True, text=True, check=True
+    )
     assert found.stdout.startswith("RecordError")
     assert what in found.stdout
     assert "File too large" in found.stdout
@@ -896,7 +1035,10 @@ def test_state_is_kept_as_it_is_read_back(start):
     run = start(engine="vectorised")
     kept = [*run.server.weights.values()]
     for one in run.server.memory.values():
-        kept += [*one.weights.values(), *(value for values in one.slots.values() for value in values.values())]
+        kept += [
+            *one.weights.values(),
+            *(value for values in one.slots.values() for value in values.values()),
+        ]
     assert len(kept) > 50
     again = files.settled(dict(enumerate(kept)))
     assert all(again[place].data_ptr() == value.data_ptr() for place, value in enumerate(kept))

@@ -17,7 +17,9 @@ def record(number: int) -> Record:
 
 def written(rounds: int, unchecked: int = 0) -> list[bytes]:
     """Return the lines of a log, the first ones as earlier versions wrote them."""
-    lines = [json.dumps(record(number).to_dict()).encode() + b"\n" for number in range(1, unchecked + 1)]
+    lines = [
+        json.dumps(record(number).to_dict()).encode() + b"\n" for number in range(1, unchecked + 1)
+    ]
     check = roundlog.parse(b"".join(lines)).check
     for number in range(unchecked + 1, rounds + 1):
         line, check = roundlog.encoded(record(number), check)
@@ -79,9 +81,16 @@ def test_lines_of_an_earlier_version_are_covered_by_the_first_line_with_a_checks
     lines = written(4, unchecked=2)
     edited = lines[0].replace(b'"bytes_up": 10', b'"bytes_up": 11')
     assert rounds([edited, *lines[1:]]) == [3, 4]
-    assert rounds([edited, lines[1]]) == [1, 2]  # Nothing is known about them before a run was resumed.
+    assert rounds([edited, lines[1]]) == [
+        1,
+        2,
+    ]  # Nothing is known about them before a run was resumed.
     assert rounds([lines[0].replace(b'"round": 1', b'"round": 7'), lines[1]]) == [2]
-    assert rounds([*lines[:3], written(4, unchecked=4)[3]]) == [1, 2, 3]  # a line without a checksum after one
+    assert rounds([*lines[:3], written(4, unchecked=4)[3]]) == [
+        1,
+        2,
+        3,
+    ]  # a line without a checksum after one
 
 
 @pytest.mark.parametrize(

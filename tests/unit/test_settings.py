@@ -12,7 +12,17 @@ import pytest
 from fedquilt import settings
 from fedquilt.checks import within
 from fedquilt.errors import ConfigError
-from fedquilt.settings import UNSET, Choice, Problem, Table, comments, described, parameters, read, write
+from fedquilt.settings import (
+    UNSET,
+    Choice,
+    Problem,
+    Table,
+    comments,
+    described,
+    parameters,
+    read,
+    write,
+)
 
 
 @dataclass(frozen=True)
@@ -57,7 +67,13 @@ class Fish(Animal):
     depth: float | None = None
 
 
-def cake(layers: int, sugar: float = 0.5, fruit: Sequence[str] = (), oven: Callable[[], int] = int, guests=None):
+def cake(
+    layers: int,
+    sugar: float = 0.5,
+    fruit: Sequence[str] = (),
+    oven: Callable[[], int] = int,
+    guests=None,
+):
     """A factory."""
 
 
@@ -157,7 +173,10 @@ def test_a_union_with_a_table_of_numbers_takes_both() -> None:
 def test_a_preset_comes_first_and_other_keys_on_top() -> None:
     assert farm(animal={"name": "bird", "preset": "stork"}).animal == Bird(nest=Round(2.0))
     assert farm(animal={"name": "bird", "preset": "stork", "legs": 1}).animal == Bird(1, Round(2.0))
-    assert "Did you mean 'stork'?" in wrong(animal={"name": "bird", "preset": "storck"})["animal.preset"]
+    assert (
+        "Did you mean 'stork'?"
+        in wrong(animal={"name": "bird", "preset": "storck"})["animal.preset"]
+    )
     assert "Known: none." in wrong(animal={"name": "fish", "preset": "stork"})["animal.preset"]
 
 
@@ -180,7 +199,11 @@ def test_none_is_a_word() -> None:
         ("notes", "x" * 99, "x…"),
         ("fields", 3, "3 was found; a table, each value a finite number would fit."),
         ("animal", 3, "3 was found; an animal by its name, or a table with one would fit."),
-        ("shape", 3, "3 was found; a table with radius or a table with sides or a table, each value"),
+        (
+            "shape",
+            3,
+            "3 was found; a table with radius or a table with sides or a table, each value",
+        ),
     ],
 )
 def test_values_of_another_kind_are_refused(key: str, value: object, said: str) -> None:
@@ -212,9 +235,14 @@ def test_all_problems_are_told_at_once_with_their_paths() -> None:
         "recipe.sugr",
         "recipe.layers",
     ]
-    assert found["nmae"].startswith("a configuration has no such key. Did you mean 'name'? Known: animal, name, ")
+    assert found["nmae"].startswith(
+        "a configuration has no such key. Did you mean 'name'? Known: animal, name, "
+    )
     assert found["animal.nest.radius"] == "-1.0 was asked for; it must lie in (0, inf)."
-    assert found["shape.sides"] == "a list of 1 was found; a list of (a finite number, a finite number) would fit."
+    assert (
+        found["shape.sides"]
+        == "a list of 1 was found; a list of (a finite number, a finite number) would fit."
+    )
     assert found["recipe.sugr"] == (
         "cake has no such option. Did you mean 'sugar'? Known: layers, sugar, fruit, oven, guests, tries."
     )
@@ -238,10 +266,14 @@ def test_names_nobody_knows_get_the_nearest() -> None:
     assert wrong(animal="brid") == {
         "animal.name": "there is no animal named 'brid'. Did you mean 'bird'? Known: bird, fish."
     }
-    assert wrong(animal={})["animal.name"].startswith("no name was found; the name of an animal is needed")
+    assert wrong(animal={})["animal.name"].startswith(
+        "no name was found; the name of an animal is needed"
+    )
     assert "Known: round, box_shape." in wrong(animal="fish", shape="oval")["shape.name"]
     assert wrong(animal="fish", recipe={"layers": 1}).keys() == {"recipe.name"}
-    assert wrong() == {"animal": "nothing was found; an animal by its name, or a table with one is needed."}
+    assert wrong() == {
+        "animal": "nothing was found; an animal by its name, or a table with one is needed."
+    }
 
 
 def test_what_no_file_can_hold_says_so() -> None:
@@ -257,7 +289,11 @@ def test_what_no_file_can_hold_says_so() -> None:
     [
         Farm(Fish()),
         Farm(Bird(nest=BoxShape((3.0, 4.0))), fields={"a": 1.0}, shape=Round(), notes=("x",)),
-        Farm(Fish(depth=2.0), shape={"a": 1.0}, recipe=Recipe("cake", {"layers": 3, "fruit": ("fig",)}, tries=2)),
+        Farm(
+            Fish(depth=2.0),
+            shape={"a": 1.0},
+            recipe=Recipe("cake", {"layers": 3, "fruit": ("fig",)}, tries=2),
+        ),
         Farm(Fish(), acres=1.0, recipe=None),
     ],
 )
@@ -268,7 +304,11 @@ def test_what_is_written_reads_back_as_it_was(value: Farm) -> None:
 
 
 def test_only_what_was_chosen_by_name_has_one() -> None:
-    assert write(Farm(Bird()))["animal"] == {"name": "bird", "legs": 2, "nest": {"name": "round", "radius": 0.5}}
+    assert write(Farm(Bird()))["animal"] == {
+        "name": "bird",
+        "legs": 2,
+        "nest": {"name": "round", "radius": 0.5},
+    }
     assert write(Farm(Fish(), shape=Round())) == {
         "animal": {"name": "fish", "legs": 0},
         "name": "farm",
@@ -336,7 +376,11 @@ class Commented:
 
 
 def test_comments_are_behind_a_field_or_above_it() -> None:
-    assert comments(Commented) == {"behind": "Behind", "above": "Above, on two lines", "both": "This one wins"}
+    assert comments(Commented) == {
+        "behind": "Behind",
+        "above": "Above, on two lines",
+        "both": "This one wins",
+    }
 
 
 def test_every_setting_of_progfed_and_its_codec_has_help() -> None:

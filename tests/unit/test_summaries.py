@@ -44,7 +44,11 @@ def test_figures_by_share_and_by_domain():
 
 
 def test_shares_have_the_methods_name_or_their_number():
-    assert [share_label(share, {"0.5": "3M"}) for share in ("1.0", "0.5", "0.25")] == ["1", "3M", "0.25"]
+    assert [share_label(share, {"0.5": "3M"}) for share in ("1.0", "0.5", "0.25")] == [
+        "1",
+        "3M",
+        "0.25",
+    ]
     assert members_of(SUMMARY) == {
         "1": {"parameters": 10, "MACs a sample": 20},
         "3M": {"parameters": 3, "MACs a sample": 6},
@@ -77,11 +81,18 @@ def test_nets_that_clients_keep_have_a_row_for_each_limit():
 def test_the_use_of_limits_as_text():
     used = {"utilisation": 0.713}
     assert utilisation_text({}) == ""
-    assert utilisation_text(used) == "71.3% of the limits' multiply-adds are used by the clients' own nets"
+    assert (
+        utilisation_text(used)
+        == "71.3% of the limits' multiply-adds are used by the clients' own nets"
+    )
     common = {**used, "common_utilisation": 0.245}
-    assert utilisation_text(common).endswith("own nets, 24.5% if all had the largest net that fits every device")
+    assert utilisation_text(common).endswith(
+        "own nets, 24.5% if all had the largest net that fits every device"
+    )
     assert utilisation_text({**common, "over_limit": 0}) == utilisation_text(common)
-    assert utilisation_text({**common, "over_limit": 14}).endswith("every device; 14 devices exceed their limits")
+    assert utilisation_text({**common, "over_limit": 14}).endswith(
+        "every device; 14 devices exceed their limits"
+    )
 
 
 def test_figures_as_text():
@@ -97,7 +108,10 @@ def test_figures_as_text():
     ("milestone", "text"),
     [
         (None, "–"),
-        ({"round": 1, "bytes": 1500, "seconds": 0.25, "link_seconds": None}, "1 round, 1.5 kB, 0.2 s"),
+        (
+            {"round": 1, "bytes": 1500, "seconds": 0.25, "link_seconds": None},
+            "1 round, 1.5 kB, 0.2 s",
+        ),
         (
             {"round": 2, "bytes": 7, "seconds": 1.0, "link_seconds": 1234.0},
             "2 rounds, 7 B, 1,234.0 s over the link",

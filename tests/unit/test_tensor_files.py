@@ -50,8 +50,12 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     assert list(again) == list(tensors)
     for name, value in tensors.items():
         assert (again[name].dtype, again[name].shape) == (value.dtype, value.shape)
-        assert torch.equal(again[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8))
-    save_file({"b": torch.ones(2), "a": torch.zeros(3)}, tmp_path / "x.safetensors", {"by": "others"})
+        assert torch.equal(
+            again[name].reshape(-1).view(torch.uint8), value.reshape(-1).view(torch.uint8)
+        )
+    save_file(
+        {"b": torch.ones(2), "a": torch.zeros(3)}, tmp_path / "x.safetensors", {"by": "others"}
+    )
     with TensorFile.open(tmp_path / "x.safetensors") as file:
         assert file.tensors(CPU)["b"].tolist() == [1, 1]
         assert file.header.metadata == {"by": "others"}
@@ -72,8 +76,14 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
         (file_of(5), "its header is a int"),
         (file_of([]), "its header is a list"),
         (file_of({"__metadata__": 3, "a": entry()}), "metadata is no JSON object of strings"),
-        (file_of({"__metadata__": {"a": 3}, "a": entry()}), "metadata is no JSON object of strings"),
-        (file_of(b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2)), "the key 'a' occurs twice"),
+        (
+            file_of({"__metadata__": {"a": 3}, "a": entry()}),
+            "metadata is no JSON object of strings",
+        ),
+        (
+            file_of(b'{"a": %s, "a": %s}' % ((json.dumps(entry()).encode(),) * 2)),
+            "the key 'a' occurs twice",
+        ),
         (file_of({"": entry()}), "'' is no name"),
         (file_of({"a\x00": entry()}), "is no name"),
         (file_of({"a" * 1025: entry()}), "is no name"),
@@ -104,7 +114,9 @@ def test_every_dtype_and_shape_comes_back_bit_for_bit(tmp_path):
     ],
 )
 def test_files_that_contradict_themselves_are_refused(data, message):
-    with pytest.raises(RecordError, match=r"^x\.safetensors cannot be read as safetensors: .*" + message):
+    with pytest.raises(
+        RecordError, match=r"^x\.safetensors cannot be read as safetensors: .*" + message
+    ):
         read(data)
 
 
@@ -116,7 +128,9 @@ def test_nothing_is_allocated_for_a_refused_file(monkeypatch):
 
 
 def test_a_sealed_file_notices_every_changed_byte():
-    whole = blob(Blob.sealed({"a": torch.arange(3.0), "b": torch.ones(1)}, {"said": [1, {"x": 2.5}]}))
+    whole = blob(
+        Blob.sealed({"a": torch.arange(3.0), "b": torch.ones(1)}, {"said": [1, {"x": 2.5}]})
+    )
     intact = TensorFile.of(whole, "x").tensors(CPU, sealed=True)
     assert intact["a"].tolist() == [0, 1, 2]
     assert TensorFile.of(whole, "x").note == {"said": [1, {"x": 2.5}]}
@@ -130,14 +144,21 @@ def test_a_sealed_file_notices_every_changed_byte():
             except RecordError:
                 continue
             accepted += 1  # a space of the padding that became a line break, for example
-            assert {name: value.tolist() for name, value in again.items()} == {"a": [0, 1, 2], "b": [1]}
+            assert {name: value.tolist() for name, value in again.items()} == {
+                "a": [0, 1, 2],
+                "b": [1],
+            }
     assert accepted < 10
     with pytest.raises(RecordError, match="its checksum differs"):
         TensorFile.of(blob(Blob.of({"a": torch.ones(1)}, {})), "x").tensors(CPU, sealed=True)
 
 
 def test_what_is_no_file_is_refused(tmp_path):
-    for path, message in ((tmp_path, "no regular file"), (tmp_path / "no", "No such file"), ("a\0b", "null byte")):
+    for path, message in (
+        (tmp_path, "no regular file"),
+        (tmp_path / "no", "No such file"),
+        ("a\0b", "null byte"),
+    ):
         with pytest.raises(RecordError, match=message), TensorFile.open(path):
             pass
 
@@ -147,7 +168,8 @@ def test_a_file_larger_than_allowed_is_refused(tmp_path, monkeypatch):
     size = (tmp_path / "x.safetensors").stat().st_size
     with (
         pytest.raises(
-            RecordError, match=rf"takes {size} bytes in memory, and max_bytes allows 99.*--max-bytes {size} "
+            RecordError,
+            match=rf"takes {size} bytes in memory, and max_bytes allows 99.*--max-bytes {size} ",
         ),
         TensorFile.open(tmp_path / "x.safetensors", max_bytes=99),
     ):
@@ -162,7 +184,9 @@ def test_a_file_larger_than_allowed_is_refused(tmp_path, monkeypatch):
 def test_values_that_are_not_finite_are_refused():
     check_finite({"a": torch.ones(2), "b": torch.tensor([1])}, "x")
     for dtype in (torch.float32, torch.float16, torch.float8_e5m2, torch.complex64):
-        with pytest.raises(RecordError, match=r"x: 1 of 2 values of a are NaN or infinite.*allow_nan=True"):
+        with pytest.raises(
+            RecordError, match=r"x: 1 of 2 values of a are NaN or infinite.*allow_nan=True"
+        ):
             check_finite({"a": torch.tensor([1.0, torch.nan]).to(dtype)}, "x")
 
 
@@ -183,14 +207,22 @@ def test_initial_weights_are_finite_real_and_do_not_overflow(tmp_path: Path) -> 
     assert begin(torch.tensor([[1, 2]])).weight.tolist() == [[1, 2]]
     with pytest.raises(ConfigError, match=r"init = .*1 of 2 values of weight are NaN or infinite"):
         begin(torch.tensor([[1.0, torch.nan]]))
-    assert begin(torch.tensor([[1.0, torch.inf]]), allow_nan=True).weight.tolist() == [[1, torch.inf]]
-    with pytest.raises(ConfigError, match=r"weight has values in the file, torch.float64, that overflow"):
+    assert begin(torch.tensor([[1.0, torch.inf]]), allow_nan=True).weight.tolist() == [
+        [1, torch.inf]
+    ]
+    with pytest.raises(
+        ConfigError, match=r"weight has values in the file, torch.float64, that overflow"
+    ):
         begin(torch.tensor([[1.0, 1e300]], dtype=torch.float64))
-    with pytest.raises(ConfigError, match=r"weight is torch.complex64 in the file and torch.float32 in the model"):
+    with pytest.raises(
+        ConfigError, match=r"weight is torch.complex64 in the file and torch.float32 in the model"
+    ):
         begin(torch.ones(1, 2, dtype=torch.complex64))
     with pytest.raises(ConfigError, match=r"takes .* bytes in memory, and max_bytes allows 10"):
         begin(torch.ones(1, 2), max_bytes=10)
-    Path(file).write_bytes(file_of({"weight": entry([1, 2], [0, 0]), "bias": entry([1], [0, 4])}, bytes(4)))
+    Path(file).write_bytes(
+        file_of({"weight": entry([1, 2], [0, 0]), "bias": entry([1], [0, 4])}, bytes(4))
+    )
     with pytest.raises(ConfigError, match="have another size"):
         load_weights(nn.Linear(2, 1), file)
 
@@ -203,7 +235,11 @@ def test_initial_weights_are_finite_real_and_do_not_overflow(tmp_path: Path) -> 
     [
         ({"weights/a": torch.ones(2)}, [], "its note lists no slots"),
         ({"weights/a": torch.ones(2)}, {"slots": 3}, "its note lists no slots"),
-        ({"slots/momentum/a": torch.ones(2)}, {"slots": []}, "'slots/momentum/a', which is no weight, slot or extra"),
+        (
+            {"slots/momentum/a": torch.ones(2)},
+            {"slots": []},
+            "'slots/momentum/a', which is no weight, slot or extra",
+        ),
         ({"a": torch.ones(2)}, {"slots": []}, "which is no weight, slot or extra"),
     ],
 )

@@ -51,7 +51,9 @@ def train(perceptron, make_data, tmp_path):
     """Four rounds in a folder, a checkpoint every second, evaluated at 2 and 4; `stop` is the last that is told."""
     data = make_data(perceptron, (6, 5))
 
-    def run(*trackers: Tracking, stop: int = 0, out: Path | None = tmp_path / "run", rounds: int = 4) -> fq.Run:
+    def run(
+        *trackers: Tracking, stop: int = 0, out: Path | None = tmp_path / "run", rounds: int = 4
+    ) -> fq.Run:
         def watch(record: Record) -> None:
             if record.round == stop:
                 raise StopError
@@ -103,19 +105,34 @@ def test_a_record_is_numbers_by_name():
 
 
 def test_settings_are_hyper_parameters_by_their_paths():
-    assert flat({"a": {"b": 1, "c": {"d": "x"}}, "e": [1, 2]}) == {"a.b": 1, "a.c.d": "x", "e": "[1, 2]"}
+    assert flat({"a": {"b": 1, "c": {"d": "x"}}, "e": [1, 2]}) == {
+        "a.b": 1,
+        "a.c.d": "x",
+        "e": "[1, 2]",
+    }
 
 
 def test_trackers_are_chosen_by_name_with_options_and_written_back():
     parts = {"method": "fedavg", "model": "tiny_resnet", "data": "digits"}
-    asked = ["tensorboard", {"name": "wandb", "mode": "offline"}, {"name": "mlflow", "uri": "http://x:5000"}]
+    asked = [
+        "tensorboard",
+        {"name": "wandb", "mode": "offline"},
+        {"name": "mlflow", "uri": "http://x:5000"},
+    ]
     experiment = Experiment.of({**parts, "tracking": asked})
-    assert experiment.tracking == (TensorBoard(), WandB(mode="offline"), MLflow(uri="http://x:5000"))
+    assert experiment.tracking == (
+        TensorBoard(),
+        WandB(mode="offline"),
+        MLflow(uri="http://x:5000"),
+    )
     assert Experiment.of(tomllib.loads(experiment.to_toml())) == experiment
     assert [one["name"] for one in write(experiment)["tracking"]] == list(TRACKERS)
     with pytest.raises(ConfigError) as found:
         Experiment.of({**parts, "tracking": ["tensorbord", {"name": "wandb", "mode": "onlin"}]})
-    assert "tracking[0].name: there is no tracker named 'tensorbord'. Did you mean 'tensorboard'?" in str(found.value)
+    assert (
+        "tracking[0].name: there is no tracker named 'tensorbord'. Did you mean 'tensorboard'?"
+        in str(found.value)
+    )
     assert "tracking[1].mode: 'onlin' was found" in str(found.value)
 
 
@@ -134,7 +151,9 @@ def test_tensorboard_has_every_round_once(train, tmp_path):
     assert set(found.Tags()["scalars"]) == ROUND | SHARES
     assert [event.step for event in found.Scalars("loss")] == [1, 2, 3, 4]
     assert [event.step for event in found.Scalars("accuracy/0.5")] == [2, 4]
-    assert [event.value for event in found.Scalars("loss")] == pytest.approx([r.loss for r in run.records])
+    assert [event.value for event in found.Scalars("loss")] == pytest.approx(
+        [r.loss for r in run.records]
+    )
     hparams = found.PluginTagToContent("hparams")
     assert b"method.local.optimiser.lr" in hparams["_hparams_/session_start_info"]
     assert b"accuracy/0.5" in hparams["_hparams_/experiment"]
@@ -153,7 +172,9 @@ def test_tensorboard_without_a_folder_of_the_run(train, tmp_path, monkeypatch):
 
 def test_mlflow_is_told_of_domains_by_names_it_takes():
     pytest.importorskip("mlflow.entities")
-    grades = Grades("accuracy", {"accuracy": {"1.0": 0.5}, "accuracy/rotated (30°), left": {"1.0": 0.25}})
+    grades = Grades(
+        "accuracy", {"accuracy": {"1.0": 0.5}, "accuracy/rotated (30°), left": {"1.0": 0.25}}
+    )
     sent = []
     client = SimpleNamespace(log_batch=lambda id, metrics: sent.extend(metrics))
     _MLflow(client, "id").log(Record(1, 1.0, 2, 3, 4, 5, 0.5, grades=grades))
@@ -198,7 +219,9 @@ def test_wandb_offline_has_every_round(train, tmp_path):
 def test_wandb_offline_goes_on_in_another_folder_of_the_same_run(train, tmp_path):
     """So says the page: the round that was played twice is in both."""
     pytest.importorskip("wandb")
-    killed_and_resumed(train, WandB(mode="offline"), tmp_path, pause=1.1)  # folders are named by the second
+    killed_and_resumed(
+        train, WandB(mode="offline"), tmp_path, pause=1.1
+    )  # folders are named by the second
     folders = list((tmp_path / "run" / "wandb").glob("offline-run-*"))
     files = [file for folder in folders for file in folder.glob("run-*.wandb")]
     assert len({file.name for file in files}) == 1
@@ -232,7 +255,12 @@ def logged(file: Path) -> tuple[list[dict[str, Any]], dict[str, Any]]:
         entry = Entry.FromString(data)
         if entry.WhichOneof("record_type") == "history":
             items = entry.history.item
-            history.append({item.key or "/".join(item.nested_key): json.loads(item.value_json) for item in items})
+            history.append(
+                {
+                    item.key or "/".join(item.nested_key): json.loads(item.value_json)
+                    for item in items
+                }
+            )
         elif entry.WhichOneof("record_type") == "run":
             config |= {item.key: json.loads(item.value_json) for item in entry.run.config.update}
     return history, config
@@ -307,7 +335,9 @@ def test_a_run_that_is_stopped_says_so(train):
 
 
 @pytest.mark.parametrize(("name", "kind"), TRACKERS.items())
-def test_a_missing_package_is_told_before_anything_is_done(name, kind, train, tmp_path, monkeypatch, capsys):
+def test_a_missing_package_is_told_before_anything_is_done(
+    name, kind, train, tmp_path, monkeypatch, capsys
+):
     monkeypatch.setattr(kind, "package", "nowhere_to_be_found")
     with pytest.raises(ConfigError, match=rf"pip install 'fedquilt\[{name}\]'"):
         train(kind())
@@ -321,7 +351,8 @@ def test_what_cannot_be_opened_is_told_before_the_first_round(train, tmp_path):
     pytest.importorskip("tensorboard")
     (tmp_path / "taken").write_text("")
     with pytest.raises(
-        ConfigError, match=r"tracking with TensorBoard was asked for; it could not be opened\. \w+Error"
+        ConfigError,
+        match=r"tracking with TensorBoard was asked for; it could not be opened\. \w+Error",
     ):
         train(Frail(fails=0), TensorBoard(dir=str(tmp_path / "taken")))
     assert Told.all == [(0, False)]  # what had been opened is closed
@@ -334,11 +365,15 @@ def test_methods_that_are_compared_are_tracked_side_by_side(tmp_path, monkeypatc
     pytest.importorskip("tensorboard")
     monkeypatch.chdir(tmp_path)
     quick = ["--rounds", "2", "--clients", "4", "--cohort", "1", "--epochs", "1"]
-    assert main(["compare", "fedavg", "heterofl", *quick, "--track", "tensorboard", "--out", "c"]) == 0
+    assert (
+        main(["compare", "fedavg", "heterofl", *quick, "--track", "tensorboard", "--out", "c"]) == 0
+    )
     for method in ("fedavg", "heterofl"):
         found = events(Path("c", method, "seed0", "tensorboard"))
         assert [event.step for event in found.Scalars("bytes_up")] == [1, 2]
-        assert b"fleet.sample" in found.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+        assert (
+            b"fleet.sample" in found.PluginTagToContent("hparams")["_hparams_/session_start_info"]
+        )
 
 
 def test_a_resumed_run_is_tracked_on(tmp_path, monkeypatch):

@@ -37,7 +37,9 @@ def test_stacks_on_one_or_all_threads_and_processes_are_tried(asked, monkeypatch
 @pytest.mark.parametrize(("fast", "slow"), [(1, 2), (2, 1)])
 def test_the_fastest_plays_and_is_written_down(asked, monkeypatch, fast, slow):
     seconds = {fast: 0.1, slow: 0.2}
-    monkeypatch.setattr(trial, "_seconds", lambda experiment, short: seconds[experiment.engine.threads])
+    monkeypatch.setattr(
+        trial, "_seconds", lambda experiment, short: seconds[experiment.engine.threads]
+    )
     ground = asked.ground()
     run = asked.prepare(ground)
     assert torch.get_num_threads() == fast
@@ -80,7 +82,9 @@ def test_a_trial_plays_short_rounds_and_leaves_the_data_alone(asked):
 
 def test_a_trial_plays_the_last_round_in_which_a_model_has_grown(asked, monkeypatch):
     played = []
-    monkeypatch.setattr(trial, "play", lambda federation, server, *rest: played.append((server.round, rest[2])))
+    monkeypatch.setattr(
+        trial, "play", lambda federation, server, *rest: played.append((server.round, rest[2]))
+    )
     trial._seconds(replace(asked, engine=Machine("vectorised")), asked.ground())
     assert played == [(1, 3), (1, 3)]  # of three rounds in all, so that the second is not evaluated
 

@@ -15,9 +15,20 @@ import pytest
 
 from fedquilt.errors import ConfigError
 from fedquilt.names import _read, module_files
-from fedquilt.trust import check_code, check_study_code, is_recorded, named_code, remember_code, trusted_file
+from fedquilt.trust import (
+    check_code,
+    check_study_code,
+    is_recorded,
+    named_code,
+    remember_code,
+    trusted_file,
+)
 
-SETTINGS = {"method": "mine.py:Mine", "model": [{"name": "mine.py:net"}], "data": {"name": "digits"}}
+SETTINGS = {
+    "method": "mine.py:Mine",
+    "model": [{"name": "mine.py:net"}],
+    "data": {"name": "digits"},
+}
 
 
 @pytest.fixture
@@ -88,7 +99,9 @@ def test_the_same_file_elsewhere_is_not_trusted(own: Path, monkeypatch: pytest.M
         check()
 
 
-def test_modules_and_the_packages_above_them_are_compared(own: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_modules_and_the_packages_above_them_are_compared(
+    own: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     (own / "quilted_package").mkdir()
     first, second = own / "quilted_package" / "__init__.py", own / "quilted_package" / "nets.py"
     for file in (first, second):
@@ -122,7 +135,14 @@ def test_a_module_that_cannot_be_found_is_not_trusted(own: Path) -> None:
 
 
 def test_what_names_no_code_is_not_asked_about(own: Path) -> None:
-    check({"data": "hub:owner/name", "engine": {"address": "head:6379"}, "model": "missing.py:net", "x": "no.such:net"})
+    check(
+        {
+            "data": "hub:owner/name",
+            "engine": {"address": "head:6379"},
+            "model": "missing.py:net",
+            "x": "no.such:net",
+        }
+    )
 
 
 def test_files_are_found_at_any_depth(own: Path) -> None:
@@ -174,7 +194,10 @@ def test_damaged_lines_are_ignored_and_named(own: Path, caplog: pytest.LogCaptur
 
 def test_a_list_that_cannot_be_read_is_named(own: Path, caplog: pytest.LogCaptureFixture) -> None:
     trusted_file().mkdir(parents=True)
-    with pytest.raises(ConfigError, match="trusted, the list of code that you trust, cannot be read: Is a directory"):
+    with pytest.raises(
+        ConfigError,
+        match="trusted, the list of code that you trust, cannot be read: Is a directory",
+    ):
         check()
     with caplog.at_level(logging.WARNING):
         remember_code([SETTINGS])  # costs a warning, and not the run
@@ -199,5 +222,7 @@ def test_bytecode_is_not_run_in_place_of_the_source(tmp_path: Path) -> None:
     file.write_text("value = 'source'\n")
     other.write_text("value = 'bytecode'\n")
     cached = importlib.util.cache_from_source(str(file))
-    py_compile.compile(str(other), cached, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH)
+    py_compile.compile(
+        str(other), cached, invalidation_mode=py_compile.PycInvalidationMode.UNCHECKED_HASH
+    )
     assert _read(file).value == "source"

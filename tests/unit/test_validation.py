@@ -54,7 +54,9 @@ def own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def experiment(validation: float = 0.2, on: str = "validation", data: str = "pool", **options: Any) -> Experiment:
+def experiment(
+    validation: float = 0.2, on: str = "validation", data: str = "pool", **options: Any
+) -> Experiment:
     source = {"name": f"mine.py:{data}", "validation": validation, **options}
     return Experiment.of({**SETTINGS, "data": source, "evaluation": {"on": on}})
 
@@ -64,13 +66,17 @@ def experiment(validation: float = 0.2, on: str = "validation", data: str = "poo
 
 def test_accuracy_is_that_on_the_pooled_validation_samples(residual, make_data, play):
     data = make_data(residual, (8, 6, 9)).with_validation(0.3)
-    run = play(with_local(FedAvg(), batch_size=4, norm="post"), residual, data, evaluation=ON_VALIDATION)
+    run = play(
+        with_local(FedAvg(), batch_size=4, norm="post"), residual, data, evaluation=ON_VALIDATION
+    )
     rows = data.validation_parts.order
     outputs = run.deploy(fq.Budget(share=1.0))(data.inputs[rows])
     hits = (outputs.argmax(1) == data.targets[rows]).double()
     assert run.accuracy["1.0"] == pytest.approx(float(hits.mean()), abs=1e-12)
     means = [own.mean() for own in hits.split(data.validation_parts.sizes.tolist())]
-    assert run.metrics["local_accuracy"]["1.0"] == pytest.approx(float(torch.stack(means).mean()), abs=1e-12)
+    assert run.metrics["local_accuracy"]["1.0"] == pytest.approx(
+        float(torch.stack(means).mean()), abs=1e-12
+    )
     own_size = [device.accuracy_own_size for device in run.clientwise().devices]
     assert own_size == pytest.approx([float(mean) for mean in means], abs=1e-12)
 
@@ -81,10 +87,15 @@ def test_nothing_of_the_test_set_is_seen_and_training_is_unchanged(name, residua
     data = make_data(residual, (8, 6, 9)).with_validation(0.3)
     spoiled = replace(data, test_inputs=torch.full_like(data.test_inputs, torch.nan))
     method = with_local(METHODS[name](), batch_size=4)
-    one, other = (play(method, residual, some, evaluation=ON_VALIDATION) for some in (data, spoiled))
+    one, other = (
+        play(method, residual, some, evaluation=ON_VALIDATION) for some in (data, spoiled)
+    )
     assert_same(one, other, atol=0)
     tested = play(method, residual, data)
-    assert all(torch.equal(tested.server.weights[name], value) for name, value in one.server.weights.items())
+    assert all(
+        torch.equal(tested.server.weights[name], value)
+        for name, value in one.server.weights.items()
+    )
     assert tested.metrics != one.metrics
 
 
@@ -102,9 +113,13 @@ def test_clients_do_not_train_on_what_they_hold_back(residual, make_data, play):
 
 def test_data_without_validation_samples_is_refused_with_what_would_work(residual, make_data):
     data, fleet = make_data(residual, (8, 6)), fq.Fleet.of((1.0,), 2)
-    with pytest.raises(ConfigError, match=r'evaluation\.on = "validation".*data\.with_validation\(0\.1\) in Python'):
+    with pytest.raises(
+        ConfigError, match=r'evaluation\.on = "validation".*data\.with_validation\(0\.1\) in Python'
+    ):
         fq.prepare(FedAvg(), residual, data, fleet, evaluation=ON_VALIDATION)
-    with pytest.raises(ConfigError, match="on = 'train' was asked for; it may be 'test', 'validation'"):
+    with pytest.raises(
+        ConfigError, match="on = 'train' was asked for; it may be 'test', 'validation'"
+    ):
         fq.Evaluation(on="train")
 
 
@@ -156,7 +171,9 @@ def test_one_ground_serves_runs_on_both_sets(own):
 
 
 def test_wrong_settings_are_told(own):
-    with pytest.raises(ConfigError, match=r"data\.validation: 1\.5 was asked for; it must lie in \[0, 1\)"):
+    with pytest.raises(
+        ConfigError, match=r"data\.validation: 1\.5 was asked for; it must lie in \[0, 1\)"
+    ):
         experiment(validation=1.5)
     with pytest.raises(ConfigError, match="2 problems") as caught:
         experiment(validation=-1, on="train")
@@ -190,7 +207,9 @@ def test_a_run_cannot_go_on_with_other_samples(residual, make_data, play, tmp_pa
     how = fq.Evaluation(on="validation")
     whole = play(method, residual, data, rounds=2, evaluation=how)
     play(method, residual, data, rounds=1, evaluation=how, out=out)
-    with pytest.raises(ConfigError, match="evaluated_on: validation there, nothing of the kind here"):
+    with pytest.raises(
+        ConfigError, match="evaluated_on: validation there, nothing of the kind here"
+    ):
         play(method, residual, data, rounds=2, out=out, resume=True)
     other = make_data(residual, (8, 6)).with_validation(0.5)
     with pytest.raises(ConfigError, match=r"data\.validation_parts"):
@@ -203,7 +222,11 @@ def test_a_run_cannot_go_on_with_other_samples(residual, make_data, play, tmp_pa
 def test_a_run_on_the_test_set_is_identified_as_before(residual, make_data, play):
     """Checkpoints of earlier versions say nothing of validation samples, and can be resumed."""
     run = play(FedAvg(), residual, make_data(residual, (8, 6)), rounds=1)
-    added = {name: value for name, value in identity(run).items() if "validation" in name or "evaluated" in name}
+    added = {
+        name: value
+        for name, value in identity(run).items()
+        if "validation" in name or "evaluated" in name
+    }
     assert added == {"data.validation_parts": None}
     assert "evaluated_on" not in run.summary
     assert "validation" not in run.note
@@ -212,9 +235,33 @@ def test_a_run_on_the_test_set_is_identified_as_before(residual, make_data, play
 @pytest.mark.parametrize("has_data", [True, False])
 def test_commands_work_on_a_folder(has_data, own, capsys):
     """`run`, `clients` and `export`, and a run whose data is gone."""
-    flags = ["--set", "data.validation=0.2", "--set", "evaluation.on=validation", "--rounds", "1", "--out", "kept"]
-    np.savez("mine.npz", x_train=np.eye(60, 4), y_train=np.arange(60) % 3, x_test=np.eye(2, 4), y_test=[0, 1])
-    source = ["--data", "mine.npz", "--model", "mine.py:net", "--method", "fedavg", "--clients", "6"]
+    flags = [
+        "--set",
+        "data.validation=0.2",
+        "--set",
+        "evaluation.on=validation",
+        "--rounds",
+        "1",
+        "--out",
+        "kept",
+    ]
+    np.savez(
+        "mine.npz",
+        x_train=np.eye(60, 4),
+        y_train=np.arange(60) % 3,
+        x_test=np.eye(2, 4),
+        y_test=[0, 1],
+    )
+    source = [
+        "--data",
+        "mine.npz",
+        "--model",
+        "mine.py:net",
+        "--method",
+        "fedavg",
+        "--clients",
+        "6",
+    ]
     assert main(["run", *source, *flags, "--json"]) == 0
     summary = json.loads(capsys.readouterr().out)
     assert summary["evaluated_on"] == "validation"
@@ -231,6 +278,8 @@ def test_commands_work_on_a_folder(has_data, own, capsys):
     assert main(["clients", "kept", "--json"]) == 0
     devices = json.loads(capsys.readouterr().out)["clients"]
     assert len(devices) == 6
-    assert all(device["accuracy_own_size"] in (0.0, 0.5, 1.0) for device in devices)  # of two samples each
+    assert all(
+        device["accuracy_own_size"] in (0.0, 0.5, 1.0) for device in devices
+    )  # of two samples each
     exported = run.export("net.pt2", fq.Budget(share=1.0))
     assert exported.compared.endswith("validation samples")

@@ -95,7 +95,9 @@ def prepare(
     data_sets = [known(DATA_SETS, name, "data set to prepare") for name in names]
     if not data_sets or len(set(names)) < len(names):
         listed = " ".join(names) or "nothing"
-        raise ConfigError(f"prepare {listed} was asked for; name each data set once. Known: {', '.join(DATA_SETS)}.")
+        raise ConfigError(
+            f"prepare {listed} was asked for; name each data set once. Known: {', '.join(DATA_SETS)}."
+        )
     paths = [out / f"{data_set.name}.npz" for data_set in data_sets]
     for path in paths:
         if path.exists() and not force:
@@ -108,7 +110,9 @@ def prepare(
     ]
 
 
-def _prepared(data_set: DataSet, path: Path, downloads: Downloads, recipe: Recipe, watch: Watch) -> Prepared:
+def _prepared(
+    data_set: DataSet, path: Path, downloads: Downloads, recipe: Recipe, watch: Watch
+) -> Prepared:
     files = {file.name: downloads.fetch(file) for file in data_set.files}
     watch(f"making {path.name}", 0, 0)
     arrays = data_set.make(files, recipe, watch)

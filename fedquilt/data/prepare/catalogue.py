@@ -21,7 +21,9 @@ MB = 10**6
 class Recipe:
     """Options of data sets whose images are drawn at random or synthesised."""
 
-    per_domain: int = 2000  # Training images per domain of digits5 and syn. Test images: half as many.
+    per_domain: int = (
+        2000  # Training images per domain of digits5 and syn. Test images: half as many.
+    )
     seed: int = 0  # Random seed of the choice of images, and of synthesised ones.
     fonts: Path | None = None  # Folder of fonts for SYN. None: those of matplotlib and Pillow.
 
@@ -41,15 +43,23 @@ class DataSet:
     make: Make  # Function from the files to the arrays that docs/data.md describes.
 
 
-def _published(name: str, host: str, md5: str, max_bytes: int, max_unpacked: int, mirror: str = "") -> Published:
+def _published(
+    name: str, host: str, md5: str, max_bytes: int, max_unpacked: int, mirror: str = ""
+) -> Published:
     """Return a file whose addresses are those of a host, and of a mirror, followed by its name."""
     hosts = (host, mirror) if mirror else (host,)
-    return Published(name, tuple(f"{address}{name}" for address in hosts), max_bytes, max_unpacked, md5)
+    return Published(
+        name, tuple(f"{address}{name}" for address in hosts), max_bytes, max_unpacked, md5
+    )
 
 
 _TORONTO = "https://www.cs.toronto.edu/~kriz/"
-_CIFAR10 = _published("cifar-10-binary.tar.gz", _TORONTO, "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171, 200 * MB)
-_CIFAR100 = _published("cifar-100-binary.tar.gz", _TORONTO, "03b5dce01913d631647c71ecec9e9cb8", 168_513_733, 200 * MB)
+_CIFAR10 = _published(
+    "cifar-10-binary.tar.gz", _TORONTO, "c32a1d4ab5d03f1284b67883e8d87530", 170_052_171, 200 * MB
+)
+_CIFAR100 = _published(
+    "cifar-100-binary.tar.gz", _TORONTO, "03b5dce01913d631647c71ecec9e9cb8", 168_513_733, 200 * MB
+)
 
 _MNIST_MIRROR = "https://ossci-datasets.s3.amazonaws.com/mnist/"
 _MNIST_HOME = "http://yann.lecun.com/exdb/mnist/"
@@ -64,14 +74,30 @@ _MNIST = tuple(
 )
 _QMNIST_HOME = "https://raw.githubusercontent.com/facebookresearch/qmnist/master/"
 _QMNIST = (
-    _published("qmnist-train-labels-idx2-int.gz", _QMNIST_HOME, "0058f8dd561b90ffdd0f734c6a30e5e4", 4 * MB, 4 * MB),
-    _published("qmnist-test-labels-idx2-int.gz", _QMNIST_HOME, "5b5b05890a5e13444e108efe57b788aa", 4 * MB, 4 * MB),
+    _published(
+        "qmnist-train-labels-idx2-int.gz",
+        _QMNIST_HOME,
+        "0058f8dd561b90ffdd0f734c6a30e5e4",
+        4 * MB,
+        4 * MB,
+    ),
+    _published(
+        "qmnist-test-labels-idx2-int.gz",
+        _QMNIST_HOME,
+        "5b5b05890a5e13444e108efe57b788aa",
+        4 * MB,
+        4 * MB,
+    ),
 )
 
 _SVHN_HOME = "http://ufldl.stanford.edu/housenumbers/"
 _SVHN = (
-    _published("train_32x32.mat", _SVHN_HOME, "e26dedcc434d2e4c54c9b2d4a06d8373", 182_040_794, 240 * MB),
-    _published("test_32x32.mat", _SVHN_HOME, "eb5a983be6a315427106f1b164d9cef3", 64_275_384, 90 * MB),
+    _published(
+        "train_32x32.mat", _SVHN_HOME, "e26dedcc434d2e4c54c9b2d4a06d8373", 182_040_794, 240 * MB
+    ),
+    _published(
+        "test_32x32.mat", _SVHN_HOME, "eb5a983be6a315427106f1b164d9cef3", 64_275_384, 90 * MB
+    ),
 )
 _LIBSVM = "https://www.csie.ntu.edu.tw/~cjlin/libsvmtools/datasets/multiclass/"
 _USPS = (
@@ -126,7 +152,9 @@ DATA_SETS: dict[str, DataSet] = {
             f"{_MNIST_TERMS}; SVHN: non-commercial use only; USPS and MNIST-M: no licence is stated; SYN-like digits: "
             f"{_SYN_TERMS}",
             (*_MNIST, *_SVHN, *_USPS, _MNISTM),
-            lambda files, recipe, watch: digits5(files, recipe.per_domain, recipe.seed, recipe.fonts, watch),
+            lambda files, recipe, watch: digits5(
+                files, recipe.per_domain, recipe.seed, recipe.fonts, watch
+            ),
         ),
         DataSet(
             "syn",
@@ -134,7 +162,9 @@ DATA_SETS: dict[str, DataSet] = {
             "drawn here from fonts, without a download",
             _SYN_TERMS,
             (),
-            lambda files, recipe, watch: syn(split_counts(recipe.per_domain), recipe.seed, recipe.fonts, watch),
+            lambda files, recipe, watch: syn(
+                split_counts(recipe.per_domain), recipe.seed, recipe.fonts, watch
+            ),
         ),
     )
 }

@@ -17,7 +17,9 @@ def cifar10(archive: Fetched) -> Arrays:
     """Read CIFAR-10: five training batches and one test batch, a label byte before each image."""
     folder = "cifar-10-batches-bin"
     batches = tuple(f"{folder}/data_batch_{number}.bin" for number in range(1, 6))
-    return _read(archive, batches, f"{folder}/test_batch.bin", f"{folder}/batches.meta.txt", num_labels=1)
+    return _read(
+        archive, batches, f"{folder}/test_batch.bin", f"{folder}/batches.meta.txt", num_labels=1
+    )
 
 
 def cifar100(archive: Fetched) -> Arrays:
@@ -27,7 +29,9 @@ def cifar100(archive: Fetched) -> Arrays:
     return _read(archive, (f"{folder}/train.bin",), f"{folder}/test.bin", names, num_labels=2)
 
 
-def _read(archive: Fetched, train: tuple[str, ...], test: str, names: str, num_labels: int) -> Arrays:
+def _read(
+    archive: Fetched, train: tuple[str, ...], test: str, names: str, num_labels: int
+) -> Arrays:
     """Return the arrays of an archive.
 
     Args:
@@ -41,7 +45,9 @@ def _read(archive: Fetched, train: tuple[str, ...], test: str, names: str, num_l
     classes = contents[names].decode().split()
     arrays: Arrays = {"classes": np.array(classes)}
     for split, parts in (("train", train), ("test", (test,))):
-        records = np.concatenate([_records(archive, part, contents[part], num_labels) for part in parts])
+        records = np.concatenate(
+            [_records(archive, part, contents[part], num_labels) for part in parts]
+        )
         arrays[f"x_{split}"] = records[:, num_labels:].reshape(-1, *IMAGE_SHAPE)
         labels = records[:, num_labels - 1]
         if len(labels) and labels.max() >= len(classes):
@@ -53,5 +59,7 @@ def _read(archive: Fetched, train: tuple[str, ...], test: str, names: str, num_l
 def _records(archive: Fetched, name: str, data: bytes, num_labels: int) -> np.ndarray:
     size = num_labels + int(np.prod(IMAGE_SHAPE))
     if not data or len(data) % size:
-        raise DataError(f"{archive.path}: {name} has {len(data):,} bytes, which are no whole records of {size:,}.")
+        raise DataError(
+            f"{archive.path}: {name} has {len(data):,} bytes, which are no whole records of {size:,}."
+        )
     return np.frombuffer(data, np.uint8).reshape(-1, size)

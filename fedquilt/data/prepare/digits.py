@@ -81,7 +81,9 @@ def balanced(digits: np.ndarray, count: int, key: int, name: str) -> np.ndarray:
     for digit in range(NUM_CLASSES):
         rows = np.flatnonzero(digits == digit)
         if len(rows) < each:
-            raise DataError(f"{each} images of the digit {digit} were asked for; {name} has {len(rows)}.")
+            raise DataError(
+                f"{each} images of the digit {digit} were asked for; {name} has {len(rows)}."
+            )
         order = noise.order(noise.key(key, digit), len(rows))[:each]
         positions.append(rows[order.numpy()])
     return np.sort(np.concatenate(positions))
@@ -109,19 +111,25 @@ def _mat(file: Fetched) -> Samples:
         from scipy.io import loadmat, whosmat
         from scipy.io.matlab import MatReadError
     except ImportError as error:
-        raise ConfigError("SVHN needs SciPy, which is not installed: pip install 'fedquilt[cli]'.") from error
+        raise ConfigError(
+            "SVHN needs SciPy, which is not installed: pip install 'fedquilt[cli]'."
+        ) from error
     try:
         announced = sum(math.prod(shape) for _, shape, _ in whosmat(file.path))
         if announced > file.published.max_unpacked:
             limit = file.published.max_unpacked
-            raise DataError(f"{file.path} announces {announced:,} numbers; the published file has at most {limit:,}.")
+            raise DataError(
+                f"{file.path} announces {announced:,} numbers; the published file has at most {limit:,}."
+            )
         variables = loadmat(file.path, variable_names=("X", "y"))
         images = np.moveaxis(variables["X"], -1, 0)
         digits = variables["y"].reshape(-1) % NUM_CLASSES
     except (MatReadError, OSError, ValueError, TypeError, NotImplementedError, KeyError) as error:
         raise DataError(f"{file.path} is no MATLAB file with X and y: {error}.") from error
     if images.dtype != np.uint8 or images.shape != (len(digits), 32, 32, 3):
-        raise DataError(f"{file.path} has X of {variables['X'].shape} and {len(digits)} labels; (32, 32, 3, n) fits.")
+        raise DataError(
+            f"{file.path} has X of {variables['X'].shape} and {len(digits)} labels; (32, 32, 3, n) fits."
+        )
     return images, digits.astype(np.uint8)
 
 
@@ -148,8 +156,14 @@ def _libsvm(file: Fetched) -> Samples:
                 position, value = entry.split(b":")
                 pixels[row, int(position) - 1] = float(value)
         except (ValueError, IndexError, OverflowError) as error:
-            raise DataError(f"{file.path}, line {row + 1}: {error}; `label pixel:value …` fits.") from error
-    if not np.isfinite(pixels).all() or np.abs(pixels).max(initial=0) > 1 or digits.max(initial=0) >= NUM_CLASSES:
+            raise DataError(
+                f"{file.path}, line {row + 1}: {error}; `label pixel:value …` fits."
+            ) from error
+    if (
+        not np.isfinite(pixels).all()
+        or np.abs(pixels).max(initial=0) > 1
+        or digits.max(initial=0) >= NUM_CLASSES
+    ):
         raise DataError(f"{file.path} has labels outside 1 to 10 or pixels outside −1 to 1.")
     return np.round((pixels + 1) * 127.5).astype(np.uint8).reshape(-1, *USPS_SHAPE), digits
 
@@ -163,7 +177,9 @@ def _mnistm(files: Mapping[str, Fetched], split: str, count: int, key: int) -> S
     folder = f"mnist_m/mnist_m_{split}"
     listing = dict(members(file, lambda name: name == f"{folder}_labels.txt"))
     if not listing:
-        raise DataError(f"{file.path} has no member {folder}_labels.txt, which the published archive has.")
+        raise DataError(
+            f"{file.path} has no member {folder}_labels.txt, which the published archive has."
+        )
     names = []
     digits = []
     for line in next(iter(listing.values())).decode().splitlines():
@@ -172,14 +188,18 @@ def _mnistm(files: Mapping[str, Fetched], split: str, count: int, key: int) -> S
             names.append(f"{folder}/{name}")
             digits.append(int(digit))
         except ValueError as error:
-            raise DataError(f"{file.path}: {folder}_labels.txt has the line {line!r}; `image.png 7` fits.") from error
+            raise DataError(
+                f"{file.path}: {folder}_labels.txt has the line {line!r}; `image.png 7` fits."
+            ) from error
     rows = balanced(np.array(digits), count, key, f"MNIST-M's {split} part")
     positions = {names[row]: position for position, row in enumerate(rows)}
     images = np.zeros((count, SIDE, SIDE, 3), np.uint8)
     for name, data in members(file, lambda name: name in positions):
         images[positions.pop(name)] = _png(data, f"{file.path}: {name}")
     if positions:
-        raise DataError(f"{file.path} has no member {next(iter(positions))}, which {folder}_labels.txt lists.")
+        raise DataError(
+            f"{file.path} has no member {next(iter(positions))}, which {folder}_labels.txt lists."
+        )
     return images, np.array(digits, np.uint8)[rows]
 
 
@@ -190,7 +210,9 @@ def _png(data: bytes, name: str) -> np.ndarray:
     try:
         with Image.open(io.BytesIO(data), formats=("PNG",)) as image:
             if max(image.size) > 2 * SIDE:
-                raise DataError(f"{name} has {image.width} × {image.height} pixels; {SIDE} × {SIDE} fit.")
+                raise DataError(
+                    f"{name} has {image.width} × {image.height} pixels; {SIDE} × {SIDE} fit."
+                )
             pixels = np.asarray(image.convert("RGB"))
     except (OSError, ValueError, SyntaxError) as error:
         raise DataError(f"{name} is no PNG image: {error}.") from error
@@ -219,5 +241,7 @@ def _resized(images: np.ndarray) -> np.ndarray:
     """Return colour images (n, height, width, 3) resized to 28 × 28 by a bilinear filter."""
     from PIL import Image
 
-    resized = [Image.fromarray(one).resize((SIDE, SIDE), Image.Resampling.BILINEAR) for one in images]
+    resized = [
+        Image.fromarray(one).resize((SIDE, SIDE), Image.Resampling.BILINEAR) for one in images
+    ]
     return np.stack([np.asarray(one) for one in resized])

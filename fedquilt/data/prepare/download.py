@@ -98,7 +98,9 @@ class Downloads:
                 return self._download(published, url, path)
             except _UnreachableError as error:
                 failures.append(str(error))
-        raise DataError(f"{published.name} could not be downloaded: {'; '.join(failures)}.{_by_hand(path)}")
+        raise DataError(
+            f"{published.name} could not be downloaded: {'; '.join(failures)}.{_by_hand(path)}"
+        )
 
     def _existing(self, published: Published, path: Path) -> Fetched:
         """Return a file that is there already, and refuse it if its sum is wrong."""
@@ -111,10 +113,16 @@ class Downloads:
         if published.md5 and md5 != published.md5:
             remedy = "Move it away to have it downloaded again."
             if self.origin:
-                remedy = "Replace it by the published file, or leave --from out to have it downloaded."
-            raise DataError(f"{path} has the MD5 sum {md5}; the published file has {published.md5}. {remedy}")
+                remedy = (
+                    "Replace it by the published file, or leave --from out to have it downloaded."
+                )
+            raise DataError(
+                f"{path} has the MD5 sum {md5}; the published file has {published.md5}. {remedy}"
+            )
         if size > published.max_bytes:
-            raise DataError(f"{path} has {size:,} bytes; the published file has at most {published.max_bytes:,}.")
+            raise DataError(
+                f"{path} has {size:,} bytes; the published file has at most {published.max_bytes:,}."
+            )
         return Fetched(published, path, "", size, sha256)
 
     def _download(self, published: Published, url: str, path: Path) -> Fetched:
@@ -140,7 +148,9 @@ class Downloads:
             for chunk in _chunks(stream, url):
                 size += len(chunk)
                 if size > published.max_bytes:
-                    raise DataError(f"{url} sends more than {published.max_bytes:,} bytes, which the file has at most.")
+                    raise DataError(
+                        f"{url} sends more than {published.max_bytes:,} bytes, which the file has at most."
+                    )
                 digest.update(chunk)
                 self.watch(step, size, announced)
                 yield chunk
@@ -173,7 +183,9 @@ def _stream(url: str) -> tuple[BinaryIO, int]:
         except OSError as error:
             raise _UnreachableError(f"{url}: {why(error)}") from error
     try:
-        response = _opener().open(Request(url, headers={"User-Agent": "fedquilt"}), timeout=TIMEOUT_S)
+        response = _opener().open(
+            Request(url, headers={"User-Agent": "fedquilt"}), timeout=TIMEOUT_S
+        )
     except HTTPError as error:
         error.close()
         raise _UnreachableError(f"{url}: HTTP status {error.code} ({error.reason})") from error
@@ -208,7 +220,9 @@ def _chunks(stream: BinaryIO, url: str) -> Iterator[bytes]:
         except http.client.IncompleteRead as error:
             chunk = error.partial  # The caller compares the sizes.
         except (OSError, http.client.HTTPException) as error:
-            raise DataError(f"{url} broke off: {error or type(error).__name__}. Try again.") from error
+            raise DataError(
+                f"{url} broke off: {error or type(error).__name__}. Try again."
+            ) from error
         if not chunk:
             return
         yield chunk

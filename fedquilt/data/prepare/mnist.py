@@ -22,12 +22,16 @@ def idx(file: Fetched, num_dims: int) -> np.ndarray:
     data = unpacked(file)
     start = 4 * (1 + num_dims)
     if len(data) < start or data[:2] != b"\0\0" or data[2] not in _DTYPES or data[3] != num_dims:
-        raise DataError(f"{file.path} is no IDX file of {num_dims} dimensions: it begins with {data[:4].hex()}.")
+        raise DataError(
+            f"{file.path} is no IDX file of {num_dims} dimensions: it begins with {data[:4].hex()}."
+        )
     dtype = _DTYPES[data[2]]
     shape = tuple(np.frombuffer(data, ">i4", num_dims, offset=4).tolist())
     expected = start + dtype.itemsize * math.prod(shape)
     if min(shape) < 0 or len(data) != expected:
-        raise DataError(f"{file.path} announces an array of {shape} and has {len(data):,} bytes, not {expected:,}.")
+        raise DataError(
+            f"{file.path} announces an array of {shape} and has {len(data):,} bytes, not {expected:,}."
+        )
     return np.frombuffer(data, dtype, offset=start).reshape(shape)
 
 
@@ -51,10 +55,14 @@ def mnist_writers(files: Mapping[str, Fetched]) -> dict[str, np.ndarray]:
         images, digits = mnist(files, split)
         extended = idx(files[f"qmnist-{split}-labels-idx2-int.gz"], 2)[: len(images)]
         if len(extended) != len(images) or extended.shape[1] <= WRITER_COLUMN:
-            raise DataError(f"QMNIST's {split} labels are {extended.shape}; MNIST has {len(images)} images.")
+            raise DataError(
+                f"QMNIST's {split} labels are {extended.shape}; MNIST has {len(images)} images."
+            )
         wrong = int((extended[:, 0] != digits).sum())
         if wrong > MAX_WRONG_LABELS * len(digits):
-            raise DataError(f"{wrong} of QMNIST's {split} labels differ from MNIST's; they should be the same images.")
+            raise DataError(
+                f"{wrong} of QMNIST's {split} labels differ from MNIST's; they should be the same images."
+            )
         arrays[f"x_{split}"] = images
         arrays[f"y_{split}"] = digits
         arrays[f"client_{split}"] = extended[:, WRITER_COLUMN].astype(np.uint16)

@@ -23,12 +23,16 @@ def unpacked(file: Fetched) -> bytes:
     Raises:
         DataError: It is damaged, or unpacks to more than the published file does.
     """
-    kind: type[bz2.BZ2File] | type[gzip.GzipFile] = bz2.BZ2File if file.path.suffix == ".bz2" else gzip.GzipFile
+    kind: type[bz2.BZ2File] | type[gzip.GzipFile] = (
+        bz2.BZ2File if file.path.suffix == ".bz2" else gzip.GzipFile
+    )
     limit = file.published.max_unpacked
     with _readable(file), kind(file.path, "rb") as stream:
         data = stream.read(limit + 1)
     if len(data) > limit:
-        raise DataError(f"{file.path} unpacks to more than {limit:,} bytes, which the published file has at most.")
+        raise DataError(
+            f"{file.path} unpacks to more than {limit:,} bytes, which the published file has at most."
+        )
     return data
 
 
@@ -45,7 +49,11 @@ def members(file: Fetched, is_wanted: Callable[[str], bool]) -> Iterator[tuple[s
     """
     seen: set[str] = set()
     remaining = file.published.max_unpacked
-    with _readable(file), gzip.open(file.path, "rb") as stream, tarfile.open(fileobj=stream, mode="r|") as archive:
+    with (
+        _readable(file),
+        gzip.open(file.path, "rb") as stream,
+        tarfile.open(fileobj=stream, mode="r|") as archive,
+    ):
         for member in archive:
             remaining -= member.size
             if remaining < 0:
@@ -55,7 +63,9 @@ def members(file: Fetched, is_wanted: Callable[[str], bool]) -> Iterator[tuple[s
                 )
             path = PurePosixPath(member.name)
             if path.is_absolute() or ".." in path.parts:
-                raise DataError(f"{file.path} has a member {member.name!r}, whose path leads out of the archive.")
+                raise DataError(
+                    f"{file.path} has a member {member.name!r}, whose path leads out of the archive."
+                )
             name = str(path)
             if not is_wanted(name):
                 continue

@@ -54,7 +54,9 @@ _SITE = 63  # Distinguishes these random numbers from all others of the same see
 _REPORT_EVERY = 100  # images
 
 
-def synthesised(count: int, split: str, seed: int, fonts: Path | None, watch: Watch) -> tuple[np.ndarray, np.ndarray]:
+def synthesised(
+    count: int, split: str, seed: int, fonts: Path | None, watch: Watch
+) -> tuple[np.ndarray, np.ndarray]:
     """Draw images (count, 28, 28, 3) as bytes, and return them with their digits, equally many of each.
 
     The same arguments, fonts and version of Pillow give the same bytes.
@@ -78,7 +80,9 @@ def synthesised(count: int, split: str, seed: int, fonts: Path | None, watch: Wa
     return images, digits
 
 
-def syn(per_domain: dict[str, int], seed: int, fonts: Path | None, watch: Watch) -> dict[str, np.ndarray]:
+def syn(
+    per_domain: dict[str, int], seed: int, fonts: Path | None, watch: Watch
+) -> dict[str, np.ndarray]:
     """Return the arrays of a set of SYN-like digits.
 
     Args:
@@ -114,7 +118,9 @@ def need_pillow(name: str) -> None:
     try:
         import PIL  # noqa: F401
     except ImportError as error:
-        raise ConfigError(f"{name} needs Pillow, which is not installed: pip install 'fedquilt[images]'.") from error
+        raise ConfigError(
+            f"{name} needs Pillow, which is not installed: pip install 'fedquilt[images]'."
+        ) from error
 
 
 def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Image:
@@ -134,7 +140,9 @@ def _image(digit: int, draws: Draws, typefaces: tuple[Path | None, ...]) -> Imag
     mask = _written(text, labelled, font)
     mask = mask.rotate(angle, Image.Resampling.BILINEAR, translate=shift)
     size = (CANVAS, CANVAS)
-    drawn = Image.composite(Image.new("RGB", size, stroke), Image.new("RGB", size, background), mask)
+    drawn = Image.composite(
+        Image.new("RGB", size, stroke), Image.new("RGB", size, background), mask
+    )
     return drawn.filter(ImageFilter.GaussianBlur(radius)).reduce(ZOOM)
 
 
@@ -189,7 +197,9 @@ def _dejavu() -> list[Path]:
     folder = Path(matplotlib.get_data_path()) / "fonts" / "ttf"
     files = [folder / name for name in DEJAVU]
     if missing := [file for file in files if not file.is_file()]:
-        raise DataError(f"{missing[0]} is needed for SYN-like digits; this matplotlib does not have it. Use --fonts.")
+        raise DataError(
+            f"{missing[0]} is needed for SYN-like digits; this matplotlib does not have it. Use --fonts."
+        )
     return files
 
 
@@ -204,7 +214,9 @@ def _font(file: Path | None, size: int) -> FreeTypeFont:
     if not isinstance(font, ImageFont.FreeTypeFont):
         raise ConfigError("this Pillow cannot draw text: it was built without FreeType.")
     assert isinstance(font.path, BytesIO)
-    return ImageFont.truetype(BytesIO(font.path.getvalue()), size, layout_engine=ImageFont.Layout.BASIC)
+    return ImageFont.truetype(
+        BytesIO(font.path.getvalue()), size, layout_engine=ImageFont.Layout.BASIC
+    )
 
 
 def _check_digits(file: Path) -> None:
@@ -215,4 +227,6 @@ def _check_digits(file: Path) -> None:
     except OSError as error:
         raise DataError(f"{file} cannot be read as a font: {error}.") from error
     if len(shapes) < 10:
-        raise DataError(f"{file} has no shapes for the ten digits; move it out of the folder of fonts.")
+        raise DataError(
+            f"{file} has no shapes for the ten digits; move it out of the folder of fonts."
+        )

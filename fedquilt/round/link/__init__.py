@@ -35,7 +35,9 @@ class Link:
     """A way in both directions; as it is, everything arrives as it was sent."""
 
     loss: Loss | None = None  # none: nothing is lost
-    codec: BaseCodec | None = None  # how the change from what was received is coded; none: it is not
+    codec: BaseCodec | None = (
+        None  # how the change from what was received is coded; none: it is not
+    )
     clock: Clock | None = None  # none: time is not counted
 
     presets: ClassVar[Mapping[str, Link]]  # links by name
@@ -56,7 +58,8 @@ class Link:
 
     def __str__(self) -> str:
         return (
-            "; ".join(str(part) for part in (self.loss, self.coder, self.clock) if part) or "nothing is lost or coded"
+            "; ".join(str(part) for part in (self.loss, self.coder, self.clock) if part)
+            or "nothing is lost or coded"
         )
 
     @classmethod
@@ -106,7 +109,9 @@ class Link:
         codec = self.coder if self.coder and self.coder.down else None
         return self._carry(payload, trip, codec, known, NOTHING)
 
-    def up(self, payload: Payload, trip: Trip, known: Weights = NOTHING, residual: Weights = NOTHING) -> Arrival:
+    def up(
+        self, payload: Payload, trip: Trip, known: Weights = NOTHING, residual: Weights = NOTHING
+    ) -> Arrival:
         """What arrives at the server; `known` is what the client received, `residual` what coding lost before."""
         return self._carry(payload, trip, self.coder, known, residual)
 
@@ -140,11 +145,15 @@ class Link:
         decoded, state_bytes = _code_state(codec, decoded, reach, trip)
         arrived = _part(decoded, reach, trip)
         plain = [value for name, value in arrived.weights.items() if name not in changes]
-        plain += [value for name, value in arrived.extras.items() if name not in payload.coded_extras]
+        plain += [
+            value for name, value in arrived.extras.items() if name not in payload.coded_extras
+        ]
         return Arrival(arrived, sent + state_bytes + sum(value.nbytes for value in plain), error)
 
 
-def _code_state(codec: BaseCodec, payload: Payload, reach: Submodel, trip: Trip) -> tuple[Payload, int]:
+def _code_state(
+    codec: BaseCodec, payload: Payload, reach: Submodel, trip: Trip
+) -> tuple[Payload, int]:
     """Code a payload's slots and the extras that are to be coded, each as a message of its own.
 
     They are coded against zero and without error feedback. Feedback repairs a change that the next change adds to, but
@@ -185,10 +194,14 @@ def _part(payload: Payload, reach: Submodel, trip: Trip) -> Payload:
         return payload
     narrow, held = trip.world.family.cutter.narrow, payload.submodel.held
     slots = {slot: narrow(values, held, reach.held) for slot, values in payload.slots.items()}
-    return replace(payload, submodel=reach, weights=narrow(payload.weights, held, reach.held), slots=slots)
+    return replace(
+        payload, submodel=reach, weights=narrow(payload.weights, held, reach.held), slots=slots
+    )
 
 
-def _arriving(payload: Payload, weights: Weights, reach: Submodel, trip: Trip) -> dict[str, Tensor] | None:
+def _arriving(
+    payload: Payload, weights: Weights, reach: Submodel, trip: Trip
+) -> dict[str, Tensor] | None:
     """Return boolean tensors that are True at the values of some of a payload's tensors that arrive. None: all do."""
     if reach is payload.submodel:
         return None

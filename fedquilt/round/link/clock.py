@@ -22,7 +22,9 @@ class Clock:
 
     def __post_init__(self) -> None:
         take_lists(self, "down", "up", "latency", "compute")
-        bounds = outside(self, down="[1, 1e15]", up="[1, 1e15]", latency="[0, 1e9]", compute="[0, 1e21]")
+        bounds = outside(
+            self, down="[1, 1e15]", up="[1, 1e15]", latency="[0, 1e9]", compute="[0, 1e21]"
+        )
         refuse(self, bounds | empty(self, "down", "up", "latency", "compute"))
 
     def __str__(self) -> str:
@@ -34,7 +36,10 @@ class Clock:
 
     def slowest(self, costs: Mapping[int, tuple[int, ...]], copies: int = 1) -> float:
         """A round's seconds, by what each client received, sent and computed, charged so many times for its bytes."""
-        each = (self.seconds(id, down * copies, up * copies, macs) for id, (down, up, macs, *_) in costs.items())
+        each = (
+            self.seconds(id, down * copies, up * copies, macs)
+            for id, (down, up, macs, *_) in costs.items()
+        )
         return max(each, default=0.0)
 
     def seconds(self, client: int, bytes_down: int, bytes_up: int, macs: int) -> float:

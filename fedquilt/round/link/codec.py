@@ -200,7 +200,9 @@ class Codec(BaseCodec):
         dither = noise.uniform(_key(rounding_key, change.device), change.shape, change.dtype)
         if where is not None:
             change, dither = change[where], dither[where]
-        exact = torch.where(step > 0, (change - low) / step, 0.0)  # a weight may have changed alike everywhere
+        exact = torch.where(
+            step > 0, (change - low) / step, 0.0
+        )  # a weight may have changed alike everywhere
         codes = (exact + dither).floor().clamp(0, 2**self.bits - 1).to(torch.uint8)
         return torch.cat([*pieces, ranges.reshape(-1).view(torch.uint8), pack(codes, self.bits)])
 
@@ -216,7 +218,9 @@ class Codec(BaseCodec):
             values = message.clone().view(spec.dtype)
         elif self._rotates and seed is not None:
             lengths = _travelling(spec.lengths, where)
-            rotated = self._dequantized(message, [padded(length) for length in lengths], None, spec.dtype)
+            rotated = self._dequantized(
+                message, [padded(length) for length in lengths], None, spec.dtype
+            )
             values = unrotate(rotated, lengths, seed)
         else:
             values = self._dequantized(message, spec.lengths, where, spec.dtype)
@@ -225,7 +229,9 @@ class Codec(BaseCodec):
             values = values * (count / self.kept(count))
         return values if where is None else values.new_zeros(count).index_copy_(0, where, values)
 
-    def _dequantized(self, message: Tensor, lengths: Sequence[int], where: Tensor | None, dtype: torch.dtype) -> Tensor:
+    def _dequantized(
+        self, message: Tensor, lengths: Sequence[int], where: Tensor | None, dtype: torch.dtype
+    ) -> Tensor:
         """Return the values that the codes of a message describe, from its scales on."""
         count = sum(lengths)
         head = 2 * 4 * len(lengths)
@@ -271,14 +277,18 @@ def _spread(each: Tensor, lengths: Sequence[int], count: int, where: Tensor | No
     sizes = onto(each.device, torch.tensor(lengths))
     if where is None:
         return each.repeat_interleave(sizes, dim=1, output_size=count)
-    owner = torch.arange(len(lengths), device=each.device).repeat_interleave(sizes, output_size=count)
+    owner = torch.arange(len(lengths), device=each.device).repeat_interleave(
+        sizes, output_size=count
+    )
     return each[:, owner[where]]
 
 
 def _ranges(change: Tensor, lengths: Sequence[int]) -> Tensor:
     """(2, weight) the least and the largest value of each weight; in float32 no value lies outside."""
     sizes = onto(change.device, torch.tensor(lengths))
-    low, high = (torch.segment_reduce(change, how, lengths=sizes, unsafe=True) for how in ("min", "max"))
+    low, high = (
+        torch.segment_reduce(change, how, lengths=sizes, unsafe=True) for how in ("min", "max")
+    )
     least, most = low.float(), high.float()
     infinite = torch.full_like(least, torch.inf)
     least = torch.where(least.to(low.dtype) > low, torch.nextafter(least, -infinite), least)

@@ -82,7 +82,9 @@ class Columns(Loss):
     """
 
     rate: Dealt = 0.1  # for all, or a list that is dealt to clients in turn; 0 loses nothing
-    upto: float | None = None  # every column's rate is drawn between `rate` and this; None: it is `rate`
+    upto: float | None = (
+        None  # every column's rate is drawn between `rate` and this; None: it is `rate`
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -100,7 +102,9 @@ class Columns(Loss):
 
     def __str__(self) -> str:
         drawn = "" if self.upto is None else f" to {self.upto:g}"
-        return f"columns that fail, and end the transmission, at a rate of {shown(self.rate)}{drawn}"
+        return (
+            f"columns that fail, and end the transmission, at a rate of {shown(self.rate)}{drawn}"
+        )
 
     @property
     def loses(self) -> bool:

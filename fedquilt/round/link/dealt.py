@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from fedquilt.errors import ConfigError
 
-Dealt = float | tuple[float, ...]  # one for all, or one a client, by client id; a shorter list begins again
+Dealt = (
+    float | tuple[float, ...]
+)  # one for all, or one a client, by client id; a shorter list begins again
 
 
 def dealt(value: Dealt, client: int) -> float:

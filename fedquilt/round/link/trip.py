@@ -27,7 +27,9 @@ class Trip:
     def key(self, what: int) -> int:
         job = self.job
         scope = zlib.crc32(job.submodel.scope.encode())
-        return noise.key(_SITE, self.world.seed, job.client.id, job.round, int(self.up), scope, what)
+        return noise.key(
+            _SITE, self.world.seed, job.client.id, job.round, int(self.up), scope, what
+        )
 
     def codec_keys(self, message: int = 0) -> tuple[int, int]:
         """Return the random keys of a coded message. Message 0 of a transmission has the weights."""

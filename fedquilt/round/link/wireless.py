@@ -30,7 +30,9 @@ def outage_poisson(distance: float, power: float, exponent: float, needed: float
     """Equation 7 with |h| = 1: Pr{d > (P / needed)^(1/σ)} of distances in metres that are Poisson about a mean."""
     reach = math.floor((power / needed) ** (1 / exponent))
     # Pr{d ≤ k} = Γ(k + 1, mean) / k!
-    return float(torch.special.gammainc(torch.tensor(reach + 1.0).double(), torch.tensor(distance).double()))
+    return float(
+        torch.special.gammainc(torch.tensor(reach + 1.0).double(), torch.tensor(distance).double())
+    )
 
 
 def outage_rayleigh(distance: float, power: float, exponent: float, needed: float) -> float:
@@ -52,7 +54,9 @@ class Wireless(Loss):
     noise: float = 5.7e-14  # watts, N0
     interference: float = 1e-12  # watts, I
     min_rate: float = 5e6  # bits a second, R_min: below, a column is lost
-    distances: tuple[float, ...] = ()  # metres, dealt to clients in turn; (): drawn evenly over a disc of `radius`
+    distances: tuple[
+        float, ...
+    ] = ()  # metres, dealt to clients in turn; (): drawn evenly over a disc of `radius`
     radius: float = 600.0  # metres
     fading: Fading = "rayleigh"  # of every column, at the client's distance; constant: distances are Poisson about it
 
@@ -85,7 +89,9 @@ class Wireless(Loss):
         if self.distances:
             return dealt(self.distances, client)
         drawn = noise.uniform(torch.tensor(noise.key(_SITE, seed, client)), (1,), torch.float64)
-        return max(1.0, self.radius * math.sqrt(float(drawn)))  # as many in every ring of equal area
+        return max(
+            1.0, self.radius * math.sqrt(float(drawn))
+        )  # as many in every ring of equal area
 
     def rates(self, client: int, seed: int) -> tuple[float, float]:
         outage = outage_rayleigh if self.fading == "rayleigh" else outage_poisson

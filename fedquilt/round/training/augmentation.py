@@ -64,7 +64,9 @@ class Intensity:
         return inputs
 
 
-def augmented(inputs: Tensor, targets: Tensor, local: Local, key: Tensor, task: Task) -> tuple[Tensor, Tensor]:
+def augmented(
+    inputs: Tensor, targets: Tensor, local: Local, key: Tensor, task: Task
+) -> tuple[Tensor, Tensor]:
     """Change a batch at random, its targets as the task says. Pure: may be vmapped.
 
     Args:
@@ -130,7 +132,9 @@ def _cropped(images: Tensor, margin: int, key: Tensor, padding: float) -> Tensor
     drawn = random.uniform(key, (len(size), len(images)), torch.float32)
     starts = (drawn * (2 * margin + 1)).long()
     for axis, side in enumerate(size):
-        positions = starts[axis][:, None] + torch.arange(side, device=images.device)  # (sample, side)
+        positions = starts[axis][:, None] + torch.arange(
+            side, device=images.device
+        )  # (sample, side)
         shape = [len(images)] + [1] * (images.dim() - 1)
         shape[2 + axis] = side
         padded = torch.take_along_dim(padded, positions.reshape(shape), 2 + axis)

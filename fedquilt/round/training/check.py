@@ -27,7 +27,9 @@ def has_own_objective(learner: Learner) -> bool:
     return any(type(part).__module__.partition(".")[0] != _PACKAGE for part in parts)
 
 
-def check_objectives(learner: Learner, member: Member, state: State, batch: Batch, owner: str) -> None:
+def check_objectives(
+    learner: Learner, member: Member, state: State, batch: Batch, owner: str
+) -> None:
     """Take one gradient of every phase's objective, and refuse objectives that do not do what they state.
 
     Args:
@@ -42,15 +44,22 @@ def check_objectives(learner: Learner, member: Member, state: State, batch: Batc
             name.
     """
     slotted = learner.slotted(member)
-    slots = {slot: {name: state[name].new_zeros(state[name].shape) for name in slotted} for slot in learner.state.slots}
+    slots = {
+        slot: {name: state[name].new_zeros(state[name].shape) for name in slotted}
+        for slot in learner.state.slots
+    }
     received = Received(state, slots)
     if learner.taught:
-        batch = replace(batch, taught=teach(learner.teaching_net(member), learner.local, state, batch))
+        batch = replace(
+            batch, taught=teach(learner.teaching_net(member), learner.local, state, batch)
+        )
     for phase in learner.phases:
         objective = phase.objective
         asked = f"{owner} trains by the objective {_name(objective)}"
         if not isinstance(objective, Objective):
-            raise ConfigError(f"{asked}, which is no Objective. An instance of a class derived from Objective works.")
+            raise ConfigError(
+                f"{asked}, which is no Objective. An instance of a class derived from Objective works."
+            )
         checked = _Checked(objective, asked)
         try:
             named = objective.nets(member)
@@ -96,14 +105,18 @@ class _Checked(Objective):
                 "out of a tensor, as by `.item()`, has no gradient."
             )
         if loss.shape or not loss.is_floating_point():
-            raise ConfigError(f"{self.asked}, which returned {loss.dtype} of shape {tuple(loss.shape)}. {_WORKS}")
+            raise ConfigError(
+                f"{self.asked}, which returned {loss.dtype} of shape {tuple(loss.shape)}. {_WORKS}"
+            )
         return loss
 
 
 def _check_members(asked: str, named: object) -> None:
     """Refuse what `nets` should not return. Engines look nets up by the tuple, which a list does not allow."""
     if not isinstance(named, tuple) or not all(isinstance(net, Member) for net in named):
-        raise ConfigError(f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as (member,).")
+        raise ConfigError(
+            f"{asked}; its `nets` returned {named!r:.80}. A tuple of members works, such as (member,)."
+        )
 
 
 def _check_named(asked: str, named: tuple[Member, ...], run: list[Member]) -> None:

@@ -60,21 +60,33 @@ class Learner:
     # Private weights are downloaded by a client that has none yet, which is charged. False: it draws them from the seed
     installs: bool = False
     keep_slots: bool = False
-    class_rows: bool = False  # of weights with a class axis, send only the rows of classes the client holds
+    class_rows: bool = (
+        False  # of weights with a class axis, send only the rows of classes the client holds
+    )
     times: int = 1  # that the client counts in the merge; 1 has no effect
     counts_steps: bool = False  # the client remembers its optimizer steps over all rounds, which the merge weights by
     paced: bool = False  # FedNova: report the effective step count
     mu: float = 0.0  # the proximal weight, which changes that count
     state: MethodState = MethodState()  # Slots and extras of the method on the client
-    before: tuple[ClientPass, ...] = ()  # Passes over samples before the first step, with the received weights
-    after: tuple[ClientPass, ...] = ()  # Passes over samples after the last step, with the trained weights
-    taught: bool = False  # objectives ask for the logits that the client's net gave before the batch
+    before: tuple[
+        ClientPass, ...
+    ] = ()  # Passes over samples before the first step, with the received weights
+    after: tuple[
+        ClientPass, ...
+    ] = ()  # Passes over samples after the last step, with the trained weights
+    taught: bool = (
+        False  # objectives ask for the logits that the client's net gave before the batch
+    )
     taught_by: str = ""  # Variant that gave these logits; empty: the client's own net
     # Name of an extra with a row for every public sample that it is about (`PublicRows`). Batches are then of these
     # samples, and objectives see the rows of a batch as `View.taught`. Empty: batches are of the client's own samples.
     teacher: str = ""
-    teacher_draw: int = 0  # Public samples that are drawn for each round, which the rows are about; 0: all
-    lesson: Learner | None = None  # Training on public samples, with a `teacher`, before that on the client's own
+    teacher_draw: int = (
+        0  # Public samples that are drawn for each round, which the rows are about; 0: all
+    )
+    lesson: Learner | None = (
+        None  # Training on public samples, with a `teacher`, before that on the client's own
+    )
     max_batches: int = 0  # Most batches of a round; 0: all of its epochs
     task: Task = Classification()  # whose loss the objectives wrap: that of the world
     # Share of the client's net, which the scaler divides by. Learners that differ in it alone are equal, so that
@@ -144,7 +156,9 @@ class Learner:
 
     def changes_samples(self, member: Member) -> bool:
         """Return True if nets run on other samples than the batch's, such as attacked ones."""
-        return not all(one.on_batch for phase in self.phases for one in phase.objective.passes(member))
+        return not all(
+            one.on_batch for phase in self.phases for one in phase.objective.passes(member)
+        )
 
     def training_step(self, member: Member, precision: Precision) -> TrainingStep:
         """Describe the largest step as far as memory depends on it.
@@ -164,7 +178,9 @@ class Learner:
             nets = [one.net for one in phase.objective.passes(member) for _ in range(one.saved)]
             shares = [net.share for net in nets if net.share is not None] if member in nets else []
             # A pair of nets has the activations of both, so that one run of each is one run of the pair.
-            pairs = Counter(net.arch.variant for net in nets if net.share is None and net.is_part_of(member))
+            pairs = Counter(
+                net.arch.variant for net in nets if net.share is None and net.is_part_of(member)
+            )
             surplus = pairs.total() - max(pairs.values(), default=0)
             passes = max(passes, len(nets) - len(shares) - surplus)
             runs = max(runs, len(nets) - surplus)
@@ -224,7 +240,9 @@ class Learner:
             rows["class"] = Positions.chosen(held.nonzero().flatten().tolist())
         return replace(submodel, index=Index({**submodel.index, **rows}))
 
-    def masks(self, member: Member, phase: Phase, device: torch.device) -> Mapping[str, Tensor | bool]:
+    def masks(
+        self, member: Member, phase: Phase, device: torch.device
+    ) -> Mapping[str, Tensor | bool]:
         """Return, by weight, a mask of the positions that a phase may change. It is computed once."""
         return masks_of(member, phase.moves, device)
 
@@ -236,14 +254,18 @@ class Learner:
         """Multiply-adds of training on batches of these sizes; a backward pass costs two forward ones."""
         if not self.drawn:
             return sum(sizes) * self._macs(member, self.phases)
-        return sum(size * self._macs(member, self.phases_at(step)) for step, size in enumerate(sizes))
+        return sum(
+            size * self._macs(member, self.phases_at(step)) for step, size in enumerate(sizes)
+        )
 
     def lesson_macs(self, member: Member, public: int) -> int:
         """Return the multiply-adds of the lesson, given the number of public samples."""
         if self.lesson is None:
             return 0
         count = num_drawn(self.lesson.teacher_draw, public)
-        return self.lesson.macs(member, [len(rows) for rows in itinerary(count, self.lesson.local, 0)])
+        return self.lesson.macs(
+            member, [len(rows) for rows in itinerary(count, self.lesson.local, 0)]
+        )
 
     def pass_macs(self, member: Member, own: int, public: int) -> int:
         """Return the multiply-adds of the passes that are not steps.
@@ -253,11 +275,16 @@ class Learner:
             own: Number of the client's samples.
             public: Number of public samples.
         """
-        return sum(one.macs(member) * (num_drawn(one.draw, public) if one.public else own) for one in self.passes)
+        return sum(
+            one.macs(member) * (num_drawn(one.draw, public) if one.public else own)
+            for one in self.passes
+        )
 
     def _macs(self, member: Member, phases: tuple[Phase, ...]) -> int:
         teaching = self.teaching_net(member).running.macs if self.taught else 0
-        return teaching + sum(one.macs for phase in phases for one in phase.objective.passes(member))
+        return teaching + sum(
+            one.macs for phase in phases for one in phase.objective.passes(member)
+        )
 
     def start_slots(self, weights: State, member: Member) -> OptimiserState:
         """Empty optimiser slots."""
@@ -291,7 +318,9 @@ def _held_names(norm: NormPolicy, member: Member) -> tuple[str, ...]:
 def _sent_names(chosen: Filter, norm: NormPolicy, member: Member) -> tuple[str, ...]:
     """Return what a filter would send of a member that trains all its weights, without those that this one does not."""
     frozen = {*member.frozen}
-    return tuple(name for name in _shared_names(chosen, norm, member.unfrozen) if name not in frozen)
+    return tuple(
+        name for name in _shared_names(chosen, norm, member.unfrozen) if name not in frozen
+    )
 
 
 @lru_cache(maxsize=256)

@@ -35,17 +35,33 @@ class Local:
     schedule: Constant | Steps | Cosine = Constant()  # of its learning rate, over the rounds
     epochs: int = 1  # over its data, a round
     batch_size: int = 32  # samples a step
-    last_batch: LastBatch = "keep"  # one that is not full: trained on, left out, or joined to the one before
-    norm: NormPolicy = BatchStatistics()  # Norm policy: a name of `fedquilt list norms`, or file.py:Class
-    scaler: bool = False  # Divide the outputs of all cut hidden layers by the client's share, in training only
+    last_batch: LastBatch = (
+        "keep"  # one that is not full: trained on, left out, or joined to the one before
+    )
+    norm: NormPolicy = (
+        BatchStatistics()
+    )  # Norm policy: a name of `fedquilt list norms`, or file.py:Class
+    scaler: bool = (
+        False  # Divide the outputs of all cut hidden layers by the client's share, in training only
+    )
     masked: Masked = ""  # mask the logits of classes absent from the client or the batch, where targets are classes
-    crop: int = 0  # Pixels of padding on every side before a random crop of the old size. 0: no crops
+    crop: int = (
+        0  # Pixels of padding on every side before a random crop of the old size. 0: no crops
+    )
     flip: bool = False  # Flip images at random: left to right, or along `flip_axes`
-    flip_axes: tuple[int, ...] = ()  # Axes of images that `flip` mirrors, from 0 on. Empty: the last
+    flip_axes: tuple[
+        int, ...
+    ] = ()  # Axes of images that `flip` mirrors, from 0 on. Empty: the last
     intensity: Intensity | None = None  # Random scale, offset and noise of inputs. None: no changes
-    keep_optimizer: bool = False  # Clients keep the state of their optimizer, such as momentum, between rounds
-    adversarial: AdversarialTraining | None = None  # training on attacked samples too; None: on clean ones alone
-    objective: Wrapping | None = None  # Objective that wraps the loss, by name or as file.py:Class; None: none
+    keep_optimizer: bool = (
+        False  # Clients keep the state of their optimizer, such as momentum, between rounds
+    )
+    adversarial: AdversarialTraining | None = (
+        None  # training on attacked samples too; None: on clean ones alone
+    )
+    objective: Wrapping | None = (
+        None  # Objective that wraps the loss, by name or as file.py:Class; None: none
+    )
 
     def __post_init__(self) -> None:
         within(self, epochs="[1, inf)", batch_size="[1, inf)", crop="[0, inf)")
@@ -55,7 +71,9 @@ class Local:
             axes = list(self.flip_axes)
             wrong["flip_axes"] = f"{axes} was asked for without flip = true, which it needs."
         if self.intensity is not None and not isinstance(self.intensity, Intensity):
-            wrong["intensity"] = f"{self.intensity!r} was asked for; fq.Intensity(scale=0.1) would work."
+            wrong["intensity"] = (
+                f"{self.intensity!r} was asked for; fq.Intensity(scale=0.1) would work."
+            )
         object.__setattr__(self, "flip_axes", tuple(self.flip_axes))  # A list has no hash
         try:
             object.__setattr__(self, "norm", norm_policy(self.norm))
@@ -73,7 +91,9 @@ class Local:
         names = [field.name for field in fields(self)]
         for name in changes:
             if name not in (*names, "lr"):
-                raise ConfigError(f"local training has no setting {name!r}.{nearest(name, (*names, 'lr'))}")
+                raise ConfigError(
+                    f"local training has no setting {name!r}.{nearest(name, (*names, 'lr'))}"
+                )
         if "lr" in changes:
             optimiser = changes.get("optimiser", self.optimiser)
             changes["optimiser"] = replace(optimiser, lr=changes.pop("lr"))

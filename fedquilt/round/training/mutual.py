@@ -35,7 +35,9 @@ class Mutual(Wrapping):
     """
 
     pair: tuple[str, str] = (WHOLE, WHOLE)  # Variants that learn together
-    learns: tuple[str, ...] = ()  # Those of the pair that learn; the other one is a fixed teacher. Empty: both
+    learns: tuple[
+        str, ...
+    ] = ()  # Those of the pair that learn; the other one is a fixed teacher. Empty: both
     distance: Distance = "divergence"  # What D is. logits: the mean squared difference of logits
     # False: gradients also go into the teacher's output. A net that learns while the other one is fixed then has the
     # gradient of the loss that the other one had before the batch (`View.taught`), as in code that lets it accumulate.
@@ -53,7 +55,9 @@ class Mutual(Wrapping):
 
     def nets(self, member: Member) -> tuple[Member, ...]:
         pair = [member.at(variant) for variant in self.pair]
-        wrapped = [net for variant in self.students for net in self.objective.nets(member.at(variant))]
+        wrapped = [
+            net for variant in self.students for net in self.objective.nets(member.at(variant))
+        ]
         return tuple(dict.fromkeys((*pair, *wrapped)))
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
@@ -77,7 +81,9 @@ class Mutual(Wrapping):
             losses += (self.objective(own), self._apart(view, outputs, teacher))
             view.seen |= own.seen
             if not self.detach and len(self.students) == 1:
-                assert view.taught is not None, "a learner with `taught` has the logits from before the batch"
+                assert view.taught is not None, (
+                    "a learner with `taught` has the logits from before the batch"
+                )
                 losses.append(self._apart(view, view.taught, outputs))
         return torch.stack(losses).sum()
 

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
     from fedquilt.family.member import Member
 
 _LOT = -4  # Random stream of the per-sample weights.
-_START = -3  # Random stream of an attack. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
+_START = (
+    -3
+)  # Random stream of an attack. Augmentation has -1, -2, -5 and -6, layers those from 1 on.
 RECEIVED = "received"  # the copy of the weights that the round started from
 
 
@@ -44,13 +46,17 @@ class View:
     received: Weights  # what this round started from
     mode: Pass
     key: Tensor
-    taught: Tensor | None = None  # Logits of the client's net before this batch. None unless the learner sets `taught`.
+    taught: Tensor | None = (
+        None  # Logits of the client's net before this batch. None unless the learner sets `taught`.
+    )
     known: dict[Member, Tensor] = field(default_factory=dict)  # logits of nets that have been run
     seen: State = field(default_factory=dict)  # norm statistics, of the widest net run
     condition: Tensor | None = None  # a robustness for each sample, instead of the pass's
     importance: Tensor | None = None  # what each sample's loss is multiplied by
     share: float | Tensor = 1.0  # of the client's net, which the scaler divides by
-    slots: Slots = field(default_factory=dict)  # State of the method: slots received, and the client's own
+    slots: Slots = field(
+        default_factory=dict
+    )  # State of the method: slots received, and the client's own
     task: Task = Classification()  # whose loss objectives wrap
 
     def logits(self, net: Member | None = None) -> Tensor:
@@ -69,14 +75,22 @@ class View:
 
     def through(self, robustness: float, **changes: Any) -> View:
         """Return a view that runs the norms of a robustness, with other inputs or weights if given."""
-        return replace(self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes)
+        return replace(
+            self, mode=replace(self.mode, robustness=robustness), known={}, seen={}, **changes
+        )
 
     def _run(self, net: Member) -> Tensor:
-        if net == self.member or (net.share is None and set(net.arch.widths) <= set(self.member.arch.widths)):
+        if net == self.member or (
+            net.share is None and set(net.arch.widths) <= set(self.member.arch.widths)
+        ):
             # The client's own net, another variant of it, or one net of a pair, which has its own axes alone.
             # A norm that several run keeps what it saw last.
-            logits, seen = net.net(self.weights, self.inputs, self.mode, self.key, self.condition, self.share)
-            self.seen |= {name: value for name, value in seen.items() if name in self.member.statistics}
+            logits, seen = net.net(
+                self.weights, self.inputs, self.mode, self.key, self.condition, self.share
+            )
+            self.seen |= {
+                name: value for name, value in seen.items() if name in self.member.statistics
+            }
             return logits
         narrowed = self.member.narrowed(self.weights, net)
         share = 1.0 if net.share is None else net.share
@@ -94,7 +108,9 @@ class Passes:
     net: Member
     forward: int = 1
     backward: int = 1  # to the weights; each costs as much as two forward passes
-    to_samples: int = 0  # backward passes to the samples alone; each costs as much as one forward pass
+    to_samples: int = (
+        0  # backward passes to the samples alone; each costs as much as one forward pass
+    )
     saved: int = 1  # sets of activations that are in memory at once
     on_batch: bool = True  # the net runs on the batch as it is, by `View.logits`; objectives of a sum share that run
 
@@ -256,7 +272,10 @@ class Proximal(Wrapping):
         loss = self.objective(view)
         if not self.mu:
             return loss
-        drift = sum((view.weights[name] - view.received[name]).square().sum() for name in view.member.trainable)
+        drift = sum(
+            (view.weights[name] - view.received[name]).square().sum()
+            for name in view.member.trainable
+        )
         return loss + 0.5 * self.mu * drift
 
 
@@ -300,7 +319,9 @@ class Adversarial(Wrapping):
             losses.append(self._weighted(clean, 1 - weight))
             view.seen.update(clean.seen)
         if self._noised:
-            noised = view.through(1.0, weights={**view.weights, **view.seen}, inputs=self._attacked(view))
+            noised = view.through(
+                1.0, weights={**view.weights, **view.seen}, inputs=self._attacked(view)
+            )
             losses.append(self._weighted(noised, weight))
             view.seen.update(noised.seen)
         return torch.stack(losses).sum()
@@ -356,7 +377,9 @@ class Distilled(Objective):
         return (_net(member, self.share),)
 
     def __call__(self, view: View) -> Tensor:
-        assert view.taught is not None, "a learner with `taught` has the logits from before the batch"
+        assert view.taught is not None, (
+            "a learner with `taught` has the logits from before the batch"
+        )
         logits = view.logits(_net(view.member, self.share))
         divergences = view.task.divergences(logits, view.taught, view.targets)
         # Where nothing counts the sum is 0, and so is the mean.
@@ -418,7 +441,9 @@ class Summed(Objective):
     objectives: tuple[Objective, ...]
 
     def nets(self, member: Member) -> tuple[Member, ...]:
-        return tuple(dict.fromkeys(net for objective in self.objectives for net in objective.nets(member)))
+        return tuple(
+            dict.fromkeys(net for objective in self.objectives for net in objective.nets(member))
+        )
 
     def passes(self, member: Member) -> tuple[Passes, ...]:
         """Return the passes of all; a net that several run on the batch is run once."""
@@ -467,7 +492,9 @@ def _net(member: Member, share: float | None) -> Member:
     return member if share is None else member.nested(share)
 
 
-OBJECTIVES: dict[str, type[Wrapping]] = {"proximal": Proximal}  # that settings can put around the loss
+OBJECTIVES: dict[str, type[Wrapping]] = {
+    "proximal": Proximal
+}  # that settings can put around the loss
 
 
 def found_wrapper(given: object) -> Wrapping:
@@ -481,7 +508,9 @@ def found_wrapper(given: object) -> Wrapping:
         try:
             made = kind()
         except Exception as error:  # a class of the user's own may raise anything
-            raise ConfigError(f"{given!r} was called for a Wrapping and failed: {said(error)}") from error
+            raise ConfigError(
+                f"{given!r} was called for a Wrapping and failed: {said(error)}"
+            ) from error
         return found_wrapper(made)
     if not isinstance(given, Wrapping):
         found = f"the class {given.__name__}" if isinstance(given, type) else f"{given!r}"

@@ -32,7 +32,12 @@ class Optimiser(Protocol):
     ) -> tuple[State, OptimiserState]: ...
 
     def update_(
-        self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
+        self,
+        weights: list[Tensor],
+        slots: Mapping[str, list[Tensor]],
+        grads: list[Tensor],
+        lr: Tensor,
+        step: Tensor,
     ) -> None:
         """The same in place and in one kernel, for tensors that stay where they are; `step` counts from 1."""
 
@@ -54,7 +59,9 @@ class SGD:
     def __post_init__(self) -> None:
         within(self, lr="(0, inf)", momentum="[0, 1)", decay="[0, inf)", clip="[0, inf)")
         if self.nesterov and not self.momentum:
-            raise ConfigError("SGD was asked for Nesterov steps without momentum; give it one, such as momentum=0.9.")
+            raise ConfigError(
+                "SGD was asked for Nesterov steps without momentum; give it one, such as momentum=0.9."
+            )
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -72,7 +79,11 @@ class SGD:
             buffers = list(torch._foreach_mul([slots["momentum"][n] for n in names], self.momentum))
             torch._foreach_add_(buffers, change)
             new_slots["momentum"] = dict(zip(names, buffers, strict=True))
-            change = list(torch._foreach_add(change, buffers, alpha=self.momentum)) if self.nesterov else buffers
+            change = (
+                list(torch._foreach_add(change, buffers, alpha=self.momentum))
+                if self.nesterov
+                else buffers
+            )
         if isinstance(lr, Tensor):
             moved = torch._foreach_add(values, torch._foreach_mul(change, -lr))
         else:
@@ -80,7 +91,12 @@ class SGD:
         return dict(zip(names, moved, strict=True)), new_slots
 
     def update_(
-        self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
+        self,
+        weights: list[Tensor],
+        slots: Mapping[str, list[Tensor]],
+        grads: list[Tensor],
+        lr: Tensor,
+        step: Tensor,
     ) -> None:
         torch._fused_sgd_(
             weights,
@@ -119,7 +135,15 @@ class Adam:
     ages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", eps="(0, inf)", decay="[0, inf)", clip="[0, inf)")
+        within(
+            self,
+            lr="(0, inf)",
+            beta1="[0, 1)",
+            beta2="[0, 1)",
+            eps="(0, inf)",
+            decay="[0, inf)",
+            clip="[0, inf)",
+        )
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -130,12 +154,19 @@ class Adam:
     ) -> tuple[State, OptimiserState]:
         assert not isinstance(lr, Tensor), "a learning rate on the device is for `update_`"
         if self.decay:
-            decayed = torch._foreach_add(list(grads.values()), [weights[n] for n in grads], alpha=self.decay)
+            decayed = torch._foreach_add(
+                list(grads.values()), [weights[n] for n in grads], alpha=self.decay
+            )
             grads = dict(zip(grads, decayed, strict=True))
         return _adam_step(self, weights, slots, grads, lr, step)
 
     def update_(
-        self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
+        self,
+        weights: list[Tensor],
+        slots: Mapping[str, list[Tensor]],
+        grads: list[Tensor],
+        lr: Tensor,
+        step: Tensor,
     ) -> None:
         torch._fused_adam_(
             weights,
@@ -175,7 +206,15 @@ class AdamW:
     ages: ClassVar[bool] = True
 
     def __post_init__(self) -> None:
-        within(self, lr="(0, inf)", beta1="[0, 1)", beta2="[0, 1)", eps="(0, inf)", decay="[0, inf)", clip="[0, inf)")
+        within(
+            self,
+            lr="(0, inf)",
+            beta1="[0, 1)",
+            beta2="[0, 1)",
+            eps="(0, inf)",
+            decay="[0, inf)",
+            clip="[0, inf)",
+        )
 
     @property
     def slots(self) -> tuple[str, ...]:
@@ -191,7 +230,12 @@ class AdamW:
         return _adam_step(self, weights, slots, grads, lr, step)
 
     def update_(
-        self, weights: list[Tensor], slots: Mapping[str, list[Tensor]], grads: list[Tensor], lr: Tensor, step: Tensor
+        self,
+        weights: list[Tensor],
+        slots: Mapping[str, list[Tensor]],
+        grads: list[Tensor],
+        lr: Tensor,
+        step: Tensor,
     ) -> None:
         torch._fused_adamw_(
             weights,
@@ -214,7 +258,12 @@ class AdamW:
 
 
 def _adam_step(
-    optimizer: Adam | AdamW, weights: State, slots: OptimiserState, grads: State, lr: float, step: int
+    optimizer: Adam | AdamW,
+    weights: State,
+    slots: OptimiserState,
+    grads: State,
+    lr: float,
+    step: int,
 ) -> tuple[State, OptimiserState]:
     """Return weights and slots after Adam's step with bias correction, without weight decay.
 
@@ -236,7 +285,10 @@ def _adam_step(
     torch._foreach_div_(scale, math.sqrt(bias2))
     torch._foreach_add_(scale, optimizer.eps)
     moved = torch._foreach_addcdiv(values, means, scale, -lr / bias1)
-    new_slots = {"mean": dict(zip(names, means, strict=True)), "square": dict(zip(names, squares, strict=True))}
+    new_slots = {
+        "mean": dict(zip(names, means, strict=True)),
+        "square": dict(zip(names, squares, strict=True)),
+    }
     return dict(zip(names, moved, strict=True)), new_slots
 
 

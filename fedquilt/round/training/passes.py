@@ -67,7 +67,9 @@ class ClientPass(ABC):
         total = sum(sizes)
         weights = [size / total for size in sizes]
         return {
-            name: torch.stack([weight * part[name] for weight, part in zip(weights, parts, strict=True)]).sum(0)
+            name: torch.stack(
+                [weight * part[name] for weight, part in zip(weights, parts, strict=True)]
+            ).sum(0)
             for name in parts[0]
         }
 
@@ -90,7 +92,9 @@ class GradientPass(ClientPass):
         moving = {name: view.weights[name] for name in view.member.trainable}
 
         def loss_of(weights: State) -> Tensor:
-            return self.objective(replace(view, weights={**view.weights, **weights}, known={}, seen={}))
+            return self.objective(
+                replace(view, weights={**view.weights, **weights}, known={}, seen={})
+            )
 
         found: State = grad(loss_of)(moving)
         return found

@@ -71,4 +71,6 @@ def _inside(member: Member, name: str, share: float) -> Tensor:
 @lru_cache(maxsize=64)  # drawn phases have many, of the size of the net
 def masks_of(member: Member, moves: Region, device: torch.device) -> dict[str, Tensor | bool]:
     masks = {name: moves.mask(member, name) for name in member.trainable}
-    return {name: mask.to(device) if isinstance(mask, Tensor) else mask for name, mask in masks.items()}
+    return {
+        name: mask.to(device) if isinstance(mask, Tensor) else mask for name, mask in masks.items()
+    }

@@ -33,12 +33,16 @@ class ServerTraining:
     labels.
     """
 
-    optimiser: SGD | Adam | AdamW = Adam(lr=1e-3)  # Optimizer of the server's nets; it starts anew in every round
+    optimiser: SGD | Adam | AdamW = Adam(
+        lr=1e-3
+    )  # Optimizer of the server's nets; it starts anew in every round
     batch_size: int = 128  # Public samples in a step
     steps: int = 100  # Most steps of a net in a round; 0: the server does not learn, and needs no public samples
     check_every: int = 20  # Steps between two comparisons with the teacher
     patience: int = 2  # Comparisons without progress after which a net stops
-    held_back: float = 0.1  # Share of the public samples on which nets are compared with the teacher
+    held_back: float = (
+        0.1  # Share of the public samples on which nets are compared with the teacher
+    )
     # What progress is. agreement: a smaller loss on held-back public samples. labels: a better score on samples of
     # clients with their labels, which a real server does not have.
     stop_by: StopBy = "agreement"

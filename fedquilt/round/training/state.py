@@ -84,7 +84,9 @@ class MethodState:
     extras_down: tuple[str, ...] = ()  # Extras of the server that clients receive
     extras_kept: tuple[str, ...] = ()  # Extras that clients keep between rounds
     extras_up: tuple[str, ...] = ()  # Extras that clients send
-    coded_extras: tuple[str, ...] = ()  # Extras that a link with a codec codes; it sends the others as they are
+    coded_extras: tuple[
+        str, ...
+    ] = ()  # Extras that a link with a codec codes; it sends the others as they are
 
     def __post_init__(self) -> None:
         wrong = {}
@@ -96,10 +98,14 @@ class MethodState:
                     "Another name would work."
                 )
         if taken := {*self.slots_down, *self.slots_kept} & set(LINK_SLOTS):
-            wrong["slots"] = f"{sorted(taken)} was asked for, which links have; another name would work."
+            wrong["slots"] = (
+                f"{sorted(taken)} was asked for, which links have; another name would work."
+            )
         known = {*self.extras_down, *self.extras_up}
         if unknown := set(self.coded_extras) - known:
-            wrong["coded_extras"] = f"{sorted(unknown)} does not travel; those that do are {sorted(known)}."
+            wrong["coded_extras"] = (
+                f"{sorted(unknown)} does not travel; those that do are {sorted(known)}."
+            )
         refuse(self, wrong)
 
     def __bool__(self) -> bool:

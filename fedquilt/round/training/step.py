@@ -31,7 +31,9 @@ class Batch:
     targets: Tensor
     held: Tensor
     key: Tensor
-    share: Tensor = field(default_factory=lambda: torch.ones(()))  # of the client's net, for the scaler
+    share: Tensor = field(
+        default_factory=lambda: torch.ones(())
+    )  # of the client's net, for the scaler
     taught: Tensor | None = None
 
 
@@ -48,7 +50,12 @@ def teach(member: Member, local: Local, state: State, batch: Batch) -> Tensor:
 
 
 def gradient(
-    learner: Learner, member: Member, objective: Objective, state: State, received: Received, batch: Batch
+    learner: Learner,
+    member: Member,
+    objective: Objective,
+    state: State,
+    received: Received,
+    batch: Batch,
 ) -> tuple[State, tuple[Tensor, State]]:
     """One client's gradient of one objective, with the loss and the norm statistics seen. May be vmapped."""
     mode = train_pass(learner.local)
@@ -78,7 +85,12 @@ def gradient(
 
 
 def run_pass(
-    learner: Learner, member: Member, one: ClientPass, state: State, received: Received, batch: Batch
+    learner: Learner,
+    member: Member,
+    one: ClientPass,
+    state: State,
+    received: Received,
+    batch: Batch,
 ) -> State:
     """Return what a pass gives for one batch of one client. May be vmapped."""
     sample = batch.inputs, batch.targets, batch.held
@@ -185,4 +197,6 @@ def move(
             moved[name] = torch.where(mask, moved[name], state[name])
             for slot, values in new_slots.items():
                 values[name] = torch.where(mask, values[name], slots[slot][name])
-    return {**state, **moved}, {slot: {**slots[slot], **values} for slot, values in new_slots.items()}
+    return {**state, **moved}, {
+        slot: {**slots[slot], **values} for slot, values in new_slots.items()
+    }

@@ -61,7 +61,10 @@ def idx_gz(array: np.ndarray) -> bytes:
 def cifar10_members() -> dict[str, bytes]:
     """Return five training batches of two images, a test batch of three, and the other members there are."""
     folder = "cifar-10-batches-bin"
-    members = {f"{folder}/batches.meta.txt": ("\n".join(CLASSES) + "\n\n").encode(), f"{folder}/readme.html": b"<html>"}
+    members = {
+        f"{folder}/batches.meta.txt": ("\n".join(CLASSES) + "\n\n").encode(),
+        f"{folder}/readme.html": b"<html>",
+    }
     for number in range(1, 6):
         records = pixels(number, 2, 3073)
         records[:, 0] = (number, number + 1)
@@ -73,7 +76,11 @@ def cifar10_members() -> dict[str, bytes]:
 
 
 def cifar100_members() -> dict[str, bytes]:
-    members = {"cifar-100-binary/fine_label_names.txt": "\n".join(f"class_{one}" for one in range(100)).encode()}
+    members = {
+        "cifar-100-binary/fine_label_names.txt": "\n".join(
+            f"class_{one}" for one in range(100)
+        ).encode()
+    }
     for split, labels in (("train", (0, 42, 99)), ("test", (7, 98))):
         records = pixels(len(labels), len(labels), 3074)
         records[:, 0] = 19
@@ -173,7 +180,9 @@ class Host:
     files: dict[str, bytes]
     url: str = ""
     requests: list[str] = field(default_factory=list)
-    announced: dict[str, int] = field(default_factory=dict)  # Sizes that are announced and are not true.
+    announced: dict[str, int] = field(
+        default_factory=dict
+    )  # Sizes that are announced and are not true.
     redirected: dict[str, str] = field(default_factory=dict)
 
     def publish(self, monkeypatch: pytest.MonkeyPatch, name: str, **changed: object) -> DataSet:
@@ -222,7 +231,9 @@ def hosted(files: dict[str, bytes]) -> Iterator[Host]:
 
     server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
     server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True
+    )
     thread.start()
     host.url = f"http://127.0.0.1:{server.server_address[1]}"
     try:

@@ -66,17 +66,32 @@ def test_arrays_come_back_as_numpy_reads_them(tmp_path):
         (b"", "header is damaged"),
         (b"no array at all", "header is damaged"),
         (b"\x93NUMPY\x03\x00" + npy(np.ones(2))[8:], r"version \(3, 0\)"),
-        (header("{'descr': '<f8', 'fortran_order': False, 'shape': (10**9,)}"), "header is damaged"),
+        (
+            header("{'descr': '<f8', 'fortran_order': False, 'shape': (10**9,)}"),
+            "header is damaged",
+        ),
         (
             header("{'descr': '<f8', 'fortran_order': False, 'shape': (1000000000,)}"),
             r"8,000,000,000 bytes, and it has 0",
         ),
         (header("{'descr': '<f8', 'fortran_order': False, 'shape': (-1,)}"), "is no shape"),
-        (header("{'descr': '<f8', 'fortran_order': False, 'shape': (0, 1%s)}" % ("0" * 30)), "is no shape"),
+        (
+            header("{'descr': '<f8', 'fortran_order': False, 'shape': (0, 1%s)}" % ("0" * 30)),
+            "is no shape",
+        ),
         (header("{'descr': '|O', 'fortran_order': False, 'shape': (0,)}"), "nothing is unpickled"),
-        (header("{'descr': '<M8[D]', 'fortran_order': False, 'shape': (0,)}"), "numbers and text are read"),
-        (header("{'descr': [('a', '<f8')], 'fortran_order': False, 'shape': (0,)}"), "numbers and text are read"),
-        (header("{'descr': 'nonsense', 'fortran_order': False, 'shape': (0,)}"), "header is damaged"),
+        (
+            header("{'descr': '<M8[D]', 'fortran_order': False, 'shape': (0,)}"),
+            "numbers and text are read",
+        ),
+        (
+            header("{'descr': [('a', '<f8')], 'fortran_order': False, 'shape': (0,)}"),
+            "numbers and text are read",
+        ),
+        (
+            header("{'descr': 'nonsense', 'fortran_order': False, 'shape': (0,)}"),
+            "header is damaged",
+        ),
         (header("{'descr': '<f8', 'fortran_order': 3, 'shape': (0,)}"), "header is damaged"),
         (header("__import__('os').getcwd()"), "header is damaged"),
         (header("'''"), "header is damaged"),  # tokenize.TokenError
@@ -93,7 +108,9 @@ def test_arrays_come_back_as_numpy_reads_them(tmp_path):
 )
 def test_broken_arrays_are_named(tmp_path, content, message):
     path = zipped(tmp_path / "x.npz", y_train=npy(np.zeros(3)), x_train=content)
-    with pytest.raises(DataError, match=rf"x\.npz: the array 'x_train' cannot be read: .*{message}"):
+    with pytest.raises(
+        DataError, match=rf"x\.npz: the array 'x_train' cannot be read: .*{message}"
+    ):
         npz(str(path))
 
 
@@ -136,7 +153,9 @@ def test_arrays_cannot_be_hidden_or_doubled(tmp_path):
     begin = places(path)[1]
     swallowed = path.read_bytes().index(b"PK\1\2", begin + 1)
     length = places(path)[2] - swallowed
-    changed(path, begin + 32, length.to_bytes(2, "little"))  # the rest of the directory as a comment of its first file
+    changed(
+        path, begin + 32, length.to_bytes(2, "little")
+    )  # the rest of the directory as a comment of its first file
     with pytest.raises(DataError, match="1 arrays were found and 2 are listed"):
         npz(str(path))
     with zipfile.ZipFile(path, "w") as archive:
@@ -147,17 +166,23 @@ def test_arrays_cannot_be_hidden_or_doubled(tmp_path):
         npz(str(path))
     with zipfile.ZipFile(path, "w") as archive:
         archive.writestr("x", npy(np.zeros(2)))
-    with pytest.raises(DataError, match=r"the array 'x' cannot be read: its name in the file does not end with \.npy"):
+    with pytest.raises(
+        DataError,
+        match=r"the array 'x' cannot be read: its name in the file does not end with \.npy",
+    ):
         npz(str(path))
 
 
 def test_a_small_file_that_unpacks_to_much_is_refused_before_it_is(tmp_path, monkeypatch):
-    np.savez_compressed(tmp_path / "x.npz", x_train=np.zeros((1000, 1000)), y_train=np.arange(1000) % 2)
+    np.savez_compressed(
+        tmp_path / "x.npz", x_train=np.zeros((1000, 1000)), y_train=np.arange(1000) % 2
+    )
     size = 8 * 1000 * 1001
     assert (tmp_path / "x.npz").stat().st_size < 20_000
     monkeypatch.setattr("fedquilt.probe.free_memory", lambda: 2 * size - 2)
     with pytest.raises(
-        DataError, match=rf"takes {size:,} bytes in memory, and half of the free memory is .*--max-bytes {size} "
+        DataError,
+        match=rf"takes {size:,} bytes in memory, and half of the free memory is .*--max-bytes {size} ",
     ):
         npz(str(tmp_path / "x.npz"))
     assert npz(str(tmp_path / "x.npz"), max_bytes=size).num_classes == 2
@@ -183,13 +208,16 @@ def test_images_are_measured_by_their_headers(tmp_path, monkeypatch):
         picture(tmp_path / "ant" / f"{number}.png")
         picture(tmp_path / "bee" / f"{number}.png")
     with pytest.raises(
-        DataError, match=r"10 images of 4×4 pixels and is not read: it takes 480 bytes.*--max-bytes 480 "
+        DataError,
+        match=r"10 images of 4×4 pixels and is not read: it takes 480 bytes.*--max-bytes 480 ",
     ):
         images(str(tmp_path), max_bytes=479)
     assert len(images(str(tmp_path), max_bytes=480).targets) == 8
     large = picture(tmp_path / "bee" / "3.png", (40, 40))
     monkeypatch.setattr(PngImageFile, "load", lambda self: pytest.fail("pixels were read"))
-    with pytest.raises(DataError, match=r"3\.png has 40×40 pixels and is not read: it takes 6,400 bytes"):
+    with pytest.raises(
+        DataError, match=r"3\.png has 40×40 pixels and is not read: it takes 6,400 bytes"
+    ):
         open_image(large, max_bytes=6_399)
 
 
@@ -197,7 +225,9 @@ def test_what_pillow_refuses_is_told(tmp_path, monkeypatch):
     file = picture(tmp_path / "x.png", (50, 50))
     whole = file.read_bytes()
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 1_000)
-    with pytest.raises(DataError, match=r"x\.png cannot be read as an image: Image size \(2500 pixels\) exceeds"):
+    with pytest.raises(
+        DataError, match=r"x\.png cannot be read as an image: Image size \(2500 pixels\) exceeds"
+    ):
         open_image(file)  # DecompressionBombError
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2_000)
     assert open_image(file).size == (50, 50)  # no more than a DecompressionBombWarning
@@ -212,7 +242,9 @@ def test_what_pillow_refuses_is_told(tmp_path, monkeypatch):
     Image.fromarray(noise).save(file)
     place = file.read_bytes().rindex(b"IDAT")
     changed(file, place, b"\1\2\3\4")
-    with pytest.raises(DataError, match=r"x\.png cannot be read as an image: broken PNG file"):  # SyntaxError
+    with pytest.raises(
+        DataError, match=r"x\.png cannot be read as an image: broken PNG file"
+    ):  # SyntaxError
         open_image(file)
 
 
@@ -222,7 +254,9 @@ def test_masks_are_measured_too(tmp_path):
         (tmp_path / "masks").mkdir(exist_ok=True)
         Image.fromarray(np.eye(4, dtype=np.uint8)).save(tmp_path / "masks" / f"{number}.png")
     size = 5 * 16 * (3 + 8)
-    with pytest.raises(DataError, match=rf"5 pictures with masks and is not read: it takes {size} bytes"):
+    with pytest.raises(
+        DataError, match=rf"5 pictures with masks and is not read: it takes {size} bytes"
+    ):
         masks(str(tmp_path), max_bytes=size - 1)
     assert masks(str(tmp_path), max_bytes=size).num_classes == 2
 
@@ -232,8 +266,12 @@ def test_volumes_are_counted_while_they_are_read(tmp_path):
         (tmp_path / folder).mkdir()
         for number in range(5):
             values = np.arange(8, dtype=np.uint8).reshape(2, 2, 2) % 2
-            nibabel.Nifti1Image(values, np.eye(4)).to_filename(tmp_path / folder / f"{number}.nii.gz")
-    with pytest.raises(DataError, match=r"its samples up to .*2\.nii\.gz, 3 of 5, take 288 bytes.*--max-bytes"):
+            nibabel.Nifti1Image(values, np.eye(4)).to_filename(
+                tmp_path / folder / f"{number}.nii.gz"
+            )
+    with pytest.raises(
+        DataError, match=r"its samples up to .*2\.nii\.gz, 3 of 5, take 288 bytes.*--max-bytes"
+    ):
         masks(str(tmp_path), max_bytes=200)
     assert masks(str(tmp_path), max_bytes=480).num_classes == 2
 
@@ -280,6 +318,8 @@ def test_text_larger_than_allowed_is_refused(tmp_path):
 )
 def test_broken_arrays_of_text_are_told_by_user(tmp_path, change, message):
     arrays = {"text": np.frombuffer(b"one\ntwo\n", np.uint8), "start": np.array([0, 3]), **change}
-    np.savez(tmp_path / "x.npz", **{name: array for name, array in arrays.items() if array is not None})
+    np.savez(
+        tmp_path / "x.npz", **{name: array for name, array in arrays.items() if array is not None}
+    )
     with pytest.raises(DataError, match=rf"x\.npz.*{message}"):
         text(str(tmp_path / "x.npz"))

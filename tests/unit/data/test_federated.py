@@ -67,7 +67,9 @@ def test_parts_are_the_lists_they_were_made_of(lists):
 
 @pytest.mark.parametrize("kind", [np.asarray, torch.as_tensor, list])
 def test_a_mask_of_all_samples_says_which_are_the_clients(kind):
-    data = of(parts=[kind(Y.numpy() < 2), kind(Y.numpy() == 2)], test_parts=[kind(Y.numpy() == 1), []])
+    data = of(
+        parts=[kind(Y.numpy() < 2), kind(Y.numpy() == 2)], test_parts=[kind(Y.numpy() == 1), []]
+    )
     assert [part.tolist() for part in data.parts] == [[0, 1, 3, 4], [2, 5]]
     assert [part.tolist() for part in data.test_parts] == [[1, 4], []]
 
@@ -101,7 +103,12 @@ def test_thinning_draws_at_random():
 
 
 def test_arrays_and_lists_become_tensors():
-    data = of((X.numpy(), Y.numpy().astype(np.int32)), (X, Y), [np.array([0, 1]), [2, 3, 4, 5]], [[0], [1, 2]])
+    data = of(
+        (X.numpy(), Y.numpy().astype(np.int32)),
+        (X, Y),
+        [np.array([0, 1]), [2, 3, 4, 5]],
+        [[0], [1, 2]],
+    )
     assert data.targets.dtype == torch.int64
     assert (data.num_clients, data.num_classes) == (2, 3)
     assert [data.size(client) for client in range(2)] == [2, 4]
@@ -111,11 +118,15 @@ def test_arrays_and_lists_become_tensors():
 def test_data_is_told_in_a_line():
     pool = Pool.of((X, Y), (X, Y), name="small")
     assert repr(pool) == "Pool(small: 6 training and 6 test samples of (4,), 3 classes)"
-    dealt = "FederatedData(small: 6 training and 6 test samples of (4,), 3 classes; dealt to 2 clients)"
+    dealt = (
+        "FederatedData(small: 6 training and 6 test samples of (4,), 3 classes; dealt to 2 clients)"
+    )
     assert str(pool.deal(2)) == repr(pool.deal(2)) == dealt
     homes = {"domains": Y, "test_domains": Y}
     assert "3 classes, 3 domains)" in repr(Pool.of((X, Y), (X, Y), **homes))
-    assert "3 classes, domains a, b, c)" in repr(Pool.of((X, Y), (X, Y), **homes, domain_names=("a", "b", "c")))
+    assert "3 classes, domains a, b, c)" in repr(
+        Pool.of((X, Y), (X, Y), **homes, domain_names=("a", "b", "c"))
+    )
 
 
 def test_real_numbers_and_labels_are_targets_too():
@@ -143,9 +154,15 @@ def test_a_column_of_classes_is_one_class_for_each_sample():
     pool = Pool.of((X, Y[:, None]), (X, Y[:, None].numpy()))
     assert torch.equal(pool.targets, Y)
     assert torch.equal(pool.test_targets, Y)
-    assert Pool.of((X, Y[:, None] / 2), (X, Y[:, None] / 2)).targets.shape == (6, 1)  # one column of a regression
+    assert Pool.of((X, Y[:, None] / 2), (X, Y[:, None] / 2)).targets.shape == (
+        6,
+        1,
+    )  # one column of a regression
     tokens = Y[:, None]
-    assert Pool.of((tokens, tokens), (tokens, tokens)).targets.shape == (6, 1)  # sequences of one token
+    assert Pool.of((tokens, tokens), (tokens, tokens)).targets.shape == (
+        6,
+        1,
+    )  # sequences of one token
 
 
 @pytest.mark.parametrize("kind", [np.array, list, lambda names: np.array(names, object)])
@@ -155,7 +172,9 @@ def test_classes_may_have_names_and_are_numbered_in_sorted_order(kind):
     assert pool.targets.tolist() == [1, 0, 2, 1, 0, 2]
     assert pool.test_targets.tolist() == [2, 0, 1, 2, 0, 1]
     assert (pool.class_names, pool.num_classes) == (("cat", "dog", "emu"), 3)
-    assert Pool.of((X, kind(names)), (X[:1], kind(["fox"]))).num_classes == 4  # a class of the test set alone
+    assert (
+        Pool.of((X, kind(names)), (X[:1], kind(["fox"]))).num_classes == 4
+    )  # a class of the test set alone
 
     ordered = Pool.of((X, kind(names)), (X, kind(names)), class_names=("emu", "dog", "cat"))
     assert ordered.targets.tolist() == [1, 2, 0, 1, 2, 0]
@@ -174,7 +193,9 @@ def test_datasets_of_torch_are_read_once_into_arrays():
 
 def test_what_has_no_classes_is_not_asked_for_them():
     real = Pool.of((X, Y / 2), (X, Y / 2), name="real").deal(2)
-    with pytest.raises(DataError, match=r"which classes client 1 holds; it has a real target each.*need one class"):
+    with pytest.raises(
+        DataError, match=r"which classes client 1 holds; it has a real target each.*need one class"
+    ):
         real.held(1, 3)
     with pytest.raises(DataError, match=r"3 classes were announced; targets are torch\.float32"):
         Pool.of((X, Y / 2), (X, Y / 2), num_classes=3)
@@ -202,10 +223,19 @@ def test_samples_take_the_dtype_and_tokens_stay_whole():
 
 def test_clients_and_domains_may_have_names():
     one, other = ["b", "a", "b", "a", "c", "c"], ["a", "a", "d", "c", "c", "c"]
-    pool = Pool.of((X, Y), (X, Y), clients=one, test_clients=other, domains=other, test_domains=np.array(one))
-    assert (pool.clients.tolist(), pool.test_clients.tolist()) == ([1, 0, 1, 0, 2, 2], [0, 0, 3, 2, 2, 2])
+    pool = Pool.of(
+        (X, Y), (X, Y), clients=one, test_clients=other, domains=other, test_domains=np.array(one)
+    )
+    assert (pool.clients.tolist(), pool.test_clients.tolist()) == (
+        [1, 0, 1, 0, 2, 2],
+        [0, 0, 3, 2, 2, 2],
+    )
     assert (pool.domain_names, pool.domains.tolist()) == (("a", "b", "c", "d"), [0, 0, 3, 2, 2, 2])
-    assert Pool.of((X, Y), (X, Y), domains=one, domain_names=("x", "y", "z")).domain_names == ("x", "y", "z")
+    assert Pool.of((X, Y), (X, Y), domains=one, domain_names=("x", "y", "z")).domain_names == (
+        "x",
+        "y",
+        "z",
+    )
 
 
 def test_samples_need_no_gradients():
@@ -216,9 +246,14 @@ def test_samples_need_no_gradients():
 
 
 def test_ids_may_be_of_any_whole_kind():
-    pool = Pool.of((X.numpy(), Y.numpy().astype(np.uint8)), (X, Y), clients=np.arange(6, dtype=np.uint16))
+    pool = Pool.of(
+        (X.numpy(), Y.numpy().astype(np.uint8)), (X, Y), clients=np.arange(6, dtype=np.uint16)
+    )
     assert pool.clients.tolist() == [0, 1, 2, 3, 4, 5]
-    assert Pool.of((np.ones((6, 4), np.uint16), Y), (np.ones((6, 4), np.uint16), Y)).inputs.dtype == torch.int64
+    assert (
+        Pool.of((np.ones((6, 4), np.uint16), Y), (np.ones((6, 4), np.uint16), Y)).inputs.dtype
+        == torch.int64
+    )
 
 
 @pytest.mark.parametrize(
@@ -226,23 +261,68 @@ def test_ids_may_be_of_any_whole_kind():
     [
         ({"train": (X, Y[:5])}, "the training set has 6 inputs and 5 targets"),
         ({"test": (X[:5], Y)}, "the test set has 5 inputs and 6 targets"),
-        ({"train": ((X, X), Y)}, "2 inputs a sample were given; one array or tensor of all samples is wanted"),
-        ({"train": ((X.numpy(), X.numpy()), Y)}, "2 inputs a sample were given; one array or tensor"),
-        ({"train": (TensorDataset(X), Y)}, "inputs are a TensorDataset; one array or tensor of all samples is wanted"),
-        ({"test": ({"image": X}, Y)}, "inputs are a dict; one array or tensor of all samples is wanted"),
-        ({"train": TensorDataset(X)}, r"the training set: sample 0 is a tuple; a pair \(input, target\) is needed"),
-        ({"test": Ragged()}, r"first input has shape \(1,\) and that of sample 1 \(2,\); .*crop, pad or resize"),
-        ({"test": Ragged(as_list=True)}, r"the input of sample 0 is a list; a tensor or an array is needed"),
+        (
+            {"train": ((X, X), Y)},
+            "2 inputs a sample were given; one array or tensor of all samples is wanted",
+        ),
+        (
+            {"train": ((X.numpy(), X.numpy()), Y)},
+            "2 inputs a sample were given; one array or tensor",
+        ),
+        (
+            {"train": (TensorDataset(X), Y)},
+            "inputs are a TensorDataset; one array or tensor of all samples is wanted",
+        ),
+        (
+            {"test": ({"image": X}, Y)},
+            "inputs are a dict; one array or tensor of all samples is wanted",
+        ),
+        (
+            {"train": TensorDataset(X)},
+            r"the training set: sample 0 is a tuple; a pair \(input, target\) is needed",
+        ),
+        (
+            {"test": Ragged()},
+            r"first input has shape \(1,\) and that of sample 1 \(2,\); .*crop, pad or resize",
+        ),
+        (
+            {"test": Ragged(as_list=True)},
+            r"the input of sample 0 is a list; a tensor or an array is needed",
+        ),
         ({"test": {"x": X, "y": Y}}, r"the test set is a dict; \(inputs, targets\) belong there"),
-        ({"train": (1.0, 0)}, "the training set has a single number for inputs or targets; one array or tensor"),
-        ({"train": (X, Y.double())}, r"training targets are torch\.float64 and test targets torch\.int64; they must"),
-        ({"test": (X, Y.float())}, r"training targets are torch\.int64 and test targets torch\.float32"),
-        ({"train": (X, np.array(["a"] * 6))}, "training targets are <U1; classes are whole numbers .* real numbers"),
+        (
+            {"train": (1.0, 0)},
+            "the training set has a single number for inputs or targets; one array or tensor",
+        ),
+        (
+            {"train": (X, Y.double())},
+            r"training targets are torch\.float64 and test targets torch\.int64; they must",
+        ),
+        (
+            {"test": (X, Y.float())},
+            r"training targets are torch\.int64 and test targets torch\.float32",
+        ),
+        (
+            {"train": (X, np.array(["a"] * 6))},
+            "training targets are <U1; classes are whole numbers .* real numbers",
+        ),
         ({"train": (X, Y / 0)}, "training targets: 6 of 6 are not finite; leave out these samples"),
-        ({"train": (np.array([["a"] * 4] * 6), Y)}, "inputs are <U1; bytes, real numbers or whole numbers fit"),
-        ({"test": (torch.zeros(6, 5), Y)}, r"training samples have shape \(4,\).* and test samples \(5,\)"),
-        ({"test": (X.to(torch.uint8), Y)}, r"training inputs are torch\.float32 and test inputs torch\.uint8"),
-        ({"train": (X, Y - 1)}, "a training target is -1; classes count from 0, and -100 is for padding"),
+        (
+            {"train": (np.array([["a"] * 4] * 6), Y)},
+            "inputs are <U1; bytes, real numbers or whole numbers fit",
+        ),
+        (
+            {"test": (torch.zeros(6, 5), Y)},
+            r"training samples have shape \(4,\).* and test samples \(5,\)",
+        ),
+        (
+            {"test": (X.to(torch.uint8), Y)},
+            r"training inputs are torch\.float32 and test inputs torch\.uint8",
+        ),
+        (
+            {"train": (X, Y - 1)},
+            "a training target is -1; classes count from 0, and -100 is for padding",
+        ),
         ({"parts": [[0, 1], []]}, "client 1 has no data"),
         ({"parts": [[0, 6]]}, "client 0 holds sample 6; the training set has 6"),
         ({"parts": [[0], [2, -1]]}, "client 1 holds sample -1; the training set has 6"),
@@ -251,14 +331,29 @@ def test_ids_may_be_of_any_whole_kind():
         ({"train": (X[:0], Y[:0])}, "the training set is empty"),
         ({"test": (X[:0], Y[:0])}, "the test set is empty"),
         ({"parts": []}, "no client"),
-        ({"parts": {0: [1, 2], 1: [3]}}, "parts are a dict; a list of positions a client is wanted"),
+        (
+            {"parts": {0: [1, 2], 1: [3]}},
+            "parts are a dict; a list of positions a client is wanted",
+        ),
         ({"parts": None}, "parts are a NoneType; a list of positions a client is wanted"),
-        ({"parts": np.arange(6) % 2}, r"the part of client 0 is 0; .* Pool\.of\(train, test, clients=owners\)\.deal"),
+        (
+            {"parts": np.arange(6) % 2},
+            r"the part of client 0 is 0; .* Pool\.of\(train, test, clients=owners\)\.deal",
+        ),
         ({"parts": torch.arange(6) % 2}, "the part of client 0 is 0; a list of positions a client"),
-        ({"parts": [[0], [0.7, 1.9]]}, "the part of client 1 is of float64; positions are whole numbers"),
+        (
+            {"parts": [[0], [0.7, 1.9]]},
+            "the part of client 1 is of float64; positions are whole numbers",
+        ),
         ({"parts": [Y[:5] < 2]}, "the mask of client 0 has 5 entries; there are 6 samples"),
-        ({"test_parts": [[0], Y[:5] < 2]}, "the mask of client 1 has 5 entries; there are 6 samples"),
-        ({"test": None}, r"parts were given and no test set\. .*Pool\.of\(train, clients=owners\)\.deal"),
+        (
+            {"test_parts": [[0], Y[:5] < 2]},
+            "the mask of client 1 has 5 entries; there are 6 samples",
+        ),
+        (
+            {"test": None},
+            r"parts were given and no test set\. .*Pool\.of\(train, clients=owners\)\.deal",
+        ),
     ],
 )
 def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
@@ -269,10 +364,16 @@ def test_wrong_data_is_refused_with_what_is_wrong(wrong, message):
 @pytest.mark.parametrize(
     ("wrong", "message"),
     [
-        ({"clients": torch.zeros(5, dtype=torch.int64)}, r"the training set has 6 samples and \(5,\) clients"),
+        (
+            {"clients": torch.zeros(5, dtype=torch.int64)},
+            r"the training set has 6 samples and \(5,\) clients",
+        ),
         ({"domains": torch.zeros(6)}, "domains are float32"),
         ({"clients": [0.5] * 6}, "clients are float64; whole numbers from 0 on fit, or names"),
-        ({"clients": ["a"] * 6, "test_clients": Y}, "clients are <U1; whole numbers from 0 on fit, or names"),
+        (
+            {"clients": ["a"] * 6, "test_clients": Y},
+            "clients are <U1; whole numbers from 0 on fit, or names",
+        ),
         ({"domains": torch.full((6,), -1)}, "one of the domains is -1; they count from 0"),
         ({"num_classes": 2}, "there is a target 2; 2 classes were announced"),
     ],
@@ -286,7 +387,9 @@ def test_what_goes_along_is_checked_too(wrong, message):
 
 
 @pytest.mark.parametrize(
-    ("parts", "clients"), [([[0, 1, 2], [2, 3]], "0, 1"), ([[0, 1], [2, 2]], "1, 1")], ids=["overlap", "duplicate"]
+    ("parts", "clients"),
+    [([[0, 1, 2], [2, 3]], "0, 1"), ([[0, 1], [2, 2]], "1, 1")],
+    ids=["overlap", "duplicate"],
 )
 def test_samples_that_are_listed_twice_are_pointed_out(parts, clients, caplog):
     samples = (np.zeros((4, 3), np.float32), np.array([0, 1, 0, 1]))
@@ -360,8 +463,12 @@ def test_bytes_without_a_scale_are_seen_from_0_to_1():
 def test_channels_are_normalised_by_their_mean_and_deviation():
     pool = bytes_pool().to(CPU, torch.float64)
     seen = pool.samples(torch.arange(4))
-    torch.testing.assert_close(seen.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-6)
-    torch.testing.assert_close(seen.std((0, 2, 3), correction=0), torch.ones(3, dtype=torch.float64), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        seen.mean((0, 2, 3)), torch.zeros(3, dtype=torch.float64), rtol=0, atol=1e-6
+    )
+    torch.testing.assert_close(
+        seen.std((0, 2, 3), correction=0), torch.ones(3, dtype=torch.float64), rtol=1e-6, atol=0
+    )
 
 
 def test_channels_are_normalised_by_given_numbers_in_units_of_white():
@@ -381,7 +488,10 @@ def test_real_numbers_are_normalised_on_request_only():
     ("options", "message"),
     [
         ({"mean": (0.5,)}, "mean and std go together"),
-        ({"mean": (0.5, 0.5), "std": (1.0,)}, "2 means and 1 stds were given; a sample has 3 channels"),
+        (
+            {"mean": (0.5, 0.5), "std": (1.0,)},
+            "2 means and 1 stds were given; a sample has 3 channels",
+        ),
         ({"mean": (0.5,), "std": (0.0,)}, "every one must be above 0"),
     ],
 )
@@ -406,8 +516,13 @@ def test_engines_train_on_bytes_as_on_the_numbers_they_stand_for(residual, play,
     bytes_ = Pool.of((pictures, targets), (pictures, targets), scale=scale).deal(3)
     seen = scale.to(CPU, torch.float64)(pictures)
     numbers = Pool.of((seen, targets), (seen, targets)).deal(3)
-    runs = [play(fq.methods.HeteroFL(local=local), residual, data, (1.0, 0.5), engine) for data in (bytes_, numbers)]
-    torch.testing.assert_close(dict(runs[0].server.weights), dict(runs[1].server.weights), rtol=0, atol=1e-12)
+    runs = [
+        play(fq.methods.HeteroFL(local=local), residual, data, (1.0, 0.5), engine)
+        for data in (bytes_, numbers)
+    ]
+    torch.testing.assert_close(
+        dict(runs[0].server.weights), dict(runs[1].server.weights), rtol=0, atol=1e-12
+    )
     assert runs[0].accuracy == runs[1].accuracy
 
 
@@ -415,7 +530,9 @@ def test_engines_train_on_bytes_as_on_the_numbers_they_stand_for(residual, play,
 
 
 def test_public_samples_are_taken_from_the_clients():
-    pool = Pool.of((torch.arange(20.0)[:, None], torch.arange(20)), (X[:, :1], Y), clients=torch.arange(20))
+    pool = Pool.of(
+        (torch.arange(20.0)[:, None], torch.arange(20)), (X[:, :1], Y), clients=torch.arange(20)
+    )
     shared = pool.with_public(0.2)
     assert shared.public.shape == (4, 1)
     assert sorted(shared.public[:, 0].tolist() + shared.inputs[:, 0].tolist()) == list(range(20))
@@ -437,7 +554,9 @@ def test_dealt_data_can_be_dealt_again():
 @pytest.mark.parametrize("kind", [object, "S1", str])
 def test_clients_are_called_by_names_of_any_kind(kind):
     owners = np.array(list("abab"), dtype=kind)
-    data = fq.data.Pool.of((np.zeros((4, 2), np.float32), np.arange(4) % 2), TEST, clients=owners).deal()
+    data = fq.data.Pool.of(
+        (np.zeros((4, 2), np.float32), np.arange(4) % 2), TEST, clients=owners
+    ).deal()
     assert [part.tolist() for part in data.parts] == [[0, 2], [1, 3]]
 
 

@@ -14,7 +14,9 @@ from fedquilt.errors import ConfigError
 
 def test_images_of_a_seed_are_always_the_same():
     pool = generated(shape=(3, 8, 8), train=40, test=20, domains=("day", "night"))
-    digest = hashlib.sha256(pool.inputs.numpy().tobytes() + pool.test_inputs.numpy().tobytes()).hexdigest()
+    digest = hashlib.sha256(
+        pool.inputs.numpy().tobytes() + pool.test_inputs.numpy().tobytes()
+    ).hexdigest()
     assert digest == "e73781403aba652119ae9a837cad142f9209d597ddf17bb116480d2170b639be"
     assert not torch.equal(generated(seed=1).inputs, generated().inputs)
 

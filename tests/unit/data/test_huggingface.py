@@ -54,8 +54,13 @@ def test_columns_of_numbers_are_features(tmp_path):
 
 
 def test_columns_may_be_chosen_and_without_a_test_split_a_fifth_is_held_out(tmp_path):
-    pool = hub("csv", files=table(tmp_path / "a.csv", ROWS), inputs="width", targets="kind", domains="who")
-    assert (len(pool.inputs), len(pool.test_inputs)) == (17, 3)  # of 7, 7 and 6 rows a domain, one each
+    pool = hub(
+        "csv", files=table(tmp_path / "a.csv", ROWS), inputs="width", targets="kind", domains="who"
+    )
+    assert (len(pool.inputs), len(pool.test_inputs)) == (
+        17,
+        3,
+    )  # of 7, 7 and 6 rows a domain, one each
     assert pool.inputs.shape[1:] == (1,)
     assert pool.domain_names == ("u0", "u1", "u2")
     assert pool.deal(partition=Domains()).num_clients == 3
@@ -82,12 +87,19 @@ def test_folders_of_images(tmp_path):
     assert pool.class_names == ("cat", "dog")
     assert pool.inputs.shape == (8, 3, 6, 4)
     assert torch.equal(pool.inputs[:, 0, 0, 0] == 20, pool.targets == 1)
-    assert hub("imagefolder", folder=str(tmp_path / "pictures"), size=8).inputs.shape == (8, 3, 8, 8)
+    assert hub("imagefolder", folder=str(tmp_path / "pictures"), size=8).inputs.shape == (
+        8,
+        3,
+        8,
+        8,
+    )
     for label in ("cat", "dog"):
         broken = tmp_path / "broken" / label / "0.png"
         broken.parent.mkdir(parents=True)
         broken.write_bytes(b"no image")
-    with pytest.raises(DataError, match="an image of imagefolder cannot be read as an image: cannot identify"):
+    with pytest.raises(
+        DataError, match="an image of imagefolder cannot be read as an image: cannot identify"
+    ):
         hub("imagefolder", folder=str(tmp_path / "broken"))
 
 
@@ -118,7 +130,10 @@ def test_text_is_for_next_word_prediction(tmp_path):
     [
         ({"targets": "sort"}, "csv has no column 'sort'. Found: height, width, who, kind"),
         ({"inputs": "height, depth", "targets": "kind"}, "has no column 'depth'"),
-        ({"inputs": "height"}, "does not say which column the targets are; name one of height, width"),
+        (
+            {"inputs": "height"},
+            "does not say which column the targets are; name one of height, width",
+        ),
         ({"train": "validation", "targets": "kind"}, "has no split 'validation'. Found: train"),
     ],
 )
@@ -128,7 +143,9 @@ def test_columns_and_splits_that_are_not_there_are_refused(tmp_path, options, me
 
 
 def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path):
-    with pytest.raises(DataError, match=r"csv could not be loaded by datasets\.load_dataset: FileNotFoundError"):
+    with pytest.raises(
+        DataError, match=r"csv could not be loaded by datasets\.load_dataset: FileNotFoundError"
+    ):
         hub("csv", files=str(tmp_path / "nowhere.csv"))
     with pytest.raises(DataError, match=r"no/such could not be loaded"):
         source("hub:no/such")()
@@ -136,5 +153,7 @@ def test_what_cannot_be_loaded_is_said_in_one_line(tmp_path):
 
 def test_without_the_extra_it_is_said_what_to_install(monkeypatch):
     monkeypatch.setitem(__import__("sys").modules, "datasets", None)
-    with pytest.raises(ConfigError, match=r"needs datasets, which is not installed: pip install 'fedquilt\[hub\]'"):
+    with pytest.raises(
+        ConfigError, match=r"needs datasets, which is not installed: pip install 'fedquilt\[hub\]'"
+    ):
         hub("csv", files="a.csv")

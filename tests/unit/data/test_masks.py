@@ -39,10 +39,15 @@ def volume(file: Path, values: np.ndarray, affine: np.ndarray = RAS) -> None:
     nibabel.save(nibabel.Nifti1Image(values, affine), file)
 
 
-def volumes(folder: Path, sizes: list[tuple[int, int, int]], names: tuple[str, str] = ("images", "masks")) -> None:
+def volumes(
+    folder: Path, sizes: list[tuple[int, int, int]], names: tuple[str, str] = ("images", "masks")
+) -> None:
     rng = np.random.default_rng(0)
     for number, size in enumerate(sizes):
-        volume(folder / names[0] / f"{number}.nii.gz", rng.normal(100 * number, 5, size).astype(np.float32))
+        volume(
+            folder / names[0] / f"{number}.nii.gz",
+            rng.normal(100 * number, 5, size).astype(np.float32),
+        )
         volume(folder / names[1] / f"{number}.nii.gz", rng.integers(0, 3, size).astype(np.uint8))
 
 
@@ -72,7 +77,9 @@ def test_without_a_test_part_a_fifth_is_held_out(tmp_path):
 
 def test_images_of_other_sizes_are_padded_and_padding_does_not_count(tmp_path):
     pictures(tmp_path / "train", 5, (3, 5))
-    picture(tmp_path / "train", "large.png", np.ones((4, 2, 3), np.uint8), np.ones((4, 2), np.uint8))
+    picture(
+        tmp_path / "train", "large.png", np.ones((4, 2, 3), np.uint8), np.ones((4, 2), np.uint8)
+    )
     pictures(tmp_path / "test", 1, (2, 2))
     pool = masks(str(tmp_path), multiple_of=4, normalise="none")
     assert pool.inputs.shape == (6, 3, 4, 8)
@@ -97,8 +104,12 @@ def test_padding_has_no_part_in_mean_and_standard_deviation(tmp_path):
     pictures(tmp_path / "test", 2)
     pool = masks(str(tmp_path))
     every = np.concatenate(seen).astype(float)
-    torch.testing.assert_close(pool.scale.mean.flatten().double().numpy(), every.mean(0), rtol=1e-6, atol=0)
-    torch.testing.assert_close(pool.scale.std.flatten().double().numpy(), every.std(0), rtol=1e-6, atol=0)
+    torch.testing.assert_close(
+        pool.scale.mean.flatten().double().numpy(), every.mean(0), rtol=1e-6, atol=0
+    )
+    torch.testing.assert_close(
+        pool.scale.std.flatten().double().numpy(), every.std(0), rtol=1e-6, atol=0
+    )
 
 
 def test_values_are_numbered_and_ignored_as_asked(tmp_path):
@@ -111,10 +122,13 @@ def test_values_are_numbered_and_ignored_as_asked(tmp_path):
     assert masks(str(tmp_path), labels=(0, 128, 7), ignored=255).num_classes == 3
     assert masks(str(tmp_path), ignored=255).num_classes == 129
     with pytest.raises(
-        DataError, match=r"0\.png has the values 0, 128, 255; classes are numbered from 0 to 254\. labe"
+        DataError,
+        match=r"0\.png has the values 0, 128, 255; classes are numbered from 0 to 254\. labe",
     ):
         masks(str(tmp_path))
-    with pytest.raises(DataError, match=r"labels = \[0, 255\] were asked for.*ignored = 128 would leave 128 out"):
+    with pytest.raises(
+        DataError, match=r"labels = \[0, 255\] were asked for.*ignored = 128 would leave 128 out"
+    ):
         masks(str(tmp_path), labels=(0, 255))
     with pytest.raises(ConfigError, match="name each value once"):
         masks(str(tmp_path), labels=(0, 0))
@@ -162,7 +176,9 @@ def test_folders_may_be_domains(tmp_path):
     assert data.domain_names == ("north", "south")
     assert data.parts.sizes.tolist() == [4, 4]
     pictures(tmp_path, 1)
-    with pytest.raises(DataError, match=r"0\.png is in no folder named after a domain; .*DOMAIN/0\.png would fit"):
+    with pytest.raises(
+        DataError, match=r"0\.png is in no folder named after a domain; .*DOMAIN/0\.png would fit"
+    ):
         masks(str(tmp_path), domains=True)
 
 
@@ -172,7 +188,10 @@ def test_masks_are_partitioned_without_classes(tmp_path):
     assert isinstance(pool.usual, Iid)
     assert pool.deal(4).parts.sizes.tolist() == [2, 2, 2, 2]
     for partition in (Dirichlet(), Labels()):
-        with pytest.raises(DataError, match=r"deals by class; .*shape \(4, 6\).*one class for each sample.*Iid, Quant"):
+        with pytest.raises(
+            DataError,
+            match=r"deals by class; .*shape \(4, 6\).*one class for each sample.*Iid, Quant",
+        ):
             pool.deal(4, partition)
 
 
@@ -180,7 +199,12 @@ def test_every_sample_may_be_standardised_by_itself(tmp_path):
     rng = np.random.default_rng(0)
     for place in range(5):
         size = (3 + place, 4)
-        picture(tmp_path, f"{place}.png", rng.integers(0, 256, (*size, 3), dtype=np.uint8), np.ones(size, np.uint8))
+        picture(
+            tmp_path,
+            f"{place}.png",
+            rng.integers(0, 256, (*size, 3), dtype=np.uint8),
+            np.ones(size, np.uint8),
+        )
     pool = masks(str(tmp_path), normalise="sample")
     assert (pool.inputs.dtype, pool.scale) == (torch.float32, None)
     for image, mask in zip(pool.inputs, pool.targets, strict=True):
@@ -188,7 +212,9 @@ def test_every_sample_may_be_standardised_by_itself(tmp_path):
         torch.testing.assert_close(inside.mean(1), torch.zeros(3), rtol=0, atol=1e-6)
         torch.testing.assert_close(inside.std(1, correction=0), torch.ones(3))
         assert not image[:, mask == -100].any()
-    with pytest.raises(ConfigError, match=r'normalise = "sample" was asked for.*Leave out one of the two'):
+    with pytest.raises(
+        ConfigError, match=r'normalise = "sample" was asked for.*Leave out one of the two'
+    ):
         masks(str(tmp_path), normalise="sample", mean=(0.5,), std=(0.5,))
 
 
@@ -197,14 +223,22 @@ def test_folders_that_do_not_pair_up_are_refused(tmp_path):
         masks(str(tmp_path))
     (tmp_path / "images").mkdir()
     (tmp_path / "masks").mkdir()
-    with pytest.raises(DataError, match=r"images has no images \(\.bmp.*\.nii\.gz\).*masks/one\.png would fit"):
+    with pytest.raises(
+        DataError, match=r"images has no images \(\.bmp.*\.nii\.gz\).*masks/one\.png would fit"
+    ):
         masks(str(tmp_path))
     pictures(tmp_path, 6)
     (tmp_path / "masks" / "3.png").rename(tmp_path / "masks" / "three.png")
-    with pytest.raises(DataError, match=r"1 of 6 images in .* have no mask, such as 3\.png; .*masks/3\.png would fit"):
+    with pytest.raises(
+        DataError,
+        match=r"1 of 6 images in .* have no mask, such as 3\.png; .*masks/3\.png would fit",
+    ):
         masks(str(tmp_path))
     (tmp_path / "images" / "3.png").unlink()
-    with pytest.raises(DataError, match=r"1 of 6 masks in .* have no image, such as three\.png\. Remove them, or add"):
+    with pytest.raises(
+        DataError,
+        match=r"1 of 6 masks in .* have no image, such as three\.png\. Remove them, or add",
+    ):
         masks(str(tmp_path))
     (tmp_path / "masks" / "three.png").unlink()
     (tmp_path / "images" / "._0.png").write_bytes(b"left by another system")
@@ -219,24 +253,34 @@ def test_masks_that_do_not_fit_are_refused(tmp_path):
     pictures(tmp_path)
     target = tmp_path / "masks" / "2.png"
     Image.new("L", (6, 5)).save(target)
-    with pytest.raises(DataError, match=r"masks/2\.png has 5×6 pixels and its image .*images/2\.png 4×6"):
+    with pytest.raises(
+        DataError, match=r"masks/2\.png has 5×6 pixels and its image .*images/2\.png 4×6"
+    ):
         masks(str(tmp_path))
     Image.new("RGB", (6, 4)).save(target)
-    with pytest.raises(DataError, match=r"masks/2\.png has colours \(mode RGB\); a mask has one number a pixel"):
+    with pytest.raises(
+        DataError, match=r"masks/2\.png has colours \(mode RGB\); a mask has one number a pixel"
+    ):
         masks(str(tmp_path))
     target.write_bytes(b"nothing")
     with pytest.raises(DataError, match=r"masks/2\.png cannot be read as an image"):
         masks(str(tmp_path))
     target.unlink()
     Image.new("L", (6, 4)).save(tmp_path / "masks" / "2.jpg")
-    with pytest.raises(DataError, match=r"2\.jpg is a JPEG, which does not keep values exactly\. Save masks as \.png"):
+    with pytest.raises(
+        DataError,
+        match=r"2\.jpg is a JPEG, which does not keep values exactly\. Save masks as \.png",
+    ):
         masks(str(tmp_path))
 
 
 def test_images_of_more_than_eight_bits_are_refused(tmp_path):
     pictures(tmp_path)
     Image.fromarray(np.full((4, 6), 1000, np.uint16)).save(tmp_path / "images" / "1.png")
-    with pytest.raises(DataError, match=r"1\.png has more than 8 bits a channel \(mode I;16\), which would be cut off"):
+    with pytest.raises(
+        DataError,
+        match=r"1\.png has more than 8 bits a channel \(mode I;16\), which would be cut off",
+    ):
         masks(str(tmp_path))
 
 
@@ -287,18 +331,23 @@ def test_modalities_are_channels_and_scaling_is_applied(tmp_path):
     nibabel.save(image, tmp_path / "a.nii")
     found = read_volume(tmp_path / "a.nii").values
     assert found.shape == (2, 2, 3, 4)
-    np.testing.assert_allclose(np.moveaxis(found, 0, -1), nibabel.load(tmp_path / "a.nii").get_fdata())
+    np.testing.assert_allclose(
+        np.moveaxis(found, 0, -1), nibabel.load(tmp_path / "a.nii").get_fdata()
+    )
 
 
 def test_volumes_in_two_orientations_are_refused_unless_canonical(tmp_path):
     volumes(tmp_path, [(2, 3, 4)] * 5)
     values = np.arange(24, dtype=np.float32).reshape(2, 3, 4)
     volume(tmp_path / "images" / "1.nii.gz", values, LPS)
-    with pytest.raises(DataError, match=r"masks/1\.nii\.gz has axes in the order RAS and .* LPS\. canonical = true"):
+    with pytest.raises(
+        DataError, match=r"masks/1\.nii\.gz has axes in the order RAS and .* LPS\. canonical = true"
+    ):
         masks(str(tmp_path))
     volume(tmp_path / "masks" / "1.nii.gz", (values > 11).astype(np.uint8), LPS)
     with pytest.raises(
-        DataError, match=r"images/1\.nii\.gz has axes in the order LPS and .*0\.nii\.gz in the order RAS"
+        DataError,
+        match=r"images/1\.nii\.gz has axes in the order LPS and .*0\.nii\.gz in the order RAS",
     ):
         masks(str(tmp_path))
     pool = masks(str(tmp_path), canonical=True, normalise="none")
@@ -312,37 +361,55 @@ def test_volumes_that_do_not_fit_are_refused(tmp_path):
     image, mask = tmp_path / "images" / "2.nii.gz", tmp_path / "masks" / "2.nii.gz"
     values = np.zeros((2, 3, 4), np.float32)
     volume(mask, np.zeros((2, 3, 5), np.uint8))
-    with pytest.raises(DataError, match=r"masks/2\.nii\.gz has 2×3×5 voxels and its image .* 2×3×4"):
+    with pytest.raises(
+        DataError, match=r"masks/2\.nii\.gz has 2×3×5 voxels and its image .* 2×3×4"
+    ):
         masks(str(tmp_path))
     volume(mask, np.zeros((2, 3, 4, 2), np.uint8))
-    with pytest.raises(DataError, match=r"masks/2\.nii\.gz has 2 channels; a mask has one number a voxel"):
+    with pytest.raises(
+        DataError, match=r"masks/2\.nii\.gz has 2 channels; a mask has one number a voxel"
+    ):
         masks(str(tmp_path))
     volume(mask, values + 0.5)
-    with pytest.raises(DataError, match=r"masks/2\.nii\.gz has the value 0\.5; a mask has whole numbers"):
+    with pytest.raises(
+        DataError, match=r"masks/2\.nii\.gz has the value 0\.5; a mask has whole numbers"
+    ):
         masks(str(tmp_path))
     volume(mask, values - 1)
-    with pytest.raises(DataError, match=r"masks/2\.nii\.gz has the values -1; classes are numbered from 0"):
+    with pytest.raises(
+        DataError, match=r"masks/2\.nii\.gz has the values -1; classes are numbered from 0"
+    ):
         masks(str(tmp_path))
     volume(mask, values + 1)  # whole numbers that are stored as real ones
     volume(image, np.zeros((2, 3, 4, 2), np.float32))
-    with pytest.raises(DataError, match=r"images/2\.nii\.gz has 2 channels and .*0\.nii\.gz 1; they must be alike"):
+    with pytest.raises(
+        DataError, match=r"images/2\.nii\.gz has 2 channels and .*0\.nii\.gz 1; they must be alike"
+    ):
         masks(str(tmp_path))
     values[0, 0, 0] = np.nan
     volume(image, values)
     with pytest.raises(DataError, match=r"images/2\.nii\.gz has 1 values that are not finite"):
         masks(str(tmp_path))
     volume(image, np.full((2, 3, 4), 1e300))
-    with pytest.raises(DataError, match=r"2\.nii\.gz has values of up to 1e\+300, too large for float32"):
+    with pytest.raises(
+        DataError, match=r"2\.nii\.gz has values of up to 1e\+300, too large for float32"
+    ):
         masks(str(tmp_path))
     volume(image, np.zeros((2, 3, 4), np.complex64))
-    with pytest.raises(DataError, match=r"2\.nii\.gz has values of complex64; whole and real numbers can be read"):
+    with pytest.raises(
+        DataError, match=r"2\.nii\.gz has values of complex64; whole and real numbers can be read"
+    ):
         masks(str(tmp_path))
     image.unlink()
     Image.new("RGB", (6, 4)).save(tmp_path / "images" / "2.png")
-    with pytest.raises(DataError, match=r"2\.png is a picture among volumes; a folder has one kind of files"):
+    with pytest.raises(
+        DataError, match=r"2\.png is a picture among volumes; a folder has one kind of files"
+    ):
         masks(str(tmp_path))
     for option in ({"size": 4}, {"grey": True}):
-        with pytest.raises(ConfigError, match=r"size and grey are for pictures; 0\.nii\.gz is a volume"):
+        with pytest.raises(
+            ConfigError, match=r"size and grey are for pictures; 0\.nii\.gz is a volume"
+        ):
             masks(str(tmp_path), **option)
 
 
@@ -357,23 +424,31 @@ def test_a_header_cannot_ask_for_memory(tmp_path, monkeypatch):
     content[42:48] = np.array([30_000] * 3, "<i2").tobytes()
     (tmp_path / "a.nii.gz").write_bytes(gzip.compress(bytes(content)))
     with pytest.raises(
-        DataError, match=r"its header says \(30000, 30000, 30000\) values of 1 bytes, and the file has 3"
+        DataError,
+        match=r"its header says \(30000, 30000, 30000\) values of 1 bytes, and the file has 3",
     ):
         read_volume(tmp_path / "a.nii.gz")
     volume(tmp_path / "b.nii.gz", np.zeros((20, 20, 20), np.uint8))
     monkeypatch.setattr(nifti_module, "MAX_BYTES", 2**10)
-    with pytest.raises(DataError, match=r"b\.nii\.gz has more than .* GiB; volumes of at most that size are read"):
+    with pytest.raises(
+        DataError, match=r"b\.nii\.gz has more than .* GiB; volumes of at most that size are read"
+    ):
         read_volume(tmp_path / "b.nii.gz")
 
 
 @pytest.mark.parametrize("shape", [(4, 5), (2, 2, 2, 2, 2)])
 def test_other_numbers_of_dimensions_are_refused(tmp_path, shape):
     volume(tmp_path / "a.nii", np.zeros(shape, np.uint8))
-    with pytest.raises(DataError, match=r"a\.nii has an array of shape .*; \(x, y, z\) fits, or \(x, y, z, channel\)"):
+    with pytest.raises(
+        DataError,
+        match=r"a\.nii has an array of shape .*; \(x, y, z\) fits, or \(x, y, z, channel\)",
+    ):
         read_volume(tmp_path / "a.nii")
 
 
-@pytest.mark.parametrize("content", [b"", b"nothing", gzip.compress(b"nothing"), gzip.compress(b"0" * 999)[:-9]])
+@pytest.mark.parametrize(
+    "content", [b"", b"nothing", gzip.compress(b"nothing"), gzip.compress(b"0" * 999)[:-9]]
+)
 def test_files_that_are_no_volumes_are_refused(tmp_path, content):
     (tmp_path / "a.nii.gz").write_bytes(content)
     with pytest.raises(DataError, match=r"a\.nii\.gz cannot be read as a NIfTI volume"):
@@ -383,5 +458,8 @@ def test_files_that_are_no_volumes_are_refused(tmp_path, content):
 def test_a_missing_nibabel_is_named_with_its_command(tmp_path, monkeypatch):
     volumes(tmp_path, [(2, 2, 2)] * 5)
     monkeypatch.setitem(sys.modules, "nibabel.nifti1", None)
-    with pytest.raises(ConfigError, match=r"need nibabel, which is not installed: pip install 'fedquilt\[medical\]'"):
+    with pytest.raises(
+        ConfigError,
+        match=r"need nibabel, which is not installed: pip install 'fedquilt\[medical\]'",
+    ):
         masks(str(tmp_path))

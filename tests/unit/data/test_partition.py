@@ -26,7 +26,9 @@ from fedquilt.data import (
 from fedquilt.errors import ConfigError, DataError
 
 
-def pool_of(count: int = 120, tests: int = 60, classes: int = 4, domains: int = 3, users: int = 10) -> Pool:
+def pool_of(
+    count: int = 120, tests: int = 60, classes: int = 4, domains: int = 3, users: int = 10
+) -> Pool:
     """Samples whose class, domain and user are known from their position, and independent of each other."""
     rows, test_rows = torch.arange(count), torch.arange(tests)
     return Pool.of(
@@ -72,14 +74,18 @@ def test_nobody_goes_without_and_no_sample_is_dealt_twice(way, clients, seed):
     assert torch.equal(again.test_parts.order, data.test_parts.order)
 
 
-@pytest.mark.parametrize("way", [Iid(), Dirichlet(2.0), Labels(4), Quantity(), Natural(), Domains()], ids=repr)
+@pytest.mark.parametrize(
+    "way", [Iid(), Dirichlet(2.0), Labels(4), Quantity(), Natural(), Domains()], ids=repr
+)
 def test_every_sample_is_dealt(way):
     data = pool_of().deal(10, way)
     assert sorted(data.parts.order.tolist()) == list(range(120))
     assert sorted(data.test_parts.order.tolist()) == list(range(60))
 
 
-@pytest.mark.parametrize("way", [Iid(), Dirichlet(2.0), Labels(2), Quantity(), Domains(), Iid(fraction=0.3)], ids=repr)
+@pytest.mark.parametrize(
+    "way", [Iid(), Dirichlet(2.0), Labels(2), Quantity(), Domains(), Iid(fraction=0.3)], ids=repr
+)
 def test_another_seed_is_another_deal(way):
     deals = [pool_of().deal(5, way, seed).parts[0].tolist() for seed in (0, 1)]
     assert deals[0] != deals[1]
@@ -89,7 +95,10 @@ def test_another_seed_is_another_deal(way):
 def test_a_number_of_clients_is_asked_for(way):
     with pytest.raises(DataError, match="to a number of clients; none was asked for"):
         pool_of().deal(None, way)
-    with pytest.raises(DataError, match="121 clients were asked for; data has 120 samples, which can serve that many"):
+    with pytest.raises(
+        DataError,
+        match="121 clients were asked for; data has 120 samples, which can serve that many",
+    ):
         pool_of().deal(121, way)
     with pytest.raises(DataError, match="0 clients were asked for"):
         pool_of().deal(0, way)
@@ -97,20 +106,26 @@ def test_a_number_of_clients_is_asked_for(way):
 
 @pytest.mark.parametrize("count", [2.5, "3", True])
 def test_clients_are_counted_in_whole_numbers(count):
-    with pytest.raises(DataError, match=f"{count!r} clients were asked for; data can be dealt to a whole number"):
+    with pytest.raises(
+        DataError, match=f"{count!r} clients were asked for; data can be dealt to a whole number"
+    ):
         pool_of().deal(count, Iid())
     assert pool_of().deal(np.int64(3), Iid()).num_clients == 3
 
 
 def test_fractions_are_checked_when_they_are_set():
-    with pytest.raises(ConfigError, match=r"Iid: fraction = 0 was asked for; it must lie in \(0, 1\]"):
+    with pytest.raises(
+        ConfigError, match=r"Iid: fraction = 0 was asked for; it must lie in \(0, 1\]"
+    ):
         Iid(fraction=0)
     with pytest.raises(ConfigError, match=r"Dirichlet: alpha = -1 was asked for"):
         Dirichlet(-1)
 
 
 def test_the_table_has_all_of_them_by_their_names():
-    assert {name: kind.__name__.lower() for name, kind in PARTITIONS.items()} == {name: name for name in PARTITIONS}
+    assert {name: kind.__name__.lower() for name, kind in PARTITIONS.items()} == {
+        name: name for name in PARTITIONS
+    }
 
 
 # --- iid --------------------------------------------------------------------------------------------------------
@@ -168,7 +183,9 @@ def test_labels_deal_among_the_classes_there_are():
 def test_impossible_labels_are_refused():
     with pytest.raises(DataError, match="6 labels a client were asked for; data has 5 classes"):
         pool_of(10, 10, 5).deal(2, Labels(6))
-    with pytest.raises(DataError, match=r"class \d has 2 samples for 3 clients that hold it. Fewer clients"):
+    with pytest.raises(
+        DataError, match=r"class \d has 2 samples for 3 clients that hold it. Fewer clients"
+    ):
         pool_of(10, 10, 5).deal(3, Labels(5))
 
 
@@ -176,18 +193,26 @@ def test_impossible_labels_are_refused():
 def test_sequences_have_no_class_to_be_dealt_by(way):
     tokens = torch.zeros(9, 5, dtype=torch.int64)
     pool = Pool.of((tokens, tokens), (tokens, tokens))
-    with pytest.raises(DataError, match=r"deals by class; a target of data has shape \(5,\) .* Iid, Quantity"):
+    with pytest.raises(
+        DataError, match=r"deals by class; a target of data has shape \(5,\) .* Iid, Quantity"
+    ):
         pool.deal(2, way)
     assert pool.deal(2, Quantity()).num_clients == pool.deal(2).num_clients == 2
 
 
 @pytest.mark.parametrize("way", [Labels(), Dirichlet()], ids=repr)
-@pytest.mark.parametrize("targets", [torch.linspace(0, 1, 9), torch.eye(9) > 0], ids=["real", "labels"])
+@pytest.mark.parametrize(
+    "targets", [torch.linspace(0, 1, 9), torch.eye(9) > 0], ids=["real", "labels"]
+)
 def test_only_classes_are_dealt_by(way, targets):
     rows = torch.arange(9)
     x = rows[:, None].float()
-    pool = Pool.of((x, targets), (x, targets), clients=rows % 3, test_clients=rows % 3, domains=rows % 2)
-    with pytest.raises(DataError, match=r"It needs one class for each sample, as a whole number\. Iid, Quantity"):
+    pool = Pool.of(
+        (x, targets), (x, targets), clients=rows % 3, test_clients=rows % 3, domains=rows % 2
+    )
+    with pytest.raises(
+        DataError, match=r"It needs one class for each sample, as a whole number\. Iid, Quantity"
+    ):
         pool.deal(2, way)
     for other in (Iid(), Quantity(), Natural(), Domains()):
         assert pool.deal(2, other).num_clients == 2
@@ -199,7 +224,9 @@ def test_only_classes_are_dealt_by(way, targets):
 def mixtures(way: Partition, clients: int = 50) -> torch.Tensor:
     """(class, client) how a class is shared out."""
     data = pool_of(20_000, 2000).deal(clients, way)
-    held = torch.stack([torch.bincount(data.targets[part], minlength=4) for part in data.parts], 1).double()
+    held = torch.stack(
+        [torch.bincount(data.targets[part], minlength=4) for part in data.parts], 1
+    ).double()
     return held / held.sum(1, keepdim=True)
 
 
@@ -207,7 +234,9 @@ def test_shares_of_a_class_have_the_variance_of_a_dirichlet_draw():
     """Var p = (1/K)(1 − 1/K)/(Kα + 1), here over 4 classes and 50 clients."""
     for alpha in (0.3, 2.0):
         expected = (1 / 50) * (1 - 1 / 50) / (50 * alpha + 1)
-        assert float(mixtures(Dirichlet(alpha)).var(correction=0)) == pytest.approx(expected, rel=0.35)
+        assert float(mixtures(Dirichlet(alpha)).var(correction=0)) == pytest.approx(
+            expected, rel=0.35
+        )
 
 
 def test_a_large_alpha_is_nearly_iid():
@@ -226,9 +255,13 @@ def test_test_samples_are_shared_out_like_training_samples():
 
 def test_draws_are_repeated_until_everybody_has_enough():
     assert int(pool_of(400).deal(10, Dirichlet(0.5, 10)).parts.sizes.min()) >= 10
-    smallest = [int(pool_of(60).deal(12, Dirichlet(0.5), seed).parts.sizes.min()) for seed in range(20)]
+    smallest = [
+        int(pool_of(60).deal(12, Dirichlet(0.5), seed).parts.sizes.min()) for seed in range(20)
+    ]
     assert min(smallest) == 2  # so that every client can train batch norm
-    with pytest.raises(DataError, match=r"the poorest had \d+ at best. A larger alpha, fewer clients or a smaller"):
+    with pytest.raises(
+        DataError, match=r"the poorest had \d+ at best. A larger alpha, fewer clients or a smaller"
+    ):
         pool_of(400).deal(20, Dirichlet(0.05, 19))
 
 
@@ -238,7 +271,9 @@ def test_equal_clients_draw_their_own_classes():
     data = pool.deal(clients, Dirichlet(0.5, equal=True))
     assert data.parts.sizes.tolist() == [400] * clients
     assert sorted(data.parts.order.tolist()) == list(range(20_000))
-    held = torch.stack([torch.bincount(data.targets[part], minlength=4) for part in data.parts]) / 400
+    held = (
+        torch.stack([torch.bincount(data.targets[part], minlength=4) for part in data.parts]) / 400
+    )
     # What the last clients take depends on what is left, which makes them a little more alike.
     assert float(held.var(correction=0)) == pytest.approx(0.25 * 0.75 / (4 * 0.5 + 1), rel=0.25)
     assert float((Dirichlet(1e5, equal=True).deal(pool, clients)[0].sizes - 400).abs().max()) == 0
@@ -268,7 +303,9 @@ def test_everybody_gets_the_least_asked_for():
     sizes = pool_of(200).deal(20, Quantity("dirichlet", alpha=0.1, min_size=6)).parts.sizes
     assert int(sizes.min()) >= 6
     assert int(sizes.sum()) == 200
-    with pytest.raises(DataError, match=r"20 clients with at least 11 samples each .* min_size = 10 would fit"):
+    with pytest.raises(
+        DataError, match=r"20 clients with at least 11 samples each .* min_size = 10 would fit"
+    ):
         pool_of(200).deal(20, Quantity(min_size=11))
 
 
@@ -286,7 +323,10 @@ def test_natural_clients_are_the_users_of_the_data():
     assert data.num_clients == 10
     for user in range(10):
         assert data.parts[user].tolist() == (pool.clients == user).nonzero().flatten().tolist()
-        assert data.test_parts[user].tolist() == (pool.test_clients == user).nonzero().flatten().tolist()
+        assert (
+            data.test_parts[user].tolist()
+            == (pool.test_clients == user).nonzero().flatten().tolist()
+        )
 
 
 def test_fewer_natural_clients_are_a_draw_by_seed():
@@ -308,7 +348,9 @@ def test_users_with_too_little_are_left_out():
     data = pool.deal(partition=Natural(min_size=3))
     assert data.parts.sizes.tolist() == [5, 3]
     assert data.test_parts is None  # the test set has other users
-    with pytest.raises(DataError, match="3 clients were asked for; data has 2 users with at least 3 samples"):
+    with pytest.raises(
+        DataError, match="3 clients were asked for; data has 2 users with at least 3 samples"
+    ):
         pool.deal(3, Natural(min_size=3))
     with pytest.raises(DataError, match="all clients were asked for; data has 0 users"):
         pool.deal(None, Natural(min_size=6))
@@ -317,11 +359,17 @@ def test_users_with_too_little_are_left_out():
 def test_without_a_partition_samples_go_to_the_clients_they_are_of():
     assert pool_of().usual == Natural()
     whole, some = pool_of().deal(), pool_of().deal(4, seed=2)
-    assert [part.tolist() for part in whole.parts] == [p.tolist() for p in pool_of().deal(None, Natural()).parts]
-    assert [part.tolist() for part in some.parts] == [p.tolist() for p in pool_of().deal(4, Natural(), 2).parts]
+    assert [part.tolist() for part in whole.parts] == [
+        p.tolist() for p in pool_of().deal(None, Natural()).parts
+    ]
+    assert [part.tolist() for part in some.parts] == [
+        p.tolist() for p in pool_of().deal(4, Natural(), 2).parts
+    ]
     nobodys = replace(pool_of(), clients=None, test_clients=None)
     assert nobodys.usual == Iid()
-    assert [part.tolist() for part in nobodys.deal(3).parts] == [p.tolist() for p in nobodys.deal(3, Iid()).parts]
+    assert [part.tolist() for part in nobodys.deal(3).parts] == [
+        p.tolist() for p in nobodys.deal(3, Iid()).parts
+    ]
 
 
 @pytest.mark.parametrize(("way", "key"), [(Natural(), "client_train"), (Domains(), "domain_train")])
@@ -334,12 +382,18 @@ def test_data_that_does_not_say_whose_it_is_cannot_be_dealt_by_it(way, key):
 # --- domains ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("clients", "homes"), [(6, [0, 0, 1, 1, 2, 2]), (4, [0, 0, 1, 2]), (None, [0, 1, 2])])
+@pytest.mark.parametrize(
+    ("clients", "homes"), [(6, [0, 0, 1, 1, 2, 2]), (4, [0, 0, 1, 2]), (None, [0, 1, 2])]
+)
 def test_whole_domains_go_to_neighbouring_clients(clients, homes):
     pool = pool_of()
     data = pool.deal(clients, Domains())
-    assert [pool.domains[part].unique().tolist() for part in data.parts] == [[home] for home in homes]
-    assert [pool.test_domains[part].unique().tolist() for part in data.test_parts] == [[home] for home in homes]
+    assert [pool.domains[part].unique().tolist() for part in data.parts] == [
+        [home] for home in homes
+    ]
+    assert [pool.test_domains[part].unique().tolist() for part in data.test_parts] == [
+        [home] for home in homes
+    ]
 
 
 def test_a_fraction_is_taken_of_every_domain():
@@ -356,13 +410,17 @@ def test_a_largest_size_holds_whatever_the_size_of_the_pool():
         assert [len(part) for part in data.parts] == [15] * 6
         assert len(data.test_parts.order) == 60
     assert [len(part) for part in pool_of(60, 6).deal(6, Domains(max_size=15)).parts] == [10] * 6
-    assert [len(part) for part in pool_of(600, 6).deal(6, Domains(fraction=0.1, max_size=15)).parts] == [10] * 6
+    assert [
+        len(part) for part in pool_of(600, 6).deal(6, Domains(fraction=0.1, max_size=15)).parts
+    ] == [10] * 6
     with pytest.raises(ConfigError, match=r"Domains: max_size = 0 was asked for"):
         Domains(max_size=0)
 
 
 def test_impossible_domains_are_refused():
-    with pytest.raises(DataError, match="2 clients were asked for; the 3 domains of data need one each"):
+    with pytest.raises(
+        DataError, match="2 clients were asked for; the 3 domains of data need one each"
+    ):
         pool_of().deal(2, Domains())
     with pytest.raises(DataError, match="domain 'south' has 5 samples for 6 clients"):
         pool_of(17).deal(17, Domains())
@@ -371,13 +429,18 @@ def test_impossible_domains_are_refused():
 # --- Flower's partitioners --------------------------------------------------------------------------------------
 
 
-@pytest.mark.filterwarnings("ignore:Specifying null_placement")  # pyarrow to datasets, about sorting
+@pytest.mark.filterwarnings(
+    "ignore:Specifying null_placement"
+)  # pyarrow to datasets, about sorting
 @pytest.mark.parametrize(
     ("name", "options"),
     [
         ("IidPartitioner", {}),
         ("DirichletPartitioner", {"alpha": 0.5, "min_partition_size": 2}),
-        ("PathologicalPartitioner", {"num_classes_per_partition": 2, "class_assignment_mode": "deterministic"}),
+        (
+            "PathologicalPartitioner",
+            {"num_classes_per_partition": 2, "class_assignment_mode": "deterministic"},
+        ),
         ("ShardPartitioner", {"num_shards_per_partition": 2}),
         ("InnerDirichletPartitioner", {"partition_sizes": [24] * 5, "alpha": 0.5}),
         ("NaturalIdPartitioner", {"partition_by": "client"}),
@@ -399,7 +462,9 @@ def test_flower_deals_what_flower_deals(name, options):
     theirs.dataset = Dataset.from_dict(
         {"label": pool.targets.numpy(), "client": pool.clients.numpy(), "at": np.arange(120)}
     )
-    assert [part.tolist() for part in data.parts] == [theirs.load_partition(one)["at"][:] for one in range(clients)]
+    assert [part.tolist() for part in data.parts] == [
+        theirs.load_partition(one)["at"][:] for one in range(clients)
+    ]
     assert len(data.test_parts) == clients
 
 
@@ -409,7 +474,11 @@ def test_flower_deals_what_flower_deals(name, options):
         (Flwr("DirichletPartitoner"), ConfigError, "Did you mean 'DirichletPartitioner'"),
         (Flwr("VerticalEvenPartitioner"), ConfigError, "no partitioner of flwr-datasets named"),
         (Flwr("DirichletPartitioner"), DataError, "could not deal data: TypeError.*alpha"),
-        (Flwr("SizePartitioner", {"partition_sizes": [60, 60]}), DataError, "3 clients were asked for; .* to 2"),
+        (
+            Flwr("SizePartitioner", {"partition_sizes": [60, 60]}),
+            DataError,
+            "3 clients were asked for; .* to 2",
+        ),
         (
             Flwr("DirichletPartitioner", {"alpha": [1e-4, 9.0, 9.0], "min_partition_size": 0}),
             DataError,
@@ -430,7 +499,12 @@ def test_the_cost_of_a_deal_is_that_of_its_samples_not_of_a_tensor_a_client(way)
     """Stack Overflow's 342,477 clients, three samples each: about a second; a tensor a client would take ten."""
     clients = 342_477
     rows = torch.arange(3 * clients)
-    pool = Pool.of((rows[:, None], rows % 10), (rows[:9, None], rows[:9] % 10), clients=rows // 3, domains=rows % 5)
+    pool = Pool.of(
+        (rows[:, None], rows % 10),
+        (rows[:9, None], rows[:9] % 10),
+        clients=rows // 3,
+        domains=rows % 5,
+    )
     start = time.process_time()
     data = pool.deal(clients, way)
     assert time.process_time() - start < 20

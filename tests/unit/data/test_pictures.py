@@ -68,14 +68,20 @@ def test_what_is_no_folder_of_images_is_refused(tmp_path):
     with pytest.raises(DataError, match=r"has no images \(\.bmp, .*CLASS/one\.png would fit"):
         images(str(tmp_path))
     paint(tmp_path / "loose.png", (0, 0, 0))
-    with pytest.raises(DataError, match=r"loose\.png lies in no folder .*CLASS/loose\.png would fit"):
+    with pytest.raises(
+        DataError, match=r"loose\.png lies in no folder .*CLASS/loose\.png would fit"
+    ):
         images(str(tmp_path))
     (tmp_path / "loose.png").unlink()
     paint(tmp_path / "a" / "1.png", (0, 0, 0))
-    with pytest.raises(DataError, match=r"1\.png lies in no folder .*DOMAIN/CLASS/1\.png would fit"):
+    with pytest.raises(
+        DataError, match=r"1\.png lies in no folder .*DOMAIN/CLASS/1\.png would fit"
+    ):
         images(str(tmp_path), domains=True)
     paint(tmp_path / "a" / "2.png", (0, 0, 0), (9, 9))
-    with pytest.raises(DataError, match=r"2\.png has 9×9 pixels and .*1\.png 6×4; size=4 makes all of them alike"):
+    with pytest.raises(
+        DataError, match=r"2\.png has 9×9 pixels and .*1\.png 6×4; size=4 makes all of them alike"
+    ):
         images(str(tmp_path))
 
 

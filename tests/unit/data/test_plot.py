@@ -14,7 +14,11 @@ from fedquilt.errors import ConfigError, DataError
 def small() -> FederatedData:
     x, y = torch.zeros(7, 1), torch.tensor([0, 0, 1, 2, 2, 2, 2])
     pool = Pool.of(
-        (x, y), (x, y), domains=torch.tensor([0, 0, 0, 0, 1, 1, 1]), domain_names=("day", "night"), name="few"
+        (x, y),
+        (x, y),
+        domains=torch.tensor([0, 0, 0, 0, 1, 1, 1]),
+        domain_names=("day", "night"),
+        name="few",
     )
     return pool.dealt([[0, 1, 2], [3, 4, 5, 6]])
 
@@ -65,7 +69,9 @@ def test_many_groups_become_a_heat_map(tmp_path):
 
 
 def test_what_cannot_be_drawn_is_refused(tmp_path):
-    with pytest.raises(ConfigError, match=r"'a\.gif' was asked for; a name that ends in \.png, \.svg or \.pdf"):
+    with pytest.raises(
+        ConfigError, match=r"'a\.gif' was asked for; a name that ends in \.png, \.svg or \.pdf"
+    ):
         figure(small(), tmp_path / "a.gif")
     with pytest.raises(DataError, match="digits does not say where its samples come from"):
         blocks(digits().deal(2), "domain")

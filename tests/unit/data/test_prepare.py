@@ -107,7 +107,9 @@ def test_images_of_digits5_are_those_of_their_sources(host, tmp_path, monkeypatc
         "mnistm": np.stack([published.mnistm_image(place) for place in range(30)]),
     }
     for domain, source in sources.items():
-        by_bytes = {image.tobytes(): int(label) for image, label in zip(source, labels, strict=True)}
+        by_bytes = {
+            image.tobytes(): int(label) for image, label in zip(source, labels, strict=True)
+        }
         images, digits = part(domain)
         assert len({image.tobytes() for image in images}) == 20
         assert [by_bytes[image.tobytes()] for image in images] == digits.tolist()
@@ -138,7 +140,9 @@ def test_a_second_call_downloads_nothing(host, tmp_path, monkeypatch):
     assert len(host.requests) == 1
     assert second.files[0].origin == ""
     assert first.sha256 == second.sha256
-    assert sorted(path.name for path in (tmp_path / "downloads").iterdir()) == ["cifar-10-binary.tar.gz"]
+    assert sorted(path.name for path in (tmp_path / "downloads").iterdir()) == [
+        "cifar-10-binary.tar.gz"
+    ]
 
 
 def test_files_of_two_data_sets_are_downloaded_once(host, tmp_path, monkeypatch):
@@ -152,7 +156,10 @@ def test_an_existing_file_is_kept_without_force(host, tmp_path, monkeypatch):
     host.publish(monkeypatch, "cifar10")
     path = tmp_path / "cifar10.npz"
     path.write_text("mine")
-    with pytest.raises(ConfigError, match=r"cifar10\.npz was asked for; it is there already\. --force writes over it"):
+    with pytest.raises(
+        ConfigError,
+        match=r"cifar10\.npz was asked for; it is there already\. --force writes over it",
+    ):
         prepare(["cifar10"], tmp_path)
     assert path.read_text() == "mine"
     assert not host.requests
@@ -173,7 +180,9 @@ def test_a_folder_or_another_host_may_have_the_files(host, tmp_path, monkeypatch
         sums.add(found.sha256)
     assert len(sums) == 1
     assert not (tmp_path / "0" / "downloads").exists()
-    with pytest.raises(DataError, match=r"none/cifar-10-binary\.tar\.gz is needed; it cannot be read: No such file"):
+    with pytest.raises(
+        DataError, match=r"none/cifar-10-binary\.tar\.gz is needed; it cannot be read: No such file"
+    ):
         prepare(["cifar10"], tmp_path, origin=str(tmp_path / "none"))
 
 
@@ -181,7 +190,9 @@ def test_the_next_place_is_tried(host, tmp_path, monkeypatch):
     data_set = host.publish(monkeypatch, "cifar10")
     file = data_set.files[0]
     monkeypatch.setitem(
-        DATA_SETS, "cifar10", replace(data_set, files=(replace(file, urls=(f"{host.url}/gone", *file.urls)),))
+        DATA_SETS,
+        "cifar10",
+        replace(data_set, files=(replace(file, urls=(f"{host.url}/gone", *file.urls)),)),
     )
     (found,) = prepare(["cifar10"], tmp_path)
     assert host.requests == ["gone", "cifar-10-binary.tar.gz"]
@@ -190,7 +201,9 @@ def test_the_next_place_is_tried(host, tmp_path, monkeypatch):
 
 def test_a_file_without_a_published_sum_says_so(host, tmp_path, monkeypatch):
     data_set = host.publish(monkeypatch, "cifar10")
-    monkeypatch.setitem(DATA_SETS, "cifar10", replace(data_set, files=(replace(data_set.files[0], md5=""),)))
+    monkeypatch.setitem(
+        DATA_SETS, "cifar10", replace(data_set, files=(replace(data_set.files[0], md5=""),))
+    )
     (found,) = prepare(["cifar10"], tmp_path)
     assert not found.files[0].is_checked
     assert found.files[0].sha256 == hashlib.sha256(host.files["cifar-10-binary.tar.gz"]).hexdigest()
@@ -207,7 +220,9 @@ def test_a_wrong_sum(host, tmp_path, monkeypatch):
     data[100] ^= 1
     host.files[file.name] = bytes(data)
     wrong = hashlib.md5(data, usedforsecurity=False).hexdigest()
-    with pytest.raises(DataError, match=f"has the MD5 sum {wrong}; the published file has {file.md5}"):
+    with pytest.raises(
+        DataError, match=f"has the MD5 sum {wrong}; the published file has {file.md5}"
+    ):
         prepare(["cifar10"], tmp_path)
     assert nothing_was_kept(tmp_path)
     own = tmp_path / "downloads" / file.name
@@ -218,14 +233,18 @@ def test_a_wrong_sum(host, tmp_path, monkeypatch):
     with pytest.raises(DataError, match=r"Replace it by the published file, or leave --from out"):
         prepare(["cifar10"], tmp_path, origin=str(own.parent))
     own.unlink()
-    with pytest.raises(DataError, match=rf"is needed; it cannot be read: .* It is published at http.*{file.name}\."):
+    with pytest.raises(
+        DataError, match=rf"is needed; it cannot be read: .* It is published at http.*{file.name}\."
+    ):
         prepare(["cifar10"], tmp_path, origin=str(own.parent))
 
 
 def test_a_file_that_is_not_there(host, tmp_path, monkeypatch):
     host.publish(monkeypatch, "cifar10")
     del host.files["cifar-10-binary.tar.gz"]
-    with pytest.raises(DataError, match=r"cifar-10-binary\.tar\.gz could not be downloaded: .*HTTP status 404"):
+    with pytest.raises(
+        DataError, match=r"cifar-10-binary\.tar\.gz could not be downloaded: .*HTTP status 404"
+    ):
         prepare(["cifar10"], tmp_path)
     assert nothing_was_kept(tmp_path)
 
@@ -249,7 +268,9 @@ def test_a_download_that_breaks_off(host, tmp_path, monkeypatch):
     file = host.publish(monkeypatch, "cifar10").files[0]
     host.announced[file.name] = file.max_bytes
     host.files[file.name] = host.files[file.name][:500]
-    with pytest.raises(DataError, match=rf"broke off after 500 of {file.max_bytes:,} bytes\. Try again"):
+    with pytest.raises(
+        DataError, match=rf"broke off after 500 of {file.max_bytes:,} bytes\. Try again"
+    ):
         prepare(["cifar10"], tmp_path)
     assert nothing_was_kept(tmp_path)
 
@@ -304,7 +325,9 @@ def test_redirections_lead_to_no_local_file(target, host, tmp_path):
 
 
 def test_other_protocols_are_refused(tmp_path):
-    with pytest.raises(DataError, match=r"ftp://127\.0\.0\.1/one was asked for; only http, https, file are read"):
+    with pytest.raises(
+        DataError, match=r"ftp://127\.0\.0\.1/one was asked for; only http, https, file are read"
+    ):
         Downloads(tmp_path, "ftp://127.0.0.1").fetch(Published("one", (), 10, 10))
 
 
@@ -320,28 +343,46 @@ def without(name: str) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     ("archive", "said"),
     [
-        (lambda: tar_gz(without(f"{FOLDER}/test_batch.bin")), f"has no member {FOLDER}/test_batch.bin"),
         (
-            lambda: tar_gz(without(f"{FOLDER}/test_batch.bin"), {f"{FOLDER}/test_batch.bin": "/etc/passwd"}),
+            lambda: tar_gz(without(f"{FOLDER}/test_batch.bin")),
+            f"has no member {FOLDER}/test_batch.bin",
+        ),
+        (
+            lambda: tar_gz(
+                without(f"{FOLDER}/test_batch.bin"), {f"{FOLDER}/test_batch.bin": "/etc/passwd"}
+            ),
             f"unexpected member: {FOLDER}/test_batch.bin is no plain file",
         ),
         (
-            lambda: tar_gz(published.cifar10_members() | {f"./{FOLDER}/test_batch.bin": bytes(3073)}),
+            lambda: tar_gz(
+                published.cifar10_members() | {f"./{FOLDER}/test_batch.bin": bytes(3073)}
+            ),
             f"unexpected member: {FOLDER}/test_batch.bin is there twice",
         ),
-        (lambda: tar_gz({"../evil": b"1", **published.cifar10_members()}), "'../evil', whose path leads out"),
-        (lambda: tar_gz({"/tmp/evil": b"1", **published.cifar10_members()}), "'/tmp/evil', whose path leads out"),
+        (
+            lambda: tar_gz({"../evil": b"1", **published.cifar10_members()}),
+            "'../evil', whose path leads out",
+        ),
+        (
+            lambda: tar_gz({"/tmp/evil": b"1", **published.cifar10_members()}),
+            "'/tmp/evil', whose path leads out",
+        ),
         (
             lambda: tar_gz(published.cifar10_members() | {f"{FOLDER}/test_batch.bin": bytes(3072)}),
             "test_batch.bin has 3,072 bytes, which are no whole records of 3,073",
         ),
         (
-            lambda: tar_gz(published.cifar10_members() | {f"{FOLDER}/test_batch.bin": b"\x0a" + bytes(3072)}),
+            lambda: tar_gz(
+                published.cifar10_members() | {f"{FOLDER}/test_batch.bin": b"\x0a" + bytes(3072)}
+            ),
             "has a label 10 of 10 classes",
         ),
         (lambda: tar_gz(published.cifar10_members())[:-2000], "is damaged"),
         (lambda: b"no archive", "is damaged"),
-        (lambda: tar_gz(published.cifar10_members() | {"large": bytes(10**6)}), "unpacks to more than 100,000 bytes"),
+        (
+            lambda: tar_gz(published.cifar10_members() | {"large": bytes(10**6)}),
+            "unpacks to more than 100,000 bytes",
+        ),
     ],
 )
 def test_archives_that_are_not_as_published(archive, said, host, tmp_path, monkeypatch):
@@ -349,13 +390,18 @@ def test_archives_that_are_not_as_published(archive, said, host, tmp_path, monke
     host.publish(monkeypatch, "cifar10", max_unpacked=100_000)
     with pytest.raises(DataError, match=said):
         prepare(["cifar10"], tmp_path)
-    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == ["cifar-10-binary.tar.gz"]
+    assert [path.name for path in tmp_path.rglob("*") if path.is_file()] == [
+        "cifar-10-binary.tar.gz"
+    ]
 
 
 @pytest.mark.parametrize(
     ("data", "said"),
     [
-        (gzip.compress(b"\0\0\x08\x01" + bytes(8)), "no IDX file of 3 dimensions: it begins with 00000801"),
+        (
+            gzip.compress(b"\0\0\x08\x01" + bytes(8)),
+            "no IDX file of 3 dimensions: it begins with 00000801",
+        ),
         (
             gzip.compress(b"\0\0\x08\x03" + np.array([2, 28, 28], ">i4").tobytes() + bytes(100)),
             r"array of \(2, 28, 28\)",
@@ -364,7 +410,13 @@ def test_archives_that_are_not_as_published(archive, said, host, tmp_path, monke
         (gzip.compress(pixels(0, 30, 28, 28).tobytes())[:-9], "is damaged"),
         (published.idx_gz(pixels(0, 4, 28, 28)), "30 labels"),
     ],
-    ids=["dimensions", "shape", "large", "cut", "count"],  # The bytes have the time of their compression in them.
+    ids=[
+        "dimensions",
+        "shape",
+        "large",
+        "cut",
+        "count",
+    ],  # The bytes have the time of their compression in them.
 )
 def test_idx_files_that_are_not_as_published(data, said, host, tmp_path, monkeypatch):
     host.files["train-images-idx3-ubyte.gz"] = data
@@ -409,10 +461,22 @@ def libsvm(text: str) -> bytes:
         ("usps.bz2", libsvm("1 1:7"), "pixels outside −1 to 1"),
         ("usps.bz2", libsvm("1 1:nan"), "pixels outside −1 to 1"),
         ("usps.bz2", libsvm("11 1:0.5"), "labels outside 1 to 10"),
-        ("usps.bz2", libsvm("1 1:0.5"), "2 images of the digit 0 were asked for; USPS's train part has 1"),
+        (
+            "usps.bz2",
+            libsvm("1 1:0.5"),
+            "2 images of the digit 0 were asked for; USPS's train part has 1",
+        ),
         ("usps.bz2", b"BZh9 no", "is damaged"),
-        ("mnist_m.tar.gz", tar_gz({"mnist_m/other": b""}), "has no member mnist_m/mnist_m_train_labels.txt"),
-        ("mnist_m.tar.gz", tar_gz({"mnist_m/mnist_m_train_labels.txt": b"a b c"}), "has the line 'a b c'"),
+        (
+            "mnist_m.tar.gz",
+            tar_gz({"mnist_m/other": b""}),
+            "has no member mnist_m/mnist_m_train_labels.txt",
+        ),
+        (
+            "mnist_m.tar.gz",
+            tar_gz({"mnist_m/mnist_m_train_labels.txt": b"a b c"}),
+            "has the line 'a b c'",
+        ),
     ],
 )
 def test_digits_that_are_not_as_published(name, data, said, host, tmp_path, monkeypatch):
@@ -424,7 +488,10 @@ def test_digits_that_are_not_as_published(name, data, said, host, tmp_path, monk
 
 @pytest.mark.parametrize(
     ("png", "said"),
-    [(b"no image", "00000000.png is no PNG image"), (None, r"has no member mnist_m/mnist_m_train/00000000\.png")],
+    [
+        (b"no image", "00000000.png is no PNG image"),
+        (None, r"has no member mnist_m/mnist_m_train/00000000\.png"),
+    ],
 )
 def test_images_that_are_not_as_published(png, said, host, tmp_path, monkeypatch):
     members = published.mnistm_members()
@@ -443,7 +510,9 @@ def test_images_that_are_not_as_published(png, said, host, tmp_path, monkeypatch
 
 
 def test_what_cannot_be_asked_for(tmp_path):
-    with pytest.raises(ConfigError, match=r"no data set to prepare named 'cifar'\. Did you mean 'cifar10'\?"):
+    with pytest.raises(
+        ConfigError, match=r"no data set to prepare named 'cifar'\. Did you mean 'cifar10'\?"
+    ):
         prepare(["cifar"], tmp_path)
     with pytest.raises(ConfigError, match="prepare syn syn was asked for; name each data set once"):
         prepare(["syn", "syn"], tmp_path)
@@ -465,12 +534,16 @@ def test_every_data_set_says_what_it_is():
             assert all(url.startswith("http") for url in file.urls)
             assert file.max_bytes > 0
     names = [file.name for data_set in DATA_SETS.values() for file in data_set.files]
-    assert len({file for data_set in DATA_SETS.values() for file in data_set.files}) == len(set(names))
+    assert len({file for data_set in DATA_SETS.values() for file in data_set.files}) == len(
+        set(names)
+    )
 
 
 def test_what_is_said_where_data_is_missing():
     said = missing_message("cifar10", "somewhere")
-    assert said.startswith("somewhere/cifar10.npz is needed; there is no such file. It holds CIFAR-10")
+    assert said.startswith(
+        "somewhere/cifar10.npz is needed; there is no such file. It holds CIFAR-10"
+    )
     assert "https://www.cs.toronto.edu/~kriz/cifar.html" in said
     assert "`fedquilt data prepare cifar10 --out somewhere` prepares it" in said
     assert "not the published SYN" in missing_message("digits5")

@@ -8,7 +8,17 @@ import numpy as np
 import pytest
 import torch
 
-from fedquilt.data import DATA, Domains, Labels, Natural, diabetes, digits, digits_labels, npz, source
+from fedquilt.data import (
+    DATA,
+    Domains,
+    Labels,
+    Natural,
+    diabetes,
+    digits,
+    digits_labels,
+    npz,
+    source,
+)
 from fedquilt.errors import ConfigError, DataError
 
 RNG = np.random.default_rng(0)
@@ -72,21 +82,31 @@ def test_diabetes_is_a_regression_in_units_of_the_training_set():
     pool = diabetes()
     assert DATA["diabetes"] is source("diabetes") is diabetes
     assert (len(pool.targets), len(pool.test_targets)) == (354, 88)
-    assert (pool.inputs.shape[1:], pool.inputs.dtype, pool.targets.dtype) == ((10,), torch.float32, torch.float32)
+    assert (pool.inputs.shape[1:], pool.inputs.dtype, pool.targets.dtype) == (
+        (10,),
+        torch.float32,
+        torch.float32,
+    )
     assert (pool.num_classes, pool.num_outputs) == (0, 1)
     for values in (pool.inputs, pool.targets[:, None]):
         torch.testing.assert_close(values.mean(0), torch.zeros(values.shape[1]), rtol=0, atol=1e-6)
         torch.testing.assert_close(values.std(0, correction=0), torch.ones(values.shape[1]))
     assert 0.7 < float(pool.test_targets.std()) < 1.3
     assert diabetes(public=0.5).public.shape == (177, 10)
-    with pytest.raises(DataError, match=r"Labels deals by class; a target of diabetes has shape \(\) and is float32"):
+    with pytest.raises(
+        DataError,
+        match=r"Labels deals by class; a target of diabetes has shape \(\) and is float32",
+    ):
         pool.deal(4, Labels(2))
 
 
 def test_real_targets_and_rows_of_labels_in_a_file(tmp_path):
     x, y = np.zeros((10, 2), np.float32), np.linspace(0, 1, 10)
     assert npz(save(tmp_path / "real.npz", x_train=x, y_train=y)).targets.dtype == torch.float64
-    assert npz(save(tmp_path / "labels.npz", x_train=x, y_train=np.ones((10, 3), bool))).num_outputs == 3
+    assert (
+        npz(save(tmp_path / "labels.npz", x_train=x, y_train=np.ones((10, 3), bool))).num_outputs
+        == 3
+    )
 
 
 # --- arrays -----------------------------------------------------------------------------------------------------
@@ -126,8 +146,17 @@ def test_arrays_with_users_and_domains(tmp_path):
 
 def test_some_domains_of_a_file(tmp_path):
     x, tx = pictures(30), pictures(12)
-    arrays = {"x_train": x, "y_train": np.arange(30) // 3 % 5, "x_test": tx, "y_test": np.arange(12) // 3 % 4}
-    homes = {"domain_train": np.arange(30) % 3, "domain_test": np.arange(12) % 3, "client_train": np.arange(30) // 10}
+    arrays = {
+        "x_train": x,
+        "y_train": np.arange(30) // 3 % 5,
+        "x_test": tx,
+        "y_test": np.arange(12) // 3 % 4,
+    }
+    homes = {
+        "domain_train": np.arange(30) % 3,
+        "domain_test": np.arange(12) % 3,
+        "client_train": np.arange(30) // 10,
+    }
     names = {"domains": np.array(["day", "dusk", "night"])}
     path = save(tmp_path / "mine.npz", **arrays, **homes, **names)
     whole = npz(path)
@@ -141,18 +170,26 @@ def test_some_domains_of_a_file(tmp_path):
     assert torch.equal(pool.targets, whole.targets[torch.tensor(kept)])
     assert torch.equal(pool.clients, whole.clients[torch.tensor(kept)])
     seen = pool.samples(torch.arange(20))
-    torch.testing.assert_close(seen.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-4)  # and not those left out
-    by_name = save(tmp_path / "named.npz", **arrays, domain_train=names["domains"][homes["domain_train"]])
+    torch.testing.assert_close(
+        seen.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-4
+    )  # and not those left out
+    by_name = save(
+        tmp_path / "named.npz", **arrays, domain_train=names["domains"][homes["domain_train"]]
+    )
     with pytest.raises(DataError, match="test samples of named have no domains"):
         npz(by_name, domains=("night",))
-    with pytest.raises(DataError, match=r"domain 'noon' was asked for; mine has these by name: day, dusk, night\."):
+    with pytest.raises(
+        DataError, match=r"domain 'noon' was asked for; mine has these by name: day, dusk, night\."
+    ):
         npz(path, domains=("night", "noon"))
     with pytest.raises(DataError, match="name each of them once"):
         npz(path, domains=("night", "night"))
     with pytest.raises(DataError, match="domains day were asked for; mine is dealt already"):
         whole.deal(3).with_domains(["day"])
     bare = save(tmp_path / "bare.npz", **arrays)
-    with pytest.raises(DataError, match="domains day were asked for; samples of bare have no domains"):
+    with pytest.raises(
+        DataError, match="domains day were asked for; samples of bare have no domains"
+    ):
         npz(bare, domains=("day",))
 
 
@@ -184,12 +221,20 @@ def test_ids_and_classes_may_be_names(tmp_path):
     ],
 )
 def test_channels_come_first(tmp_path, shape, dtype, channels, seen):
-    path = save(tmp_path / "x.npz", x_train=np.zeros((10, *shape), dtype), y_train=np.arange(10) % 2)
+    path = save(
+        tmp_path / "x.npz", x_train=np.zeros((10, *shape), dtype), y_train=np.arange(10) % 2
+    )
     assert npz(path, channels=channels).inputs.shape[1:] == seen
 
 
 def test_images_are_normalised_by_their_training_part(tmp_path):
-    path = save(tmp_path / "x.npz", x_train=pictures(), y_train=np.arange(20), x_test=pictures(), y_test=np.arange(20))
+    path = save(
+        tmp_path / "x.npz",
+        x_train=pictures(),
+        y_train=np.arange(20),
+        x_test=pictures(),
+        y_test=np.arange(20),
+    )
     pool = npz(path)
     seen = pool.samples(torch.arange(20))
     torch.testing.assert_close(seen.mean((0, 2, 3)), torch.zeros(3), rtol=0, atol=1e-5)
@@ -200,7 +245,9 @@ def test_images_are_normalised_by_their_training_part(tmp_path):
 
 
 def test_public_arrays_in_the_file_are_handed_over(tmp_path):
-    path = save(tmp_path / "x.npz", x_train=pictures(), y_train=np.arange(20) % 2, public=pictures(7))
+    path = save(
+        tmp_path / "x.npz", x_train=pictures(), y_train=np.arange(20) % 2, public=pictures(7)
+    )
     assert npz(path).public.shape == (7, 3, 5, 5)
 
 
@@ -213,12 +260,22 @@ def test_public_arrays_in_the_file_are_handed_over(tmp_path):
             {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "x_test": np.zeros((1, 2))},
             "one of x_test and y_t",
         ),
-        ({"x_train": np.zeros((9, 2)), "y_train": np.full(9, np.nan)}, "training targets: 9 of 9 are not finite"),
+        (
+            {"x_train": np.zeros((9, 2)), "y_train": np.full(9, np.nan)},
+            "training targets: 9 of 9 are not finite",
+        ),
         (
             {"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "client_test": np.zeros(9)},
             "client_test but no cl",
         ),
-        ({"x_train": np.zeros((9, 2)), "y_train": np.zeros(9, int), "client_train": np.zeros(8, int)}, "9 samples and"),
+        (
+            {
+                "x_train": np.zeros((9, 2)),
+                "y_train": np.zeros(9, int),
+                "client_train": np.zeros(8, int),
+            },
+            "9 samples and",
+        ),
     ],
 )
 def test_files_that_lack_something_are_refused(tmp_path, arrays, message):
@@ -228,7 +285,9 @@ def test_files_that_lack_something_are_refused(tmp_path, arrays, message):
 
 def test_files_are_never_unpickled(tmp_path):
     path = save(tmp_path / "x.npz", x_train=np.array([{}]), y_train=np.zeros(1, int))
-    with pytest.raises(DataError, match=r"x\.npz: the array 'x_train' cannot be read: .* nothing is unpickled"):
+    with pytest.raises(
+        DataError, match=r"x\.npz: the array 'x_train' cannot be read: .* nothing is unpickled"
+    ):
         npz(path)
 
 
@@ -247,10 +306,14 @@ def test_names_that_stand_for_nothing_are_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with pytest.raises(ConfigError, match=r"no data set named 'digit'\. Did you mean 'digits'"):
         source("digit")
-    with pytest.raises(DataError, match=r"'nowhere\.npz' was asked for; there is no such file or folder in"):
+    with pytest.raises(
+        DataError, match=r"'nowhere\.npz' was asked for; there is no such file or folder in"
+    ):
         source("nowhere.npz")
     (tmp_path / "table.xlsx").touch()
-    with pytest.raises(DataError, match=r"'table\.xlsx' was asked for; \.npz, \.txt, \.json, a folder"):
+    with pytest.raises(
+        DataError, match=r"'table\.xlsx' was asked for; \.npz, \.txt, \.json, a folder"
+    ):
         source("table.xlsx")
 
 
@@ -259,7 +322,16 @@ def test_names_find_their_source(tmp_path):
     (tmp_path / "a.json").touch()
     save(tmp_path / "a.npz", x_train=np.zeros(1))
     save(tmp_path / "words.npz", text=np.zeros(1), start=np.zeros(1))
-    found = {name: source(str(tmp_path / name)).func.__name__ for name in ("a.txt", "a.json", "a.npz", "words.npz", "")}
-    assert found == {"a.txt": "text", "a.json": "text", "a.npz": "npz", "words.npz": "text", "": "images"}
+    found = {
+        name: source(str(tmp_path / name)).func.__name__
+        for name in ("a.txt", "a.json", "a.npz", "words.npz", "")
+    }
+    assert found == {
+        "a.txt": "text",
+        "a.json": "text",
+        "a.npz": "npz",
+        "words.npz": "text",
+        "": "images",
+    }
     hub = source("hub:owner/name")
     assert (hub.func.__name__, hub.args) == ("hub", ("owner/name",))

@@ -33,12 +33,19 @@ def lists(parts: Parts) -> list[list[int]]:
 
 @pytest.mark.parametrize(
     ("share", "counts"),
-    [(0.2, [2, 1, 1, 0, 1]), (0.01, [1, 1, 1, 0, 1]), (0.5, [5, 2, 1, 0, 1]), (0.99, [9, 4, 1, 0, 1])],
+    [
+        (0.2, [2, 1, 1, 0, 1]),
+        (0.01, [1, 1, 1, 0, 1]),
+        (0.5, [5, 2, 1, 0, 1]),
+        (0.99, [9, 4, 1, 0, 1]),
+    ],
 )
 def test_every_client_holds_back_its_share_and_keeps_one_sample(share, counts):
     data = dealt().with_validation(share)
     assert data.validation_parts.sizes.tolist() == counts
-    assert data.parts.sizes.tolist() == [size - count for size, count in zip(SIZES, counts, strict=True)]
+    assert data.parts.sizes.tolist() == [
+        size - count for size, count in zip(SIZES, counts, strict=True)
+    ]
     assert [data.size(client) for client in range(5)] == data.parts.sizes.tolist()
     for client, part in enumerate(PARTS):
         training, validation = lists(data.parts)[client], lists(data.validation_parts)[client]
@@ -66,7 +73,9 @@ def test_the_draw_is_random_within_a_client():
     ordered = data.dealt([range(100), range(100, 200)]).with_validation(0.5)
     low = [sum(1 for row in part if row % 100 < 50) for part in lists(ordered.validation_parts)]
     assert all(15 < count < 35 for count in low)
-    assert lists(ordered.validation_parts)[0] != [row - 100 for row in lists(ordered.validation_parts)[1]]
+    assert lists(ordered.validation_parts)[0] != [
+        row - 100 for row in lists(ordered.validation_parts)[1]
+    ]
 
 
 @settings(max_examples=50, deadline=None)
@@ -136,7 +145,9 @@ def test_the_pooled_samples_take_the_place_of_the_test_set():
 
 
 def test_without_samples_there_is_nothing_to_evaluate_on():
-    with pytest.raises(ConfigError, match=r"clients of data hold back none\. data\.validation = 0\.1 in a file"):
+    with pytest.raises(
+        ConfigError, match=r"clients of data hold back none\. data\.validation = 0\.1 in a file"
+    ):
         dealt().on_validation()
 
 
@@ -144,13 +155,18 @@ def test_positions_are_those_of_clients_whose_samples_are_out_of_order():
     data = dealt([[9, 3, 17, 5], [2, 19, 0]]).with_validation(0.5)
     on = data.on_validation()
     for client in range(2):
-        assert on.test_inputs[on.test_parts[client]].flatten().tolist() == data.validation_parts[client].tolist()
+        assert (
+            on.test_inputs[on.test_parts[client]].flatten().tolist()
+            == data.validation_parts[client].tolist()
+        )
 
 
 def test_clients_domains_and_public_samples_are_kept():
     owners = torch.tensor([0] * 8 + [1] * 12)
     homes = ["north"] * 10 + ["south"] * 10
-    pool = Pool.of((X, Y), TEST, clients=owners, domains=homes, test_domains=["south"] * 4, public=X[:3])
+    pool = Pool.of(
+        (X, Y), TEST, clients=owners, domains=homes, test_domains=["south"] * 4, public=X[:3]
+    )
     split = pool.deal(partition=Natural()).with_validation(0.25)
     data = split.on_validation()
     rows = data.test_inputs.flatten().long()

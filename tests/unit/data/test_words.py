@@ -63,7 +63,11 @@ def test_words_keep_their_apostrophes_and_marks_stand_alone():
     assert "measure" in predict_words(texts, texts, "w").class_names
 
 
-PLAY = {"ROMEO": [f"love {n}" for n in range(10)], "JULIET": [f"night {n}" for n in range(5)], "PAGE": ["away"]}
+PLAY = {
+    "ROMEO": [f"love {n}" for n in range(10)],
+    "JULIET": [f"night {n}" for n in range(5)],
+    "PAGE": ["away"],
+}
 
 
 def as_dict(path):
@@ -74,7 +78,9 @@ def as_dict(path):
 
 def as_list(path):
     path = path / "play.json"
-    path.write_text(json.dumps([{"client": who, "text": line} for who, lines in PLAY.items() for line in lines]))
+    path.write_text(
+        json.dumps([{"client": who, "text": line} for who, lines in PLAY.items() for line in lines])
+    )
     return path
 
 
@@ -82,7 +88,12 @@ def as_npz(path):
     path = path / "play.npz"
     texts = ["".join(f"{line}\n" for line in lines).encode() for lines in PLAY.values()]
     starts = np.cumsum([0, *map(len, texts)])[:-1]
-    np.savez(path, text=np.frombuffer(b"".join(texts), np.uint8), start=starts, users=np.array(list(PLAY)))
+    np.savez(
+        path,
+        text=np.frombuffer(b"".join(texts), np.uint8),
+        start=starts,
+        users=np.array(list(PLAY)),
+    )
     return path
 
 
@@ -146,10 +157,14 @@ def test_a_language_model_learns_it(engine):
     from fedquilt.models import TransformerLM
 
     lines = Texts(["up down up down up down"] * 30, [str(n % 3) for n in range(30)])
-    data = predict_words(lines, Texts(lines.lines[:3], lines.users[:3]), "swing", length=8).deal(partition=Natural())
+    data = predict_words(lines, Texts(lines.lines[:3], lines.users[:3]), "swing", length=8).deal(
+        partition=Natural()
+    )
 
     def net() -> torch.nn.Module:
-        return TransformerLM(data.num_classes, width=16, depth=1, heads=2, head_dim=8, hidden=32, dropout=0.0)
+        return TransformerLM(
+            data.num_classes, width=16, depth=1, heads=2, head_dim=8, hidden=32, dropout=0.0
+        )
 
     family = fq.trace(net, data.example)
     method = fq.methods.FedAvg(local=fq.Local(fq.Adam(0.01), batch_size=5))

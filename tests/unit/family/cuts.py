@@ -46,7 +46,11 @@ def positions(draw: st.DrawFn, size: int) -> Positions:
 @st.composite
 def submodels(draw: st.DrawFn, scopes: tuple[str, ...] = ("",)) -> Submodel:
     """Positions of some axes; the class axis is whole, as no budget cuts it."""
-    index = {axis: draw(positions(size)) for axis, size in SIZES.items() if axis != "class" and draw(st.booleans())}
+    index = {
+        axis: draw(positions(size))
+        for axis, size in SIZES.items()
+        if axis != "class" and draw(st.booleans())
+    }
     arch = Arch(tuple((axis, len(index[axis]) if axis in index else SIZES[axis]) for axis in SIZES))
     return Submodel(arch, Index(index), draw(st.sampled_from(scopes)))
 
@@ -56,7 +60,10 @@ def state(seed: int, scope: str = "") -> dict[str, Tensor]:
     generator = torch.Generator().manual_seed(seed)
     layout = cutter()
     shapes = {name: [size(dim) for dim in dims] for name, dims in layout.dims.items()}
-    return {scope + n: torch.randn(shape, generator=generator, dtype=torch.float64) for n, shape in shapes.items()}
+    return {
+        scope + n: torch.randn(shape, generator=generator, dtype=torch.float64)
+        for n, shape in shapes.items()
+    }
 
 
 def size(dim: object) -> int:

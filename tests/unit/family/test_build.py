@@ -24,7 +24,9 @@ from fedquilt.family.tracer import trace_layout
 
 
 def conv(i: int, o: int, k: int = 3, **options: Any) -> nn.Sequential:
-    return nn.Sequential(nn.Conv2d(i, o, k, padding=k // 2, **options), nn.BatchNorm2d(o), nn.ReLU(inplace=True))
+    return nn.Sequential(
+        nn.Conv2d(i, o, k, padding=k // 2, **options), nn.BatchNorm2d(o), nn.ReLU(inplace=True)
+    )
 
 
 def classify(channels: int, classes: int = 5) -> nn.Sequential:
@@ -35,7 +37,9 @@ class Residual(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.stem = conv(3, 16)
-        self.body = nn.ModuleList(nn.Sequential(conv(16, 12), nn.Conv2d(12, 16, 3, padding=1)) for _ in range(2))
+        self.body = nn.ModuleList(
+            nn.Sequential(conv(16, 12), nn.Conv2d(12, 16, 3, padding=1)) for _ in range(2)
+        )
         self.down = nn.Conv2d(16, 20, 1, stride=2)
         self.wide = conv(16, 20, stride=2)
         self.head = classify(20)
@@ -68,7 +72,9 @@ class Dense(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.layers = nn.ModuleList(nn.Sequential(nn.BatchNorm2d(n), nn.Conv2d(n, 6, 3, padding=1)) for n in (3, 9, 15))
+        self.layers = nn.ModuleList(
+            nn.Sequential(nn.BatchNorm2d(n), nn.Conv2d(n, 6, 3, padding=1)) for n in (3, 9, 15)
+        )
         self.norm = nn.BatchNorm2d(21)
         self.pool = nn.AvgPool2d(2)
         self.fc = nn.Linear(21 * 16, 5)
@@ -126,7 +132,9 @@ class MobileNet(nn.Module):
         super().__init__()
         self.stem = conv(3, 8, stride=2)
         self.expand = conv(8, 24, 1)
-        self.depth = nn.Sequential(nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False), nn.Hardswish())
+        self.depth = nn.Sequential(
+            nn.Conv2d(24, 24, 3, padding=1, groups=24, bias=False), nn.Hardswish()
+        )
         self.gate = SqueezeExcite(24)
         self.project = nn.Conv2d(24, 8, 1)
         self.twice = nn.Conv2d(8, 16, 3, groups=8)  # depth-wise with two outputs a channel
@@ -142,7 +150,9 @@ class ShuffleUnit(nn.Module):
 
     def __init__(self, n: int) -> None:
         super().__init__()
-        self.branch = nn.Sequential(conv(n // 2, n // 2, 1), nn.Conv2d(n // 2, n // 2, 3, padding=1, groups=n // 2))
+        self.branch = nn.Sequential(
+            conv(n // 2, n // 2, 1), nn.Conv2d(n // 2, n // 2, 3, padding=1, groups=n // 2)
+        )
 
     def forward(self, x: Tensor) -> Tensor:
         a, b = x.chunk(2, dim=1)
@@ -185,7 +195,9 @@ class ViT(nn.Module):
         self.token = nn.Parameter(torch.randn(1, 1, dim))
         self.position = nn.Parameter(torch.randn(1, 5, dim))
         self.blocks = nn.ModuleList(
-            nn.TransformerEncoderLayer(dim, heads, hidden, batch_first=True, norm_first=True, activation="gelu")
+            nn.TransformerEncoderLayer(
+                dim, heads, hidden, batch_first=True, norm_first=True, activation="gelu"
+            )
             for _ in range(layers)
         )
         self.norm = nn.LayerNorm(dim)
@@ -209,7 +221,9 @@ class FusedAttention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         B, N, C = x.shape
-        q, k, v = self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        q, k, v = (
+            self.qkv(x).reshape(B, N, 3, self.num_heads, C // self.num_heads).permute(2, 0, 3, 1, 4)
+        )
         attention = ((q * self.scale) @ k.transpose(-2, -1)).softmax(-1)
         return self.proj((attention @ v).transpose(1, 2).reshape(B, N, C))
 
@@ -240,7 +254,9 @@ class SplitAttention(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         b, n, _ = x.shape
         q = self.q(x).view(b, n, self.heads, self.head_dim).transpose(1, 2)
-        k, v = (p(x).view(b, n, self.kv_heads, self.head_dim).transpose(1, 2) for p in (self.k, self.v))
+        k, v = (
+            p(x).view(b, n, self.kv_heads, self.head_dim).transpose(1, 2) for p in (self.k, self.v)
+        )
         q, k = self.rotate(q), self.rotate(k)
         k, v = (t.repeat_interleave(self.heads // self.kv_heads, dim=1) for t in (k, v))
         y = F.scaled_dot_product_attention(q, k, v, is_causal=True)
@@ -253,7 +269,9 @@ class SplitAttention(nn.Module):
 
 
 class Llama(nn.Module):
-    def __init__(self, dim: int = 16, heads: int = 4, kv_heads: int = 2, head_dim: int = 6, hidden: int = 20) -> None:
+    def __init__(
+        self, dim: int = 16, heads: int = 4, kv_heads: int = 2, head_dim: int = 6, hidden: int = 20
+    ) -> None:
         super().__init__()
         self.embed = nn.Embedding(11, dim)
         self.norm1, self.norm2 = nn.RMSNorm(dim), nn.RMSNorm(dim)
@@ -276,7 +294,9 @@ class Causal(nn.Module):
         self.n_embd, self.n_head = dim, heads
         self.c_attn, self.c_proj = nn.Linear(dim, 3 * dim), nn.Linear(dim, dim)
         self.register_buffer(
-            "mask", torch.tril(torch.ones(length, length)).view(1, 1, length, length), persistent=False
+            "mask",
+            torch.tril(torch.ones(length, length)).view(1, 1, length, length),
+            persistent=False,
         )
 
     def forward(self, x: Tensor) -> Tensor:
@@ -387,7 +407,9 @@ class SuperResolution(nn.Module):
 class Audio(nn.Module):
     def __init__(self) -> None:
         super().__init__()
-        self.conv = nn.Sequential(nn.Conv1d(1, 8, 5, stride=2), nn.BatchNorm1d(8), nn.ELU(), nn.MaxPool1d(2))
+        self.conv = nn.Sequential(
+            nn.Conv1d(1, 8, 5, stride=2), nn.BatchNorm1d(8), nn.ELU(), nn.MaxPool1d(2)
+        )
         self.glu = nn.Sequential(nn.Conv1d(8, 12, 3), nn.GLU(dim=1))
         self.rnn = nn.GRU(6, 7, batch_first=True, bidirectional=True)
         self.fc = nn.Linear(14, 5)
@@ -588,7 +610,11 @@ def traced(name: str) -> tuple[nn.Module, tuple[Tensor, ...], Layout]:
     for weight in (*module.parameters(), *module.buffers()):
         if weight.is_floating_point():
             with torch.no_grad():  # statistics and biases too: zeros and ones would hide mistakes
-                weight.copy_(torch.rand_like(weight) + 0.1 if weight.ndim == 1 else torch.randn_like(weight) * 0.4)
+                weight.copy_(
+                    torch.rand_like(weight) + 0.1
+                    if weight.ndim == 1
+                    else torch.randn_like(weight) * 0.4
+                )
     if name == "gpt":
         module.attn.mask.copy_(torch.tril(torch.ones(10, 10)))
     return module, given, trace_layout(module, given)
@@ -604,7 +630,11 @@ def choose(layout: Layout, share: float, seed: int = 0) -> Index:
     return Index(
         (
             axis.name,
-            Positions.chosen(torch.randperm(axis.size, generator=generator)[: max(1, int(share * axis.size))].tolist()),
+            Positions.chosen(
+                torch.randperm(axis.size, generator=generator)[
+                    : max(1, int(share * axis.size))
+                ].tolist()
+            ),
         )
         for axis in free
     )
@@ -635,7 +665,9 @@ def zeroed(module: nn.Module, layout: Layout, index: Index) -> dict[str, Tensor]
     for name, weight in weights_of(module).items():
         if name in layout.dims:
             for dim, kept in enumerate(layout.positions(name, index)):
-                gate = torch.zeros(weight.shape[dim]).index_fill(0, kept.tensor, 1.0).to(weight.dtype)
+                gate = (
+                    torch.zeros(weight.shape[dim]).index_fill(0, kept.tensor, 1.0).to(weight.dtype)
+                )
                 weight = weight * gate.view(-1, *[1] * (weight.ndim - 1 - dim))
             found[name] = weight
     return found
@@ -662,7 +694,9 @@ class Told(nn.Module):
                 over = (-1,) if last else tuple(range(1, x.ndim))
                 mean = 0 if self.norm_kind is nn.RMSNorm else seen.mean(over, keepdim=True)
                 eps = torch.finfo(x.dtype).eps if self.eps is None else self.eps
-                y[..., mine] = (seen - mean) / ((seen - mean).square().mean(over, keepdim=True) + eps).sqrt()
+                y[..., mine] = (seen - mean) / (
+                    (seen - mean).square().mean(over, keepdim=True) + eps
+                ).sqrt()
         y = y * self.weight + (0 if self.bias is None else self.bias)
         return y if last else y.movedim(-1, 1)
 
@@ -684,7 +718,9 @@ def reference(name: str, index: Index) -> Tensor:
     if name == "experts":  # a soft-max gives to zero as well; an expert that is gone gets nothing
         gone = torch.ones(3, dtype=torch.bool).index_fill(0, index["gate"].tensor, False)
         weights["gate.bias"][gone] = -1e9
-    torch.backends.mha.set_fastpath_enabled(False)  # torch's fused encoder layer goes around the norms we put in
+    torch.backends.mha.set_fastpath_enabled(
+        False
+    )  # torch's fused encoder layer goes around the norms we put in
     try:
         with torch.no_grad():
             output: Tensor = functional_call(full, weights, inputs)
@@ -694,13 +730,20 @@ def reference(name: str, index: Index) -> Tensor:
 
 
 QUERIES = {
-    "vit": [(f"blocks.{i}.self_attn.in_proj_{w}", 24, "patch.dim") for i in range(2) for w in ("weight", "bias")],
+    "vit": [
+        (f"blocks.{i}.self_attn.in_proj_{w}", 24, "patch.dim")
+        for i in range(2)
+        for w in ("weight", "bias")
+    ],
     "fused": [(f"attn.qkv.{w}", 24, "embed.dim") for w in ("weight", "bias")],
     "llama": [("attn.q.weight", 24, "attn.q.dim")],
     "gpt": [(f"attn.c_attn.{w}", 16, "wte.dim") for w in ("weight", "bias")],
     "cross": [("attn.q_proj_weight", 16, "a.dim"), ("attn.in_proj_bias", 16, "a.dim")],
 }
-INEXACT = {"configured", "weight_norm"}  # norms without weights, and over a weight's inputs: compared with their makers
+INEXACT = {
+    "configured",
+    "weight_norm",
+}  # norms without weights, and over a weight's inputs: compared with their makers
 
 
 @pytest.mark.parametrize("share", [1 / 16, 0.25, 0.5, 0.6, 1.0])
@@ -747,10 +790,14 @@ def test_a_member_is_what_its_class_makes_when_asked_for_less(name: str) -> None
     weights = gather(module, layout, index)
     made = MAKERS[name](widths_of(layout, index)).double().eval()
     member = build(module, layout, widths_of(layout, index))
-    assert {n: w.shape for n, w in made.state_dict().items()} == {n: w.shape for n, w in member.state_dict().items()}
+    assert {n: w.shape for n, w in made.state_dict().items()} == {
+        n: w.shape for n, w in member.state_dict().items()
+    }
     assert str(made) == str(member)
     with torch.no_grad():
-        torch.testing.assert_close(functional_call(member, weights, inputs), functional_call(made, weights, inputs))
+        torch.testing.assert_close(
+            functional_call(member, weights, inputs), functional_call(made, weights, inputs)
+        )
 
 
 @pytest.mark.parametrize("name", sorted(MODULES))

@@ -8,7 +8,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from fedquilt.axes import Index, Positions
-from fedquilt.family.cut import WHOLE, add_at, count, is_blocky, prefix, put_at, rows, scattered, take, windows
+from fedquilt.family.cut import (
+    WHOLE,
+    add_at,
+    count,
+    is_blocky,
+    prefix,
+    put_at,
+    rows,
+    scattered,
+    take,
+    windows,
+)
 from fedquilt.tensors import Flat
 from fedquilt.terms import Arch
 from tests.unit.family import cuts
@@ -125,10 +136,14 @@ def test_narrow_is_cutting_the_whole(submodel, data):
     wanted = {}
     for axis in cuts.SIZES:
         mine = list(held[axis] if axis in held else range(cuts.SIZES[axis]))
-        wanted[axis] = Positions.chosen(data.draw(st.permutations(mine))[: data.draw(st.integers(1, len(mine)))])
+        wanted[axis] = Positions.chosen(
+            data.draw(st.permutations(mine))[: data.draw(st.integers(1, len(mine)))]
+        )
     parts = cutter.gather(whole, submodel, NAMES)
     narrowed = cutter.narrow(parts, held, Index(wanted))
-    stacked = cutter.narrow({n: torch.stack([p, 2 * p]) for n, p in parts.items()}, held, Index(wanted), lead=1)
+    stacked = cutter.narrow(
+        {n: torch.stack([p, 2 * p]) for n, p in parts.items()}, held, Index(wanted), lead=1
+    )
     for name in NAMES:
         assert torch.equal(narrowed[name], cuts.pick(whole[name], name, wanted))
         assert torch.equal(stacked[name][1], 2 * narrowed[name])
@@ -150,7 +165,9 @@ def test_overlay_writes_only_where_both_hold(base, top):
     copies = {name: value.clone() for name, value in below.items()}
     result = cutter.overlay(below, base.index, above, top.index)
     for name in NAMES:
-        merged = torch.where(cuts.mask(name, top.index), upper[name], lower[name])  # element by element
+        merged = torch.where(
+            cuts.mask(name, top.index), upper[name], lower[name]
+        )  # element by element
         assert torch.equal(result[name], cuts.pick(merged, name, base.index)), name
         assert torch.equal(below[name], copies[name])  # the base is not written to
 
@@ -219,10 +236,13 @@ def test_a_tally_counts_every_position_and_says_if_all_were_held(submodels, flat
         held = [(one, WHOLE, names, 1.0 + place) for place, one in enumerate(submodels)]
         tally = cuts.cutter(flat).tally(like, held)
         expected = {
-            name: sum(value * cuts.mask(name, one.index).double() for one, _, _, value in held) for name in names
+            name: sum(value * cuts.mask(name, one.index).double() for one, _, _, value in held)
+            for name in names
         }
         vector = Flat.of(expected).vector
-        assert torch.equal(torch.as_tensor(tally.values, dtype=torch.float64).expand_as(vector), vector)
+        assert torch.equal(
+            torch.as_tensor(tally.values, dtype=torch.float64).expand_as(vector), vector
+        )
         assert not tally.complete or bool((vector > 0).all())
         if any(all(cuts.mask(name, one.index).all() for name in names) for one in submodels):
             assert tally.complete
@@ -240,7 +260,10 @@ def test_flat_and_sliced_cuts_are_the_same_to_the_bit(submodel, other):
         found, expected = flat.gather(whole, one, NAMES), sliced.gather(whole, one, NAMES)
         assert list(found) == list(expected)
         assert all(torch.equal(found[name], expected[name]) for name in NAMES)
-        sums = [Flat.of({name: torch.ones_like(whole[one.scope + name]) for name in NAMES}) for _ in range(2)]
+        sums = [
+            Flat.of({name: torch.ones_like(whole[one.scope + name]) for name in NAMES})
+            for _ in range(2)
+        ]
         for cutter, own in zip((flat, sliced), sums, strict=True):
             cutter.add(own, one, expected, scale=0.5)
         assert torch.equal(sums[0].vector, sums[1].vector)
@@ -254,7 +277,8 @@ def test_places_and_maps_are_forgotten_when_they_are_many(monkeypatch):
         for width in (1, 2, 3):
             one = windows(Arch((("a", width),)), {"a": start}, cuts.SIZES)
             assert torch.equal(
-                cutter.gather(whole, one, NAMES)["square"], cuts.pick(whole["square"], "square", one.index)
+                cutter.gather(whole, one, NAMES)["square"],
+                cuts.pick(whole["square"], "square", one.index),
             )
     assert len(cutter._places) <= 2
     assert len(cutter._maps) == 1

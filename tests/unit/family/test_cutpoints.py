@@ -142,7 +142,9 @@ class WritesThroughViews(nn.Module):
     ],
     ids=lambda value: type(value).__name__ if isinstance(value, nn.Module) else "",
 )
-def test_cuts_are_where_they_were_found_by_hand(module: nn.Module, inputs: Tensor, names: list[str]) -> None:
+def test_cuts_are_where_they_were_found_by_hand(
+    module: nn.Module, inputs: Tensor, names: list[str]
+) -> None:
     assert cut_names(module, inputs) == names
 
 
@@ -161,7 +163,10 @@ def test_the_outermost_of_several_names_is_taken() -> None:
 def test_there_is_no_cut_between_a_u_nets_first_skip_and_last_join(name: str) -> None:
     spec = MODELS[name]
     cuts = cut_names(spec.factory(width=4, groups=2, depth=2), spec.example())
-    assert {cut.split(".")[0] + "." + cut.split(".")[1] for cut in cuts} == {"encoder.0", "decoder.0"}
+    assert {cut.split(".")[0] + "." + cut.split(".")[1] for cut in cuts} == {
+        "encoder.0",
+        "decoder.0",
+    }
     assert not [cut for cut in cuts if cut.startswith("decoder.0.up")]
 
 
@@ -200,7 +205,11 @@ def test_stages_of_a_vit_and_a_densenet_are_proposed() -> None:
         densenet = DenseNet((2, 2, 2))
     assert proposed(vit, MODELS["vit"].example(), 3) == ["blocks.1", "blocks.3", "norm"]
     # A transition ends with its pooling; the declared stages begin with it.
-    assert proposed(densenet, MODELS["densenet"].example(), 3) == ["stages.1.1", "stages.2.1", "stages.2.3"]
+    assert proposed(densenet, MODELS["densenet"].example(), 3) == [
+        "stages.1.1",
+        "stages.2.1",
+        "stages.2.3",
+    ]
 
 
 def test_stages_without_a_resolution_have_equal_shares_of_multiply_adds() -> None:
@@ -213,6 +222,14 @@ def test_stages_without_a_resolution_have_equal_shares_of_multiply_adds() -> Non
 
 def test_a_flat_list_of_layers_is_cut_behind_poolings_and_before_strides() -> None:
     conv = partial(nn.Conv2d, kernel_size=3, padding=1)
-    layers = [conv(3, 4), nn.ReLU(), nn.MaxPool2d(2), conv(4, 4), nn.ReLU(), conv(4, 4, stride=2), nn.ReLU()]
+    layers = [
+        conv(3, 4),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        conv(4, 4),
+        nn.ReLU(),
+        conv(4, 4, stride=2),
+        nn.ReLU(),
+    ]
     net = nn.Sequential(*layers, nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(4, 5))
     assert proposed(net, IMAGE, 3) == ["2", "4", "6"]

@@ -66,7 +66,8 @@ def test_a_run_reports_the_accuracy_of_the_modules_it_hands_out(norm, family, pl
     evaluation = fq.Evaluation(every=2, batch_size=24)
     data = make_data(family, (12, 13))
     run, other = (
-        play(method, family, data, (1.0, 0.5), engine, evaluation=evaluation) for engine in ("sequential", "vectorised")
+        play(method, family, data, (1.0, 0.5), engine, evaluation=evaluation)
+        for engine in ("sequential", "vectorised")
     )
     assert_same(run, other)
     if norm == "local":
@@ -103,7 +104,11 @@ def test_dual_norms_of_ones_own(make_data, play):
     for mode in (*BOTH, Pass(statistics="stored")):
         family.member(family.fit(fq.Budget(share=0.5))).check_net((mode,))
     run = play(HeteroFL(), family, make_data(family, (6, 6)), rounds=1)
-    assert run.deploy(fq.Budget(share=1.0), robustness=1.0)(torch.zeros(2, 1, 4, 4).double()).isfinite().all()
+    assert (
+        run.deploy(fq.Budget(share=1.0), robustness=1.0)(torch.zeros(2, 1, 4, 4).double())
+        .isfinite()
+        .all()
+    )
 
 
 # --- the check ----------------------------------------------------------------------------------
@@ -156,7 +161,9 @@ def test_nets_within_a_step_and_in_tests_are_compared_too(method, how, detector,
         fq.prepare(method, detector, data, fq.Fleet.of((1.0,), 2, 2), evaluation=how)
 
 
-def test_a_net_that_differs_is_refused_where_it_would_be_handed_out(detector, play, make_data, tmp_path):
+def test_a_net_that_differs_is_refused_where_it_would_be_handed_out(
+    detector, play, make_data, tmp_path
+):
     run = play(HeteroFL(), detector, make_data(detector, (6, 6)), rounds=1)
     half = fq.Budget(share=0.5)
     for ask in (
@@ -186,7 +193,9 @@ def test_the_refusal_says_where_the_difference_begins(detector):
 
 def test_members_are_compared_once(family, monkeypatch):
     checked = []
-    monkeypatch.setattr("fedquilt.family.member.check_net", lambda member, modes: checked.append(modes))
+    monkeypatch.setattr(
+        "fedquilt.family.member.check_net", lambda member, modes: checked.append(modes)
+    )
     member = family.fit(fq.Budget(share=0.75))
     family.member(member).check_net(BOTH)
     family.member(member).check_net((*BOTH, Pass(statistics="stored")))
@@ -245,7 +254,9 @@ class FailsInTraining(nn.Module):
 def test_modules_that_are_hard_to_compare_are_compared(between, caplog):
     family = fq.trace(Odd(between), torch.zeros(2, 4))
     for share in (1.0, 0.5):
-        family.member(family.fit(fq.Budget(share=share))).check_net((*BOTH, Pass(statistics="stored")))
+        family.member(family.fit(fq.Budget(share=share))).check_net(
+            (*BOTH, Pass(statistics="stored"))
+        )
     assert not caplog.records
 
 
@@ -255,15 +266,21 @@ class HandMade(nn.BatchNorm1d):
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
             return super().forward(x)
-        return (x - self.running_mean) / (self.running_var + self.eps).sqrt() * self.weight + self.bias
+        return (x - self.running_mean) / (
+            self.running_var + self.eps
+        ).sqrt() * self.weight + self.bias
 
 
 def test_a_norm_that_evaluates_by_hand_needs_stored_statistics(play, make_data):
     family = fq.trace(Odd(HandMade(6)), torch.zeros(2, 4))
     data = make_data(family, (6, 6))
-    with pytest.raises(TrainingError, match="norm layer 'between' is a HandMade, whose forward normalises by hand"):
+    with pytest.raises(
+        TrainingError, match="norm layer 'between' is a HandMade, whose forward normalises by hand"
+    ):
         fq.prepare(with_local(FedAvg(), norm="batch"), family, data, fq.Fleet.of((1.0,), 2, 2))
-    with pytest.raises(TrainingError, match="'between' is a HandMade, whose forward normalises by hand"):
+    with pytest.raises(
+        TrainingError, match="'between' is a HandMade, whose forward normalises by hand"
+    ):
         play(with_local(FedAvg(), norm="post"), family, data)
     play(with_local(FedAvg(), norm="tracked"), family, data)
 
@@ -304,7 +321,9 @@ class NativeNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         bn, statistics = self.bn, (self.bn.running_mean, self.bn.running_var)
-        return torch.native_batch_norm(x, bn.weight, bn.bias, *statistics, self.training, 0.1, bn.eps)[0]
+        return torch.native_batch_norm(
+            x, bn.weight, bn.bias, *statistics, self.training, 0.1, bn.eps
+        )[0]
 
 
 def test_a_net_that_fails_where_its_module_runs_is_refused(play, make_data):
@@ -321,9 +340,14 @@ class FrozenNorm(nn.BatchNorm1d):
 def test_a_frozen_norm_trains_where_statistics_are_stored(play, make_data):
     family = fq.trace(Odd(FrozenNorm(6)), torch.zeros(2, 4))
     data = make_data(family, (6, 6))
-    runs = [play(with_local(HeteroFL(), norm="tracked"), family, data, engine=e) for e in ("sequential", "vectorised")]
+    runs = [
+        play(with_local(HeteroFL(), norm="tracked"), family, data, engine=e)
+        for e in ("sequential", "vectorised")
+    ]
     assert_same(*runs)
-    assert torch.equal(runs[0].server.weights["between.running_mean"], torch.zeros(6, dtype=torch.float64))
+    assert torch.equal(
+        runs[0].server.weights["between.running_mean"], torch.zeros(6, dtype=torch.float64)
+    )
     with pytest.raises(TrainingError, match="'between' is frozen"):
         play(HeteroFL(), family, data)
 

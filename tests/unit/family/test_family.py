@@ -28,7 +28,9 @@ def hidden(family: fq.Family, **budget: float) -> int:
 # --- budgets ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("share", "kept"), [(1, 6), (0.99, 5), (0.5, 3), (1 / 3, 2), (2 / 3, 4), (0.1, 1), (1e-9, 1)])
+@pytest.mark.parametrize(
+    ("share", "kept"), [(1, 6), (0.99, 5), (0.5, 3), (1 / 3, 2), (2 / 3, 4), (0.1, 1), (1e-9, 1)]
+)
 def test_a_share_keeps_its_floor_of_every_axis_and_at_least_one(share, kept, perceptron):
     assert hidden(perceptron, share=share) == kept
 
@@ -60,7 +62,12 @@ class _Squeezing(_Wide):
 
 def test_no_member_is_narrower_than_the_least_width():
     family = fq.trace(lambda: _Squeezing(8), torch.zeros(2, 2))
-    assert [family.fit(fq.Budget(share=share)).sizes["first"] for share in (1, 0.5, 0.25, 0.1)] == [8, 4, 2, 2]
+    assert [family.fit(fq.Budget(share=share)).sizes["first"] for share in (1, 0.5, 0.25, 0.1)] == [
+        8,
+        4,
+        2,
+        2,
+    ]
     least = family.fit(fq.Budget(share=0.1))
     assert family.module(least)(torch.zeros(3, 2)).shape == (3, 2)
     assert family.member(family.whole).nested(0.1).arch == least
@@ -74,7 +81,9 @@ def test_no_member_is_narrower_than_the_least_width():
 def test_costs_are_counted_under_autocast_too(perceptron):
     """Engines that train in bf16 ask for them there; autocast keeps the weights it has cast."""
     half = perceptron.fit(fq.Budget(share=0.5))
-    family = fq.Family(perceptron._module, perceptron.layout, perceptron.example_inputs, perceptron._factory)
+    family = fq.Family(
+        perceptron._module, perceptron.layout, perceptron.example_inputs, perceptron._factory
+    )
     with torch.autocast("cpu", torch.bfloat16):
         assert family.cost(half).params == perceptron.count(half)
 
@@ -105,7 +114,9 @@ def test_the_largest_member_within_a_memory_budget(residual):
         step, memory = fq.TrainingStep(), residual.cost(member).memory
         assert residual.fit(fq.Budget(memory=memory), step=step) == member
         if share > 0.25:
-            assert residual.cost(residual.fit(fq.Budget(memory=memory - 1), step=step)).memory < memory
+            assert (
+                residual.cost(residual.fit(fq.Budget(memory=memory - 1), step=step)).memory < memory
+            )
 
 
 def test_several_limits_hold_together(perceptron):
@@ -115,18 +126,31 @@ def test_several_limits_hold_together(perceptron):
 
 
 def test_a_budget_no_member_fits_says_what_the_smallest_needs(perceptron):
-    with pytest.raises(BudgetError, match=r"no member fits the budget params 5: the smallest has 11 parameters, 7 "):
+    with pytest.raises(
+        BudgetError, match=r"no member fits the budget params 5: the smallest has 11 parameters, 7 "
+    ):
         perceptron.fit(fq.Budget(params=5))
     with pytest.raises(BudgetError, match="macs 1"):
         perceptron.fit(fq.Budget(macs=1))
-    for step, needs in ((None, "runs in 64 bytes"), (fq.TrainingStep(8, 0), "trains in 248 bytes with batches of 8")):
-        with pytest.raises(BudgetError, match=f"memory 9: the smallest has 11 parameters, .* {needs}"):
+    for step, needs in (
+        (None, "runs in 64 bytes"),
+        (fq.TrainingStep(8, 0), "trains in 248 bytes with batches of 8"),
+    ):
+        with pytest.raises(
+            BudgetError, match=f"memory 9: the smallest has 11 parameters, .* {needs}"
+        ):
             perceptron.fit(fq.Budget(memory=9), step=step)
 
 
 @pytest.mark.parametrize("groups", [4, 2])
 def test_a_search_reaches_one_channel_of_one_group(groups):
-    layers = nn.Conv2d(3, 8, 3), nn.GroupNorm(groups, 8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)
+    layers = (
+        nn.Conv2d(3, 8, 3),
+        nn.GroupNorm(groups, 8),
+        nn.AdaptiveAvgPool2d(1),
+        nn.Flatten(),
+        nn.Linear(8, 5),
+    )
     family = fq.trace(nn.Sequential(*layers), torch.zeros(2, 3, 4, 4))
     for channels in range(1, 5):
         member = family.fit(fq.Budget(share=channels / 8))
@@ -158,7 +182,10 @@ def test_costs_by_hand(perceptron):
     assert cost.bytes == 4 * WHOLE
     # Weights, gradients and one slot; saved: the batch's inputs and its hidden activations, once.
     assert cost.memory == 3 * 4 * WHOLE + 4 * 8 * (4 + 6)
-    assert perceptron.cost(perceptron.whole, fq.TrainingStep(8, slots=2)).memory - cost.memory == 4 * WHOLE
+    assert (
+        perceptron.cost(perceptron.whole, fq.TrainingStep(8, slots=2)).memory - cost.memory
+        == 4 * WHOLE
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16])
@@ -253,7 +280,9 @@ def test_costs_of_forwards_that_read_constants_in_python():
     assert family.cost(family.whole).macs == 4 * 6 + 6 * 3
     half = family.cost(family.fit(fq.Budget(share=0.5)), fq.TrainingStep(batch_size=8))
     assert half.macs == 4 * 3 + 3 * 3
-    assert half.memory == 3 * half.bytes + 4 * 8 * (4 + 3)  # saved of a sample: its inputs, and what ReLU gave
+    assert half.memory == 3 * half.bytes + 4 * 8 * (
+        4 + 3
+    )  # saved of a sample: its inputs, and what ReLU gave
 
 
 def test_costs_of_layers_that_a_draw_would_skip_count_them():
@@ -269,7 +298,9 @@ def test_costs_of_layers_that_a_draw_would_skip_count_them():
 
 
 def test_costs_grow_with_the_share(residual):
-    costs = [residual.cost(residual.fit(fq.Budget(share=share))) for share in (0.25, 0.5, 0.75, 1.0)]
+    costs = [
+        residual.cost(residual.fit(fq.Budget(share=share))) for share in (0.25, 0.5, 0.75, 1.0)
+    ]
     for kind in ("macs", "params", "bytes", "memory"):
         values = [getattr(cost, kind) for cost in costs]
         assert values == sorted(set(values))
@@ -335,7 +366,9 @@ def test_nets_and_costs_are_made_once(residual):
 def test_what_a_family_knows_of_its_weights(residual):
     norms = {name for name in residual.layout.dims if "running" in name}
     assert set(residual.statistics) == norms
-    assert set(residual.trainable) == {name for name, _ in residual.module(residual.whole).named_parameters()}
+    assert set(residual.trainable) == {
+        name for name, _ in residual.module(residual.whole).named_parameters()
+    }
     assert residual.carried == ()
     assert residual.num_classes == 4
     assert residual.axes["head.linear.weight"].startswith("class ")
@@ -350,11 +383,19 @@ def test_frozen_weights_are_cut_along_but_not_trained(play, make_data):
     family = fq.trace(Frozen, torch.zeros(2, 2))
     assert family.carried == ("first.weight",)
     for engine in LOCAL:
-        run = play(fq.methods.FedRolex(local=fq.Local()), family, make_data(family, (4, 4)), (0.5,), engine)
-        assert torch.equal(run.server.weights["first.weight"], family.init(0)["first.weight"].double())
-        assert not torch.equal(run.server.weights["first.bias"], family.init(0)["first.bias"].double())
+        run = play(
+            fq.methods.FedRolex(local=fq.Local()), family, make_data(family, (4, 4)), (0.5,), engine
+        )
+        assert torch.equal(
+            run.server.weights["first.weight"], family.init(0)["first.weight"].double()
+        )
+        assert not torch.equal(
+            run.server.weights["first.bias"], family.init(0)["first.bias"].double()
+        )
         deployed = run.deploy(fq.Budget(share=0.5))
-        assert torch.equal(deployed.first.weight, run.server.weights["first.weight"][1:4])  # the last round's window
+        assert torch.equal(
+            deployed.first.weight, run.server.weights["first.weight"][1:4]
+        )  # the last round's window
         assert not deployed.first.weight.requires_grad
 
 
@@ -399,29 +440,47 @@ def test_a_saved_family_trains_without_tracing(tmp_path, residual, play, make_da
     assert loaded.layout == residual.layout
     assert loaded.layout.fingerprint == residual.layout.fingerprint
     data = make_data(residual, (4, 5))
-    one, other = (play(fq.methods.HeteroFL(), family, data, (1.0, 0.5)) for family in (residual, loaded))
+    one, other = (
+        play(fq.methods.HeteroFL(), family, data, (1.0, 0.5)) for family in (residual, loaded)
+    )
     assert all(torch.equal(w, other.server.weights[name]) for name, w in one.server.weights.items())
 
 
 @pytest.mark.parametrize("rounding", ["floor", "ceil"])
-@pytest.mark.parametrize(("groups", "channels"), [(4, 12), (8, 16), (2, 24), (6, 36), (12, 12), (1, 9)])
+@pytest.mark.parametrize(
+    ("groups", "channels"), [(4, 12), (8, 16), (2, 24), (6, 36), (12, 12), (1, 9)]
+)
 def test_narrow_members_of_groups_are_within_wider_ones(groups, channels, rounding):
     """Or a column that arrives would take others away, and what is frozen would move."""
-    net = nn.Sequential(nn.Conv2d(1, channels, 1), nn.GroupNorm(groups, channels), nn.Flatten(), nn.Linear(channels, 3))
+    net = nn.Sequential(
+        nn.Conv2d(1, channels, 1),
+        nn.GroupNorm(groups, channels),
+        nn.Flatten(),
+        nn.Linear(channels, 3),
+    )
     family = fq.trace(net, torch.zeros(2, 1, 1, 1))
     members = [family.fit(fq.Budget(share=share / 40), rounding).sizes for share in range(1, 41)]
     for narrow, wide in pairwise(members):
         assert all(narrow[axis] <= wide[axis] for axis in narrow)
     kept = [math.prod(member.values()) for member in members]
     assert kept[-1] == channels
-    assert rounding == "ceil" or all(have <= max(1, channels * (at + 1) // 40) for at, have in enumerate(kept))
+    assert rounding == "ceil" or all(
+        have <= max(1, channels * (at + 1) // 40) for at, have in enumerate(kept)
+    )
 
 
 @pytest.mark.parametrize("rounding", ["floor", "ceil"])
-@pytest.mark.parametrize(("groups", "sizes"), [(4, (2, 8)), (2, (4, 12)), (3, (5, 7)), (8, (1, 3)), (8, (2, 4))])
+@pytest.mark.parametrize(
+    ("groups", "sizes"), [(4, (2, 8)), (2, (4, 12)), (3, (5, 7)), (8, (1, 3)), (8, (2, 4))]
+)
 def test_so_are_those_of_groups_with_more_channels_out_than_in(groups, sizes, rounding):
     into, out = (groups * size for size in sizes)
-    net = nn.Sequential(nn.Conv2d(1, into, 1), nn.Conv2d(into, out, 1, groups=groups), nn.Flatten(), nn.Linear(out, 3))
+    net = nn.Sequential(
+        nn.Conv2d(1, into, 1),
+        nn.Conv2d(into, out, 1, groups=groups),
+        nn.Flatten(),
+        nn.Linear(out, 3),
+    )
     family = fq.trace(net, torch.zeros(2, 1, 1, 1))
     members = [family.fit(fq.Budget(share=share / 60), rounding).sizes for share in range(1, 61)]
     for narrow, wide in pairwise(members):
@@ -510,7 +569,9 @@ class Counting(nn.Module):
 
 
 def spectral() -> nn.Module:
-    return nn.Sequential(nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3))
+    return nn.Sequential(
+        nn.utils.parametrizations.spectral_norm(nn.Linear(4, 6)), nn.ReLU(), nn.Linear(6, 3)
+    )
 
 
 class Averaging(nn.Module):
@@ -562,7 +623,9 @@ def test_lots_that_python_draws_are_no_memory():
 )
 def test_a_net_whose_answer_depends_on_what_it_remembers_is_refused(make, what, make_data):
     family = fq.trace(make, torch.rand(2, 4))
-    with pytest.raises(TraceError, match=f"answers the same batch otherwise when it is asked again: {what}"):
+    with pytest.raises(
+        TraceError, match=f"answers the same batch otherwise when it is asked again: {what}"
+    ):
         fq.prepare(FedAvg(), family, make_data(family, (6, 6)), fq.Fleet.of((1.0,), 2, 2))
 
 
@@ -581,8 +644,16 @@ def test_nets_that_draw_or_track_forget(residual, language):
     ("model", "example", "shape"),
     [
         (nn.Linear(4, 3), torch.zeros(2, 4), (2, 3)),
-        (nn.Linear(4, 1), torch.zeros(2, 4), (2, 1)),  # one output is no axis, because it cannot be cut
-        (nn.Embedding(7, 5), torch.zeros(2, 6, dtype=torch.int64), (2, 5, 6)),  # classes come last, and are moved
+        (
+            nn.Linear(4, 1),
+            torch.zeros(2, 4),
+            (2, 1),
+        ),  # one output is no axis, because it cannot be cut
+        (
+            nn.Embedding(7, 5),
+            torch.zeros(2, 6, dtype=torch.int64),
+            (2, 5, 6),
+        ),  # classes come last, and are moved
     ],
 )
 def test_the_shape_of_the_output_has_classes_in_dimension_1(model, example, shape):
@@ -592,5 +663,7 @@ def test_the_shape_of_the_output_has_classes_in_dimension_1(model, example, shap
 
 def test_an_output_without_a_dimension_for_classes_has_no_shape():
     family = fq.trace(nn.Sequential(nn.Linear(4, 1), nn.Flatten(0)), torch.zeros(2, 4))
-    with pytest.raises(TraceError, match=r"an output of shape \(2,\); \(sample, outputs\) is needed"):
+    with pytest.raises(
+        TraceError, match=r"an output of shape \(2,\); \(sample, outputs\) is needed"
+    ):
         _ = family.output_shape

@@ -14,7 +14,12 @@ from fedquilt.family.net import Pass
 def test_a_member_is_kept_by_its_family(perceptron):
     half = perceptron.fit(fq.Budget(share=0.5))
     member = perceptron.member(half)
-    assert perceptron.member(half) is perceptron.member(prefix(half)) is perceptron.member(member) is member
+    assert (
+        perceptron.member(half)
+        is perceptron.member(prefix(half))
+        is perceptron.member(member)
+        is member
+    )
     assert member == Member(perceptron, half)
     assert hash(member) == hash(Member(perceptron, half))
     other = fq.trace(perceptron._factory, perceptron.example_inputs)
@@ -31,7 +36,11 @@ def test_a_member_has_names_and_shapes_of_its_weights(residual):
     module = member.module()
     shapes = {name: tuple(weight.shape) for name, weight in module.named_parameters()}
     assert {name: member.shape(name) for name in member.trainable} == shapes
-    assert member.count == sum(weight.numel() for weight in module.parameters()) == residual.count(member)
+    assert (
+        member.count
+        == sum(weight.numel() for weight in module.parameters())
+        == residual.count(member)
+    )
     assert member.weight_bytes == 4 * member.count
     assert member.prefix == prefix(member.arch)
 
@@ -56,7 +65,9 @@ def test_nets_nested_at_unequal_shares_differ_though_their_channels_are_the_same
     assert whole.nested(0.2) is fifth
     assert whole.nested(1.0).arch == whole.arch
     assert whole.nested(1.0) != whole
-    assert fifth.net is third.net is perceptron.member(fifth.arch).net  # what takes long is found once
+    assert (
+        fifth.net is third.net is perceptron.member(fifth.arch).net
+    )  # what takes long is found once
     assert fifth.cost() is third.cost()
 
 

@@ -26,13 +26,17 @@ TRAIN = Pass(train=True)
 
 
 def images(count: int = 6, seed: int = 0) -> Tensor:
-    return torch.randn(count, 3, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.randn(
+        count, 3, 4, 4, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+    )
 
 
 def pure(module: nn.Module, scaled: Scaled = Scaled()) -> tuple[Net, dict[str, Tensor]]:
     """A net of a module in float64, and its weights and statistics."""
     module = module.double()
-    state = {n: v.detach().clone() for n, v in (*module.named_parameters(), *module.named_buffers())}
+    state = {
+        n: v.detach().clone() for n, v in (*module.named_parameters(), *module.named_buffers())
+    }
     return Net(module, {}, scaled), state
 
 
@@ -52,7 +56,10 @@ def test_batch_statistics_are_torchs_in_training_and_move_nothing():
 
 def test_stored_statistics_are_torchs_in_evaluation():
     net, state = pure(nn.BatchNorm2d(3))
-    state |= {"running_mean": torch.tensor([1.0, 2, 3]).double(), "running_var": torch.tensor([4.0, 9, 16]).double()}
+    state |= {
+        "running_mean": torch.tensor([1.0, 2, 3]).double(),
+        "running_var": torch.tensor([4.0, 9, 16]).double(),
+    }
     found, seen = net(state, images(), Pass(statistics="stored"))
     by_hand = (images() - torch.tensor([1.0, 2, 3]).reshape(1, 3, 1, 1)) / (
         torch.tensor([4.0, 9, 16]).double().reshape(1, 3, 1, 1) + 1e-5
@@ -74,7 +81,9 @@ def test_tracked_statistics_are_torchs(kind, shape):
     theirs = kind(3, momentum=0.3).double()
     net, state = pure(kind(3, momentum=0.3))
     for seed in range(3):
-        inputs = torch.randn(shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        inputs = torch.randn(
+            shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         expected = theirs.train()(inputs)
         found, seen = net(state, inputs, Pass(train=True, statistics="track"))
         torch.testing.assert_close(found, expected, rtol=0, atol=1e-13)
@@ -115,7 +124,11 @@ def test_statistics_of_one_pass_do_not_leak_into_the_next():
 
 def test_a_stack_of_clients_has_statistics_of_its_own():
     net, state = pure(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)))
-    stacked = {name: torch.stack([value, 2 * value]) for name, value in state.items() if value.is_floating_point()}
+    stacked = {
+        name: torch.stack([value, 2 * value])
+        for name, value in state.items()
+        if value.is_floating_point()
+    }
     inputs = torch.stack([images(seed=1), images(seed=2)])
     mode = Pass(train=True, statistics="track")
     outputs, seen = vmap(lambda w, x: net(w, x, mode))(stacked, inputs)
@@ -130,7 +143,9 @@ def test_statistics_carry_no_gradient():
     net, state = pure(nn.Sequential(nn.Conv2d(3, 3, 3), nn.BatchNorm2d(3)))
 
     def loss(weight: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
-        out, seen = net({**state, "0.weight": weight}, images(), Pass(train=True, statistics="track"))
+        out, seen = net(
+            {**state, "0.weight": weight}, images(), Pass(train=True, statistics="track")
+        )
         return out.square().sum(), seen
 
     _, seen = grad(loss, has_aux=True)(state["0.weight"])
@@ -154,7 +169,9 @@ class CopiedNormReLU(nn.BatchNorm2d):
         if self.training:
             self.num_batches_tracked.add_(1)
         statistics = self.running_mean.to(x.dtype), self.running_var.to(x.dtype)
-        x = F.batch_norm(x, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps)
+        x = F.batch_norm(
+            x, *statistics, self.weight, self.bias, self.training, self.momentum, self.eps
+        )
         return F.relu(x)
 
 
@@ -228,7 +245,9 @@ def test_a_norm_of_ones_own_is_itself_in_evaluation(name):
     found, seen = net(state, images(), Pass(statistics="stored"))
     torch.testing.assert_close(found, module.eval()(images()), rtol=0, atol=1e-12)
     assert not seen
-    torch.testing.assert_close(net(state, images(), Pass(statistics="batch"))[0], by_batch, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        net(state, images(), Pass(statistics="batch"))[0], by_batch, rtol=0, atol=1e-12
+    )
     found, seen = net(state, images(), Pass(statistics="measure"))
     torch.testing.assert_close(found, by_batch, rtol=0, atol=1e-12)
     over = (2, 3) if name == "instance" else (0, 2, 3)
@@ -259,7 +278,9 @@ def test_a_stack_of_norms_of_ones_own_is_each_by_itself(name, statistics):
     for place in range(2):
         alone = slope({key: value[place] for key, value in several.items()}, batches[place])
         for one, other in zip(alone, stacked, strict=True):
-            torch.testing.assert_close(one, {k: v[place] for k, v in other.items()}, rtol=0, atol=1e-10)
+            torch.testing.assert_close(
+                one, {k: v[place] for k, v in other.items()}, rtol=0, atol=1e-10
+            )
 
 
 def test_a_norm_that_is_called_twice_tracks_both_calls():
@@ -277,7 +298,9 @@ def test_a_norm_that_is_called_twice_tracks_both_calls():
     seen = net(state, images(), Pass(train=True, statistics="track"))[1]
     torch.testing.assert_close(seen["bn.running_mean"], module.bn.running_mean, rtol=0, atol=1e-12)
     measured = net(state, images(), Pass(statistics="measure"))[1]
-    torch.testing.assert_close(measured["bn.running_mean"], (images().mean((0, 2, 3)) + 1) / 2, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        measured["bn.running_mean"], (images().mean((0, 2, 3)) + 1) / 2, rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", ["layer", "module"])
@@ -344,14 +367,18 @@ def test_a_parametrization_leaves_a_class_what_it_is():
 
 def test_the_scaler_divides_layers_by_the_share_in_training():
     net, state = pure(nn.Sequential(nn.Conv2d(3, 2, 3), nn.Linear(2, 5)), Scaled(frozenset({"0"})))
-    plain = functional_call(net.module[0], {"weight": state["0.weight"], "bias": state["0.bias"]}, (images(),))
+    plain = functional_call(
+        net.module[0], {"weight": state["0.weight"], "bias": state["0.bias"]}, (images(),)
+    )
     net.module[1].forward = lambda x: x  # look behind the convolution
     for mode, factor in (
         (Pass(train=True, scaler=True), 4.0),
         (Pass(train=False, scaler=True), 1.0),
         (Pass(train=True, scaler=False), 1.0),
     ):
-        torch.testing.assert_close(net(state, images(), mode, share=0.25)[0], factor * plain, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            net(state, images(), mode, share=0.25)[0], factor * plain, rtol=0, atol=1e-12
+        )
 
 
 # --- noise ------------------------------------------------------------------------------------------------------
@@ -367,7 +394,9 @@ def test_dropout_is_keyed_unbiased_and_the_same_in_a_stack(p):
     values = found.unique().tolist()
     assert values == [0, pytest.approx(1 / (1 - p))]
     assert float(found.mean()) == pytest.approx(1, abs=5 * (p / (1 - p) / 1e5) ** 0.5)
-    stacked = vmap(lambda x, key: net({}, x, TRAIN, key)[0])(torch.stack([ones, ones]), torch.stack([KEY, KEY + 1]))
+    stacked = vmap(lambda x, key: net({}, x, TRAIN, key)[0])(
+        torch.stack([ones, ones]), torch.stack([KEY, KEY + 1])
+    )
     assert torch.equal(stacked[0], found)
     assert torch.equal(stacked[1], net({}, ones, TRAIN, KEY + 1)[0])
 
@@ -433,7 +462,9 @@ def test_random_functions_are_keyed(draw, mean):
     assert torch.equal(found, net({}, ones, TRAIN, KEY)[0])
     assert not torch.equal(found, net({}, ones, TRAIN, KEY + 1)[0])
     assert float(found.double().mean()) == pytest.approx(mean, abs=0.03)
-    stacked = vmap(lambda x, key: net({}, x, TRAIN, key)[0])(torch.stack([ones, ones]), torch.stack([KEY + 1, KEY]))
+    stacked = vmap(lambda x, key: net({}, x, TRAIN, key)[0])(
+        torch.stack([ones, ones]), torch.stack([KEY + 1, KEY])
+    )
     assert torch.equal(stacked[1], found)
 
 
@@ -449,7 +480,9 @@ def test_a_shared_buffer_cannot_hold_a_stacks_noise_unnoticed():
     keys, x = torch.stack([KEY, KEY + 1]), torch.ones(2, 50, dtype=torch.float64)
     result, _ = pure(Draws(lambda x: x * torch.empty(50).bernoulli_(0.5)))
     buffer, _ = pure(Draws(lambda x: x * _in_place(torch.ones(50), 0.5)))
-    stacked = [vmap(lambda x, key, net=net: net({}, x, TRAIN, key)[0])(x, keys) for net in (result, buffer)]
+    stacked = [
+        vmap(lambda x, key, net=net: net({}, x, TRAIN, key)[0])(x, keys) for net in (result, buffer)
+    ]
     alone = torch.stack([result({}, x[0], TRAIN, key)[0] for key in keys])
     assert torch.equal(stacked[0], alone)
     assert not stacked[1].isfinite().any()
@@ -459,7 +492,10 @@ def test_a_shared_buffer_cannot_hold_a_stacks_noise_unnoticed():
     ("draw", "name"),
     [
         (lambda x: x[torch.randperm(len(x))], "torch.randperm"),
-        (lambda x: F.gumbel_softmax(x, 0), "F.gumbel_softmax"),  # draws inside of torch, where nobody can follow
+        (
+            lambda x: F.gumbel_softmax(x, 0),
+            "F.gumbel_softmax",
+        ),  # draws inside of torch, where nobody can follow
         (lambda x: F.fractional_max_pool2d(x.expand(1, 1, 3, 3), 2, 2), "F.fractional_max_pool2d"),
         (torch.poisson, "torch.poisson"),
         (lambda x: torch.empty_like(x).log_normal_(), "Tensor.log_normal_"),
@@ -484,10 +520,14 @@ def test_a_net_keeps_nothing_that_belongs_to_a_gradient():
 
     family = fq.trace(Fixed, torch.zeros(2, 2), fixed=["stem"])
     weights = {name: value.double() for name, value in family.init().items()}
-    grad(lambda own: family.member(family.whole).net(own, torch.ones(2, 2).double())[0].sum())(weights)
+    grad(lambda own: family.member(family.whole).net(own, torch.ones(2, 2).double())[0].sum())(
+        weights
+    )
     (moved,) = family.member(family.whole).net._moved.values()
     assert set(moved) == {"stem.weight", "stem.bias"}
-    assert not any(torch._C._functorch.is_functorch_wrapped_tensor(value) for value in moved.values())
+    assert not any(
+        torch._C._functorch.is_functorch_wrapped_tensor(value) for value in moved.values()
+    )
 
 
 def test_noise_outside_of_training_is_refused():
@@ -496,9 +536,14 @@ def test_noise_outside_of_training_is_refused():
         net({}, torch.ones(3))
 
 
-@pytest.mark.parametrize(("causal", "mask"), [(False, None), (True, None), (False, "bool"), (False, "float")])
+@pytest.mark.parametrize(
+    ("causal", "mask"), [(False, None), (True, None), (False, "bool"), (False, "float")]
+)
 def test_attention_written_out_is_torchs(causal, mask):
-    q, k, v = (torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(i)).double() for i in range(3))
+    q, k, v = (
+        torch.randn(2, 3, 5, 4, generator=torch.Generator().manual_seed(i)).double()
+        for i in range(3)
+    )
     kept = torch.rand(5, 5, generator=torch.Generator().manual_seed(9)) < 0.7
     kept |= torch.eye(5, dtype=torch.bool)
     given = {None: None, "bool": kept, "float": torch.where(kept, 0.5, -1e9).double()}[mask]
@@ -567,13 +612,20 @@ class Recurrent(nn.Module):
         steps = x.shape[1 if self.cell.batch_first else 0]
         lengths = torch.full([x.numel() // steps // 3], steps)
         outputs, state = self.cell(
-            nn.utils.rnn.pack_padded_sequence(x, lengths, self.cell.batch_first) if self.packed else x
+            nn.utils.rnn.pack_padded_sequence(x, lengths, self.cell.batch_first)
+            if self.packed
+            else x
         )
-        given = (outputs.data if self.packed else outputs, *(state if isinstance(state, tuple) else (state,)))
+        given = (
+            outputs.data if self.packed else outputs,
+            *(state if isinstance(state, tuple) else (state,)),
+        )
         return torch.cat([value.flatten() for value in given])
 
 
-@pytest.mark.parametrize("p", [1e-12, 1.0])  # nothing is dropped, or all: the two that torch does not draw for
+@pytest.mark.parametrize(
+    "p", [1e-12, 1.0]
+)  # nothing is dropped, or all: the two that torch does not draw for
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -605,7 +657,9 @@ def test_dropout_between_recurrent_layers_is_keyed(kind):
 def test_dropout_between_recurrent_layers_on_packed_sequences_is_refused():
     net, state = pure(Recurrent(nn.LSTM, packed=True, num_layers=2, dropout=0.5))
     x = images().flatten(2).transpose(1, 2)
-    with pytest.raises(TrainingError, match=r"torch\.lstm on packed sequences, with dropout between layers"):
+    with pytest.raises(
+        TrainingError, match=r"torch\.lstm on packed sequences, with dropout between layers"
+    ):
         net(state, x, TRAIN, KEY)
     assert net(state, x)[0].isfinite().all()
     single, state = pure(Recurrent(nn.LSTM, packed=True))
@@ -659,7 +713,11 @@ def test_a_net_may_begin_in_place_and_changes_nobodys_inputs(begin, apart, stack
     def ways(net: Net, x: Tensor) -> list:
         one, both = partial(loss, net, state), vmap(partial(loss, net), (None, 0))
         first = [both(state, x)] if stacked_first else []
-        slopes = [grad(partial(loss, net))(state, x[0])["head.weight"], grad(one)(x[0]), vmap(grad(one))(x)]
+        slopes = [
+            grad(partial(loss, net))(state, x[0])["head.weight"],
+            grad(one)(x[0]),
+            vmap(grad(one))(x),
+        ]
         return [*first, one(x[0]), *slopes, both(state, x)]
 
     for found, expected in zip(ways(net, given), ways(truth, inputs), strict=True):

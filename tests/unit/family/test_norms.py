@@ -50,7 +50,15 @@ QUARTER = {"base": 0.25}
 )
 def test_what_each_policy_states(name, states):
     policy = NORM_POLICIES[name]()
-    asked = ["tracks", "measures", "needs_public", "has_server_statistics", "keeps_statistics", "personal", "stores"]
+    asked = [
+        "tracks",
+        "measures",
+        "needs_public",
+        "has_server_statistics",
+        "keeps_statistics",
+        "personal",
+        "stores",
+    ]
     assert [one for one in asked if getattr(policy, one)] == [one for one in asked if one in states]
     assert policy.training_pass().statistics == ("track" if policy.tracks else "batch")
     assert policy.name == policy.fingerprint == name
@@ -61,7 +69,9 @@ def test_the_page_and_the_flag_name_every_policy():
     table = PAGE.split("### Norms")[1].split("### ")[0]
     rows = dict(re.findall(r"^\| `([\w-]+)` \| `(\w+)` \|", table, re.MULTILINE))
     assert rows == {name: kind.__name__ for name, kind in NORM_POLICIES.items()}
-    assert next(mark for mark in Norms.__metadata__ if hasattr(mark, "metavar")).metavar == "|".join(NORM_POLICIES)
+    assert next(
+        mark for mark in Norms.__metadata__ if hasattr(mark, "metavar")
+    ).metavar == "|".join(NORM_POLICIES)
 
 
 def test_what_stays_on_a_client(residual, language):
@@ -74,7 +84,9 @@ def test_what_stays_on_a_client(residual, language):
     assert KeptByClient().kept(residual) == statistics
     assert AllLocal().kept(residual) == Tracked("local").kept(residual) == norms
     assert BatchStatistics("local").kept(residual) == norms - statistics
-    assert AllLocal().kept(language) == set(language.parts["norm"])  # layer norms have weights and no statistics
+    assert AllLocal().kept(language) == set(
+        language.parts["norm"]
+    )  # layer norms have weights and no statistics
     assert KeptByClient().kept(language) == set()
 
 
@@ -110,11 +122,20 @@ class Wrong(NormPolicy):
 @pytest.mark.parametrize(
     ("make", "told"),
     [
-        (lambda: fq.Local(norm="pots"), "norm = 'pots' was asked for; it may be 'batch', 'tracked', 'local', 'post'"),
+        (
+            lambda: fq.Local(norm="pots"),
+            "norm = 'pots' was asked for; it may be 'batch', 'tracked', 'local', 'post'",
+        ),
         (lambda: fq.Local(norm=None), "norm = None was asked for; it may be 'batch'"),
-        (lambda: fq.Local(norm=Tracked), "norm = <class .*Tracked'> was asked for; it may be 'batch'"),
+        (
+            lambda: fq.Local(norm=Tracked),
+            "norm = <class .*Tracked'> was asked for; it may be 'batch'",
+        ),
         (lambda: fq.Local(norm="absent.py:Norms"), "there is no file 'absent.py'"),
-        (lambda: Tracked(affine="mine"), "affine = 'mine' was asked for; it may be 'shared', 'local'"),
+        (
+            lambda: Tracked(affine="mine"),
+            "affine = 'mine' was asked for; it may be 'shared', 'local'",
+        ),
         (Wrong, "owner = 'nobody' was asked for; it may be 'server', 'client'"),
     ],
 )
@@ -125,10 +146,17 @@ def test_what_is_no_policy_is_refused(make, told):
 
 def test_a_policy_in_a_file_that_cannot_be_made_is_refused(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    Path("broken.py").write_text("def failing():\n    raise ValueError('on purpose')\n\ndef other():\n    return 3\n")
-    with pytest.raises(ConfigError, match=r"norm = 'broken\.py:failing' was called .* failed: ValueError: on purpose"):
+    Path("broken.py").write_text(
+        "def failing():\n    raise ValueError('on purpose')\n\ndef other():\n    return 3\n"
+    )
+    with pytest.raises(
+        ConfigError,
+        match=r"norm = 'broken\.py:failing' was called .* failed: ValueError: on purpose",
+    ):
         fq.Local(norm="broken.py:failing")
-    with pytest.raises(ConfigError, match=r"norm = 'broken\.py:other' was asked for; it may be 'batch'"):
+    with pytest.raises(
+        ConfigError, match=r"norm = 'broken\.py:other' was asked for; it may be 'batch'"
+    ):
         fq.Local(norm="broken.py:other")
 
 
@@ -138,7 +166,9 @@ def test_files_have_the_name_alone(name):
     assert write(local)["norm"] == name
     problems: list[Problem] = []
     assert read(fq.Local, write(local), "", problems) == local
-    turned = replace(local, norm=replace(local.norm, affine="shared" if name == "local-all" else "local"))
+    turned = replace(
+        local, norm=replace(local.norm, affine="shared" if name == "local-all" else "local")
+    )
     assert write(turned)["norm"] == {"name": name, "affine": turned.norm.affine}
     assert read(fq.Local, write(turned), "", problems) == turned
     assert problems == []
@@ -148,23 +178,35 @@ def test_an_unknown_name_in_a_file_is_told_with_the_nearest():
     with pytest.raises(ConfigError) as caught:
         Experiment.of({"method": {"name": "fedavg", "local": {"norm": "post-won", "epochs": 0}}})
     told = str(caught.value)
-    assert "method.local.norm.name: there is no norm policy named 'post-won'. Did you mean 'post-own'?" in told
+    assert (
+        "method.local.norm.name: there is no norm policy named 'post-won'. Did you mean 'post-own'?"
+        in told
+    )
     assert "method.local.epochs: 0 was asked for" in told
 
 
 def test_a_policy_in_a_file(residual, play, make_data, tmp_path, monkeypatch):
     """The one of docs/architecture.md: affine weights are kept, and statistics are measured by each client."""
-    (block,) = re.findall(r"```python\n(.*?)```", PAGE.split("### Norms")[1].split("### ")[0], re.DOTALL)
+    (block,) = re.findall(
+        r"```python\n(.*?)```", PAGE.split("### Norms")[1].split("### ")[0], re.DOTALL
+    )
     (tmp_path / "mine.py").write_text(block)
     monkeypatch.chdir(tmp_path)
     method = {"name": "heterofl", "local": {"norm": "mine.py:OwnNorms"}}
     experiment = Experiment.of({"method": method, "model": "tiny_resnet", "data": "digits"})
     policy = experiment.method.local.norm
-    assert (policy.name, policy.affine, policy.measures, policy.personal) == ("OwnNorms", "local", True, True)
+    assert (policy.name, policy.affine, policy.measures, policy.personal) == (
+        "OwnNorms",
+        "local",
+        True,
+        True,
+    )
     assert write(experiment)["method"]["local"]["norm"] == "mine.py:OwnNorms"
     assert Experiment.of(write(experiment)) == experiment
     assert fq.Local(norm="mine.py:OwnNorms").norm == policy
-    run = play(with_local(experiment.method, batch_size=4), residual, make_data(residual, (6, 6)), rounds=1)
+    run = play(
+        with_local(experiment.method, batch_size=4), residual, make_data(residual, (6, 6)), rounds=1
+    )
     kept = {name for memory in run.server.memory.values() for name in memory.weights}
     assert kept == set(residual.parts["norm"]) - set(residual.statistics)
     assert run.export("own.safetensors", fq.Budget(share=0.25), client=1).norms == "OwnNorms"
@@ -193,19 +235,25 @@ def by_hand(model: nn.Module, samples: torch.Tensor, batch_size: int) -> nn.Modu
 
 @pytest.mark.parametrize("parts", [True, False], ids=["own tests", "common tests"])
 @pytest.mark.parametrize("engine", LOCAL)
-def test_clients_measure_the_servers_weights_on_their_own_samples(engine, parts, residual, play, make_data):
+def test_clients_measure_the_servers_weights_on_their_own_samples(
+    engine, parts, residual, play, make_data
+):
     """Accuracy is the mean over clients, each on its own test part, or on all tests where there are no parts."""
     data = make_data(residual, (8, 8, 12))
     data = data if parts else replace(data, test_parts=None)
     method = with_local(FedAvg(), batch_size=4, norm="post-own")
-    run = play(method, residual, data, engine=engine, evaluation=fq.Evaluation(every=0, batch_size=4))
+    run = play(
+        method, residual, data, engine=engine, evaluation=fq.Evaluation(every=0, batch_size=4)
+    )
     assert run.method.personal
     assert not run.server.memory  # nothing is kept
     accuracies = []
     for client, rows in enumerate(run.engine.data.parts):
         model = run.deploy(fq.Budget(share=1.0), client=client)
         weights = dict(model.named_parameters())
-        assert all(torch.equal(weights[name], run.server.weights[name]) for name in residual.trainable)
+        assert all(
+            torch.equal(weights[name], run.server.weights[name]) for name in residual.trainable
+        )
         tests = data.test_parts[client] if parts else torch.arange(len(data.test_targets))
         logits = model(data.test_inputs[tests]).detach()
         own = by_hand(model, data.inputs[rows], 4)
@@ -217,7 +265,12 @@ def test_clients_measure_the_servers_weights_on_their_own_samples(engine, parts,
 def test_a_client_with_all_samples_measures_what_the_server_would(residual, play, make_data):
     how = fq.Evaluation(every=0, batch_size=24)
     one, other = (
-        play(with_local(HeteroFL(), batch_size=4, norm=norm), residual, make_data(residual, (9,)), evaluation=how)
+        play(
+            with_local(HeteroFL(), batch_size=4, norm=norm),
+            residual,
+            make_data(residual, (9,)),
+            evaluation=how,
+        )
         for norm in ("post", "post-own")
     )
     torch.testing.assert_close(dict(one.server.weights), dict(other.server.weights), rtol=0, atol=0)
@@ -231,19 +284,26 @@ def test_public_samples_take_the_place_of_the_clients(engine, residual, play, ma
     data = make_data(residual, (6, 6), public=0)
     method = with_local(HeteroFL(), batch_size=4, norm="post-public")
     how = fq.Evaluation(every=0, batch_size=4)
-    public = torch.randn(12, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) + 1
+    public = (
+        torch.randn(12, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+        + 1
+    )
     run = play(method, residual, replace(data, public=public), (1.0, 0.5), engine, evaluation=how)
     for share in (1.0, 0.5):
         model = run.deploy(fq.Budget(share=share))
         logits = model(data.test_inputs).detach()
         hits = (logits.argmax(1) == data.test_targets).double().mean()
         assert run.accuracy[str(share)] == pytest.approx(float(hits), abs=1e-12)
-        torch.testing.assert_close(logits, by_hand(model, public, 4)(data.test_inputs).detach(), rtol=0, atol=1e-9)
+        torch.testing.assert_close(
+            logits, by_hand(model, public, 4)(data.test_inputs).detach(), rtol=0, atol=1e-9
+        )
     told = "the norm policy 'post-public' was asked for, .* on public samples; the data has none. data.public = 0.1"
     with pytest.raises(ConfigError, match=told):
         play(method, residual, data, engine=engine)
     with pytest.raises(ConfigError, match=told):
-        play(with_local(method, norm="post"), residual, data).deploy(fq.Budget(share=0.5), norms="post-public")
+        play(with_local(method, norm="post"), residual, data).deploy(
+            fq.Budget(share=0.5), norms="post-public"
+        )
 
 
 def test_one_public_sample_has_no_statistics(residual, play, make_data):
@@ -260,13 +320,18 @@ def test_one_public_sample_has_no_statistics(residual, play, make_data):
 @pytest.mark.parametrize("family", ["residual", "language"], indirect=True)
 def test_fedbn_is_fedavg_with_local_norms(family, play, make_data):
     data = make_data(family, (6, 5, 7))
-    methods = [with_local(FedBN(), batch_size=4), with_local(FedAvg(), batch_size=4, norm="local-all")]
+    methods = [
+        with_local(FedBN(), batch_size=4),
+        with_local(FedAvg(), batch_size=4, norm="local-all"),
+    ]
     assert_same(*(play(method, family, data, rounds=3) for method in methods), atol=0)
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize(
-    "method", [HeteroFL(), FedRolex(shift=0), SplitMix(base=0.5)], ids=lambda method: type(method).__name__
+    "method",
+    [HeteroFL(), FedRolex(shift=0), SplitMix(base=0.5)],
+    ids=lambda method: type(method).__name__,
 )
 def test_the_norms_of_a_single_client_are_as_if_averaged(method, engine, residual, play, make_data):
     """Over three rounds of one client, what it kept and what it sent are the net that tracked norms give."""
@@ -275,9 +340,14 @@ def test_the_norms_of_a_single_client_are_as_if_averaged(method, engine, residua
         play(with_local(method, batch_size=4, norm=norm), residual, data, (0.5,), engine, rounds=3)
         for norm in ("local-all", "tracked")
     ]
-    own, tracked = (run.method.own(run.server, run.fleet.client(0, 2, 0, 9), run.world) for run in runs)
+    own, tracked = (
+        run.method.own(run.server, run.fleet.client(0, 2, 0, 9), run.world) for run in runs
+    )
     assert own == tracked
-    one, other = runs[0].deploy(fq.Budget(share=0.5), client=0), runs[1].deploy(fq.Budget(share=0.5))
+    one, other = (
+        runs[0].deploy(fq.Budget(share=0.5), client=0),
+        runs[1].deploy(fq.Budget(share=0.5)),
+    )
     torch.testing.assert_close(one.state_dict(), other.state_dict(), rtol=0, atol=1e-9)
     norms = set(residual.parts["norm"])
     assert all(set(memory.weights) == norms for memory in runs[0].server.memory.values())
@@ -288,12 +358,18 @@ def test_the_norms_of_a_single_client_are_as_if_averaged(method, engine, residua
 
 @pytest.mark.parametrize("norm", PERSONAL)
 @pytest.mark.parametrize(
-    "method", [HeteroFL(), FedRolex(shift=2), SplitMix(**QUARTER)], ids=lambda method: type(method).__name__
+    "method",
+    [HeteroFL(), FedRolex(shift=2), SplitMix(**QUARTER)],
+    ids=lambda method: type(method).__name__,
 )
-def test_a_client_gets_the_net_that_was_evaluated(method, norm, residual, play, make_data, tmp_path):
+def test_a_client_gets_the_net_that_was_evaluated(
+    method, norm, residual, play, make_data, tmp_path
+):
     data = make_data(residual, (8, 8, 8))
     method = with_local(method, batch_size=4, norm=norm, masked="")
-    run = play(method, residual, data, (1.0, 0.5, 0.25), evaluation=fq.Evaluation(every=0, batch_size=8))
+    run = play(
+        method, residual, data, (1.0, 0.5, 0.25), evaluation=fq.Evaluation(every=0, batch_size=8)
+    )
     for client, share in enumerate((1.0, 0.5, 0.25)):
         budget = fq.Budget(share=share)
         model, part = run.deploy(budget, client=client), data.test_parts[client]
@@ -306,25 +382,48 @@ def test_a_client_gets_the_net_that_was_evaluated(method, norm, residual, play, 
     again = fq.load_model(file, _residual_net)
     torch.testing.assert_close(again(inputs), model.float()(inputs), rtol=0, atol=1e-5)
     sizes = run.customisable((0.25,), client=2)
-    torch.testing.assert_close(sizes(data.test_inputs), model.double()(data.test_inputs), rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        sizes(data.test_inputs), model.double()(data.test_inputs), rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("norm", "asked", "told"),
     [
-        ("post", {"norms": "post-own"}, "norms='post-own' was asked for, which measures .* Say whose: client=0"),
-        ("post", {"norms": "local-all", "client": 0}, "norms='local-all' was asked for.*this one's are 'post'"),
-        ("post-own", {"norms": "local", "client": 0}, "norms='local' was asked for.*this one's are 'post-own'"),
+        (
+            "post",
+            {"norms": "post-own"},
+            "norms='post-own' was asked for, which measures .* Say whose: client=0",
+        ),
+        (
+            "post",
+            {"norms": "local-all", "client": 0},
+            "norms='local-all' was asked for.*this one's are 'post'",
+        ),
+        (
+            "post-own",
+            {"norms": "local", "client": 0},
+            "norms='local' was asked for.*this one's are 'post-own'",
+        ),
         (
             "post-own",
             {"norms": "tracked", "client": 0},
             "'tracked' was asked for; HeteroFL trained with norm = 'post-own'",
         ),
         ("post-own", {}, "HeteroFL leaves its result on the clients"),
-        ("local-all", {"norms": "own", "client": 0}, "norms='own' was asked for; it may be 'batch', 'tracked'"),
+        (
+            "local-all",
+            {"norms": "own", "client": 0},
+            "norms='own' was asked for; it may be 'batch', 'tracked'",
+        ),
     ],
 )
 def test_norms_that_a_run_does_not_have_are_refused(norm, asked, told, residual, play, make_data):
-    run = play(with_local(HeteroFL(), batch_size=4, norm=norm), residual, make_data(residual, (6, 6)), rounds=1)
+    run = play(
+        with_local(HeteroFL(), batch_size=4, norm=norm),
+        residual,
+        make_data(residual, (6, 6)),
+        rounds=1,
+    )
     with pytest.raises(ConfigError, match=told):
         run.deploy(fq.Budget(share=0.5), **asked)

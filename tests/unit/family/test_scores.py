@@ -79,7 +79,9 @@ def test_an_entry_counts_once_where_a_weight_has_the_axis_twice():
         "last.weight": torch.zeros(3, 2),
     }
     assert channel_scores(whole(family), weights, norm=1)[axis].tolist() == [1 + 2 + 3, 2 + 3 + 4]
-    assert channel_scores(whole(family), weights)[axis].tolist() == pytest.approx([14**0.5, 29**0.5])
+    assert channel_scores(whole(family), weights)[axis].tolist() == pytest.approx(
+        [14**0.5, 29**0.5]
+    )
 
 
 def test_a_channel_has_all_pixels_that_are_flattened_with_it():
@@ -105,7 +107,9 @@ def test_of_groups_times_channels_each_axis_has_its_own_rows():
 
 def test_an_axis_twice_in_one_product_counts_an_entry_once():
     module = nn.Module()
-    module.w = nn.Parameter(torch.tensor([1.0, 2, 3, 4]))  # positions (0, 0), (0, 1), (1, 0), (1, 1)
+    module.w = nn.Parameter(
+        torch.tensor([1.0, 2, 3, 4])
+    )  # positions (0, 0), (0, 1), (1, 0), (1, 1)
     family = Family(module, Layout({"a": Axis("a", 2)}, {"w": parse("(a a)")}), (), nn.Module)
     scores = channel_scores(whole(family), dict(module.named_parameters()), norm=1)
     assert scores["a"].tolist() == [6, 9]
@@ -131,7 +135,9 @@ def test_statistics_and_other_scopes_do_not_count(residual):
     scores = channel_scores(whole(residual), weights)
     changed = {name: value + 5 * (name in residual.statistics) for name, value in weights.items()}
     scoped = {f"1/{name}": value for name, value in changed.items()}
-    found = channel_scores(whole(residual), {**scoped, **dict.fromkeys(weights, torch.ones(1))}, scope="1/")
+    found = channel_scores(
+        whole(residual), {**scoped, **dict.fromkeys(weights, torch.ones(1))}, scope="1/"
+    )
     torch.testing.assert_close(found, scores)
 
 
@@ -163,7 +169,10 @@ def test_the_highest_positions_are_ascending_and_of_equals_the_first():
     arch = fq.Arch((("a", 2), ("b", 3)))
     scores = {"a": torch.tensor([1.0, 9.0, 2.0, 7.0]), "b": torch.tensor([5.0, 4.0, 5.0, 5.0, 5.0])}
     submodel = highest(arch, scores)
-    assert {axis: list(kept) for axis, kept in submodel.index.items()} == {"a": [1, 3], "b": [0, 2, 3]}
+    assert {axis: list(kept) for axis, kept in submodel.index.items()} == {
+        "a": [1, 3],
+        "b": [0, 2, 3],
+    }
     assert submodel.arch == arch
 
 

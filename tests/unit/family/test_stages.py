@@ -57,7 +57,9 @@ def grown(module: nn.Module, inputs: Tensor, stages: Any = None) -> Any:
 
 def test_the_example_of_with_stages_runs() -> None:
     finder = doctest.DocTestFinder(recurse=False)
-    (example,) = finder.find(fq.with_stages, "with_stages", module=sys.modules[fq.with_stages.__module__], globs={})
+    (example,) = finder.find(
+        fq.with_stages, "with_stages", module=sys.modules[fq.with_stages.__module__], globs={}
+    )
     assert doctest.DocTestRunner().run(example).failed == 0
 
 
@@ -82,7 +84,9 @@ def test_the_users_module_does_not_change() -> None:
 
 
 def test_a_module_that_runs_all_its_children_in_turn_does_not_run_heads() -> None:
-    net = nn.Sequential(nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)).eval()
+    net = nn.Sequential(
+        nn.Linear(6, 5), nn.ReLU(), nn.Linear(5, 4), nn.ReLU(), nn.Linear(4, 3)
+    ).eval()
     made = grown(net, ROW, 2)
     assert torch.equal(made(ROW), net(ROW))
     made.choose("stage1")
@@ -95,7 +99,9 @@ def test_a_stage_ends_after_the_hooks_of_its_last_module() -> None:
     net = grown(Net(), ROW, ["a", "b"])
     net.choose("stage1")
     net.a.register_forward_hook(lambda layer, inputs, output: output * 2)
-    assert torch.allclose(net(ROW), net.stage_heads["stage1"](2 * F.linear(ROW, net.a.weight, net.a.bias)))
+    assert torch.allclose(
+        net(ROW), net.stage_heads["stage1"](2 * F.linear(ROW, net.a.weight, net.a.bias))
+    )
 
 
 def test_own_initial_weights_are_those_without_stages() -> None:
@@ -120,7 +126,10 @@ def test_heads_are_like_the_weights_of_the_module() -> None:
 def test_gradients_of_many_clients_go_through_a_stage() -> None:
     net = grown(Net(), ROW, ["a", "b"])
     net.choose("stage1")
-    weights = {name: torch.stack([weight.detach(), 2 * weight.detach()]) for name, weight in net.named_parameters()}
+    weights = {
+        name: torch.stack([weight.detach(), 2 * weight.detach()])
+        for name, weight in net.named_parameters()
+    }
 
     def loss(own: dict[str, Tensor], x: Tensor) -> Tensor:
         outputs: Tensor = functional_call(net, own, (x,))
@@ -128,7 +137,12 @@ def test_gradients_of_many_clients_go_through_a_stage() -> None:
 
     found = vmap(grad(loss), in_dims=(0, None))(weights, ROW)
     moved = {name for name, gradient in found.items() if gradient.abs().sum() > 0}
-    assert moved == {"a.weight", "a.bias", "stage_heads.stage1.linear.weight", "stage_heads.stage1.linear.bias"}
+    assert moved == {
+        "a.weight",
+        "a.bias",
+        "stage_heads.stage1.linear.weight",
+        "stage_heads.stage1.linear.bias",
+    }
     for client in range(2):
         own = {name: weight[client] for name, weight in weights.items()}
         alone = grad(loss)(own, ROW)
@@ -207,7 +221,9 @@ def test_a_chain_of_modules_can_be_exported() -> None:
 def test_a_stage_with_code_between_modules_cannot_be_exported() -> None:
     made = grown(Declares(), ROW)
     made.choose("stage1")
-    with pytest.raises(ExportError, match=r"runs relu in the module itself .* between 'a' and 'norm'"):
+    with pytest.raises(
+        ExportError, match=r"runs relu in the module itself .* between 'a' and 'norm'"
+    ):
         made.exportable()
     made.choose(WHOLE)
     assert made.exportable() is made
@@ -220,7 +236,9 @@ def test_a_stage_that_a_module_runs_itself_can_be_exported() -> None:
     expected = made(x)
     extracted = made.extract()
     assert extracted.exportable() is extracted
-    assert {name.split(".")[0] + name.split(".")[1] for name, _ in extracted.named_parameters()} == {
+    assert {
+        name.split(".")[0] + name.split(".")[1] for name, _ in extracted.named_parameters()
+    } == {
         "encoder0",
         "encoder1",
         "decoder0",
@@ -235,9 +253,18 @@ def test_a_stage_that_a_module_runs_itself_can_be_exported() -> None:
 
 def test_every_weight_belongs_to_one_block_or_head() -> None:
     family = fq.trace(fq.with_stages(Declares()), ROW)
-    assert family.parts["stage1"] == ("a.weight", "a.bias", "norm.weight", "norm.bias", *_statistics("norm"))
+    assert family.parts["stage1"] == (
+        "a.weight",
+        "a.bias",
+        "norm.weight",
+        "norm.bias",
+        *_statistics("norm"),
+    )
     assert family.parts["stage2"] == ("b.weight", "b.bias")
-    assert family.parts["head1"] == ("stage_heads.stage1.linear.weight", "stage_heads.stage1.linear.bias")
+    assert family.parts["head1"] == (
+        "stage_heads.stage1.linear.weight",
+        "stage_heads.stage1.linear.bias",
+    )
     assert family.parts["head2"] == ("out.weight", "out.bias")
 
 
@@ -388,7 +415,9 @@ def test_stages_of_a_family_that_was_read_cannot_be_changed(tmp_path) -> None:
     fq.trace(source, ROW).save(tmp_path / "family.json")
     family = fq.Family.load(tmp_path / "family.json", source, ROW)
     assert family.staged() is family
-    with pytest.raises(TraceError, match="it has the variants whole, stage1, and cannot be traced again here"):
+    with pytest.raises(
+        TraceError, match="it has the variants whole, stage1, and cannot be traced again here"
+    ):
         family.staged(("norm", "b"))
 
 
@@ -412,7 +441,11 @@ def test_stages_of_a_family_that_was_read_cannot_be_changed(tmp_path) -> None:
     ],
 )
 def test_heads_give_the_models_output(
-    features: tuple[int, ...], channel_dim: int, output: tuple[int, ...], class_dim: int, layers: list[str]
+    features: tuple[int, ...],
+    channel_dim: int,
+    output: tuple[int, ...],
+    class_dim: int,
+    layers: list[str],
 ) -> None:
     head = fit_head(features, channel_dim, output, class_dim, "layer 'x'").make()
     assert list(head._modules) == layers
@@ -484,7 +517,10 @@ def test_stages_that_a_module_does_not_have_are_refused(stages: Any, message: st
         (["one", "unused"], "forward does not run that module. Stages can end with one"),
         (["act", "out"], "forward runs that module 2 times"),
         (["two", "out"], "1 earlier result: that of relu in layer 'act'"),
-        (["three", "out"], "2 earlier results: that of relu in layer 'act' .*; that of relu in layer 'act'"),
+        (
+            ["three", "out"],
+            "2 earlier results: that of relu in layer 'act' .*; that of relu in layer 'act'",
+        ),
         (2, "they can end with one alone"),
     ],
 )
@@ -506,7 +542,9 @@ def test_requests_that_are_no_stages_are_refused(stages: Any) -> None:
 
 
 def test_a_growth_that_is_not_declared_is_refused() -> None:
-    with pytest.raises(TraceError, match=r"'symetric' of UNet was asked for\. Did you mean 'symmetric'"):
+    with pytest.raises(
+        TraceError, match=r"'symetric' of UNet was asked for\. Did you mean 'symmetric'"
+    ):
         fq.with_stages(UNet(2, width=4, depth=2), "symetric").resolve((torch.randn(1, 1, 8, 8),))
     with pytest.raises(TraceError, match="it declares one growth that has no name"):
         fq.with_stages(Declares(), "norm").resolve((ROW,))
@@ -573,7 +611,9 @@ class Recurrent(nn.Module):
         return logits
 
 
-@pytest.mark.parametrize(("module", "inputs"), [(Net(), ROW), (Recurrent(), ROW[:, None])], ids=["net", "recurrent"])
+@pytest.mark.parametrize(
+    ("module", "inputs"), [(Net(), ROW), (Recurrent(), ROW[:, None])], ids=["net", "recurrent"]
+)
 def test_one_stage_is_the_module_itself(module: nn.Module, inputs: Tensor) -> None:
     made = grown(module.eval(), inputs, 1)
     assert made.variants == ()

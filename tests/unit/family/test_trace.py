@@ -59,7 +59,10 @@ class Attention(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         b, n, _ = x.shape
-        q, k, v = (p(x).view(b, n, self.heads, self.head_dim).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(x).view(b, n, self.heads, self.head_dim).transpose(1, 2)
+            for p in (self.q, self.k, self.v)
+        )
         weights = (q @ k.transpose(-2, -1) / math.sqrt(self.head_dim)).softmax(-1)
         return self.o((weights @ v).transpose(1, 2).reshape(b, n, self.heads * self.head_dim))
 
@@ -68,7 +71,9 @@ class Loose(Attention):
     """The size of a head is whatever the projections leave for it."""
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v))
+        q, k, v = (
+            p(x).unflatten(-1, (self.heads, -1)).transpose(1, 2) for p in (self.q, self.k, self.v)
+        )
         return self.o(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
 
@@ -119,7 +124,9 @@ def test_axes_are_named_after_the_first_layer_that_makes_them() -> None:
 
 
 def test_names_can_be_read_back() -> None:
-    layout = trace_layout(nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)), (torch.zeros(2, 3),))
+    layout = trace_layout(
+        nn.Sequential(nn.Linear(3, 4), nn.ReLU(), nn.Linear(4, 5)), (torch.zeros(2, 3),)
+    )
     assert dims_of(layout)["2.weight"] == "class layer.0"  # a bare 0 would be a size
     assert all(parse(write(dims)) == dims for dims in layout.dims.values())
     assert Layout.from_json(layout.to_json()) == layout
@@ -128,14 +135,18 @@ def test_names_can_be_read_back() -> None:
 @pytest.mark.parametrize("batch", [1, 3, 6, 8, 32])
 @pytest.mark.parametrize("kind", [Small, Tokens])
 def test_axes_do_not_depend_on_the_batch(kind: type[nn.Module], batch: int) -> None:
-    one, two = ((images(n) if kind is Small else (TOKENS[0][:1].expand(n, -1),)) for n in (2, batch))
+    one, two = (
+        (images(n) if kind is Small else (TOKENS[0][:1].expand(n, -1),)) for n in (2, batch)
+    )
     assert trace_layout(kind(), one).fingerprint == trace_layout(kind(), two).fingerprint
 
 
 def test_a_fingerprint_is_of_axes_not_of_lines_in_files() -> None:
     layout = trace_layout(Small(), images())
     noted = replace(layout, notes=("because of cumsum in the module itself (net.py:9)",))
-    wider = replace(layout, axes={name: replace(axis, least=2) for name, axis in layout.axes.items()})
+    wider = replace(
+        layout, axes={name: replace(axis, least=2) for name, axis in layout.axes.items()}
+    )
     assert noted.fingerprint == layout.fingerprint != wider.fingerprint
 
 
@@ -190,13 +201,22 @@ def test_whole_heads_can_be_cut_instead() -> None:
 
 def test_groups_know_what_is_inside_them() -> None:
     net = nn.Sequential(
-        nn.Conv2d(3, 8, 1), nn.GroupNorm(4, 8), nn.Conv2d(8, 12, 1, groups=2), nn.Flatten(), nn.LazyLinear(5)
+        nn.Conv2d(3, 8, 1),
+        nn.GroupNorm(4, 8),
+        nn.Conv2d(8, 12, 1, groups=2),
+        nn.Flatten(),
+        nn.LazyLinear(5),
     )
     net(*images())
     layout = trace_layout(net, images())
-    assert dims_of(layout)["2.weight"] == "(layer.0.groups layer.2.inside) (layer.0.groups.2 layer.0.inside) 1 1"
+    assert (
+        dims_of(layout)["2.weight"]
+        == "(layer.0.groups layer.2.inside) (layer.0.groups.2 layer.0.inside) 1 1"
+    )
     assert layout.axes["layer.0.groups"].inner == ("layer.0.inside", "layer.2.inside")
-    assert layout.axes["layer.0.groups.2"].fixed  # between two kinds of groups: only the ends are cut
+    assert layout.axes[
+        "layer.0.groups.2"
+    ].fixed  # between two kinds of groups: only the ends are cut
     assert write((layout.attributes["1.num_groups"],)) == "(layer.0.groups layer.0.groups.2)"
 
 
@@ -212,7 +232,11 @@ class Joined(nn.Module):
 
     def __init__(self, a: int, b: int) -> None:
         super().__init__()
-        self.a, self.b, self.norm = nn.Conv2d(3, a, 1), nn.Conv2d(3, b, 1), nn.GroupNorm((a + b) // 4, a + b)
+        self.a, self.b, self.norm = (
+            nn.Conv2d(3, a, 1),
+            nn.Conv2d(3, b, 1),
+            nn.GroupNorm((a + b) // 4, a + b),
+        )
         self.out = nn.Conv2d(a + b, 5, 1)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -245,13 +269,19 @@ def test_fixed_takes_axes_layers_and_weights() -> None:
     for name in ("conv2", "conv2.weight"):
         axes = trace_layout(Small(), images(), fixed=[name]).axes
         assert (axes["conv2"].fixed, axes["conv1"].fixed) == (True, False)
-    assert all(axis.fixed for axis in trace_layout(Tokens(), TOKENS, fixed=["attn", "embed"]).axes.values())
-    with pytest.raises(TraceError, match=r"'cnv2' names no axis, layer or weight. Nearest: 'conv2'"):
+    assert all(
+        axis.fixed for axis in trace_layout(Tokens(), TOKENS, fixed=["attn", "embed"]).axes.values()
+    )
+    with pytest.raises(
+        TraceError, match=r"'cnv2' names no axis, layer or weight. Nearest: 'conv2'"
+    ):
         trace_layout(Small(), images(), fixed=["cnv2"])
 
 
 def test_parts_take_layers_and_weights() -> None:
-    layout = trace_layout(Tokens(), TOKENS, parts={"head": ["head"], "rest": ["attn.q", "position"]})
+    layout = trace_layout(
+        Tokens(), TOKENS, parts={"head": ["head"], "rest": ["attn.q", "position"]}
+    )
     assert layout.parts == {
         "norm": ("norm.weight", "norm.bias"),
         "head": ("embed.weight",),
@@ -317,7 +347,9 @@ class Literal(Small):
 
 
 def test_a_size_written_into_forward_is_named_with_its_remedy() -> None:
-    remedy = r"view in the module itself \(.*test_trace.py:\d+\).*use x.flatten\(1\).*fixed=\['conv3'\]"
+    remedy = (
+        r"view in the module itself \(.*test_trace.py:\d+\).*use x.flatten\(1\).*fixed=\['conv3'\]"
+    )
     with pytest.raises(TraceError, match=remedy):
         trace_layout(Literal(), images())
     layout = trace_layout(Literal(), images(), fixed=["conv3"])
@@ -353,7 +385,9 @@ class Listing(Small):
 
 
 def test_data_in_python_is_named() -> None:
-    with pytest.raises(TraceError, match=r"Branching reads a tensor's values in Python .*test_trace.py:\d+"):
+    with pytest.raises(
+        TraceError, match=r"Branching reads a tensor's values in Python .*test_trace.py:\d+"
+    ):
         trace_layout(Branching(), images())
 
 
@@ -397,7 +431,10 @@ def test_the_module_is_left_as_it_was() -> None:
     net.norm.eval()
     seen: list[Any] = []
     handle = net.attn.register_forward_pre_hook(lambda *_: None)
-    before, numbers = copy.deepcopy(net.state_dict()), {k: v for k, v in vars(net.attn).items() if type(v) is int}
+    before, numbers = (
+        copy.deepcopy(net.state_dict()),
+        {k: v for k, v in vars(net.attn).items() if type(v) is int},
+    )
     state = torch.random.get_rng_state()
     trace_layout(net, TOKENS)
     assert torch.equal(torch.random.get_rng_state(), state)
@@ -455,7 +492,9 @@ class Cached(nn.Module):
 
 def test_what_forward_caches_is_real_after_tracing() -> None:
     """A cache that outlives the module holds no tensor without data, and none that autograd refuses."""
-    before = [held for held in gc.get_objects() if type(held) is FakeTensor]  # those of an earlier torch.export
+    before = [
+        held for held in gc.get_objects() if type(held) is FakeTensor
+    ]  # those of an earlier torch.export
     layout = trace_layout(Cached(), TOKENS)
     assert dims_of(layout)["inner.weight"] == "6 8"  # tables in a cache are constants
     net = Cached()
@@ -481,7 +520,9 @@ class Remembered(nn.Module):
 
 
 def test_results_that_outlive_the_module_are_refused() -> None:
-    with pytest.raises(TraceError, match=r"keeps what it computes .*linear in layer 'fc' .*test_trace.py:\d+"):
+    with pytest.raises(
+        TraceError, match=r"keeps what it computes .*linear in layer 'fc' .*test_trace.py:\d+"
+    ):
         trace_layout(Remembered(), (torch.zeros(2, 6),))
     Tables.latest = None
 
@@ -529,13 +570,16 @@ def test_channel_groups_agree_with_torch_pruning(kind: type[nn.Module]) -> None:
         for dependency, _ in group:
             layer = dependency.target.module
             if layer in names:
-                inputs = "in_channels" in dependency.handler.__name__ and not isinstance(layer, nn.BatchNorm2d)
+                inputs = "in_channels" in dependency.handler.__name__ and not isinstance(
+                    layer, nn.BatchNorm2d
+                )
                 theirs.add((names[layer], int(inputs)))
         ours = {
             (name.removesuffix(".weight"), dim)
             for name, dims in layout.dims.items()
             for dim, expr in enumerate(dims)
-            if name.endswith(".weight") and axis.name in write((expr,)).replace("(", " ").replace(")", " ").split()
+            if name.endswith(".weight")
+            and axis.name in write((expr,)).replace("(", " ").replace(")", " ").split()
         }
         assert theirs == ours
 
@@ -586,18 +630,26 @@ class Augmented(nn.Module):
         return self.head(x)
 
 
-@pytest.mark.parametrize("draw", [random.random, lambda: torch.rand(1).item(), lambda: torch.rand(())])
+@pytest.mark.parametrize(
+    "draw", [random.random, lambda: torch.rand(1).item(), lambda: torch.rand(())]
+)
 def test_lots_drawn_in_training_are_followed(draw: Any) -> None:
     module = Augmented(draw)
     states = random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()
     layout = trace_layout(module, (torch.zeros(2, 3, 6),), class_dim=2)
     assert dims_of(layout)["mask"] == "body"
     assert not layout.notes
-    assert (random.getstate(), np.random.get_state()[1].tolist(), torch.get_rng_state().tolist()) == states
+    assert (
+        random.getstate(),
+        np.random.get_state()[1].tolist(),
+        torch.get_rng_state().tolist(),
+    ) == states
 
 
 def test_training_that_cannot_be_followed_is_noted() -> None:
-    layout = trace_layout(nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)), (torch.zeros(1, 6),))
+    layout = trace_layout(
+        nn.Sequential(nn.Linear(6, 8), nn.BatchNorm1d(8), nn.Linear(8, 5)), (torch.zeros(1, 6),)
+    )
     (note,) = layout.notes
     assert note.startswith("followed in evaluation only, since in training (layer '1', ")
     assert "Expected more than 1 value per channel" in note
@@ -658,7 +710,10 @@ def test_sizes_of_layers_are_compared_as_those_of_tensors() -> None:
     with pytest.raises(TraceError, match="takes another branch"):
         trace_layout(ResidualByLayer(), (torch.zeros(2, 4),))
     layout = trace_layout(ResidualByPlan(), (torch.zeros(2, 4),))
-    assert [name for name, axis in layout.axes.items() if not axis.fixed] == ["layers.0", "layers.2"]
+    assert [name for name, axis in layout.axes.items() if not axis.fixed] == [
+        "layers.0",
+        "layers.2",
+    ]
 
 
 class Pooling(nn.Module):
@@ -712,7 +767,9 @@ class Switching(nn.Module):
 @pytest.mark.parametrize("what", ["factor", "tensor", "weight"])
 def test_another_branch_with_equal_shapes_is_refused(what: str) -> None:
     net, inputs = Switching(what), (torch.zeros(2, 6),)
-    with pytest.raises(TraceError, match=r"takes another branch .*test_trace.py:\d+.*fixed=\['body'\]"):
+    with pytest.raises(
+        TraceError, match=r"takes another branch .*test_trace.py:\d+.*fixed=\['body'\]"
+    ):
         trace_layout(net, inputs)
     net.limit = 9  # no member is that wide
     assert not trace_layout(net, inputs).axes["body"].fixed
@@ -733,7 +790,9 @@ class Standardized(nn.Conv2d):
             centred = self.weight - self.weight.mean((1, 2, 3), keepdim=True)
             return F.conv2d(x, centred / self.weight.std((1, 2, 3), keepdim=True), self.bias)
         rows = self.weight.reshape(1, self.out_channels, -1)
-        return F.conv2d(x, F.batch_norm(rows, None, None, training=True).reshape_as(self.weight), self.bias)
+        return F.conv2d(
+            x, F.batch_norm(rows, None, None, training=True).reshape_as(self.weight), self.bias
+        )
 
 
 class Squeezed(nn.Module):
@@ -746,8 +805,12 @@ class Squeezed(nn.Module):
 def narrow_nets() -> dict[str, nn.Module]:
     pool = nn.AdaptiveAvgPool2d(1)
     return {
-        "batch_norm": nn.Sequential(nn.Conv2d(3, 8, 1), Standardized(8, 5, 1, by_hand=False), pool, nn.Flatten()),
-        "std": nn.Sequential(nn.Conv2d(3, 8, 1), Standardized(8, 5, 1, by_hand=True), pool, nn.Flatten()),
+        "batch_norm": nn.Sequential(
+            nn.Conv2d(3, 8, 1), Standardized(8, 5, 1, by_hand=False), pool, nn.Flatten()
+        ),
+        "std": nn.Sequential(
+            nn.Conv2d(3, 8, 1), Standardized(8, 5, 1, by_hand=True), pool, nn.Flatten()
+        ),
         "squeeze": nn.Sequential(nn.Conv2d(3, 8, 1), pool, Squeezed(), nn.Linear(8, 5)),
     }
 
@@ -757,7 +820,9 @@ def test_an_axis_of_which_one_channel_is_too_few_keeps_two(call: str) -> None:
     layout = trace_layout(narrow_nets()[call], images())
     assert (layout.axes["layer.0"].fixed, layout.axes["layer.0"].least) == (False, 2)
     (note,) = layout.notes
-    assert note.startswith(f"members have at least 2 channels of layer.0: with one, {call} in layer ")
+    assert note.startswith(
+        f"members have at least 2 channels of layer.0: with one, {call} in layer "
+    )
     assert "test_trace.py:" in note
     assert Layout.from_json(layout.to_json()) == layout
     assert trace_layout(Small(), images()).axes["conv1"].least == 1
@@ -796,12 +861,16 @@ def test_several_outputs_in_training_are_refused() -> None:
 
 def test_wrapped_and_compiled_modules_are_refused_by_name() -> None:
     net = nn.Sequential(nn.Linear(6, 8), nn.Linear(8, 5))
-    with pytest.raises(TraceError, match=r"is a DataParallel: trace the network inside it, its `.module`"):
+    with pytest.raises(
+        TraceError, match=r"is a DataParallel: trace the network inside it, its `.module`"
+    ):
         trace_layout(nn.DataParallel(net), (torch.zeros(2, 6),))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         scripted = torch.jit.script(net)
-    with pytest.raises(TraceError, match=r"compiled by torch\.jit.* Trace the module it was compiled from"):
+    with pytest.raises(
+        TraceError, match=r"compiled by torch\.jit.* Trace the module it was compiled from"
+    ):
         trace_layout(scripted, (torch.zeros(2, 6),))
 
 
@@ -815,7 +884,9 @@ class ToNumpy(nn.Module):
 
 
 def test_data_that_leaves_torch_is_named() -> None:
-    with pytest.raises(TraceError, match=r"ToNumpy reads a tensor's values in Python \(.*test_trace\.py:\d+\)"):
+    with pytest.raises(
+        TraceError, match=r"ToNumpy reads a tensor's values in Python \(.*test_trace\.py:\d+\)"
+    ):
         trace_layout(ToNumpy(), (torch.zeros(2, 6),))
 
 
@@ -833,7 +904,9 @@ def test_what_depends_on_the_order_of_channels_stays_whole_and_is_noted() -> Non
     layout = trace_layout(Accumulated(), (torch.zeros(2, 6),))
     assert dims_of(layout)["fc1.weight"] == "8 6"
     (note,) = layout.notes
-    assert note.startswith("no axis reaches the outputs of fc1 (because of cumsum in the module itself (")
+    assert note.startswith(
+        "no axis reaches the outputs of fc1 (because of cumsum in the module itself ("
+    )
     assert re.search(r"test_trace.py:\d+\)\): every member has all of them", note)
 
 

@@ -72,7 +72,10 @@ def test_parts_are_merged_and_every_net_is_one(both):
 
 def test_a_member_has_the_axes_of_its_own_nets(both):
     assert both.whole.sizes == {"flat.first": 6}
-    assert both.fit(fq.Budget(share=0.5), variant="deep").sizes == {"deep.first": 2, "deep.second": 3}
+    assert both.fit(fq.Budget(share=0.5), variant="deep").sizes == {
+        "deep.first": 2,
+        "deep.second": 3,
+    }
     assert both.at(PAIR).whole.sizes == {"flat.first": 6, "deep.first": 5, "deep.second": 7}
 
 
@@ -84,12 +87,15 @@ def test_the_first_net_may_be_asked_for_by_its_name(both):
 
 def test_a_variant_that_is_no_net_is_refused(both):
     with pytest.raises(
-        SubmodelError, match="the variant 'wide' was asked for; the model was traced with 'whole', 'deep'"
+        SubmodelError,
+        match="the variant 'wide' was asked for; the model was traced with 'whole', 'deep'",
     ):
         both.at("wide")
 
 
-def test_the_layout_survives_json_and_one_net_has_the_layout_that_was_traced(both, perceptron, deep):
+def test_the_layout_survives_json_and_one_net_has_the_layout_that_was_traced(
+    both, perceptron, deep
+):
     again = Layout.from_json(both.layout.to_json())
     assert again == both.layout
     assert again.fingerprint == both.layout.fingerprint
@@ -105,20 +111,26 @@ def test_attributes_and_ties_belong_to_their_net(language, perceptron):
     assert layout.restricted("whole") == language.layout
     assert set(layout.attributes) == {f"one.{path}" for path in language.layout.attributes}
     assert set(layout.ties) == {f"one.{name}" for name in language.layout.ties}
-    assert {write((size,)) for size in layout.attributes.values()} <= {f"one.{axis}" for axis in language.layout.axes}
+    assert {write((size,)) for size in layout.attributes.values()} <= {
+        f"one.{axis}" for axis in language.layout.axes
+    }
 
 
 # --- weights and modules ----------------------------------------------------------------------------------------------
 
 
-def test_the_first_net_has_the_weights_of_the_seed_and_the_others_have_random_numbers_of_their_own(perceptron, deep):
+def test_the_first_net_has_the_weights_of_the_seed_and_the_others_have_random_numbers_of_their_own(
+    perceptron, deep
+):
     union = fq.union({"flat": perceptron, "a": deep, "b": fq.trace(Deep, EXAMPLE)})
     weights = union.init(3)
     for name, value in perceptron.init(3).items():
         assert torch.equal(weights[f"flat.{name}"], value)
     assert not torch.equal(weights["a.first.weight"], weights["b.first.weight"])
     pair = fq.union({"other": fq.trace(Perceptron, EXAMPLE), "a": fq.trace(Deep, EXAMPLE)})
-    assert torch.equal(pair.init(3)["a.first.weight"], weights["a.first.weight"])  # whatever the other nets draw
+    assert torch.equal(
+        pair.init(3)["a.first.weight"], weights["a.first.weight"]
+    )  # whatever the other nets draw
     assert not torch.equal(union.init(4)["a.first.weight"], weights["a.first.weight"])
 
 
@@ -142,7 +154,11 @@ def test_a_member_is_the_users_module_with_the_names_of_the_user(variant, kind, 
 
 def test_a_cut_net_of_a_union_equals_the_cut_net_alone(both, deep):
     union, state = both, both.init(0)
-    alone = {name.removeprefix("deep."): value for name, value in state.items() if name.startswith("deep.")}
+    alone = {
+        name.removeprefix("deep."): value
+        for name, value in state.items()
+        if name.startswith("deep.")
+    }
     inputs = torch.randn(4, 4)
     for share in (1.0, 0.5):
         budget = fq.Budget(share=share)
@@ -182,12 +198,16 @@ def test_copies_of_a_union_have_a_choice_of_their_own():
 
 
 def test_a_pair_costs_what_both_nets_cost(both):
-    first, second, pair = (both.cost(both.at(variant).whole, STEP) for variant in ("whole", "deep", PAIR))
+    first, second, pair = (
+        both.cost(both.at(variant).whole, STEP) for variant in ("whole", "deep", PAIR)
+    )
     assert first.macs == 4 * 6 + 6 * 3
     assert second.macs == 4 * 5 + 5 * 7 + 7 * 3
     for name in ("macs", "params", "bytes", "memory"):
         assert getattr(pair, name) == getattr(first, name) + getattr(second, name)
-    assert pair.activations == max(first.activations, second.activations)  # they run one after the other
+    assert pair.activations == max(
+        first.activations, second.activations
+    )  # they run one after the other
     member = both.member(both.at(PAIR).whole)
     parts = [both.member(both.at(variant).whole) for variant in ("whole", "deep")]
     assert member.activations(8) == sum(part.activations(8) for part in parts)
@@ -198,7 +218,9 @@ def test_a_device_that_trains_a_pair_holds_both(both):
     macs = both.cost(pair).macs
     memory = both.cost(pair, STEP).memory
     assert both.excess([pair], fq.Budget(macs=macs)) == ()
-    assert both.excess([pair], fq.Budget(macs=macs - 1)) == (f"macs: {macs - 1} allowed, {macs} needed",)
+    assert both.excess([pair], fq.Budget(macs=macs - 1)) == (
+        f"macs: {macs - 1} allowed, {macs} needed",
+    )
     assert both.excess([pair], fq.Budget(memory=memory), STEP) == ()
     assert len(both.excess([pair], fq.Budget(memory=memory - 1), STEP)) == 1
     assert both.excess([pair], fq.Budget(share=1.0)) == ()
@@ -230,13 +252,17 @@ def test_a_step_of_both_nets_counts_each_once(both):
     step = Learner((Phase(Both()),), fq.Local(batch_size=8), 0.1).training_step(member, "fp32")
     assert step.passes == 1
     assert sum(one.macs for one in Both().passes(member)) == 3 * member.macs
-    assert Passes(member).macs == 3 * both.member(both.whole).macs  # the net of a pair runs the first alone
+    assert (
+        Passes(member).macs == 3 * both.member(both.whole).macs
+    )  # the net of a pair runs the first alone
 
 
 def test_gradients_of_a_pair_are_those_of_separate_nets(both):
     member = both.member(both.at(PAIR).whole)
     weights = {
-        name: value.double().requires_grad_() for name, value in both.init(0).items() if name in member.trainable
+        name: value.double().requires_grad_()
+        for name, value in both.init(0).items()
+        if name in member.trainable
     }
     inputs, targets = torch.randn(4, 4, dtype=torch.float64), torch.tensor([0, 1, 2, 0])
     held, key = torch.ones(3, dtype=torch.bool), torch.tensor(0)
@@ -244,7 +270,11 @@ def test_gradients_of_a_pair_are_those_of_separate_nets(both):
     Both()(view).backward()
     for variant, lead in (("whole", "flat."), ("deep", "deep.")):
         module = both.module(both.at(variant).whole).double().train()
-        own = {name.removeprefix(lead): value for name, value in weights.items() if name.startswith(lead)}
+        own = {
+            name.removeprefix(lead): value
+            for name, value in weights.items()
+            if name.startswith(lead)
+        }
         module.load_state_dict({**module.state_dict(), **own})
         nn.functional.cross_entropy(module(inputs), targets).backward()
         for name, weight in module.named_parameters():
@@ -262,7 +292,9 @@ def test_a_pair_may_train_one_net_alone(both):
 
 
 def test_an_empty_union_is_refused():
-    with pytest.raises(TraceError, match="a union of no nets was asked for; one or more traced models"):
+    with pytest.raises(
+        TraceError, match="a union of no nets was asked for; one or more traced models"
+    ):
         fq.union({})
 
 
@@ -279,21 +311,29 @@ def test_an_empty_union_is_refused():
     ],
 )
 def test_names_that_cannot_be_used_are_refused(name, told, perceptron, deep):
-    with pytest.raises(TraceError, match=f"a net named '{name.replace('+', '[+]')}' was asked for; .*{told}"):
+    with pytest.raises(
+        TraceError, match=f"a net named '{name.replace('+', '[+]')}' was asked for; .*{told}"
+    ):
         fq.union({"first": deep, name: perceptron})
 
 
 def test_two_families_with_one_name_are_refused(perceptron, deep):
-    with pytest.raises(TraceError, match=r"a net named 'a' was asked for 2 times; .* such as a_1 and a_2"):
+    with pytest.raises(
+        TraceError, match=r"a net named 'a' was asked for 2 times; .* such as a_1 and a_2"
+    ):
         fq.union([("a", perceptron), ("a", deep)])
 
 
 def test_nets_that_do_not_fit_each_other_are_refused(perceptron, deep):
     cases = {
         "has outputs of shape .3,., and 'b' has .4,.": fq.trace(lambda: Deep(classes=4), EXAMPLE),
-        "has inputs of shape .4,. .*, and 'b' has .5,.": fq.trace(lambda: nn.Linear(5, 3), torch.zeros(2, 5)),
+        "has inputs of shape .4,. .*, and 'b' has .5,.": fq.trace(
+            lambda: nn.Linear(5, 3), torch.zeros(2, 5)
+        ),
         "'b' is a union itself": fq.union({"x": deep}),
-        "'b' is a model with the variants whole, stage1": fq.trace(fq.with_stages(Deep(), ["norm", "second"]), EXAMPLE),
+        "'b' is a model with the variants whole, stage1": fq.trace(
+            fq.with_stages(Deep(), ["norm", "second"]), EXAMPLE
+        ),
         "'a' and 'b' have weights in common": perceptron,
     }
     for told, other in cases.items():

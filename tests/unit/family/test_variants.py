@@ -67,14 +67,19 @@ STATISTICS = {"norm.running_mean", "norm.running_var"}
 
 def test_each_variant_has_the_weights_that_its_run_uses(family):
     assert family.variants == (WHOLE, "early")
-    assert set(family.layout.variants[WHOLE]) == weights_of("first", "norm", "second", "head") | STATISTICS
+    assert (
+        set(family.layout.variants[WHOLE])
+        == weights_of("first", "norm", "second", "head") | STATISTICS
+    )
     assert set(family.layout.variants["early"]) == weights_of("first", "norm", "early") | STATISTICS
 
 
 def test_axes_are_common_to_all_variants(family):
     first, early = family.axes["first.weight"].split()[0], family.axes["early.weight"].split()[1]
     assert first == early
-    assert family.axes["early.weight"].split()[0] == family.axes["head.weight"].split()[0] == "class"
+    assert (
+        family.axes["early.weight"].split()[0] == family.axes["head.weight"].split()[0] == "class"
+    )
 
 
 def test_a_member_has_names_cost_and_net_of_its_variant(family):
@@ -123,10 +128,14 @@ def test_members_are_the_same_whatever_the_view_they_are_asked_of(family):
 
 
 def test_an_unknown_variant_or_part_is_refused(family):
-    with pytest.raises(SubmodelError, match="'late' was asked for; the model was traced with 'whole', 'early'"):
+    with pytest.raises(
+        SubmodelError, match="'late' was asked for; the model was traced with 'whole', 'early'"
+    ):
         family.at("late")
     member = family.member(family.at("early", ("body",)).whole)
-    with pytest.raises(SubmodelError, match="trains 'body' was asked for; the model has the parts norm, early"):
+    with pytest.raises(
+        SubmodelError, match="trains 'body' was asked for; the model has the parts norm, early"
+    ):
         _ = member.trainable
 
 

@@ -14,7 +14,9 @@ from fedquilt.methods.method import Method
 
 FOLDER = Path(fedquilt.methods.__file__).parent
 # Without the list of methods, the base class that the interface offers, and the interface itself.
-FILES = sorted(set(FOLDER.glob("*.py")) - {FOLDER / f"{name}.py" for name in ("__init__", "method", "api")})
+FILES = sorted(
+    set(FOLDER.glob("*.py")) - {FOLDER / f"{name}.py" for name in ("__init__", "method", "api")}
+)
 # Texts of error messages about models with norms in pairs, and what ProgFed measures theorem 1 of a run with. They are
 # of no use to other methods.
 INTERNAL = {"HOW_TO", "Gradients", "gradients_at", "Run"}
@@ -51,7 +53,19 @@ def test_names_that_fedquilt_has_too_are_the_same():
 
 def test_what_the_steps_of_a_method_take_and_return_can_be_imported():
     """An author who writes type hints finds each of them here."""
-    steps = ("init", "plan", "learner", "fold", "deploy", "own", "label", "candidates", "arranged", "figures", "fit")
+    steps = (
+        "init",
+        "plan",
+        "learner",
+        "fold",
+        "deploy",
+        "own",
+        "label",
+        "candidates",
+        "arranged",
+        "figures",
+        "fit",
+    )
     hints = [hint for step in steps for hint in getattr(Method, step).__annotations__.values()]
     names = {node.id for node in ast.walk(ast.parse(";".join(hints))) if isinstance(node, ast.Name)}
     assert {"Server", "Submodel", "Learner", "Fold", "Mix"} <= names

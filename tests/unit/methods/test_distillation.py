@@ -21,7 +21,9 @@ LOCAL = fq.Local(batch_size=4, optimiser=fq.SGD(lr=0.1))
 FEW_STEPS = ServerTraining(batch_size=4, steps=4, check_every=2)
 
 
-def start(method: fq.Method, family: fq.Family, data: fq.FederatedData, shares=(1.0, 0.5), **options) -> fq.Run:
+def start(
+    method: fq.Method, family: fq.Family, data: fq.FederatedData, shares=(1.0, 0.5), **options
+) -> fq.Run:
     fleet = fq.Fleet.of(shares, data.num_clients, data.num_clients)
     return fq.prepare(method, family, data, fleet, **options)
 
@@ -42,7 +44,9 @@ def test_public_samples_that_are_missing_are_asked_for(kind, perceptron, make_da
 @pytest.mark.parametrize("kind", KINDS)
 def test_three_public_samples_are_too_few(kind, perceptron, make_data):
     """Two are held back, and then one is left to train on, of which norms have no statistics."""
-    with pytest.raises(ConfigError, match="needs at least 4 public samples without labels; data has 3"):
+    with pytest.raises(
+        ConfigError, match="needs at least 4 public samples without labels; data has 3"
+    ):
         start(kind(), perceptron, make_data(perceptron, SIZES, public=3))
 
 
@@ -84,10 +88,14 @@ def test_public_samples_of_another_shape_are_refused(kind, perceptron, make_data
 @pytest.mark.parametrize("kind", KINDS)
 def test_public_samples_of_another_type_are_refused(kind, perceptron, language, make_data):
     whole = replace(make_data(perceptron, SIZES), public=torch.ones(8, 4, dtype=torch.int64))
-    with pytest.raises(DataError, match=r"data has public samples of torch\.int64; the model takes torch\.float32"):
+    with pytest.raises(
+        DataError, match=r"data has public samples of torch\.int64; the model takes torch\.float32"
+    ):
         start(kind(), perceptron, whole)
     real = replace(make_data(language, SIZES), public=torch.zeros(8, 5))
-    with pytest.raises(DataError, match=r"data has public samples of torch\.float\d+; the model takes torch\.int64"):
+    with pytest.raises(
+        DataError, match=r"data has public samples of torch\.float\d+; the model takes torch\.int64"
+    ):
         start(kind(), language, real)
 
 
@@ -120,7 +128,8 @@ def test_norms_that_stay_on_clients_are_refused(kind, norm):
 @pytest.mark.parametrize("prototypes", [(), (0.5, 0.5), (1.0, 0.0), (1.5,), (-0.5, 1.0)])
 def test_prototypes_that_are_none_equal_or_out_of_range_are_refused(kind, prototypes):
     with pytest.raises(
-        ConfigError, match=r"prototypes = \[.*\] was asked for; different shares in \(0, 1\] would work"
+        ConfigError,
+        match=r"prototypes = \[.*\] was asked for; different shares in \(0, 1\] would work",
     ):
         kind(prototypes=prototypes)
 
@@ -130,13 +139,20 @@ def test_prototypes_are_sorted_with_the_widest_first():
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_budget_below_the_smallest_prototype_is_refused_before_the_first_round(kind, perceptron, make_data):
+def test_a_budget_below_the_smallest_prototype_is_refused_before_the_first_round(
+    kind, perceptron, make_data
+):
     message = (
         r"the budget share 0\.25 was given, which holds a share of 0\.25; the smallest prototype of "
         rf"{kind.__name__} has 0\.5\. A smaller one would work: method\.prototypes = \[1\.0, 0\.5, 0\.25\]"
     )
     with pytest.raises(BudgetError, match=message):
-        start(kind(prototypes=(1.0, 0.5)), perceptron, make_data(perceptron, SIZES), shares=(1.0, 0.25))
+        start(
+            kind(prototypes=(1.0, 0.5)),
+            perceptron,
+            make_data(perceptron, SIZES),
+            shares=(1.0, 0.25),
+        )
 
 
 @pytest.mark.parametrize(
@@ -193,7 +209,9 @@ def numbers():
     y = torch.randn(64, 2, generator=generator, dtype=torch.float64)
     parts = [range(8), range(8, 16)]
     pool = fq.data.Pool.of((x[:16], y[:16]), (x[16:24], y[16:24]), public=x[24:])
-    family = fq.trace(lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.zeros(2, 4))
+    family = fq.trace(
+        lambda: nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 2)), torch.zeros(2, 4)
+    )
     return family, pool.dealt(parts)
 
 
@@ -223,7 +241,9 @@ def test_feddf_distils_the_mean_of_real_outputs_by_the_squared_error(numbers):
     modules = {}
     for net in learnt.method.nets(learnt.world):
         own = {
-            name.removeprefix(net.scope): v for name, v in still.server.weights.items() if name.startswith(net.scope)
+            name.removeprefix(net.scope): v
+            for name, v in still.server.weights.items()
+            if name.startswith(net.scope)
         }
         modules[net.scope] = family.assemble(net, own)
     public = learnt.world.public
@@ -238,7 +258,9 @@ def test_feddf_distils_the_mean_of_real_outputs_by_the_squared_error(numbers):
                 weight -= 0.05 * weight.grad
             assert (module(public[held]) - teacher[held]).square().mean().item() < before
         for name, value in module.named_parameters():
-            torch.testing.assert_close(learnt.server.weights[scope + name], value.detach(), rtol=0, atol=1e-12)
+            torch.testing.assert_close(
+                learnt.server.weights[scope + name], value.detach(), rtol=0, atol=1e-12
+            )
 
 
 # --- predictions ----------------------------------------------------------------------------------------------------
@@ -273,7 +295,9 @@ class Exploding(nn.Module):
         self.first, self.last = nn.Linear(4, 6), nn.Linear(6, 3)
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.last(torch.relu(self.first(x))) + torch.where(x.sum(1, keepdim=True) > 5, float("inf"), 0.0)
+        return self.last(torch.relu(self.first(x))) + torch.where(
+            x.sum(1, keepdim=True) > 5, float("inf"), 0.0
+        )
 
 
 def test_predictions_that_are_not_finite_are_refused(make_data):
@@ -289,7 +313,9 @@ def test_predictions_that_are_not_finite_are_refused(make_data):
 
 
 @pytest.mark.parametrize("kind", [FedDF, FedET])
-def test_outputs_of_teachers_that_are_not_finite_are_refused_without_blaming_a_client(kind, make_data):
+def test_outputs_of_teachers_that_are_not_finite_are_refused_without_blaming_a_client(
+    kind, make_data
+):
     """The server has no budget, and its training is a part of round 1."""
     family = fq.trace(Exploding, torch.zeros(2, 4))
     data = make_data(family, SIZES, public=6)

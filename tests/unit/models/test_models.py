@@ -26,7 +26,12 @@ OPTIONS: dict[str, dict[str, object]] = {
     "vgg19": {"hidden": 64},
 }
 INPUTS = {"alexnet": (3, 64, 64), "transformer_lm": (6,)}
-OUTPUTS = {"convnet": (2, 62), "transformer_lm": (2, 6, 10_000), "unet2d": (2, 2, 32, 32), "unet3d": (2, 5, 16, 16, 16)}
+OUTPUTS = {
+    "convnet": (2, 62),
+    "transformer_lm": (2, 6, 10_000),
+    "unet2d": (2, 2, 32, 32),
+    "unet3d": (2, 5, 16, 16, 16),
+}
 
 
 def build(name: str) -> nn.Module:
@@ -91,7 +96,12 @@ def test_preresnet_costs_of_fedrolex_table_7() -> None:
         (partial(models.mobilenet_v3_small, stem="imagenet"), 2_542_856),
         (partial(models.mobilenet_v3_large, stem="imagenet"), 5_483_032),
         (models.densenet121, 7_978_856),
-        (partial(models.ViT, image_size=224, patch=16, width=768, depth=12, heads=12, hidden=3072), 86_567_656),
+        (
+            partial(
+                models.ViT, image_size=224, patch=16, width=768, depth=12, heads=12, hidden=3072
+            ),
+            86_567_656,
+        ),
     ],
 )
 def test_parameters_of_the_imagenet_models_as_in_torchvision(
@@ -100,9 +110,14 @@ def test_parameters_of_the_imagenet_models_as_in_torchvision(
     assert count(factory, num_classes=1000) == parameters
 
 
-@pytest.mark.parametrize(("options", "parameters"), [({}, 36_536_884), ({"num_classes": 10}, 36_479_194)])
+@pytest.mark.parametrize(
+    ("options", "parameters"), [({}, 36_536_884), ({"num_classes": 10}, 36_479_194)]
+)
 def test_wide_resnet_28_10(options: dict[str, object], parameters: int) -> None:
-    assert count(models.WideResNet, **{"depth": 28, "widen": 10, "num_classes": 100, **options}) == parameters
+    assert (
+        count(models.WideResNet, **{"depth": 28, "widen": 10, "num_classes": 100, **options})
+        == parameters
+    )
 
 
 def test_a_preresnet_may_start_with_an_output_bias_of_zero() -> None:
@@ -114,7 +129,9 @@ def test_a_preresnet_may_start_with_an_output_bias_of_zero() -> None:
     drawn, zeroed = states
     assert not zeroed["head.linear.bias"].any()
     assert drawn["head.linear.bias"].all()
-    assert all(torch.equal(drawn[name], zeroed[name]) for name in drawn if name != "head.linear.bias")
+    assert all(
+        torch.equal(drawn[name], zeroed[name]) for name in drawn if name != "head.linear.bias"
+    )
     assert not models.preresnet18(zero_output_bias=True).head.linear.bias.any()
 
 
@@ -157,9 +174,14 @@ def test_every_model_runs_on_the_meta_device(name: str) -> None:
     assert net(MODELS[name].example(batch=3).to("meta")).shape[0] == 3
 
 
-@pytest.mark.parametrize("name", ["tiny_resnet", "convnet", "preresnet18", "mobilenet_v3_small", "vit", "unet2d"])
+@pytest.mark.parametrize(
+    "name", ["tiny_resnet", "convnet", "preresnet18", "mobilenet_v3_small", "vit", "unet2d"]
+)
 def test_a_stack_of_clients_trains_as_each_alone(name: str) -> None:
-    small: dict[str, dict[str, object]] = {"preresnet18": {"widths": (4, 4, 8, 8)}, "vit": {"depth": 1}}
+    small: dict[str, dict[str, object]] = {
+        "preresnet18": {"widths": (4, 4, 8, 8)},
+        "vit": {"depth": 1},
+    }
     nets = [MODELS[name].factory(**small.get(name, {})).double() for _ in range(2)]
     for net in nets:
         for module in net.modules():
@@ -168,7 +190,9 @@ def test_a_stack_of_clients_trains_as_each_alone(name: str) -> None:
     weights, buffers = stack_module_state(nets)
     x = torch.stack([MODELS[name].example(batch=4), MODELS[name].example(batch=4).neg()]).double()
     with sdpa_kernel(SDPBackend.MATH):  # the CPU's fused attention has no batching rule
-        together = vmap(lambda w, b, inputs: functional_call(nets[0], (w, b), (inputs,)))(weights, buffers, x)
+        together = vmap(lambda w, b, inputs: functional_call(nets[0], (w, b), (inputs,)))(
+            weights, buffers, x
+        )
     alone = torch.stack([net(inputs) for net, inputs in zip(nets, x, strict=True)])
     torch.testing.assert_close(together, alone, rtol=1e-9, atol=1e-9)
 
@@ -185,7 +209,9 @@ def test_tied_embeddings_are_one_weight() -> None:
     net = models.TransformerLM(num_classes=50, tied=True)
     assert net.head.weight is net.token.weight
     assert count(models.TransformerLM) - count(models.TransformerLM, tied=True) == 10_000 * 128
-    assert functional_call(net, dict(net.named_parameters()), (torch.zeros(1, 3, dtype=torch.long),)).shape == (
+    assert functional_call(
+        net, dict(net.named_parameters()), (torch.zeros(1, 3, dtype=torch.long),)
+    ).shape == (
         1,
         3,
         50,
@@ -203,7 +229,9 @@ def test_an_attention_head_can_be_cut_inside() -> None:
     assert net(torch.zeros(1, 3, dtype=torch.long)).shape == (1, 3, 50)
 
 
-@pytest.mark.parametrize(("name", "stages"), [("convnet", 3), ("progfed_cnn", 4), ("vgg16", 4), ("resnet18", 4)])
+@pytest.mark.parametrize(
+    ("name", "stages"), [("convnet", 3), ("progfed_cnn", 4), ("vgg16", 4), ("resnet18", 4)]
+)
 def test_stages_are_progfeds(name: str, stages: int) -> None:
     with torch.device("meta"):
         net = MODELS[name].factory()
@@ -214,14 +242,18 @@ def test_stages_are_progfeds(name: str, stages: int) -> None:
 @pytest.mark.parametrize("up", ["transpose", "upsample"])
 @pytest.mark.parametrize("norm", ["batch", "group"])
 @pytest.mark.parametrize("factory", [models.unet2d, models.unet3d])
-def test_a_shallow_unet_is_part_of_a_deep_one(factory: Callable[..., nn.Module], norm: str, up: str) -> None:
+def test_a_shallow_unet_is_part_of_a_deep_one(
+    factory: Callable[..., nn.Module], norm: str, up: str
+) -> None:
     with torch.device("meta"):
         shallow, deep = (factory(depth=depth, norm=norm, up=up).state_dict() for depth in (2, 3))
     assert all(deep[name].shape == weight.shape for name, weight in shallow.items())
     assert len(shallow) < len(deep)
 
 
-@pytest.mark.parametrize("name", ["resnet18", "wide_resnet", "mobilenet_v2", "densenet", "vgg11", "alexnet"])
+@pytest.mark.parametrize(
+    "name", ["resnet18", "wide_resnet", "mobilenet_v2", "densenet", "vgg11", "alexnet"]
+)
 def test_group_norm_and_no_norm_are_options(name: str) -> None:
     for norm, has_norms in (("group", True), ("none", False)):
         with torch.device("meta"):

@@ -23,7 +23,9 @@ def marked(size: tuple[int, ...], count: int = 12) -> tuple[Tensor, Tensor]:
     return masks.unsqueeze(1).double(), masks
 
 
-def naive(volume: Tensor, starts: list[int], crop: int, mirrored: list[int], padding: float) -> Tensor:
+def naive(
+    volume: Tensor, starts: list[int], crop: int, mirrored: list[int], padding: float
+) -> Tensor:
     """Move one sample (*size), voxel by voxel."""
     result = torch.full_like(volume, padding)
     size = volume.shape
@@ -52,7 +54,9 @@ def test_volumes_and_masks_are_moved_voxel_by_voxel(kind, crop, flip, axes):
     flips = noise.uniform(noise.fold_in(KEYS[0], -2), (len(chosen), count), torch.float32)
     for sample in range(count):
         starts = [int(shift * (2 * crop + 1)) for shift in shifts[:, sample]]
-        mirrored = [axis for axis, drawn in zip(chosen, flips[:, sample], strict=True) if drawn < 0.5]
+        mirrored = [
+            axis for axis, drawn in zip(chosen, flips[:, sample], strict=True) if drawn < 0.5
+        ]
         assert torch.equal(found[sample, 0], naive(inputs[sample, 0], starts, crop, mirrored, 0.0))
         assert torch.equal(found_masks[sample], naive(masks[sample], starts, crop, mirrored, -100))
 
@@ -73,7 +77,9 @@ def test_a_moved_sample_has_a_moved_mask(kind):
     stacked = vmap(lambda key: augmented(inputs, masks, local, key, Segmentation()))(KEYS)
     for place, key in enumerate(KEYS):
         alone = augmented(inputs, masks, local, key, Segmentation())
-        assert all(torch.equal(one[place], other) for one, other in zip(stacked, alone, strict=True))
+        assert all(
+            torch.equal(one[place], other) for one, other in zip(stacked, alone, strict=True)
+        )
 
 
 def test_axes_are_flipped_independently():
@@ -92,7 +98,9 @@ def test_the_last_axis_is_flipped_if_none_is_named():
 
 
 def test_intensities_change_each_sample_by_a_factor_and_an_offset():
-    inputs = torch.stack([torch.zeros(500, 1, 2, 2), torch.ones(500, 1, 2, 2)], 1).flatten(1, 2).double()
+    inputs = (
+        torch.stack([torch.zeros(500, 1, 2, 2), torch.ones(500, 1, 2, 2)], 1).flatten(1, 2).double()
+    )
     masks = torch.randint(2, (500, 2, 2))
     local = Local(intensity=Intensity(scale=0.2, offset=0.5))
     found, same = augmented(inputs, masks, local, KEYS[0], Segmentation())
@@ -118,8 +126,16 @@ def test_noise_has_the_standard_deviation_that_was_asked_for():
 @pytest.mark.parametrize(
     ("local", "shape", "message"),
     [
-        (Local(flip=True, flip_axes=(2,)), (1, 4, 4), r"flip_axes = \[2\] .* images have 2 axes, .* 0 to 1 would fit"),
-        (Local(flip=True, flip_axes=(-1, 1)), (1, 4, 4), "one of them is named twice. Name each once"),
+        (
+            Local(flip=True, flip_axes=(2,)),
+            (1, 4, 4),
+            r"flip_axes = \[2\] .* images have 2 axes, .* 0 to 1 would fit",
+        ),
+        (
+            Local(flip=True, flip_axes=(-1, 1)),
+            (1, 4, 4),
+            "one of them is named twice. Name each once",
+        ),
         (Local(crop=3), (1, 8, 3, 8), "crop = 3 was asked for; images are 8×3×8, .* Up to 2 fits"),
         (Local(flip=True), (4,), r"a sample has shape \(4,\)"),
     ],
@@ -131,7 +147,9 @@ def test_settings_that_do_not_fit_the_samples_are_refused(local, shape, message)
 
 def test_intensities_are_of_real_numbers():
     with pytest.raises(ConfigError, match=r"inputs are torch\.int64, and real numbers would fit"):
-        augment(torch.zeros(2, 5, dtype=torch.int64), Local(intensity=Intensity(scale=0.1)), KEYS[0])
+        augment(
+            torch.zeros(2, 5, dtype=torch.int64), Local(intensity=Intensity(scale=0.1)), KEYS[0]
+        )
 
 
 def test_masks_of_another_size_than_the_inputs_cannot_be_cropped():
@@ -139,7 +157,9 @@ def test_masks_of_another_size_than_the_inputs_cannot_be_cropped():
     with pytest.raises(ConfigError, match="inputs have the size 8×8 and their masks 4×4"):
         augmented(inputs, masks, Local(crop=1), KEYS[0], Segmentation())
     augmented(inputs, masks, Local(flip=True), KEYS[0], Segmentation())
-    augmented(inputs, masks.float(), Local(crop=1), KEYS[0], Regression())  # whose targets stay as they are
+    augmented(
+        inputs, masks.float(), Local(crop=1), KEYS[0], Regression()
+    )  # whose targets stay as they are
 
 
 @pytest.mark.parametrize(
@@ -147,7 +167,10 @@ def test_masks_of_another_size_than_the_inputs_cannot_be_cropped():
     [
         ({"flip_axes": (0,)}, r"flip_axes = \[0\] was asked for without flip = true"),
         ({"crop": -1}, "crop = -1 was asked for"),
-        ({"intensity": {"scale": 0.1}}, r"intensity = .* was asked for; fq.Intensity\(scale=0.1\) would work"),
+        (
+            {"intensity": {"scale": 0.1}},
+            r"intensity = .* was asked for; fq.Intensity\(scale=0.1\) would work",
+        ),
     ],
 )
 def test_settings_that_cannot_be_are_refused(options, message):

@@ -46,19 +46,26 @@ def test_steps_by_method(residual):
     assert HeteroFL().training_step(world) == fq.TrainingStep(32, 1, "bf16")
     adam = with_local(HeteroFL(), optimiser=fq.Adam(), batch_size=7, last_batch="merge")
     assert adam.training_step(World(residual)) == fq.TrainingStep(13, 2)
-    assert FedProx(mu=0.1).training_step(World(residual)).slots == 2  # momentum, and the weights that were received
+    assert (
+        FedProx(mu=0.1).training_step(World(residual)).slots == 2
+    )  # momentum, and the weights that were received
     assert SHeteroFL().training_step(World(residual)).nested == (0.5, 0.25, 0.125)
     fjord = FjORD(samples=2, smallest=0.25, granularity=0.25).training_step(World(residual))
     assert (fjord.passes, fjord.nested, fjord.most) == (1, (0.25, 0.5, 0.75), 2)
     rescue = METHODS["fedrescue"]().training_step(World(residual))
-    assert (rescue.passes, rescue.nested) == (1, ())  # its phases run one after another, the own net's needs most
+    assert (rescue.passes, rescue.nested) == (
+        1,
+        (),
+    )  # its phases run one after another, the own net's needs most
 
 
 def test_attacked_samples_have_activations_of_their_own(residual):
     def local(weight: float) -> fq.Local:
         return fq.Local(adversarial=fq.AdversarialTraining(weight))
 
-    both, attacked = (HeteroFL(local=local(weight)).training_step(World(residual)) for weight in (0.5, 1.0))
+    both, attacked = (
+        HeteroFL(local=local(weight)).training_step(World(residual)) for weight in (0.5, 1.0)
+    )
     assert (both.passes, attacked.passes) == (2, 1)
     nets = SHeteroFL(local=local(0.5), widths=(1.0, 0.5)).training_step(World(residual))
     assert (nets.passes, nets.nested) == (2, (0.5, 0.5))
@@ -86,10 +93,15 @@ class WithNet(Wrapping):
 def test_memory_of_a_wrapper_counts_in_every_draw(name, count, share, residual):
     """The step that a method describes needs no less than any phase of any draw."""
     method = METHODS[name](
-        samples=count, smallest=0.25, granularity=0.25, local=fq.Local(objective=WithNet(share=share))
+        samples=count,
+        smallest=0.25,
+        granularity=0.25,
+        local=fq.Local(objective=WithNet(share=share)),
     )
     world, member = World(residual), residual.member(residual.whole)
-    learner = method.learner(Job(Client(0, fq.Budget(share=1.0), 8), prefix(residual.whole), 0), world)
+    learner = method.learner(
+        Job(Client(0, fq.Budget(share=1.0), 8), prefix(residual.whole), 0), world
+    )
     memory = member.training_memory(method.training_step(world))
     needed = []
     for draw in combinations(learner.ratios, min(learner.count, 3)):
@@ -97,7 +109,9 @@ def test_memory_of_a_wrapper_counts_in_every_draw(name, count, share, residual):
             step = Learner((phase,), learner.local, 0.1).training_step(member, "fp32")
             needed.append(member.training_memory(step))
     assert memory >= max(needed)
-    if share is None:  # a net that always runs beside the client's own may be counted as one of the widest
+    if (
+        share is None
+    ):  # a net that always runs beside the client's own may be counted as one of the widest
         assert memory == max(needed)
 
 
@@ -109,13 +123,19 @@ def test_memory_of_a_wrapper_counts_in_every_draw(name, count, share, residual):
 )
 def test_plans_keep_memory_for_the_batch_and_the_optimizer(name, changes, residual):
     method, world = with_local(FITTING[name](), **changes), World(residual)
-    step, whole = method.training_step(world), residual.cost(residual.whole, method.training_step(world)).memory
+    step, whole = (
+        method.training_step(world),
+        residual.cost(residual.whole, method.training_step(world)).memory,
+    )
     for part in (0.6, 0.9, 1.0):
         budget = fq.Budget(memory=part * whole)
         plan = planned(method, SERVER, Client(0, budget), world)
         assert sum(residual.cost(net, step).memory for net in plan) <= budget.memory
         check_budgets(method, [Job(Client(0, budget), net, 0) for net in plan], world)
-    if name not in ("splitmix", "fedet"):  # Their clients train nets that are narrower than the whole.
+    if name not in (
+        "splitmix",
+        "fedet",
+    ):  # Their clients train nets that are narrower than the whole.
         assert plan[0].arch == residual.whole
 
 
@@ -123,7 +143,11 @@ def test_the_budget_that_a_batch_of_200_exceeded():
     net = nn.Sequential(nn.Conv2d(1, 16, 3), nn.ReLU(), nn.Flatten(), nn.Linear(576, 10))
     family = fq.trace(net, torch.zeros(2, 1, 8, 8))
     budget, method = fq.Budget(memory=4e5), with_local(HeteroFL(), batch_size=200)
-    assert family.cost(family.whole).memory < budget.memory < family.cost(family.whole, fq.TrainingStep(200)).memory
+    assert (
+        family.cost(family.whole).memory
+        < budget.memory
+        < family.cost(family.whole, fq.TrainingStep(200)).memory
+    )
     member = method.fit(budget, World(family))
     assert member != family.whole
     assert family.cost(member, fq.TrainingStep(200)).memory <= budget.memory
@@ -132,7 +156,9 @@ def test_the_budget_that_a_batch_of_200_exceeded():
     assert family.fit(budget) == family.whole  # to run it, there is room
 
 
-def test_a_fleets_memory_is_for_training_and_a_deployed_nets_for_inference(residual, play, make_data):
+def test_a_fleets_memory_is_for_training_and_a_deployed_nets_for_inference(
+    residual, play, make_data
+):
     method = with_local(HeteroFL(), batch_size=4)
     world = World(residual, precision="fp64")
     memory = residual.cost(residual.fit(fq.Budget(share=0.5)), method.training_step(world)).memory
@@ -142,7 +168,9 @@ def test_a_fleets_memory_is_for_training_and_a_deployed_nets_for_inference(resid
     count = sum(weight.numel() for weight in run.deploy(fleet.kinds[0]).parameters())
     assert count == residual.count(residual.whole)
     assert run.clientwise().devices[0].share == "0.5"
-    own = play(with_local(LocalOnly(), batch_size=4), residual, make_data(residual, (6, 6)), fleet=fleet)
+    own = play(
+        with_local(LocalOnly(), batch_size=4), residual, make_data(residual, (6, 6)), fleet=fleet
+    )
     kept = sum(weight.numel() for weight in own.deploy(fleet.kinds[0], client=0).parameters())
     assert kept == residual.count(residual.fit(fq.Budget(share=0.5)))  # it has trained no more
 
@@ -160,7 +188,10 @@ def test_base_nets_that_are_trained_at_once_share_a_memory(residual):
         if training:
             assert len(planned(method, SERVER, Client(0, budget), world)) == training
         else:
-            with pytest.raises(BudgetError, match=r"no member fits the budget .* trains in [\d,]+ bytes with batches"):
+            with pytest.raises(
+                BudgetError,
+                match=r"no member fits the budget .* trains in [\d,]+ bytes with batches",
+            ):
                 planned(method, SERVER, Client(0, budget), world)
 
 
@@ -174,7 +205,10 @@ def test_a_client_is_tested_with_as_many_base_nets_as_it_trains(perceptron):
 
 
 def test_a_clients_base_nets_are_deployed_as_many_as_its_memory_runs(play, make_data):
-    family = fq.trace(nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)), torch.zeros(2, 2))
+    family = fq.trace(
+        nn.Sequential(nn.Linear(2, 8), nn.ReLU(), nn.Linear(8, 8), nn.Linear(8, 2)),
+        torch.zeros(2, 2),
+    )
     run = play(SplitMix(base=0.25), family, make_data(family, (6,)), rounds=1)
     one = family.cost(family.fit(fq.Budget(share=0.25)))
     for count in (1, 3, 4):  # one net as wide as three would not fit
@@ -198,7 +232,11 @@ class Greedy(Method):
 
     def initial(self, world):
         whole = super().initial(world)
-        return {f"{place}/{name}": value for place in range(len(self.shares)) for name, value in whole.items()}
+        return {
+            f"{place}/{name}": value
+            for place in range(len(self.shares))
+            for name, value in whole.items()
+        }
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -208,8 +246,14 @@ class Greedy(Method):
         (fq.Budget(share=0.5), "share 0.5: 3 channels of axis 'first' allowed, 6 needed"),
         (fq.Budget(params=40), "params: 40 allowed, 51 needed"),
         (fq.Budget(macs=30), "macs: 30 allowed, 42 needed"),
-        (fq.Budget(memory=1000), "memory of training with batches of 32: 1,000 allowed, 1,892 needed"),
-        (fq.Budget(share=0.1, params=20), "share 0.1: 1 channels .*; params: 20 allowed, 51 needed"),
+        (
+            fq.Budget(memory=1000),
+            "memory of training with batches of 32: 1,000 allowed, 1,892 needed",
+        ),
+        (
+            fq.Budget(share=0.1, params=20),
+            "share 0.1: 1 channels .*; params: 20 allowed, 51 needed",
+        ),
     ],
     ids=str,
 )
@@ -235,7 +279,9 @@ def test_nets_of_a_client_count_together(perceptron):
 
     def check(shares, budget):
         method, client = Greedy(shares=shares), Client(0, budget)
-        check_budgets(method, [Job(client, net, 0) for net in planned(method, SERVER, client, world)], world)
+        check_budgets(
+            method, [Job(client, net, 0) for net in planned(method, SERVER, client, world)], world
+        )
 
     check((0.5, 0.5), fq.Budget(share=1.0))
     check((0.5,), fq.Budget(share=0.45))  # ceil(0.45 · 6) = 3
@@ -250,11 +296,18 @@ def test_nets_of_a_client_count_together(perceptron):
 
 
 def test_groups_are_compared_by_the_product_with_what_is_inside():
-    net = nn.Sequential(nn.Conv2d(1, 32, 3, 2, 1), nn.GroupNorm(4, 32), nn.Flatten(), nn.Linear(512, 10))
+    net = nn.Sequential(
+        nn.Conv2d(1, 32, 3, 2, 1), nn.GroupNorm(4, 32), nn.Flatten(), nn.Linear(512, 10)
+    )
     family = fq.trace(net, torch.zeros(2, 1, 8, 8))
     for rounding in ("floor", "ceil"):
         for share in (0.01, 0.03, 0.1, 0.25, 0.3, 0.5, 0.9, 1.0):
-            assert family.excess([family.fit(fq.Budget(share=share), rounding)], fq.Budget(share=share)) == ()
+            assert (
+                family.excess(
+                    [family.fit(fq.Budget(share=share), rounding)], fq.Budget(share=share)
+                )
+                == ()
+            )
     assert family.excess([family.whole], fq.Budget(share=0.25)) == (
         "share 0.25: 8 channels of axis 'layer.0.groups' × 'layer.0.inside' allowed, 32 needed",
     )
@@ -275,27 +328,44 @@ def test_every_net_is_allowed_the_least_width_of_an_axis():
 def test_a_plan_is_compared_once_for_each_budget(perceptron, make_data, monkeypatch):
     compared = []
     original = fq.Family._widths_over
-    monkeypatch.setattr(fq.Family, "_widths_over", lambda *args: compared.append(args) or original(*args))
+    monkeypatch.setattr(
+        fq.Family, "_widths_over", lambda *args: compared.append(args) or original(*args)
+    )
     family = fq.trace(nn.Sequential(nn.Linear(4, 6), nn.ReLU(), nn.Linear(6, 3)), torch.zeros(2, 4))
     fleet = fq.Fleet.of([1.0, 0.5], 40, 40)
-    fq.run(HeteroFL(), family, make_data(perceptron, (2,) * 40), fleet, rounds=3, evaluation=fq.Evaluation(every=0))
+    fq.run(
+        HeteroFL(),
+        family,
+        make_data(perceptron, (2,) * 40),
+        fleet,
+        rounds=3,
+        evaluation=fq.Evaluation(every=0),
+    )
     assert len(compared) == 2
 
 
 # --- methods that ignore budgets, or leave clients out ----------------------------------------------------------
 
 
-@pytest.mark.parametrize("method", [FedAvg(), FedBN(), FedAvg(share=0.5)], ids=["fedavg", "fedbn", "half"])
-def test_a_method_that_ignores_budgets_says_on_how_many_devices(method, perceptron, play, make_data, caplog):
+@pytest.mark.parametrize(
+    "method", [FedAvg(), FedBN(), FedAvg(share=0.5)], ids=["fedavg", "fedbn", "half"]
+)
+def test_a_method_that_ignores_budgets_says_on_how_many_devices(
+    method, perceptron, play, make_data, caplog
+):
     run = play(method, perceptron, make_data(perceptron, (6,) * 5), (1.0, 0.5, 0.2), rounds=2)
     small = 1 if getattr(method, "share", 1.0) < 1 else 3
     told = f"{small} of 5 devices cannot hold the net that they train"
-    assert [r.getMessage() for r in caplog.records] == [f"{type(method).__name__} ignores budgets: {told}."]
+    assert [r.getMessage() for r in caplog.records] == [
+        f"{type(method).__name__} ignores budgets: {told}."
+    ]
     assert run.summary["note"].startswith("every client trains share")
     assert run.summary["note"].endswith(told)
 
 
-def test_devices_are_counted_and_reported_once_however_often_a_run_is_trained(perceptron, make_data, caplog):
+def test_devices_are_counted_and_reported_once_however_often_a_run_is_trained(
+    perceptron, make_data, caplog
+):
     counted = []
 
     class Counted(FedAvg):
@@ -307,11 +377,15 @@ def test_devices_are_counted_and_reported_once_however_often_a_run_is_trained(pe
 
     fleet = fq.Fleet.of([1.0, *(0.2 + 0.001 * place for place in range(99))], 100, 1)
     run = fq.prepare(Counted(), perceptron, make_data(perceptron, (2,) * 100), fleet)
-    assert len(set(counted)) == 64  # a run is ready without a look at every budget of the population
+    assert (
+        len(set(counted)) == 64
+    )  # a run is ready without a look at every budget of the population
     for rounds in (1, 2, 3):
         run.train(rounds)
     told = "99 of 100 devices cannot hold the net that they train"
-    assert [record.getMessage() for record in caplog.records] == [f"Counted ignores budgets: {told}."]
+    assert [record.getMessage() for record in caplog.records] == [
+        f"Counted ignores budgets: {told}."
+    ]
     assert run.note.endswith(told)
 
 
@@ -332,7 +406,16 @@ def test_nothing_is_said_where_every_device_holds_the_net(perceptron, play, make
 
 def test_which_methods_ignore_budgets():
     ignoring = [name for name, kind in METHODS.items() if kind().ignores_budgets]
-    assert ignoring == ["fedavg", "fedavgm", "fedadam", "fedyogi", "fedprox", "fednova", "fedbn", "progfed"]
+    assert ignoring == [
+        "fedavg",
+        "fedavgm",
+        "fedadam",
+        "fedyogi",
+        "fedprox",
+        "fednova",
+        "fedbn",
+        "progfed",
+    ]
     assert not METHODS["progfed"](over=METHODS["heterofl"]()).ignores_budgets
 
     class Own(FedAvg):
@@ -362,7 +445,10 @@ def test_an_empty_plan_is_refused_unless_the_method_skips_clients(perceptron, pl
         skips_clients = True
 
     data = make_data(perceptron, (6, 6))
-    with pytest.raises(SubmodelError, match=r"Idle.plan returned nothing to train for client 1 .*skips_clients = True"):
+    with pytest.raises(
+        SubmodelError,
+        match=r"Idle.plan returned nothing to train for client 1 .*skips_clients = True",
+    ):
         play(Idle(), perceptron, data, (1.0, 0.5))
     run = play(Skipping(), perceptron, data, (1.0, 0.5))
     assert run.records[-1].loss > 0
@@ -376,7 +462,9 @@ def test_a_skipped_client_has_no_net_of_its_own_to_be_tested(perceptron, play, m
             return [] if client.id else super().plan(server, client, world)
 
     data = make_data(perceptron, (6, 6))
-    with pytest.raises(SubmodelError, match=r"Personal.own returned no net for client 1 .*override `own`"):
+    with pytest.raises(
+        SubmodelError, match=r"Personal.own returned no net for client 1 .*override `own`"
+    ):
         play(Personal(), perceptron, data, (1.0, 1.0))
 
 
@@ -394,5 +482,7 @@ def test_a_plan_that_is_no_list_of_submodels_is_refused(bare, found, perceptron,
         def plan(self, server, client, world):
             return bare(world.family)
 
-    with pytest.raises(SubmodelError, match=rf"Bare.plan returned {found} .* must return a list of sub-models"):
+    with pytest.raises(
+        SubmodelError, match=rf"Bare.plan returned {found} .* must return a list of sub-models"
+    ):
         play(Bare(), perceptron, make_data(perceptron, (6,)))

@@ -21,7 +21,12 @@ from fedquilt.round import play
 from fedquilt.round.availability import Trace
 
 PACKAGE = Path(fq.__file__).parent
-STEPS = {"receive": "client.py", "train_client": "sequential.py", "send": "client.py", "remember": "client.py"}
+STEPS = {
+    "receive": "client.py",
+    "train_client": "sequential.py",
+    "send": "client.py",
+    "remember": "client.py",
+}
 
 
 def entered(action: Callable[[], object]) -> list[tuple[str, str]]:
@@ -51,10 +56,18 @@ def test_a_round_enters_the_steps_of_each_client_once_and_in_order(residual, mak
     assert steps == [*STEPS] * 3
 
     plans = [place for place, (_, name) in enumerate(calls) if name == "plan"]
-    (finish,) = [place for place, (file, name) in enumerate(calls) if (file, name) == ("round/merge.py", "finish")]
+    (finish,) = [
+        place
+        for place, (file, name) in enumerate(calls)
+        if (file, name) == ("round/merge.py", "finish")
+    ]
     between = {file for file, _ in calls[plans[-1] : finish]}
     assert "round/client.py" in between
-    assert not [file for file in between if file.startswith(("config", "experiment", "settings", "cli", "loop"))]
+    assert not [
+        file
+        for file in between
+        if file.startswith(("config", "experiment", "settings", "cli", "loop"))
+    ]
 
 
 class Dropping(Sequential):
@@ -62,24 +75,32 @@ class Dropping(Sequential):
 
     def _train(self, server, jobs, fold, outcome):
         super()._train(server, [job for job in jobs if job.client.id % 2 == 0], fold, outcome)
-        outcome.missing.update({job.client.id: "its battery is empty" for job in jobs if job.client.id % 2})
+        outcome.missing.update(
+            {job.client.id: "its battery is empty" for job in jobs if job.client.id % 2}
+        )
 
 
 def test_clients_that_do_not_answer_are_counted_and_named(perceptron, make_data, caplog):
     data, fleet = make_data(perceptron, (5, 6, 7, 8)), fq.Fleet.of((1.0,), 4, 4)
     method = fq.methods.FedAvg(weighting="uniform")
     engine = Dropping(data, precision="fp64")
-    run = fq.prepare(method, perceptron, data, fleet, engine, evaluation=fq.Evaluation(every=0)).train(1)
+    run = fq.prepare(
+        method, perceptron, data, fleet, engine, evaluation=fq.Evaluation(every=0)
+    ).train(1)
     record = run.history[0]
     assert (record["clients"], record["missing"]) == (4, 2)
     assert "client 3 did not answer in round 1: its battery is empty" in caplog.text
-    assert run.records[0] == type(run.records[0]).from_dict(record | {"stacks": run.records[0].stacks})
+    assert run.records[0] == type(run.records[0]).from_dict(
+        record | {"stacks": run.records[0].stacks}
+    )
 
     class Few(Sequential):
         def online(self) -> Sequence[int]:
             return [0, 2]
 
-    there = fq.prepare(method, perceptron, data, fleet, Few(data, precision="fp64"), evaluation=run.evaluation).train(1)
+    there = fq.prepare(
+        method, perceptron, data, fleet, Few(data, precision="fp64"), evaluation=run.evaluation
+    ).train(1)
     assert there.history[0]["clients"] == 2
     assert "missing" not in there.history[0]
     for name, weight in run.server.weights.items():
@@ -117,17 +138,23 @@ def test_runs_share_an_engine_in_any_order(engine, residual, make_data):
     options = {"precision": "fp64", "evaluation": never}
     first = fq.prepare(FedRolex(), residual, data, fleet, engine, seed=1, **options)
     lossy = fq.Link(loss=fq.Columns(0.3))
-    second = fq.prepare(fq.methods.FedAvg(), residual, data, fleet, first.engine, 2, evaluation=never, link=lossy)
+    second = fq.prepare(
+        fq.methods.FedAvg(), residual, data, fleet, first.engine, 2, evaluation=never, link=lossy
+    )
     assert second.engine is first.engine
     for round in (1, 2):
         first.train(round)
         second.train(round)
     alone = (
         fq.prepare(FedRolex(), residual, data, fleet, engine, seed=1, **options).train(2),
-        fq.prepare(fq.methods.FedAvg(), residual, data, fleet, engine, seed=2, link=lossy, **options).train(2),
+        fq.prepare(
+            fq.methods.FedAvg(), residual, data, fleet, engine, seed=2, link=lossy, **options
+        ).train(2),
     )
     for run, other in zip((first, second), alone, strict=True):
-        torch.testing.assert_close(dict(run.server.weights), dict(other.server.weights), rtol=0, atol=0)
+        torch.testing.assert_close(
+            dict(run.server.weights), dict(other.server.weights), rtol=0, atol=0
+        )
 
 
 def test_an_engine_is_not_reused_for_data_that_differs_in_anything(residual, make_data):
@@ -147,8 +174,12 @@ def test_an_engine_is_not_reused_for_data_that_differs_in_anything(residual, mak
     for other in others:
         assert run.engine.with_data(other) is not run.engine
     again = fq.prepare(FedRolex(), residual, replace(data, scale=scale), fleet, run.engine).train(1)
-    fresh = fq.prepare(FedRolex(), residual, replace(data, scale=scale), fleet, precision="fp64").train(1)
-    torch.testing.assert_close(dict(again.server.weights), dict(fresh.server.weights), rtol=0, atol=0)
+    fresh = fq.prepare(
+        FedRolex(), residual, replace(data, scale=scale), fleet, precision="fp64"
+    ).train(1)
+    torch.testing.assert_close(
+        dict(again.server.weights), dict(fresh.server.weights), rtol=0, atol=0
+    )
 
 
 def test_an_engine_refuses_every_federation_that_does_not_fit_it(residual, make_data):
@@ -156,11 +187,16 @@ def test_an_engine_refuses_every_federation_that_does_not_fit_it(residual, make_
     run = fq.prepare(FedRolex(), residual, data, fleet, "sequential").train(1)
     double = fq.Federation(fq.World(residual, precision="fp64"), FedRolex())
     attacking = FedRolex().with_local(adversarial=fq.AdversarialTraining())
-    for federation, said in ((double, "a federation in fp64"), (fq.Federation(run.world, attacking), "attack")):
+    for federation, said in (
+        (double, "a federation in fp64"),
+        (fq.Federation(run.world, attacking), "attack"),
+    ):
         for _ in range(2):
             with pytest.raises(fq.errors.FedquiltError, match=said):
                 run.engine.begin(federation)
-    with pytest.raises(fq.errors.ConfigError, match=r"was given the class Sequential as the engine; a name"):
+    with pytest.raises(
+        fq.errors.ConfigError, match=r"was given the class Sequential as the engine; a name"
+    ):
         fq.prepare(FedRolex(), residual, data, fleet, Sequential)
 
 
@@ -172,6 +208,8 @@ def test_no_module_outside_engines_assigns_to_an_engine():
         text = file.read_text()
         assert "setattr(run.engine" not in text, file
         assert not [
-            line for line in text.splitlines() if line.strip().startswith(("run.engine.", "engine.")) and " = " in line
+            line
+            for line in text.splitlines()
+            if line.strip().startswith(("run.engine.", "engine.")) and " = " in line
         ], file
     assert "isinstance(run.engine" not in (PACKAGE / "config.py").read_text()

@@ -36,7 +36,10 @@ def test_budgets_of_any_kind_are_dealt_as_shares_are():
 @pytest.mark.parametrize("portions", [{1.0: 1.0, 0.5: 1.0}, {1.0: 0.3, 0.5: 0.3}])
 def test_portions_that_do_not_sum_to_1_are_pointed_out(portions, caplog):
     fleet = fq.Fleet.mixed(portions, 10)
-    assert f"portions of the fleet's budgets sum to {sum(portions.values()):g}, not to 1." in caplog.text
+    assert (
+        f"portions of the fleet's budgets sum to {sum(portions.values()):g}, not to 1."
+        in caplog.text
+    )
     assert sorted(fleet.counts.values()) == [5, 5]
 
 
@@ -60,7 +63,9 @@ def test_a_fleet_is_compact():
     fleet = fq.Fleet.of(FIVE_SHARES, 342_477, 200)
     assert fleet.which.nbytes == 4 * 342_477
     assert len(fleet.kinds) == 5
-    assert not any(isinstance(value, (list, tuple)) and len(value) > 5 for value in vars(fleet).values())
+    assert not any(
+        isinstance(value, (list, tuple)) and len(value) > 5 for value in vars(fleet).values()
+    )
 
 
 def test_the_cohort_is_a_tenth_unless_told():
@@ -69,7 +74,9 @@ def test_the_cohort_is_a_tenth_unless_told():
     assert fq.Fleet.of((1.0,), 100, 7).sample == 7
 
 
-@pytest.mark.parametrize(("sample", "size"), [(0.05, 5), (0.2, 20), (0.001, 1), (1.0, 100), (1, 1), (100, 100)])
+@pytest.mark.parametrize(
+    ("sample", "size"), [(0.05, 5), (0.2, 20), (0.001, 1), (1.0, 100), (1, 1), (100, 100)]
+)
 def test_a_cohort_is_a_number_or_a_part(sample, size):
     assert fq.Fleet.of((1.0,), 100, sample).sample == size
     assert fq.Fleet.mixed({1.0: 1}, 100, sample).sample == size
@@ -77,7 +84,9 @@ def test_a_cohort_is_a_number_or_a_part(sample, size):
 
 @pytest.mark.parametrize("sample", [0.0, -0.1, 1.5, 10.0, float("nan")])
 def test_a_part_that_is_none_is_refused(sample):
-    with pytest.raises(ConfigError, match=r"a cohort of .* was asked for; write a number of clients, or a part"):
+    with pytest.raises(
+        ConfigError, match=r"a cohort of .* was asked for; write a number of clients, or a part"
+    ):
         fq.Fleet.of((1.0,), 100, sample)
 
 
@@ -87,7 +96,9 @@ def test_proportions_need_not_sum_to_one_and_serve_every_client():
     assert fq.Fleet.mixed({1.0: 1 / 3, 0.5: 1 / 3, 0.25: 1 / 3}, 10).num_clients == 10
 
 
-@pytest.mark.parametrize("portions", [{}, {1.0: 0.0}, {1.0: 1e308, 0.5: 1e308}, {1.0: -1, 0.5: 2}, {1.0: float("nan")}])
+@pytest.mark.parametrize(
+    "portions", [{}, {1.0: 0.0}, {1.0: 1e308, 0.5: 1e308}, {1.0: -1, 0.5: 2}, {1.0: float("nan")}]
+)
 def test_proportions_of_nothing_are_refused(portions):
     with pytest.raises(ConfigError, match="portion"):
         fq.Fleet.mixed(portions, 10)
@@ -100,7 +111,10 @@ def test_no_shares_are_refused():
 
 @pytest.mark.parametrize("shares", [0.5, ["a"], [None], fq.Budget(share=0.5)])
 def test_shares_are_a_list_of_numbers_or_budgets(shares):
-    with pytest.raises(ConfigError, match=r"a fleet of .* was asked for; a list of shares in \(0, 1\] or of budgets"):
+    with pytest.raises(
+        ConfigError,
+        match=r"a fleet of .* was asked for; a list of shares in \(0, 1\] or of budgets",
+    ):
         fq.Fleet.of(shares, 12)
     assert fq.Fleet.of(np.array([1, 0.5]), 4).counts == fq.Fleet.of((1, 0.5), 4).counts
 
@@ -143,7 +157,9 @@ def test_dynamic_budgets_are_redrawn_every_round_and_fixed_ones_are_not():
 def test_dynamic_budgets_keep_the_fleets_proportions():
     """HeteroFL's dynamic setting draws rates by their proportions, each client anew each round."""
     fleet = fq.Fleet.mixed({1.0: 0.1, 0.5: 0.9}, 100, 10, dynamic=True)
-    drawn = Counter(fleet.budget(client, round, 0).share for client in range(100) for round in range(10))
+    drawn = Counter(
+        fleet.budget(client, round, 0).share for client in range(100) for round in range(10)
+    )
     assert abs(drawn[1.0] - 100) < 40  # four standard deviations of 9.5
     assert fleet.budget(0, 0, 0) == fleet.budget(0, 0, 0)
     assert {fleet.budget(0, round, 0).share for round in range(60)} == {1.0, 0.5}
@@ -173,16 +189,23 @@ def test_only_those_who_are_there_take_part_all_of_them_if_they_are_few(tmp_path
 
 
 def test_a_round_without_anybody_has_an_empty_cohort_and_a_trace_that_is_over_is_an_error(tmp_path):
-    fleet = fq.Fleet.of((1.0,), 10, 2, available=trace(tmp_path, "client,start,end\n3,1,2\n4,5,6\n"))
+    fleet = fq.Fleet.of(
+        (1.0,), 10, 2, available=trace(tmp_path, "client,start,end\n3,1,2\n4,5,6\n")
+    )
     assert [fleet.cohort(round, 0) for round in range(6)] == [[], [3], [], [], [], [4]]
     fleet.check(6)
-    with pytest.raises(ConfigError, match=r"7 rounds were asked for; in .*trace.csv nobody is there after 6 of them"):
+    with pytest.raises(
+        ConfigError,
+        match=r"7 rounds were asked for; in .*trace.csv nobody is there after 6 of them",
+    ):
         fleet.check(7)
     fq.Fleet.of((1.0,), 10, 2).check(10**9)
 
 
 def test_a_stay_without_an_end_lasts_and_a_period_repeats(tmp_path):
-    lasting = fq.Fleet.of((1.0,), 10, 2, available=trace(tmp_path, "client,start,end\n3,1,\n4,0,2\n"))
+    lasting = fq.Fleet.of(
+        (1.0,), 10, 2, available=trace(tmp_path, "client,start,end\n3,1,\n4,0,2\n")
+    )
     assert [lasting.cohort(round, 0) for round in (0, 1, 2, 10**9)] == [[4], [3, 4], [3], [3]]
     lasting.check(10**9)
     daily = fq.Fleet.of((1.0,), 10, 2, available=trace(tmp_path, "client,start\n3,1\n", period=3))
@@ -192,7 +215,10 @@ def test_a_stay_without_an_end_lasts_and_a_period_repeats(tmp_path):
 
 def test_stays_that_overlap_count_a_client_once(tmp_path):
     fleet = fq.Fleet.of(
-        (1.0,), 10, 5, available=trace(tmp_path, "client,start,end\n2,0,5\n2,3,8\n2,8,9\n2,1,2\n1,4,5\n")
+        (1.0,),
+        10,
+        5,
+        available=trace(tmp_path, "client,start,end\n2,0,5\n2,3,8\n2,8,9\n2,1,2\n1,4,5\n"),
     )
     assert [fleet.cohort(round, 0) for round in (0, 3, 4, 7, 8)] == [[2], [2], [1, 2], [2], [2]]
     assert fleet.presence.count(4) == 2
@@ -225,7 +251,9 @@ def _random_stays() -> str:
 
     rows = ["client,start,end"]
     for row in range(150):
-        client, start, length = (noise.key(5, row, site) % size for site, size in enumerate((40, 60, 9)))
+        client, start, length = (
+            noise.key(5, row, site) % size for site, size in enumerate((40, 60, 9))
+        )
         rows.append(f"{client},{start},{start + length + 1}")
     return "\n".join(rows)
 
@@ -259,7 +287,10 @@ def test_days_that_begin_together_leave_rounds_without_anybody():
     ("text", "found"),
     [
         ("client,start,end\n12,0,1\n", r"line 2: there is no client 12; the fleet has 10"),
-        ("client,start,end\n1,5,5\n", r"line 2: a stay from 5 to 5 was found; it ends after it starts"),
+        (
+            "client,start,end\n1,5,5\n",
+            r"line 2: a stay from 5 to 5 was found; it ends after it starts",
+        ),
         ("client,start,end\n1,x,5\n", r"line 2: start = 'x' was found; it is a whole number"),
         ("client,start,end\n1,-1,5\n", "start = '-1' was found"),
         ("client,start,end\n1,0,99999999999999999999\n", "end = '9+' was found"),
@@ -296,7 +327,9 @@ def test_stays_beyond_the_period_and_patterns_without_anybody_are_refused(tmp_pa
 
 
 def test_devices_are_a_fleet_as_settings():
-    fleet = Devices(clients=100, sample=10, budgets={"1.0": 0.2, "0.5": 0.4, "0.25": 0.4}).fleet(500)
+    fleet = Devices(clients=100, sample=10, budgets={"1.0": 0.2, "0.5": 0.4, "0.25": 0.4}).fleet(
+        500
+    )
     assert Counter(shares(fleet)) == {1.0: 20, 0.5: 40, 0.25: 40}
     assert fleet.sample == 10
     assert not fleet.dynamic
@@ -314,7 +347,10 @@ def test_devices_may_be_there_by_a_trace_or_a_pattern(tmp_path):
     file = trace(tmp_path, "client,start,end\n3,0,\n").file
     assert Devices(sample=2, available=file).fleet(10).cohort(0, 0) == [3]
     assert Devices(sample=2, available=Trace(file)).fleet(10).cohort(0, 0) == [3]
-    named, given = Devices(sample=50, available="diurnal"), Devices(sample=50, available=Diurnal(24, 8))
+    named, given = (
+        Devices(sample=50, available="diurnal"),
+        Devices(sample=50, available=Diurnal(24, 8)),
+    )
     assert named.fleet(50, seed=3).cohort(7, 0) == given.fleet(50, seed=3).cohort(7, 0)
     with pytest.raises(ConfigError, match="named 'diurnall'"):
         Devices(available="diurnall").fleet(10)
@@ -365,7 +401,9 @@ def test_a_fleet_has_a_whole_number_of_clients(count):
 def test_a_turn_counts_who_was_asked_before_and_not_who_might_have_been(tmp_path):
     """Split-Mix's algorithm 2: the cycle that all share goes on by one a client."""
     file = tmp_path / "one-a-round.csv"
-    file.write_text("client,start,end\n" + "\n".join(f"{round % 8},{round},{round + 1}" for round in range(24)))
+    file.write_text(
+        "client,start,end\n" + "\n".join(f"{round % 8},{round},{round + 1}" for round in range(24))
+    )
     fleet = fq.Fleet.of((0.125,), 8, 8, available=Trace(str(file), 24))
     turns = [
         fleet.client(id, round, 0, 4, place).turn
@@ -374,4 +412,6 @@ def test_a_turn_counts_who_was_asked_before_and_not_who_might_have_been(tmp_path
     ]
     assert turns == list(range(48))
     everybody = fq.Fleet.of((0.125,), 8, 3)
-    assert [everybody.client(0, round, 0, 4, place).turn for round in (0, 2) for place in (0, 2)] == [0, 2, 6, 8]
+    assert [
+        everybody.client(0, round, 0, 4, place).turn for round in (0, 2) for place in (0, 2)
+    ] == [0, 2, 6, 8]

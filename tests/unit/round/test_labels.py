@@ -21,7 +21,12 @@ from fedquilt.units import amount, size
 
 def test_amounts_and_sizes_have_three_digits_and_a_unit():
     assert [amount(count) for count in (7, 1500, 28e6, 2.5e9)] == ["7", "1.5k", "28M", "2.5G"]
-    assert [size(count) for count in (7, 1500, 8e6, 4.0231e9)] == ["7 B", "1.5 kB", "8 MB", "4.02 GB"]
+    assert [size(count) for count in (7, 1500, 8e6, 4.0231e9)] == [
+        "7 B",
+        "1.5 kB",
+        "8 MB",
+        "4.02 GB",
+    ]
 
 
 def test_budgets_are_named_by_their_bounds_and_else_by_their_share(residual):
@@ -39,7 +44,10 @@ def test_labels_are_told_for_shares_whose_name_is_not_the_number(residual):
     macs = residual.member(residual.fit(fq.Budget(share=0.5))).macs
     few, more = fq.Budget(macs=macs), fq.Budget(macs=macs + 1, params=1e9)
     found = labels_by_share(method, [few, more, fq.Budget(memory=1e12)], world)
-    assert found == {"0.5": f"{amount(macs)} MACs | 1G parameters, {amount(macs + 1)} MACs", "1.0": "1 TB | 1"}
+    assert found == {
+        "0.5": f"{amount(macs)} MACs | 1G parameters, {amount(macs + 1)} MACs",
+        "1.0": "1 TB | 1",
+    }
 
 
 @dataclass(frozen=True)

@@ -21,7 +21,9 @@ from tests.unit.family import cuts
 
 
 def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0) -> Trip:
-    job = fq.Job(fq.Client(client, fq.Budget(share=1.0), 1), submodel or prefix(family.whole), round)
+    job = fq.Job(
+        fq.Client(client, fq.Budget(share=1.0), 1), submodel or prefix(family.whole), round
+    )
     return Trip(World(family, seed), job, up=up)
 
 
@@ -29,13 +31,19 @@ def trip_of(family, client=0, round=0, up=True, submodel=None, seed=0) -> Trip:
 
 
 @pytest.mark.parametrize(
-    ("share", "count"), [(0.125, 1), (0.25, 2), (0.35, 3), (0.375, 3), (0.5, 4), (0.75, 6), (1.0, 8)]
+    ("share", "count"),
+    [(0.125, 1), (0.25, 2), (0.35, 3), (0.375, 3), (0.5, 4), (0.75, 6), (1.0, 8)],
 )
 def test_a_member_has_a_column_for_every_eighth_of_the_whole_width(share, count):
     """FedResCuE, appendix A.3.4: a column is 0.125 of the *global* width; the last may be narrower."""
-    wide = fq.trace(lambda: torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 3)), torch.zeros(2, 4))
+    wide = fq.trace(
+        lambda: torch.nn.Sequential(torch.nn.Linear(4, 64), torch.nn.Linear(64, 3)),
+        torch.zeros(2, 4),
+    )
     assert fq.Columns().count(wide.member(wide.fit(fq.Budget(share=share)))) == count
-    assert fq.Columns(granularity=0.25).count(wide.member(wide.fit(fq.Budget(share=share)))) == -(-count // 2)
+    assert fq.Columns(granularity=0.25).count(wide.member(wide.fit(fq.Budget(share=share)))) == -(
+        -count // 2
+    )
 
 
 @pytest.mark.parametrize("rate", [0.1, 0.3, 0.7])
@@ -43,9 +51,13 @@ def test_what_arrives_has_the_truncated_geometric_distribution(rate, perceptron)
     """Pr{n columns} = (1 − e)^n·e for n < N, and (1 − e)^N for all of them; chi-square over 4,000 draws."""
     draws, count, loss = 4000, 8, fq.Columns(rate)
     seen = Counter(
-        loss.arrived(trip_of(perceptron, client, round), count) for client in range(40) for round in range(100)
+        loss.arrived(trip_of(perceptron, client, round), count)
+        for client in range(40)
+        for round in range(100)
     )
-    expected = [draws * (1 - rate) ** n * rate for n in range(count)] + [draws * (1 - rate) ** count]
+    expected = [draws * (1 - rate) ** n * rate for n in range(count)] + [
+        draws * (1 - rate) ** count
+    ]
     chi = sum((seen[n] - want) ** 2 / want for n, want in enumerate(expected) if want > 5)
     assert sum(seen.values()) == draws
     assert chi < 27.9  # 99.95 % of chi-square with 8 degrees of freedom
@@ -61,11 +73,17 @@ def test_what_arrives_has_the_truncated_geometric_distribution(rate, perceptron)
     ],
     ids=str,
 )
-def test_a_failed_column_ends_the_transmission_so_that_more_is_lost_than_the_rate(loss, lost, perceptron):
+def test_a_failed_column_ends_the_transmission_so_that_more_is_lost_than_the_rate(
+    loss, lost, perceptron
+):
     """Of eight columns: 1 − ((1 − e) + … + (1 − e)^8) / 8, with the mean rate e."""
     rate = (loss.rate + (loss.upto or loss.rate)) / 2
     assert 1 - sum((1 - rate) ** n for n in range(1, 9)) / 8 == pytest.approx(lost, abs=1e-3)
-    arrived = [loss.arrived(trip_of(perceptron, client, round), 8) for client in range(40) for round in range(100)]
+    arrived = [
+        loss.arrived(trip_of(perceptron, client, round), 8)
+        for client in range(40)
+        for round in range(100)
+    ]
     assert 1 - sum(arrived) / 8 / len(arrived) == pytest.approx(lost, abs=0.015)  # 2.5 deviations
 
 
@@ -90,7 +108,10 @@ def test_draws_depend_on_everything_they_should(perceptron):
     scoped = Submodel(whole.arch, whole.index, "base1/")
 
     def story(**changes):
-        return [loss.arrived(trip_of(perceptron, **{"round": round, **changes}), 8) for round in range(40)]
+        return [
+            loss.arrived(trip_of(perceptron, **{"round": round, **changes}), 8)
+            for round in range(40)
+        ]
 
     stories = [
         story(),
@@ -135,7 +156,9 @@ def test_the_first_columns_are_the_first_channels_in_the_submodels_own_order(dat
             assert len(first) == (len(kept) if arrived == count else min(len(kept), most))
     picked = family.cutter.gather(family.init(0), reached, family.trainable)
     assert arrival.bytes == sum(value.nbytes for value in picked.values())
-    assert arrival.payload.weights.keys() == picked.keys()  # weights without a width come with the first column
+    assert (
+        arrival.payload.weights.keys() == picked.keys()
+    )  # weights without a width come with the first column
     for name, value in picked.items():
         assert torch.equal(arrival.payload.weights[name], value)
 
@@ -159,8 +182,12 @@ def test_a_round_takes_as_long_as_its_slowest_client(perceptron, make_data, play
     first = 0.5 + bits / 1e3 + bits / 5e2 + 5 * macs / 1e3
     second = 0.5 + bits / 2e3 + bits / 5e2 + 7 * macs / 5e2
     assert run.records[0].link_seconds == pytest.approx(max(first, second))
-    assert run.history[0]["link_seconds"] == run.summary["link_seconds"] == run.records[0].link_seconds
-    double = play(fq.methods.FedNova(), perceptron, data, link=fq.Link(clock=clock), rounds=1)  # charged twice
+    assert (
+        run.history[0]["link_seconds"] == run.summary["link_seconds"] == run.records[0].link_seconds
+    )
+    double = play(
+        fq.methods.FedNova(), perceptron, data, link=fq.Link(clock=clock), rounds=1
+    )  # charged twice
     assert double.records[0].link_seconds > run.records[0].link_seconds
 
 
@@ -176,7 +203,10 @@ def test_without_a_clock_nothing_is_said_of_time(perceptron, make_data, play):
     [
         (fq.Clock(), "20 Mbit/s down, 10 Mbit/s up, 0.05 s each way"),
         (fq.Clock(1e9, 1.5e5), "1 Gbit/s down, 150 kbit/s up, 0.05 s each way"),
-        (fq.Clock((50e6, 5e5), 300.0, 0.0), "50 Mbit/s, 500 kbit/s down, 300 bit/s up, 0 s each way"),
+        (
+            fq.Clock((50e6, 5e5), 300.0, 0.0),
+            "50 Mbit/s, 500 kbit/s down, 300 bit/s up, 0 s each way",
+        ),
     ],
 )
 def test_a_clock_is_told_in_units(clock, told):
@@ -196,24 +226,48 @@ def test_a_round_without_clients_takes_no_time():
         (lambda: fq.Columns(1.5), r"Columns: rate = 1\.5 was asked for; it must lie in \[0, 1\]"),
         (lambda: fq.Columns((0.1, -1.0)), r"rate = -1\.0 was asked for"),
         (lambda: fq.Columns(()), r"rate = an empty list was asked for; one number for all"),
-        (lambda: fq.Columns(0.3, 0.2), r"upto = 0\.2 .* at least the rate, 0\.3,.*Set upto too, or upto to none"),
+        (
+            lambda: fq.Columns(0.3, 0.2),
+            r"upto = 0\.2 .* at least the rate, 0\.3,.*Set upto too, or upto to none",
+        ),
         (lambda: fq.Columns((0.1, 0.3), 0.2), r"at least the rate, 0\.3"),
-        (lambda: fq.Columns(granularity=0.0), r"granularity = 0\.0 was asked for; it must lie in \[0\.001, 1\]"),
-        (lambda: fq.Clock(down=0.0), r"Clock: down = 0\.0 was asked for; it must lie in \[1, 1e15\]"),
+        (
+            lambda: fq.Columns(granularity=0.0),
+            r"granularity = 0\.0 was asked for; it must lie in \[0\.001, 1\]",
+        ),
+        (
+            lambda: fq.Clock(down=0.0),
+            r"Clock: down = 0\.0 was asked for; it must lie in \[1, 1e15\]",
+        ),
         (lambda: fq.Clock(up=()), r"up = an empty list"),
         (lambda: fq.Clock(latency=-1.0), r"latency = -1\.0"),
         (lambda: fq.Wireless(power=0.0), r"Wireless: power = 0\.0 was asked for"),
         (lambda: fq.Wireless(distances=(10.0, 0.0)), r"distances = 0\.0 was asked for"),
-        (lambda: fq.Wireless(fading="fog"), r"fading = 'fog' was asked for; it may be 'rayleigh', 'constant'"),
+        (
+            lambda: fq.Wireless(fading="fog"),
+            r"fading = 'fog' was asked for; it may be 'rayleigh', 'constant'",
+        ),
         (
             lambda: fq.Link(loss=0.1),
             r"Link: loss = 0\.1 was asked for; fq\.Columns\(0\.1\) or fq\.Wireless\(\) would fit",
         ),
-        (lambda: fq.Link(codec=8), r"Link: codec = 8 was asked for; fq\.Codec\(bits=8\) would fit, None for none"),
-        (lambda: fq.Link(codec="lq8"), r"codec = 'lq8' was asked for; .* by its name, such as fq\.Link\.preset"),
-        (lambda: fq.Link(clock=1e6), r"Link: clock = 1000000\.0 was asked for; fq\.Clock\(down=20e6, up=10e6\)"),
+        (
+            lambda: fq.Link(codec=8),
+            r"Link: codec = 8 was asked for; fq\.Codec\(bits=8\) would fit, None for none",
+        ),
+        (
+            lambda: fq.Link(codec="lq8"),
+            r"codec = 'lq8' was asked for; .* by its name, such as fq\.Link\.preset",
+        ),
+        (
+            lambda: fq.Link(clock=1e6),
+            r"Link: clock = 1000000\.0 was asked for; fq\.Clock\(down=20e6, up=10e6\)",
+        ),
         (lambda: fq.Link(loss=fq.Columns), r"loss = <class .*Columns'> was asked for"),
-        (lambda: fq.Link.preset("lossy"), r"there is no link named 'lossy'.*Did you mean 'lossy-mild'"),
+        (
+            lambda: fq.Link.preset("lossy"),
+            r"there is no link named 'lossy'.*Did you mean 'lossy-mild'",
+        ),
     ],
 )
 def test_links_that_cannot_be_are_refused(make, told):
@@ -224,14 +278,25 @@ def test_links_that_cannot_be_are_refused(make, told):
 @pytest.mark.parametrize(
     ("link", "told"),
     [
-        (fq.Link(loss=fq.Columns((0.1,) * 4)), r"Columns: rate has 4 values for 6 clients; one for all, one a client"),
+        (
+            fq.Link(loss=fq.Columns((0.1,) * 4)),
+            r"Columns: rate has 4 values for 6 clients; one for all, one a client",
+        ),
         (fq.Link(loss=fq.Columns((0.1,) * 12)), r"rate has 12 values for 6 clients"),
-        (fq.Link(loss=fq.Wireless(distances=(1.0,) * 5)), r"Wireless: distances has 5 values for 6 clients"),
+        (
+            fq.Link(loss=fq.Wireless(distances=(1.0,) * 5)),
+            r"Wireless: distances has 5 values for 6 clients",
+        ),
         (fq.Link(clock=fq.Clock(compute=(1.0,) * 4)), r"Clock: compute has 4 values for 6 clients"),
-        ("lossy-mild", r"run was given str 'lossy-mild' where a Link belongs, such as fq\.Link\.preset"),
+        (
+            "lossy-mild",
+            r"run was given str 'lossy-mild' where a Link belongs, such as fq\.Link\.preset",
+        ),
     ],
 )
-def test_lists_that_do_not_come_out_even_are_refused_before_the_run(link, told, perceptron, make_data):
+def test_lists_that_do_not_come_out_even_are_refused_before_the_run(
+    link, told, perceptron, make_data
+):
     data, fleet = make_data(perceptron, (4,) * 6), fq.Fleet.of((1.0,), 6, 2)
     with pytest.raises(ConfigError, match=told):
         fq.prepare(fq.methods.FedAvg(), perceptron, data, fleet, link=link)
@@ -240,7 +305,13 @@ def test_lists_that_do_not_come_out_even_are_refused_before_the_run(link, told, 
 def test_lists_may_begin_again(perceptron, make_data):
     data, fleet = make_data(perceptron, (4,) * 6), fq.Fleet.of((1.0,), 6, 2)
     for count in (1, 2, 3, 6):
-        fq.prepare(fq.methods.FedAvg(), perceptron, data, fleet, link=fq.Link(loss=fq.Columns((0.1,) * count)))
+        fq.prepare(
+            fq.methods.FedAvg(),
+            perceptron,
+            data,
+            fleet,
+            link=fq.Link(loss=fq.Columns((0.1,) * count)),
+        )
 
 
 def test_links_say_what_they_do():
@@ -253,16 +324,27 @@ def test_links_say_what_they_do():
 
 
 def test_a_run_goes_on_only_over_its_link(perceptron, make_data, tmp_path):
-    parts = fq.methods.FedAvg(), perceptron, make_data(perceptron, (4, 4)), fq.Fleet.of((1.0,), 2, 2)
+    parts = (
+        fq.methods.FedAvg(),
+        perceptron,
+        make_data(perceptron, (4, 4)),
+        fq.Fleet.of((1.0,), 2, 2),
+    )
     fq.run(*parts, rounds=1, out=tmp_path / "run", link=fq.Link.preset("lossy-mild"))
     with pytest.raises(ConfigError, match=r"link\.loss\.rate: 0\.1 there, 0\.2 here"):
-        fq.run(*parts, rounds=2, out=tmp_path / "run", resume=True, link=fq.Link.preset("lossy-strong"))
+        fq.run(
+            *parts, rounds=2, out=tmp_path / "run", resume=True, link=fq.Link.preset("lossy-strong")
+        )
     fq.run(*parts, rounds=2, out=tmp_path / "run", resume=True, link=fq.Link.preset("lossy-mild"))
 
 
 def test_lists_are_dealt_as_tuples_are():
     assert fq.Columns([0.1, 0.2]) == fq.Columns((0.1, 0.2))
-    assert hash(fq.Clock(down=[1e6, 2e6], latency=[0.1, 0.2])) == hash(fq.Clock(down=(1e6, 2e6), latency=(0.1, 0.2)))
-    assert hash(fq.Wireless(distances=[100.0, 400.0])) == hash(fq.Wireless(distances=(100.0, 400.0)))
+    assert hash(fq.Clock(down=[1e6, 2e6], latency=[0.1, 0.2])) == hash(
+        fq.Clock(down=(1e6, 2e6), latency=(0.1, 0.2))
+    )
+    assert hash(fq.Wireless(distances=[100.0, 400.0])) == hash(
+        fq.Wireless(distances=(100.0, 400.0))
+    )
     with pytest.raises(ConfigError, match="an empty list"):
         fq.Columns([])

@@ -28,7 +28,9 @@ def spec_of(values: torch.Tensor, lengths=LENGTHS, arrives=None) -> ChangeSpec:
     return ChangeSpec(shapes, values.dtype, values.device, arrives)
 
 
-def coded(codec: Codec, values: torch.Tensor, seed: int = 3, luck: int = 5, arrives=None) -> torch.Tensor:
+def coded(
+    codec: Codec, values: torch.Tensor, seed: int = 3, luck: int = 5, arrives=None
+) -> torch.Tensor:
     spec = spec_of(values, arrives=arrives)
     message = codec.encode(values, spec, (seed, luck))
     assert message.dtype == torch.uint8
@@ -38,7 +40,11 @@ def coded(codec: Codec, values: torch.Tensor, seed: int = 3, luck: int = 5, arri
 # --- bytes ---------------------------------------------------------------------------------------------------------
 
 
-@given(st.sampled_from([2, 4, 8]).flatmap(lambda b: st.tuples(st.just(b), st.lists(st.integers(0, 2**b - 1)))))
+@given(
+    st.sampled_from([2, 4, 8]).flatmap(
+        lambda b: st.tuples(st.just(b), st.lists(st.integers(0, 2**b - 1)))
+    )
+)
 def test_packing_has_an_inverse_and_wastes_less_than_a_byte(case):
     bits, numbers = case
     codes = torch.tensor(numbers, dtype=torch.uint8)
@@ -66,7 +72,14 @@ def test_sizes_are_exact(bits, keep, dtype):
     assert len(message) == seed + header + -(-each * round(keep * COUNT) // 8)
 
 
-TABLE_10 = {"lq8": 1 / 4, "lq4": 1 / 8, "lq2": 1 / 16, "sp25": 1 / 4, "sp10": 1 / 10, "lq8+sp10": 1 / 40}
+TABLE_10 = {
+    "lq8": 1 / 4,
+    "lq4": 1 / 8,
+    "lq2": 1 / 16,
+    "sp25": 1 / 4,
+    "sp10": 1 / 10,
+    "lq8+sp10": 1 / 40,
+}
 
 
 @pytest.mark.parametrize("name", TABLE_10)
@@ -97,7 +110,9 @@ def test_a_quantised_value_is_one_of_its_two_neighbours(bits, dtype):
 
 
 def test_what_is_constant_in_a_weight_comes_back_as_it_was():
-    values = torch.cat([torch.full((length,), float(place)) for place, length in enumerate(LENGTHS)])
+    values = torch.cat(
+        [torch.full((length,), float(place)) for place, length in enumerate(LENGTHS)]
+    )
     assert torch.equal(coded(Codec(2), values), values)
 
 
@@ -155,7 +170,10 @@ def test_what_is_coded_is_the_change_from_what_was_received(perceptron):
     moved = {name: value + 1e-3 for name, value in known.items()}
     payload = fq.Payload(trip.job.submodel, moved)
     arrival = fq.Link(codec=Codec(bits=2)).up(payload, trip, known)
-    for name, value in arrival.payload.weights.items():  # the change is constant: it needs no level but one
+    for (
+        name,
+        value,
+    ) in arrival.payload.weights.items():  # the change is constant: it needs no level but one
         torch.testing.assert_close(value, moved[name], rtol=0, atol=1e-9)
     assert arrival.bytes == 4 * 8 + -(-2 * 51 // 8)  # four weights, 51 parameters
     assert list(arrival.payload.weights) == list(moved)
@@ -181,9 +199,13 @@ def test_downloads_are_coded_on_request(perceptron):
 def test_statistics_travel_whole(residual, make_data, play):
     method = fq.methods.FedAvg(local=fq.Local(batch_size=4, norm="tracked"))
     run = play(method, residual, make_data(residual, (8,)), link=fq.Link.preset("lq8"), rounds=1)
-    numbers = sum(value.numel() for name, value in residual.init(0).items() if name in residual.statistics)
+    numbers = sum(
+        value.numel() for name, value in residual.init(0).items() if name in residual.statistics
+    )
     weights = len(residual.trainable)
-    assert run.records[0].bytes_up == 8 * numbers + 8 * weights + residual.count(residual.whole)  # fp64
+    assert run.records[0].bytes_up == 8 * numbers + 8 * weights + residual.count(
+        residual.whole
+    )  # fp64
     truth = play(method, residual, make_data(residual, (8,)), rounds=1)
     for name in residual.statistics:
         assert torch.equal(run.server.weights[name], truth.server.weights[name])
@@ -192,7 +214,9 @@ def test_statistics_travel_whole(residual, make_data, play):
 def test_every_message_has_draws_of_its_own(perceptron):
     keys = {
         trip_of(perceptron, client, round, up).key(what)
-        for client, round, up, what in itertools.product(range(3), range(3), (False, True), range(3))
+        for client, round, up, what in itertools.product(
+            range(3), range(3), (False, True), range(3)
+        )
     }
     assert len(keys) == 3 * 3 * 2 * 3
 
@@ -200,10 +224,15 @@ def test_every_message_has_draws_of_its_own(perceptron):
 # --- error feedback ------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("codec", [Codec(2, 1.0, True), Codec(32, 0.1, True), Codec(4, 0.25, True)], ids=str)
+@pytest.mark.parametrize(
+    "codec", [Codec(2, 1.0, True), Codec(32, 0.1, True), Codec(4, 0.25, True)], ids=str
+)
 def test_with_feedback_the_sum_of_what_was_sent_tends_to_the_sum_of_changes(codec, perceptron):
     """What is still owed stays bounded, so that of many rounds nothing is lost; without feedback it grows."""
-    known = {name: torch.zeros_like(value, dtype=torch.float64) for name, value in perceptron.init(0).items()}
+    known = {
+        name: torch.zeros_like(value, dtype=torch.float64)
+        for name, value in perceptron.init(0).items()
+    }
     draw, rounds = torch.Generator().manual_seed(1), 400
     wanted = {name: torch.zeros_like(value) for name, value in known.items()}
     sent = {name: torch.zeros_like(value) for name, value in known.items()}
@@ -211,8 +240,13 @@ def test_with_feedback_the_sum_of_what_was_sent_tends_to_the_sum_of_changes(code
     owed = []
     for round in range(rounds):
         trip = trip_of(perceptron, round=round)
-        drawn = {n: 1 + torch.randn(v.shape, generator=draw, dtype=torch.float64) for n, v in known.items()}
-        arrival = fq.Link(codec=codec).up(fq.Payload(trip.job.submodel, drawn), trip, known, residual)
+        drawn = {
+            n: 1 + torch.randn(v.shape, generator=draw, dtype=torch.float64)
+            for n, v in known.items()
+        }
+        arrival = fq.Link(codec=codec).up(
+            fq.Payload(trip.job.submodel, drawn), trip, known, residual
+        )
         residual = arrival.error
         for name, value in arrival.payload.weights.items():
             wanted[name] += drawn[name]
@@ -233,12 +267,17 @@ def test_feedback_is_kept_by_the_client_and_added_to_its_next_change(perceptron,
     assert set(owed) == set(perceptron.trainable)
     exact = play(method, perceptron, data, rounds=1)
     for name, weight in exact.server.weights.items():
-        torch.testing.assert_close(first.server.weights[name] + owed[name], weight, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            first.server.weights[name] + owed[name], weight, rtol=0, atol=1e-12
+        )
         assert owed[name].abs().max() > 0
 
 
 def test_a_client_that_sends_nothing_codes_nothing(perceptron, make_data, play):
-    for link in (fq.Link.preset("lq8"), fq.Link(loss=fq.Columns(0.5), codec=Codec(8, 0.5, True, True))):
+    for link in (
+        fq.Link.preset("lq8"),
+        fq.Link(loss=fq.Columns(0.5), codec=Codec(8, 0.5, True, True)),
+    ):
         run = play(fq.methods.LocalOnly(), perceptron, make_data(perceptron, (5, 5)), link=link)
         assert run.records[0].bytes_up == run.records[0].bytes_down == 0
         truth = play(fq.methods.LocalOnly(), perceptron, make_data(perceptron, (5, 5)))

@@ -224,7 +224,9 @@ LOSSY = [Plain(), Halved(), Codec(2), Codec(8, 0.01), Codec(keep=0.5, feedback=T
 
 @pytest.mark.parametrize("precision", ["fp32", "fp64"])
 @pytest.mark.parametrize("codec", LOSSY, ids=str)
-def test_codecs_that_lose_something_are_not_refused(codec, precision, perceptron, residual, language):
+def test_codecs_that_lose_something_are_not_refused(
+    codec, precision, perceptron, residual, language
+):
     for family in (perceptron, residual, language):
         check_codec(codec, World(family, precision=precision), lossy=True)
 

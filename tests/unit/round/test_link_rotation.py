@@ -69,7 +69,9 @@ def test_the_signs_come_before_the_transform():
 
 @given(st.lists(st.integers(0, 20), min_size=1, max_size=6), st.integers(-(2**63), 2**63 - 1))
 def test_the_inverse_gives_the_change_back(lengths, seed):
-    values = torch.randn(sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    values = torch.randn(
+        sum(lengths), generator=torch.Generator().manual_seed(0), dtype=torch.float64
+    )
     rotated = rotate(values, lengths, torch.tensor(seed))
     assert len(rotated) == sum(padded(length) for length in lengths)
     found = unrotate(rotated, lengths, torch.tensor(seed))
@@ -87,7 +89,12 @@ def test_padded_values_are_sent_too_and_a_seed(bits, dtype):
     assert len(message) == 8 + 2 * 4 * len(LENGTHS) + -(-bits * sum(PADDED) // 8)
 
 
-@given(st.integers(0, 2**32), st.sampled_from([2, 8]), st.sampled_from([1.0, 0.5, 0.05]), st.sampled_from([0.5, 0.02]))
+@given(
+    st.integers(0, 2**32),
+    st.sampled_from([2, 8]),
+    st.sampled_from([1.0, 0.5, 0.05]),
+    st.sampled_from([0.5, 0.02]),
+)
 def test_values_that_are_kept_and_arrive_are_rotated_and_no_others(seed, bits, keep, part):
     """Bytes are those of the padded rest of each tensor. Elsewhere the decoded change is zero."""
     codec = Codec(bits, keep, rotate=True)
@@ -97,7 +104,9 @@ def test_values_that_are_kept_and_arrive_are_rotated_and_no_others(seed, bits, k
     message = codec.encode(values, spec, (3, 5))
     plain = Codec(32, keep)
     ones = torch.ones_like(values)
-    travels = arrives & (plain.decode(plain.encode(ones, spec_of(ones), (3, 5)), spec_of(ones)) != 0)
+    travels = arrives & (
+        plain.decode(plain.encode(ones, spec_of(ones), (3, 5)), spec_of(ones)) != 0
+    )
     total = sum(padded(int(mask.sum())) for mask in travels.split(LENGTHS))
     assert len(message) == 8 + 8 * len(LENGTHS) + -(-bits * total // 8)
     found = codec.decode(message, spec)
@@ -134,20 +143,25 @@ def test_at_32_bits_nothing_is_rotated():
     values = change()
     spec = spec_of(values)
     assert fq.Link(codec=Codec(rotate=True)).coder is None
-    plain, rotating = (Codec(keep=0.5, rotate=choice).encode(values, spec, (3, 5)) for choice in (False, True))
+    plain, rotating = (
+        Codec(keep=0.5, rotate=choice).encode(values, spec, (3, 5)) for choice in (False, True)
+    )
     assert torch.equal(plain, rotating)
     assert "rotated" not in str(Codec(keep=0.5, rotate=True))
     assert str(Codec(8, rotate=True)) == "8 bits a value, rotated at random"
 
 
 @pytest.mark.parametrize(
-    "codec", [Codec(8, rotate=True), Codec(2, 0.01, rotate=True), Codec(4, feedback=True, rotate=True)]
+    "codec",
+    [Codec(8, rotate=True), Codec(2, 0.01, rotate=True), Codec(4, feedback=True, rotate=True)],
 )
 def test_rotating_codecs_pass_the_check_before_a_run(codec, perceptron):
     check_codec(codec, fq.World(perceptron), lossy=True)
 
 
-@pytest.mark.parametrize("codec", [Codec(4, feedback=True, rotate=True), Codec(8, 0.25, feedback=True, rotate=True)])
+@pytest.mark.parametrize(
+    "codec", [Codec(4, feedback=True, rotate=True), Codec(8, 0.25, feedback=True, rotate=True)]
+)
 def test_with_feedback_nothing_is_lost_over_many_rounds(codec):
     """What was sent and what is still owed add up to all changes, and what is owed does not grow."""
     lengths = [2**14, 100]
@@ -171,7 +185,8 @@ def test_with_feedback_nothing_is_lost_over_many_rounds(codec):
 def test_two_bits_with_rotation_and_feedback_are_refused_because_errors_grow():
     """The same sums without the check: what is owed grows round after round."""
     with pytest.raises(
-        ConfigError, match=r"Codec: rotate = True was asked for with feedback and 2 bits; .* 4 or 8 bits"
+        ConfigError,
+        match=r"Codec: rotate = True was asked for with feedback and 2 bits; .* 4 or 8 bits",
     ):
         Codec(2, feedback=True, rotate=True)
     codec = Codec(2, rotate=True)

@@ -23,7 +23,9 @@ def rate(distance, gain, bandwidth=BANDWIDTH, power=POWER):
 @pytest.mark.parametrize("mean", [800.0, 990.0, 1004.0, 1030.0])
 @pytest.mark.parametrize("min_rate", [5e6, 4.9e6])
 def test_equation_7_with_poisson_distances(mean, min_rate):
-    distances = torch.poisson(torch.full((DRAWS,), mean).double(), generator=torch.Generator().manual_seed(1))
+    distances = torch.poisson(
+        torch.full((DRAWS,), mean).double(), generator=torch.Generator().manual_seed(1)
+    )
     lost = (rate(distances, torch.tensor(1.0)) < min_rate).double().mean()
     expected = outage_poisson(mean, POWER, EXPONENT, needed(BANDWIDTH, NOISE, min_rate))
     assert abs(float(lost) - expected) < 4 * math.sqrt(max(expected * (1 - expected), 1e-5) / DRAWS)
@@ -34,7 +36,9 @@ def test_equation_7_with_poisson_distances(mean, min_rate):
 def test_equation_7_with_rayleigh_fading_at_a_fixed_distance(distance, min_rate):
     draw = torch.Generator().manual_seed(1)
     real, imaginary = torch.randn(2, DRAWS, generator=draw, dtype=torch.float64) / math.sqrt(2)
-    lost = (rate(torch.tensor(distance).double(), real**2 + imaginary**2) < min_rate).double().mean()
+    lost = (
+        (rate(torch.tensor(distance).double(), real**2 + imaginary**2) < min_rate).double().mean()
+    )
     expected = outage_rayleigh(distance, POWER, EXPONENT, needed(BANDWIDTH, NOISE, min_rate))
     assert abs(float(lost) - expected) < 4 * math.sqrt(max(expected * (1 - expected), 1e-5) / DRAWS)
 
@@ -55,7 +59,9 @@ def test_farther_is_worse_and_clients_have_their_own_distances():
 def test_distances_are_drawn_evenly_over_a_disc_from_the_seed():
     drawn = torch.tensor([RADIO.distance(client, 3) for client in range(2000)])
     assert drawn.max() <= 600
-    assert abs(float((drawn < 300).double().mean()) - 0.25) < 0.04  # half the radius, a quarter of the area
+    assert (
+        abs(float((drawn < 300).double().mean()) - 0.25) < 0.04
+    )  # half the radius, a quarter of the area
     assert RADIO.distance(7, 4) != RADIO.distance(7, 3)
 
 

@@ -24,10 +24,14 @@ WEIGHTINGS = ("uniform", "data", "model", "updates", "both")
 few = settings(max_examples=50, deadline=None)
 
 
-def update(submodel: Submodel, seed: int, size: int = 1, steps: int = 1, names=cuts.ONE_NET, pace=1.0) -> Update:
+def update(
+    submodel: Submodel, seed: int, size: int = 1, steps: int = 1, names=cuts.ONE_NET, pace=1.0
+) -> Update:
     """A client that sends random weights at a sub-model's positions."""
     whole = cuts.state(seed, submodel.scope)
-    sent = Payload(submodel, {n: w.clone() for n, w in cuts.cutter().gather(whole, submodel, names).items()})
+    sent = Payload(
+        submodel, {n: w.clone() for n, w in cuts.cutter().gather(whole, submodel, names).items()}
+    )
     return Update(Job(Client(seed, Budget(share=1.0), size), submodel, 0), (sent,), steps, pace)
 
 
@@ -38,7 +42,9 @@ def server(*scopes: str) -> Server:
     return Server(0, weights)
 
 
-def mean(updates: list[Update], old: Server, weighting="uniform", flat=None, **options) -> dict[str, Tensor]:
+def mean(
+    updates: list[Update], old: Server, weighting="uniform", flat=None, **options
+) -> dict[str, Tensor]:
     fold = Mean(cuts.cutter(flat), weighting, **options).begin(old)
     for one in updates:
         fold.add(one)
@@ -69,7 +75,8 @@ def naive_mean(updates: list[Update], old: Server, weighting: str) -> dict[str, 
                     if payload.submodel.scope + name != full or name not in payload.weights:
                         continue
                     places = [
-                        list(cuts.positions_of(dim, payload.submodel.index, cuts.SIZES)) for dim in cuts.DIMS[name]
+                        list(cuts.positions_of(dim, payload.submodel.index, cuts.SIZES))
+                        for dim in cuts.DIMS[name]
                     ]
                     if all(p in held for p, held in zip(at, places, strict=True)):
                         here = tuple(held.index(p) for p, held in zip(at, places, strict=True))
@@ -86,11 +93,15 @@ def cohorts(draw: st.DrawFn) -> list[Update]:
     updates = []
     for seed in range(draw(st.integers(1, 4))):
         submodel = draw(cuts.submodels(scopes=("", "base1/")))
-        if draw(st.booleans()):  # class rows (HeteroFL's masking), or what a broken link let through
+        if draw(
+            st.booleans()
+        ):  # class rows (HeteroFL's masking), or what a broken link let through
             classes = Positions.chosen(sorted(draw(st.sets(st.integers(0, 4), min_size=1))))
             submodel = replace(submodel, index=Index({**submodel.index, "class": classes}))
         names = tuple(n for n in cuts.ONE_NET if n == "square" or draw(st.booleans()))
-        updates.append(update(submodel, seed, draw(st.integers(1, 9)), draw(st.integers(1, 5)), names))
+        updates.append(
+            update(submodel, seed, draw(st.integers(1, 9)), draw(st.integers(1, 5)), names)
+        )
     return updates
 
 
@@ -103,11 +114,23 @@ def max_shared_size(entries: int):
 
 
 @few
-@given(cohorts(), st.sampled_from(WEIGHTINGS), st.booleans(), st.booleans(), st.sampled_from((0, 10, 1000)))
+@given(
+    cohorts(),
+    st.sampled_from(WEIGHTINGS),
+    st.booleans(),
+    st.booleans(),
+    st.sampled_from((0, 10, 1000)),
+)
 def test_mean_is_equation_10_position_by_position(updates, weighting, flat, class_is_cut, entries):
-    if not class_is_cut:  # as in a real family: classes are no width, and rows of them are cut one weight at a time
+    if (
+        not class_is_cut
+    ):  # as in a real family: classes are no width, and rows of them are cut one weight at a time
         for place, one in enumerate(updates):
-            arch = Arch(tuple((axis, width) for axis, width in one.job.submodel.arch.widths if axis != "class"))
+            arch = Arch(
+                tuple(
+                    (axis, width) for axis, width in one.job.submodel.arch.widths if axis != "class"
+                )
+            )
             sent = tuple(replace(p, submodel=replace(p.submodel, arch=arch)) for p in one.sent)
             updates[place] = replace(one, sent=sent)
     old = server("", "base1/")
@@ -150,11 +173,16 @@ def test_joining_partial_folds_is_one_fold(updates, where, weighting):
 
 @few
 @given(
-    cuts.submodels(), st.lists(st.integers(1, 5), min_size=1, max_size=4), st.sampled_from(WEIGHTINGS), st.booleans()
+    cuts.submodels(),
+    st.lists(st.integers(1, 5), min_size=1, max_size=4),
+    st.sampled_from(WEIGHTINGS),
+    st.booleans(),
 )
 def test_adding_a_stack_is_adding_each(submodel, sizes, weighting, paced):
     old = server()
-    updates = [update(submodel, seed, size, steps=size, pace=1.0 + size) for seed, size in enumerate(sizes)]
+    updates = [
+        update(submodel, seed, size, steps=size, pace=1.0 + size) for seed, size in enumerate(sizes)
+    ]
     stacked = {n: torch.stack([one.sent[0].weights[n] for one in updates]) for n in cuts.ONE_NET}
     fold = Mean(cuts.cutter(), weighting, paced=paced).begin(old)
     fold.add_stack(updates, [stacked])
@@ -164,9 +192,13 @@ def test_adding_a_stack_is_adding_each(submodel, sizes, weighting, paced):
 
 def test_a_paced_mean_is_fednovas_formula():
     old, whole = server(), Submodel(Arch(()))
-    updates = [update(whole, seed, size, pace=pace) for seed, size, pace in ((0, 1, 2.0), (1, 3, 5.0))]
+    updates = [
+        update(whole, seed, size, pace=pace) for seed, size, pace in ((0, 1, 2.0), (1, 3, 5.0))
+    ]
     found = mean(updates, old, "data", paced=True)
-    w, w0, w1 = (s["square"] for s in (old.weights, updates[0].sent[0].weights, updates[1].sent[0].weights))
+    w, w0, w1 = (
+        s["square"] for s in (old.weights, updates[0].sent[0].weights, updates[1].sent[0].weights)
+    )
     effective = (1 * 2.0 + 3 * 5.0) / 4  # the data-weighted mean of a_i
     expected = w + effective * (1 / 4 * (w0 - w) / 2.0 + 3 / 4 * (w1 - w) / 5.0)
     torch.testing.assert_close(found["square"], expected, rtol=1e-12, atol=1e-12)
@@ -178,7 +210,10 @@ def test_a_paced_mean_of_equal_paces_is_the_mean(updates, weighting):
     old = server("", "base1/")
     paced = [replace(one, pace=3.0) for one in updates]
     torch.testing.assert_close(
-        mean(paced, old, weighting, paced=True), mean(updates, old, weighting), rtol=1e-12, atol=1e-12
+        mean(paced, old, weighting, paced=True),
+        mean(updates, old, weighting),
+        rtol=1e-12,
+        atol=1e-12,
     )
 
 
@@ -212,7 +247,9 @@ def test_client_weights_of_appendix_a3():
     assert client_weight(less, "model", cuts.cutter()) == own
 
 
-@pytest.mark.parametrize("options", [{"paced": True}, {"optimiser": ServerMomentum(0.5)}, {"optimiser": ServerAdam()}])
+@pytest.mark.parametrize(
+    "options", [{"paced": True}, {"optimiser": ServerMomentum(0.5)}, {"optimiser": ServerAdam()}]
+)
 def test_norm_statistics_are_averaged_whatever_steps_the_server_takes(options):
     """A momentum step can take a variance below zero; a mean cannot."""
     old, whole = server(), Submodel(Arch(()))
@@ -227,7 +264,11 @@ def test_a_mean_holds_no_reference_to_updates():
     old = server()
     fold = Mean(cuts.cutter()).begin(old)
     one = update(Submodel(Arch(())), 0)
-    watched = [weakref.ref(one), weakref.ref(one.sent[0]), *map(weakref.ref, one.sent[0].weights.values())]
+    watched = [
+        weakref.ref(one),
+        weakref.ref(one.sent[0]),
+        *map(weakref.ref, one.sent[0].weights.values()),
+    ]
     fold.add(one)
     del one
     gc.collect()
@@ -256,7 +297,9 @@ def test_folds_that_sum_in_one_vector_and_weight_by_weight_join(updates, where, 
         for one in updates[where:]:
             theirs.add(one)
         mine.join(theirs)
-    torch.testing.assert_close(dict(mine.finish(old)[0]), mean(updates, old), rtol=1e-12, atol=1e-12)
+    torch.testing.assert_close(
+        dict(mine.finish(old)[0]), mean(updates, old), rtol=1e-12, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize(("flat", "vectors"), [(False, 5), (True, 1)])
@@ -274,7 +317,13 @@ def test_finishing_twice_gives_the_same(flat, options):
     old = server()
     fold = Mean(cuts.cutter(flat), **options).begin(old)
     for seed, width in enumerate((4, 2)):
-        fold.add(update(Submodel(Arch((("a", width),)), Index({"a": Positions.prefix(width)})), seed, pace=2.0))
+        fold.add(
+            update(
+                Submodel(Arch((("a", width),)), Index({"a": Positions.prefix(width)})),
+                seed,
+                pace=2.0,
+            )
+        )
     first, second = fold.finish(old)[0], fold.finish(old)[0]
     assert all(torch.equal(first[name], second[name]) for name in old.weights)
 
@@ -305,7 +354,9 @@ def three_rounds(optimiser) -> tuple[list[Tensor], list[Tensor], Server]:
 
 def test_plain_takes_the_mean():
     weights, means, now = three_rounds(Plain())
-    assert all(torch.allclose(w, m, rtol=0, atol=1e-15) for w, m in zip(weights[1:], means, strict=True))
+    assert all(
+        torch.allclose(w, m, rtol=0, atol=1e-15) for w, m in zip(weights[1:], means, strict=True)
+    )
     assert not now.slots
 
 
@@ -346,7 +397,10 @@ def test_server_yogi_is_fedyogi():
 
 def test_yogis_mean_square_falls_slower_than_adams():
     """By hand: v = 1 and Δ = 0.1 give 1 − 0.01 · 0.01 for Yogi, and 0.99 + 0.01 · 0.01 for Adam."""
-    slots = {"mean": torch.zeros(1, dtype=torch.float64), "square": torch.ones(1, dtype=torch.float64)}
+    slots = {
+        "mean": torch.zeros(1, dtype=torch.float64),
+        "square": torch.ones(1, dtype=torch.float64),
+    }
     change = torch.tensor([0.1], dtype=torch.float64)
     assert ServerYogi().step(change, slots)[1]["square"].item() == pytest.approx(0.9999, abs=1e-15)
     assert ServerAdam().step(change, slots)[1]["square"].item() == pytest.approx(0.9901, abs=1e-15)

@@ -101,7 +101,11 @@ def test_stated_passes_are_those_that_torch_counts(name, perceptron):
     taught = torch.randn(SAMPLES, 3, generator=generator)
 
     def loss(weights):
-        return objective(View(member, weights, inputs, targets, held, weights, Pass(True), torch.tensor(0), taught))
+        return objective(
+            View(
+                member, weights, inputs, targets, held, weights, Pass(True), torch.tensor(0), taught
+            )
+        )
 
     counter = FlopCounterMode(display=False)
     counter.mod_tracker = NoModules()
@@ -109,7 +113,9 @@ def test_stated_passes_are_those_that_torch_counts(name, perceptron):
         grad(loss)(weights)
     stated = objective.passes(member)
     first_layer = sum(one.backward * 4 * one.net.arch.sizes["first"] for one in stated)
-    assert counter.get_total_flops() == 2 * SAMPLES * (sum(one.macs for one in stated) - first_layer)
+    assert counter.get_total_flops() == 2 * SAMPLES * (
+        sum(one.macs for one in stated) - first_layer
+    )
 
 
 def test_a_wrapped_attack_takes_twenty_passes(perceptron):
@@ -130,13 +136,21 @@ def test_objectives_of_a_sum_share_runs_on_the_batch(perceptron):
     half = whole.nested(0.5)
     assert OBJECTIVES["summed"].passes(whole) == (Passes(whole), Passes(half))
     twice = Summed((Adversarial(TaskLoss(), ATTACK),) * 2)
-    assert sum(one.macs for one in twice.passes(whole)) == 2 * 20 * whole.macs  # every attack is searched anew
+    assert (
+        sum(one.macs for one in twice.passes(whole)) == 2 * 20 * whole.macs
+    )  # every attack is searched anew
 
 
 def test_copies_of_the_weights_that_are_read_count_once(perceptron):
     whole = perceptron.member(perceptron.whole)
     once = Proximal(TaskLoss(), 0.1)
-    for objective in (once, Doubled(once), Proximal(once, 0.2), Adversarial(once, ATTACK), Summed((once, once))):
+    for objective in (
+        once,
+        Doubled(once),
+        Proximal(once, 0.2),
+        Adversarial(once, ATTACK),
+        Summed((once, once)),
+    ):
         assert objective.copies == {RECEIVED}
         assert Learner((Phase(objective),), Local(), 0.1).training_step(whole, "fp32").slots == 2
     assert Proximal(TaskLoss(), 0.0).copies == frozenset()
@@ -203,8 +217,13 @@ def local_from(plain) -> Local:
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize("attacked", [False, True], ids=["plain", "attacked"])
-def test_a_wrapper_from_a_file_costs_what_it_wraps(attacked, engine, mine, perceptron, make_data, play):
-    plain = {"batch_size": 4, "adversarial": {"attack": {"steps": 2, "low": -9.0, "high": 9.0}} if attacked else "none"}
+def test_a_wrapper_from_a_file_costs_what_it_wraps(
+    attacked, engine, mine, perceptron, make_data, play
+):
+    plain = {
+        "batch_size": 4,
+        "adversarial": {"attack": {"steps": 2, "low": -9.0, "high": 9.0}} if attacked else "none",
+    }
     data = make_data(perceptron, (8, 6, 6))
     runs = {}
     for name in ("none", "mine.py:Tempered", "mine.py:Anchored"):
@@ -217,12 +236,18 @@ def test_a_wrapper_from_a_file_costs_what_it_wraps(attacked, engine, mine, perce
     alone = runs.pop("none")
     for run in runs.values():
         costs = [(record.macs, record.bytes_down, record.bytes_up) for record in run.records]
-        assert costs == [(record.macs, record.bytes_down, record.bytes_up) for record in alone.records]
-        assert not torch.equal(run.server.weights["first.weight"], alone.server.weights["first.weight"])
+        assert costs == [
+            (record.macs, record.bytes_down, record.bytes_up) for record in alone.records
+        ]
+        assert not torch.equal(
+            run.server.weights["first.weight"], alone.server.weights["first.weight"]
+        )
 
 
 def test_a_wrapper_is_chosen_in_a_file_with_its_options(mine):
-    settings = assign(demo("fedavg"), ["method", "local", "objective"], {"name": "mine.py:Tempered", "power": 1.5})
+    settings = assign(
+        demo("fedavg"), ["method", "local", "objective"], {"name": "mine.py:Tempered", "power": 1.5}
+    )
     local = Experiment.of(settings).method.local
     objective = local.build_objective()
     assert type(objective).__name__ == "Tempered"
@@ -257,7 +282,9 @@ def test_the_loss_is_put_into_the_innermost_wrapper():
 
 
 def test_a_wrapper_is_found_by_its_name_in_python(mine):
-    assert Local(objective="proximal").objective == Proximal(mu=0.01)  # FedProx's, and not one without effect
+    assert Local(objective="proximal").objective == Proximal(
+        mu=0.01
+    )  # FedProx's, and not one without effect
     assert local_from({"objective": "proximal"}).objective == Proximal(mu=0.01)
     assert type(Local(objective="mine.py:Tempered").objective).__name__ == "Tempered"
 
@@ -266,8 +293,14 @@ def test_a_wrapper_is_found_by_its_name_in_python(mine):
     ("objective", "told"),
     [
         ("proximate", "no objective named 'proximate'. Did you mean 'proximal'"),
-        (Proximal, "the class Proximal was asked for; an instance of a class derived from Wrapping fits"),
-        (TaskLoss(), r"TaskLoss\(share=None\) was asked for; an instance of a class derived from Wrapping fits"),
+        (
+            Proximal,
+            "the class Proximal was asked for; an instance of a class derived from Wrapping fits",
+        ),
+        (
+            TaskLoss(),
+            r"TaskLoss\(share=None\) was asked for; an instance of a class derived from Wrapping fits",
+        ),
         (
             Doubled(MaskedCrossEntropy()),
             "Doubled was asked for around MaskedCrossEntropy.* local training puts the loss",
@@ -282,7 +315,9 @@ def test_what_is_no_wrapper_is_refused_in_python(objective, told, mine):
 
 
 def test_a_proximal_weight_below_zero_is_refused():
-    with pytest.raises(ConfigError, match=r"Proximal: mu = -1 was asked for; it must lie in \[0, inf\)"):
+    with pytest.raises(
+        ConfigError, match=r"Proximal: mu = -1 was asked for; it must lie in \[0, inf\)"
+    ):
         Proximal(mu=-1)
 
 
@@ -319,17 +354,25 @@ class Faulty(Wrapping):
 @pytest.mark.parametrize(
     ("mistake", "told"),
     [
-        ("vector", r"returned torch.float64 of shape \(2,\). A tensor with one real number works, of shape \(\)"),
+        (
+            "vector",
+            r"returned torch.float64 of shape \(2,\). A tensor with one real number works, of shape \(\)",
+        ),
         ("none", "returned NoneType None. A tensor with one real number works"),
         ("float", r"returned float 1\.\d+. A tensor with one real number works, .* `.item\(\)`"),
         ("integer", r"returned torch.int64 of shape \(\). A tensor with one real number works"),
-        ("net", r"ran the nested net of share 0.5; its `nets` names the client's own net. .*`member.nested\(0.5\)`"),
+        (
+            "net",
+            r"ran the nested net of share 0.5; its `nets` names the client's own net. .*`member.nested\(0.5\)`",
+        ),
         ("list", r"its `nets` returned \[Member.* A tuple of members works, such as \(member,\)"),
         ("raises", "failed on two samples: KeyError: 'no such weight'"),
     ],
 )
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
-def test_a_faulty_objective_is_refused_before_the_first_round(engine, mistake, told, perceptron, make_data):
+def test_a_faulty_objective_is_refused_before_the_first_round(
+    engine, mistake, told, perceptron, make_data
+):
     method = HeteroFL(local=Local(objective=Faulty(mistake=mistake)))
     data, fleet = make_data(perceptron, (6, 6)), fq.Fleet.of((1.0, 0.5), 2, 2)
     asked = r"HeteroFL trains by the objective Faulty\(TaskLoss\)"
@@ -337,11 +380,18 @@ def test_a_faulty_objective_is_refused_before_the_first_round(engine, mistake, t
         fq.prepare(method, perceptron, data, fleet, engine, precision="fp64")
 
 
-def test_an_objective_is_tried_once_for_each_member_and_draws_nothing(perceptron, make_data, monkeypatch):
+def test_an_objective_is_tried_once_for_each_member_and_draws_nothing(
+    perceptron, make_data, monkeypatch
+):
     tried = []
     original = Faulty.__call__
-    monkeypatch.setattr(Faulty, "__call__", lambda *args: tried.append(args[1].member) or original(*args))
-    data, fleet = make_data(perceptron, (2,) * 30), fq.Fleet.of([1.0, 0.5, *(0.5 + n / 1000 for n in range(1, 20))], 30)
+    monkeypatch.setattr(
+        Faulty, "__call__", lambda *args: tried.append(args[1].member) or original(*args)
+    )
+    data, fleet = (
+        make_data(perceptron, (2,) * 30),
+        fq.Fleet.of([1.0, 0.5, *(0.5 + n / 1000 for n in range(1, 20))], 30),
+    )
     before = torch.get_rng_state()
     fq.prepare(HeteroFL(local=Local(objective=Faulty(mistake="draws"))), perceptron, data, fleet)
     assert torch.equal(torch.get_rng_state(), before)
@@ -351,9 +401,13 @@ def test_an_objective_is_tried_once_for_each_member_and_draws_nothing(perceptron
 def test_a_phase_without_an_objective_is_refused(perceptron, make_data):
     class Bare(HeteroFL):
         def learner(self, job: Job, world: World) -> Learner:
-            return replace(super().learner(job, world), phases=(Phase(lambda view: view.loss(view.logits())),))
+            return replace(
+                super().learner(job, world), phases=(Phase(lambda view: view.loss(view.logits())),)
+            )
 
-    with pytest.raises(ConfigError, match="Bare trains by the objective function, which is no Objective"):
+    with pytest.raises(
+        ConfigError, match="Bare trains by the objective function, which is no Objective"
+    ):
         fq.prepare(Bare(), perceptron, make_data(perceptron, (6,)), fq.Fleet.of((1.0,), 1))
 
 
@@ -380,8 +434,12 @@ def test_downloads_and_uploads_have_filters_of_their_own(link, make_data, play, 
     for engine in ("sequential", "vectorised"):
         run = play(method, family, data, engine=engine, link=fq.Link.preset(link))
         assert_same(truth, run)
-        assert torch.equal(run.server.weights["first.weight"], family.init(0)["first.weight"].double())
-        assert not torch.equal(run.server.weights["last.weight"], family.init(0)["last.weight"].double())
+        assert torch.equal(
+            run.server.weights["first.weight"], family.init(0)["first.weight"].double()
+        )
+        assert not torch.equal(
+            run.server.weights["last.weight"], family.init(0)["last.weight"].double()
+        )
         if link == "perfect":
             down, up = run.records[0].bytes_down, run.records[0].bytes_up
             assert (down, up) == (3 * 8 * member.count, 3 * 8 * head)

@@ -49,7 +49,9 @@ class CountedParts(Counted):
         raise AssertionError(f"{name} of all clients was asked for")
 
 
-def touches(method, family, make_data, engine: str, num_clients: int, available: Any = None) -> Iterator[list[int]]:
+def touches(
+    method, family, make_data, engine: str, num_clients: int, available: Any = None
+) -> Iterator[list[int]]:
     """Who was looked up in each of three rounds, all evaluated, and who that may have been."""
     data = make_data(family, (2,) * num_clients, tests=num_clients)
     fleet = fq.Fleet.of((1.0, 0.5), num_clients, COHORT, available=available)
@@ -69,7 +71,9 @@ def touches(method, family, make_data, engine: str, num_clients: int, available:
 @pytest.mark.parametrize("engine", LOCAL)
 @pytest.mark.parametrize("method", [FedAvg(), FedBN()], ids=lambda method: type(method).__name__)
 @pytest.mark.parametrize("available", [None, Diurnal()], ids=["always", "diurnal"])
-def test_a_round_looks_up_its_cohort_and_those_it_tests_and_nobody_else(residual, make_data, engine, method, available):
+def test_a_round_looks_up_its_cohort_and_those_it_tests_and_nobody_else(
+    residual, make_data, engine, method, available
+):
     for num_clients in (60, 600):
         for touched in touches(method, residual, make_data, engine, num_clients, available):
             assert 0 < len(set(touched)) <= COHORT + ASKED
@@ -78,7 +82,8 @@ def test_a_round_looks_up_its_cohort_and_those_it_tests_and_nobody_else(residual
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_round_looks_up_as_often_in_a_large_population(residual, make_data, engine):
     few, many = (
-        [len(touched) for touched in touches(FedBN(), residual, make_data, engine, size)] for size in (60, 600)
+        [len(touched) for touched in touches(FedBN(), residual, make_data, engine, size)]
+        for size in (60, 600)
     )
     assert max(few) == max(many)  # in a small one some are known from the round before
 
@@ -109,11 +114,21 @@ def test_a_round_nobody_takes_part_in_changes_nothing_and_is_recorded(
     data, method = make_data(perceptron, (5, 6, 4)), few_server_steps(METHODS[name]())
     before = play(method, perceptron, data, fleet=fleet, engine=engine, rounds=1)
     run = play(method, perceptron, data, fleet=fleet, engine=engine, rounds=2)
-    torch.testing.assert_close(dict(run.server.weights), dict(before.server.weights), rtol=0, atol=0)
+    torch.testing.assert_close(
+        dict(run.server.weights), dict(before.server.weights), rtol=0, atol=0
+    )
     assert run.server.memory.keys() == before.server.memory.keys()
     empty = run.records[1]
-    assert (empty.clients, empty.bytes_down, empty.bytes_up, empty.macs, empty.loss) == (0, 0, 0, 0, None)
-    with pytest.raises(ConfigError, match=r"4 rounds were asked for; in .* nobody is there after 3 of them"):
+    assert (empty.clients, empty.bytes_down, empty.bytes_up, empty.macs, empty.loss) == (
+        0,
+        0,
+        0,
+        0,
+        None,
+    )
+    with pytest.raises(
+        ConfigError, match=r"4 rounds were asked for; in .* nobody is there after 3 of them"
+    ):
         run.train(4)
     assert len(run.records) == 2  # said before it begins, not days later
     run.train(3)

@@ -21,12 +21,16 @@ from tests.conftest import LOCAL, assert_same, start_of, with_local
 def test_a_record_counts_bytes_clients_and_multiply_adds(engine, perceptron, play, make_data):
     method = fq.methods.HeteroFL(local=fq.Local(batch_size=4, epochs=2))
     data = make_data(perceptron, (5, 7))
-    run = play(method, perceptron, data, (1.0, 0.5), engine=engine, evaluation=fq.Evaluation(every=2))
+    run = play(
+        method, perceptron, data, (1.0, 0.5), engine=engine, evaluation=fq.Evaluation(every=2)
+    )
     first, second = run.records
     whole, half = 4 * 6 + 6 + 6 * 3 + 3, 4 * 3 + 3 + 3 * 3 + 3
     assert first.clients == 2
     assert first.bytes_down == first.bytes_up == 8 * (whole + half)
-    assert first.macs == 2 * 3 * (5 * (4 * 6 + 6 * 3) + 7 * (4 * 3 + 3 * 3))  # epochs, forward + backward, samples
+    assert first.macs == 2 * 3 * (
+        5 * (4 * 6 + 6 * 3) + 7 * (4 * 3 + 3 * 3)
+    )  # epochs, forward + backward, samples
     assert (first.round, second.round) == (1, 2)
     assert not first.grades.accuracy
     assert set(second.grades.accuracy) == {"1.0", "0.5"}
@@ -42,15 +46,21 @@ def test_the_loss_is_the_mean_of_the_clients_mean_losses(perceptron, play, make_
     run = play(method, perceptron, make_data(perceptron, (8, 4)), rounds=1)
     model = perceptron.module(perceptron.whole, run.server.weights)
     data = run.data
-    losses = torch.nn.functional.cross_entropy(model(data.inputs), data.targets, reduction="none").detach()
-    assert run.records[0].loss == pytest.approx(float(losses[:8].mean() + losses[8:].mean()) / 2, abs=1e-9)
+    losses = torch.nn.functional.cross_entropy(
+        model(data.inputs), data.targets, reduction="none"
+    ).detach()
+    assert run.records[0].loss == pytest.approx(
+        float(losses[:8].mean() + losses[8:].mean()) / 2, abs=1e-9
+    )
 
 
 def test_training_goes_on_from_where_it_stands(residual, make_data, play):
     data, fleet = make_data(residual, (5, 6, 4)), fq.Fleet.of((1.0, 0.5), 3, 2, dynamic=True)
     method = with_local(FedRolex(), batch_size=4, norm="local")
     at_once = play(method, residual, data, fleet=fleet, rounds=3)
-    in_parts = play(method, residual, data, fleet=fleet, rounds=1, evaluation=fq.Evaluation(every=0))
+    in_parts = play(
+        method, residual, data, fleet=fleet, rounds=1, evaluation=fq.Evaluation(every=0)
+    )
     in_parts.train(3)
     in_parts.records[0] = replace(in_parts.records[0], grades=at_once.records[0].grades)
     assert_same(at_once, in_parts, atol=0)
@@ -88,20 +98,27 @@ class Planned(FedAvg):
 @pytest.mark.parametrize(
     ("positions", "message"),
     [
-        (Positions.prefix(80), r"client 0 \(budget share 1\) was planned 80 channels .* 'first', which has 6"),
+        (
+            Positions.prefix(80),
+            r"client 0 \(budget share 1\) was planned 80 channels .* 'first', which has 6",
+        ),
         (Positions(((0, 3), (0, 3))), "distinct"),
         (Positions.prefix(3), "its member has 6"),
     ],
 )
 @pytest.mark.parametrize("engine", LOCAL)
-def test_a_plan_that_does_not_fit_names_client_and_axis(engine, positions, message, perceptron, play, make_data):
+def test_a_plan_that_does_not_fit_names_client_and_axis(
+    engine, positions, message, perceptron, play, make_data
+):
     with pytest.raises(SubmodelError, match=message):
         play(Planned(positions=positions), perceptron, make_data(perceptron, (4,)), engine=engine)
 
 
 def test_a_plan_on_an_axis_the_family_does_not_have_lists_those_it_has(perceptron):
     submodel = fq.Submodel(perceptron.whole, Index({"nowhere": Positions.prefix(1)}))
-    with pytest.raises(SubmodelError, match=r"client 3 was planned positions on axis 'nowhere'; axes here: first"):
+    with pytest.raises(
+        SubmodelError, match=r"client 3 was planned positions on axis 'nowhere'; axes here: first"
+    ):
         perceptron.check(submodel, "client 3")
 
 
@@ -110,7 +127,9 @@ def test_a_plan_on_an_axis_the_family_does_not_have_lists_those_it_has(perceptro
 
 def test_a_perfect_link_changes_nothing_and_counts_bytes(perceptron):
     submodel = fq.Submodel(perceptron.whole)
-    payload = fq.Payload(submodel, {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.float64)})
+    payload = fq.Payload(
+        submodel, {"a": torch.zeros(3, 4), "b": torch.zeros(2, dtype=torch.float64)}
+    )
     trip = Trip(World(perceptron), fq.Job(fq.Client(0, fq.Budget(share=1.0), 1), submodel, 0))
     for way in (PERFECT.down, PERFECT.up):
         arrival = way(payload, trip)
@@ -127,16 +146,22 @@ class Tailless(Link):
     lost_up: int = 0
 
     def down(self, payload, trip, *known):
-        return Arrival(self._cut(payload, self.lost_down if trip.job.client.id == 0 else 0), payload.bytes)
+        return Arrival(
+            self._cut(payload, self.lost_down if trip.job.client.id == 0 else 0), payload.bytes
+        )
 
     def up(self, payload, trip, *known):
-        return Arrival(self._cut(payload, self.lost_up if trip.job.client.id == 0 else 0), payload.bytes)
+        return Arrival(
+            self._cut(payload, self.lost_up if trip.job.client.id == 0 else 0), payload.bytes
+        )
 
     def _cut(self, payload, lost):
         if not lost:
             return payload
         kept = payload.submodel.index["first"]
-        index = Index({**payload.submodel.index, "first": kept.take(Positions.prefix(len(kept) - lost))})
+        index = Index(
+            {**payload.submodel.index, "first": kept.take(Positions.prefix(len(kept) - lost))}
+        )
         weights = self.cutter.narrow(payload.weights, payload.submodel.index, index)
         return fq.Payload(replace(payload.submodel, index=index), weights)
 
@@ -145,7 +170,9 @@ def with_link(method, family, data, engine, rounds=1, **lost) -> fq.Run:
     fleet = fq.Fleet.of((1.0,), data.num_clients, data.num_clients)
     link = Tailless(cutter=family.cutter, **lost)
     how = fq.Evaluation(every=0)
-    return fq.prepare(method, family, data, fleet, engine, precision="fp64", evaluation=how, link=link).train(rounds)
+    return fq.prepare(
+        method, family, data, fleet, engine, precision="fp64", evaluation=how, link=link
+    ).train(rounds)
 
 
 @pytest.mark.parametrize("engine", LOCAL)
@@ -159,7 +186,9 @@ def test_what_does_not_come_back_does_not_count(engine, perceptron, make_data):
     start = method.init(whole.world)
     fold = method.fold(start, whole.world)
     perfect = replace(whole.federation, link=PERFECT)
-    whole.engine.train(perfect, start, [fq.Job(client, method.plan(start, client, whole.world)[0], 0)], fold)
+    whole.engine.train(
+        perfect, start, [fq.Job(client, method.plan(start, client, whole.world)[0], 0)], fold
+    )
     own = fold.finish(start)[0]["first.bias"]
     torch.testing.assert_close(lost[4:], 2 * bias[4:] - own[4:], rtol=0, atol=1e-13)
 
@@ -180,10 +209,15 @@ def test_what_does_not_arrive_is_taken_from_memory_or_the_beginning(engine, perc
 
 
 @pytest.mark.parametrize("engine", sorted(set(LOCAL) - {"sequential"}))
-@pytest.mark.parametrize("method", [FedAvg(), HeteroFL(), LocalOnly(), FedRolex(local=fq.Local(norm="local"))])
+@pytest.mark.parametrize(
+    "method", [FedAvg(), HeteroFL(), LocalOnly(), FedRolex(local=fq.Local(norm="local"))]
+)
 def test_engines_agree_on_lossy_links(engine, method, perceptron, make_data):
     data = make_data(perceptron, (5, 7, 5), labels=2)
-    runs = [with_link(method, perceptron, data, e, 2, lost_down=1, lost_up=2) for e in ("sequential", engine)]
+    runs = [
+        with_link(method, perceptron, data, e, 2, lost_down=1, lost_up=2)
+        for e in ("sequential", engine)
+    ]
     assert_same(*runs)
 
 
@@ -193,7 +227,10 @@ def test_engines_agree_on_lossy_links(engine, method, perceptron, make_data):
 def test_windows_that_do_not_meet_remember_nothing_of_each_other(residual, play, make_data):
     """A rolling window with norms of its own: positions it never held start from the beginning."""
     method = FedRolex(shift=2, local=fq.Local(batch_size=4, norm="local"))
-    runs = [play(method, residual, make_data(residual, (5, 5)), (0.5,), engine=e, rounds=3) for e in LOCAL]
+    runs = [
+        play(method, residual, make_data(residual, (5, 5)), (0.5,), engine=e, rounds=3)
+        for e in LOCAL
+    ]
     for run in runs[1:]:
         assert_same(runs[0], run)
 

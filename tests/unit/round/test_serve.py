@@ -18,7 +18,14 @@ from fedquilt.family import Pass
 from fedquilt.family.norms import NORM_POLICIES
 from fedquilt.methods import FedAvg, FedDropout, FedRolex, HeteroFL, Method
 from fedquilt.round.federation import World
-from fedquilt.round.serve import Score, _asked, main_by_label, mean_statistics, means_by_label, share_label
+from fedquilt.round.serve import (
+    Score,
+    _asked,
+    main_by_label,
+    mean_statistics,
+    means_by_label,
+    share_label,
+)
 from fedquilt.tasks import Classification, MultiLabel, Regression
 from tests.conftest import LOCAL, assert_same_grades, with_local
 
@@ -66,7 +73,9 @@ def test_scores_of_parts_add_up_to_that_of_the_whole():
     """Sums add, and outputs that were kept for other metrics are put together and thinned to the limit."""
     outputs, targets = torch.tensor([[0.0], [2.0], [5.0]]), torch.tensor([1.0, 2.0, 3.0])
     task = Regression()
-    parts = [Score("a", task.sums(outputs[rows], targets[rows])) for rows in (slice(0, 1), slice(1, 3))]
+    parts = [
+        Score("a", task.sums(outputs[rows], targets[rows])) for rows in (slice(0, 1), slice(1, 3))
+    ]
     figures = (parts[0] + parts[1]).figures(task)
     assert list(figures) == ["rmse", "mae", "r2", "loss"]
     assert figures["rmse"] == pytest.approx(math.sqrt(5 / 3))
@@ -144,7 +153,9 @@ def test_calibration_is_torchs_cumulative_average(engine, residual, make_data):
 def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
     data = make_data(residual, (6, 6))
     ours = LOCAL[engine](data, precision="fp64")
-    ours.begin(fq.Federation(World(residual, precision="fp64"), with_local(FedAvg(), norm="tracked")))
+    ours.begin(
+        fq.Federation(World(residual, precision="fp64"), with_local(FedAvg(), norm="tracked"))
+    )
     state = {name: value.double() for name, value in residual.init(1).items()}
     (submodel,) = HeteroFL().deploy(None, fq.Budget(share=0.5), ours.world)
     model = residual.module(submodel, state).eval()
@@ -163,7 +174,10 @@ def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
     hits = logits.argmax(1) == data.test_targets
     seen = logits[samples].masked_fill(~held, -torch.inf).argmax(1) == data.test_targets[samples]
     zero = (logits[samples] * held).argmax(1) == data.test_targets[samples]
-    found = [(score.label, score.sums["accuracy"].tolist() if score.sums else None) for score in scores[:-1]]
+    found = [
+        (score.label, score.sums["accuracy"].tolist() if score.sums else None)
+        for score in scores[:-1]
+    ]
     assert found == [
         ("all", [int(hits.sum()), 24]),
         ("few", [int(hits[samples].sum()), 5]),
@@ -175,13 +189,19 @@ def test_an_exam_is_what_the_module_scores_itself(engine, residual, make_data):
     # Absent classes are hidden from predictions, not from the loss.
     losses = torch.nn.functional.cross_entropy(logits, data.test_targets, reduction="none")
     assert scores[0].figures(TASK)["loss"] == pytest.approx(float(losses.mean()), abs=1e-12)
-    assert scores[2].figures(TASK)["loss"] == pytest.approx(float(losses[samples].mean()), abs=1e-12)
+    assert scores[2].figures(TASK)["loss"] == pytest.approx(
+        float(losses[samples].mean()), abs=1e-12
+    )
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_local_accuracy_is_the_servers_model_on_each_clients_own_data(engine, residual, play, make_data):
+def test_local_accuracy_is_the_servers_model_on_each_clients_own_data(
+    engine, residual, play, make_data
+):
     """Among the client's classes, or as the released codes have it, with a logit of 0 for the others."""
-    method = with_local(HeteroFL(), batch_size=4, norm="tracked", optimiser=fq.SGD(lr=1e-6))  # as good as untrained
+    method = with_local(
+        HeteroFL(), batch_size=4, norm="tracked", optimiser=fq.SGD(lr=1e-6)
+    )  # as good as untrained
     data, found = make_data(residual, (5, 6, 7), labels=2, tests=96), {}
     for absent, logit in (("hidden", -torch.inf), ("zero", 0.0)):
         how = fq.Evaluation(local=True, absent=absent)
@@ -205,15 +225,21 @@ def test_a_class_that_a_client_lacks_wins_by_a_logit_of_zero():
 
 
 def test_another_way_with_absent_classes_is_refused():
-    with pytest.raises(ConfigError, match="absent = 'inf' was asked for; it may be 'hidden', 'zero'"):
+    with pytest.raises(
+        ConfigError, match="absent = 'inf' was asked for; it may be 'hidden', 'zero'"
+    ):
         fq.Evaluation(absent="inf")
 
 
 def test_a_large_fleets_own_accuracy_is_a_fixed_draw_of_clients(residual, play, make_data):
     data, how = make_data(residual, (4,) * 6), fq.Evaluation(clients=2)
-    run, again = (play(fq.methods.LocalOnly(), residual, data, evaluation=how, rounds=1) for _ in range(2))
+    run, again = (
+        play(fq.methods.LocalOnly(), residual, data, evaluation=how, rounds=1) for _ in range(2)
+    )
     assert run.accuracy == again.accuracy
-    assert round(run.accuracy["1.0"] * 8) == pytest.approx(run.accuracy["1.0"] * 8)  # two clients of four tests each
+    assert round(run.accuracy["1.0"] * 8) == pytest.approx(
+        run.accuracy["1.0"] * 8
+    )  # two clients of four tests each
 
 
 # --- by domain --------------------------------------------------------------------------------------------------
@@ -240,7 +266,9 @@ def asked(monkeypatch):
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_accuracy_by_domain_is_what_the_module_scores_there(engine, residual, play, make_data, asked):
+def test_accuracy_by_domain_is_what_the_module_scores_there(
+    engine, residual, play, make_data, asked
+):
     """At every share; and where nobody depends on the batch, it costs no more than the whole test."""
     method = with_local(HeteroFL(), batch_size=4, norm="tracked")
     data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0, local=False)
@@ -259,7 +287,9 @@ def test_accuracy_by_domain_is_what_the_module_scores_there(engine, residual, pl
 
 
 @pytest.mark.parametrize("engine", LOCAL)
-def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(engine, residual, play, make_data, asked):
+def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(
+    engine, residual, play, make_data, asked
+):
     """There a sample's prediction depends on its batch: domains are tested by themselves, and besides."""
     method = with_local(HeteroFL(), batch_size=4, norm="batch")
     data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0, batch_size=5, local=False)
@@ -275,23 +305,31 @@ def test_norms_on_the_batch_leave_the_accuracy_over_all_as_it_is(engine, residua
 
 
 @pytest.mark.parametrize(
-    ("sizes", "apart"), [((10, 14), True), ((20, 4), True), ((9, 15), False), ((20, 3, 1), False), ((10, 5, 9), True)]
+    ("sizes", "apart"),
+    [((10, 14), True), ((20, 4), True), ((9, 15), False), ((20, 3, 1), False), ((10, 5, 9), True)],
 )
 def test_batches_of_one_domain_each_are_tested_once(sizes, apart, residual, play, make_data, asked):
     """Whole batches of five, domain after domain: the sum is the score of the whole, batch by batch."""
     method = with_local(HeteroFL(), batch_size=4, norm="batch")
     data, how = make_data(residual, (5, 6, 7)), fq.Evaluation(every=0, batch_size=5, local=False)
     homes = torch.tensor([2, 0, 1][: len(sizes)]).repeat_interleave(torch.tensor(sizes))
-    runs = [play(method, residual, replace(data, test_domains=own), evaluation=how) for own in (None, homes)]
+    runs = [
+        play(method, residual, replace(data, test_domains=own), evaluation=how)
+        for own in (None, homes)
+    ]
     assert runs[0].accuracy == runs[1].accuracy
-    assert asked[1] == ((24, len(sizes)) if apart else (48 - (1 in sizes), len(sizes) + 1 - (1 in sizes)))
+    assert asked[1] == (
+        (24, len(sizes)) if apart else (48 - (1 in sizes), len(sizes) + 1 - (1 in sizes))
+    )
 
 
 def test_a_prediction_depends_on_the_batch_where_a_norm_has_nothing_else(residual, perceptron):
     assert residual.mixes(Pass(statistics="batch"))
     assert not residual.mixes(Pass(statistics="stored"))
     assert not perceptron.mixes(Pass(statistics="batch"))
-    free = torch.nn.Sequential(torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6, track_running_stats=False))
+    free = torch.nn.Sequential(
+        torch.nn.Linear(4, 6), torch.nn.BatchNorm1d(6, track_running_stats=False)
+    )
     assert fq.trace(free, torch.zeros(2, 4)).mixes(Pass(statistics="stored"))
 
 
@@ -318,7 +356,9 @@ def test_domains_of_another_test_set_are_refused(perceptron, play, make_data):
 
 
 @pytest.mark.parametrize("norm", ["batch", "local"])
-def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(norm, residual, play, make_data, asked):
+def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(
+    norm, residual, play, make_data, asked
+):
     """The mean over each domain's clients; one that has a single domain is tested once."""
     data = make_data(residual, (4, 4, 4))
     homes = torch.tensor([0] * 8 + [0] * 8 + [0, 0, 0, 1, 1, 1, 1, 1])  # eight tests a client
@@ -333,16 +373,22 @@ def test_clients_own_nets_count_in_the_domains_of_their_own_test_parts(norm, res
             exam = Exam("", (memory.submodel,), memory.weights, part[homes[part] == domain])
             [score] = run.engine._evaluate([exam], 8)
             own[client, domain] = score.main(TASK)
-    assert metrics["accuracy/mnist"]["1.0"] == pytest.approx((own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12)
+    assert metrics["accuracy/mnist"]["1.0"] == pytest.approx(
+        (own[0, 0] + own[1, 0] + own[2, 0]) / 3, abs=1e-12
+    )
     assert metrics["accuracy/syn"] == {"1.0": own[2, 1]}
 
 
 @pytest.mark.parametrize("engine", LOCAL)
 def test_a_client_without_test_samples_counts_in_no_domain(engine, residual, play, make_data):
     data = with_domains(make_data(residual, (4, 4, 4)))
-    data = replace(data, test_parts=Parts.of([torch.arange(10), torch.arange(10, 24), torch.arange(0)]))
+    data = replace(
+        data, test_parts=Parts.of([torch.arange(10), torch.arange(10, 24), torch.arange(0)])
+    )
     method = with_local(fq.methods.LocalOnly(), batch_size=4, norm="batch")
-    run = play(method, residual, data, engine=engine, evaluation=fq.Evaluation(every=0, batch_size=8))
+    run = play(
+        method, residual, data, engine=engine, evaluation=fq.Evaluation(every=0, batch_size=8)
+    )
     *others, none = (device.accuracy_own_size for device in run.clientwise().devices)
     assert none is None
     assert run.accuracy["1.0"] == pytest.approx(sum(others) / 2, abs=1e-12)
@@ -355,7 +401,9 @@ def test_a_method_that_gives_a_device_no_tuple_is_told_what_fits(residual, make_
         def deploy(self, server, budget, world):
             return super().deploy(server, budget, world)[0]
 
-    with pytest.raises(fq.errors.ConfigError, match=r"Old\.deploy returned a Submodel for the budget share 1"):
+    with pytest.raises(
+        fq.errors.ConfigError, match=r"Old\.deploy returned a Submodel for the budget share 1"
+    ):
         play(with_local(Old(), batch_size=4), residual, make_data(residual, (6, 6)), (1.0, 0.5))
 
 
@@ -371,11 +419,16 @@ class Centred(torch.nn.Module):
         return self.last(torch.relu(hidden - hidden.mean(0, keepdim=True)))
 
 
-def test_a_forward_that_mixes_the_batch_by_hand_is_found_out_and_tested_in_the_same_batches(make_data, play):
+def test_a_forward_that_mixes_the_batch_by_hand_is_found_out_and_tested_in_the_same_batches(
+    make_data, play
+):
     family = fq.trace(Centred, torch.rand(2, 4))
     assert family.mixes(Pass(statistics="stored"))
     data, how = make_data(family, (5, 6, 7)), fq.Evaluation(every=1, batch_size=5)
-    runs = [play(with_local(HeteroFL(), batch_size=4), family, data, engine=name, evaluation=how) for name in LOCAL]
+    runs = [
+        play(with_local(HeteroFL(), batch_size=4), family, data, engine=name, evaluation=how)
+        for name in LOCAL
+    ]
     for run in runs:
         assert_same_grades(run.records[-1], runs[0].records[-1])
 
@@ -389,18 +442,24 @@ def test_mixing_is_found_out_whatever_the_example():
 
 def test_the_same_clients_are_asked_over_every_link(residual, make_data):
     """Only where results live on clients are those asked who have one."""
-    data, fleet, how = make_data(residual, (4,) * 12), fq.Fleet.of((1.0,), 12, 6), fq.Evaluation(every=1, clients=3)
+    data, fleet, how = (
+        make_data(residual, (4,) * 12),
+        fq.Fleet.of((1.0,), 12, 6),
+        fq.Evaluation(every=1, clients=3),
+    )
     asked = []
     for link in (fq.Link(), fq.Link(codec=fq.Codec(bits=32, keep=0.9, feedback=True))):
         method = with_local(FedAvg(), batch_size=4)
         run = fq.run(method, residual, data, fleet, "sequential", 1, evaluation=how, link=link)
-        asked.append([client.id for client in _asked(run.federation, fleet, run.server, run.engine, how)])
+        asked.append(
+            [client.id for client in _asked(run.federation, fleet, run.server, run.engine, how)]
+        )
     assert asked[0] == asked[1]
     method = with_local(FedAvg(), batch_size=4, norm="local")
     run = fq.run(method, residual, data, fleet, "sequential", 1, evaluation=how)
-    assert {client.id for client in _asked(run.federation, fleet, run.server, run.engine, how)} <= set(
-        fleet.cohort(0, 0)
-    )
+    assert {
+        client.id for client in _asked(run.federation, fleet, run.server, run.engine, how)
+    } <= set(fleet.cohort(0, 0))
 
 
 @pytest.mark.parametrize("method", [FedRolex(shift=4), FedDropout()])
@@ -415,7 +474,9 @@ def test_a_client_is_tested_on_what_it_trained_last(method, residual, make_data)
             method.plan(replace(run.server, round=last), asked, run.world)
         )
         module = run.deploy(fq.Budget(share=0.5), client=client)
-        assert all(value.any() for name, value in module.named_buffers() if name.endswith("running_mean"))
+        assert all(
+            value.any() for name, value in module.named_buffers() if name.endswith("running_mean")
+        )
 
 
 class Normed(torch.nn.Module):
@@ -423,7 +484,11 @@ class Normed(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.norm, self.first, self.last = torch.nn.LayerNorm(4), torch.nn.Linear(4, 6), torch.nn.Linear(6, 3)
+        self.norm, self.first, self.last = (
+            torch.nn.LayerNorm(4),
+            torch.nn.Linear(4, 6),
+            torch.nn.Linear(6, 3),
+        )
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         hidden = self.first(self.norm(x))
@@ -443,5 +508,9 @@ class Whole(torch.nn.Module):
 
 def test_mixing_is_looked_for_with_samples_that_a_net_takes():
     assert fq.trace(Normed, torch.zeros(2, 4)).mixes(Pass(statistics="stored"))
-    assert not fq.trace(Whole, torch.tensor([[9.0, 9.0], [3.0, 4.0]])).mixes(Pass(statistics="stored"))
-    assert fq.trace(Whole, torch.full((2, 2), 9.5)).mixes(Pass(statistics="stored"))  # it takes no other: who knows
+    assert not fq.trace(Whole, torch.tensor([[9.0, 9.0], [3.0, 4.0]])).mixes(
+        Pass(statistics="stored")
+    )
+    assert fq.trace(Whole, torch.full((2, 2), 9.5)).mixes(
+        Pass(statistics="stored")
+    )  # it takes no other: who knows

@@ -22,7 +22,13 @@ from fedquilt.round.merge import ExtrasMean, Fold, Mean, ServerMomentum, Statefu
 from fedquilt.round.training.learner import Learner, Phase
 from fedquilt.round.training.local import Local
 from fedquilt.round.training.objectives import TaskLoss, View
-from fedquilt.round.training.passes import ClientPass, GradientPass, LogitsPass, LossPass, StatisticsPass
+from fedquilt.round.training.passes import (
+    ClientPass,
+    GradientPass,
+    LogitsPass,
+    LossPass,
+    StatisticsPass,
+)
 from fedquilt.round.training.state import Left, MethodState, Trained
 from fedquilt.tensor_files import TensorFile, read_state
 from fedquilt.terms import Client, Job, Memory, Payload, Server, Update
@@ -48,7 +54,10 @@ class Everything(MethodState):
 
     def finish(self, trained: Trained) -> Left:
         own = {
-            name: 0.5 * value + trained.slots["sum"][name] + trained.weights[name] - trained.received[name]
+            name: 0.5 * value
+            + trained.slots["sum"][name]
+            + trained.weights[name]
+            - trained.received[name]
             for name, value in trained.slots["own"].items()
         }
         rounds = trained.extras.get("rounds", torch.zeros(2, dtype=trained.steps.dtype)) + 1
@@ -58,7 +67,9 @@ class Everything(MethodState):
             + trained.passes["logits"]["logits"][:3].detach()
         )
         sent = {name: value / trained.steps for name, value in own.items()}
-        return Left({"own": own}, {"sum": sent}, {"rounds": rounds * loss}, {"table": table + rounds.sum()})
+        return Left(
+            {"own": own}, {"sum": sent}, {"rounds": rounds * loss}, {"table": table + rounds.sum()}
+        )
 
 
 @dataclass(frozen=True)
@@ -71,11 +82,18 @@ class Stating(HeteroFL):
     def init(self, world: fq.World) -> Server:
         server = super().init(world)
         zeros = {name: torch.zeros_like(value) for name, value in server.weights.items()}
-        return replace(server, slots={"sum": zeros}, extras={"table": torch.zeros(3, 3, dtype=world.dtype)})
+        return replace(
+            server, slots={"sum": zeros}, extras={"table": torch.zeros(3, 3, dtype=world.dtype)}
+        )
 
     def learner(self, job: Job, world: fq.World) -> Learner:
         before = (LossPass(), LogitsPass())
-        return replace(super().learner(job, world), state=self.state, before=before, after=(LossPass(name="later"),))
+        return replace(
+            super().learner(job, world),
+            state=self.state,
+            before=before,
+            after=(LossPass(name="later"),),
+        )
 
     def fold(self, server: Server, world: fq.World) -> Fold:
         cutter = world.family.cutter
@@ -94,7 +112,9 @@ def public_data(perceptron, make_data):
 ENGINES = {
     "vectorised": lambda data: "vectorised",
     **{
-        f"recorded-{layout}": lambda data, layout=layout: Vectorised(data, precision="fp64", record=True, layout=layout)
+        f"recorded-{layout}": lambda data, layout=layout: Vectorised(
+            data, precision="fp64", record=True, layout=layout
+        )
         for layout in ("alone", "laid", "stack")
     },
     "ray": lambda data: "ray",
@@ -103,9 +123,12 @@ ENGINES = {
 
 @pytest.mark.parametrize("link", [fq.Link(), *LINKS.values()], ids=["perfect", *LINKS])
 @pytest.mark.parametrize(
-    "engine", [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in ENGINES]
+    "engine",
+    [pytest.param(name, marks=pytest.mark.slow if name == "ray" else ()) for name in ENGINES],
 )
-def test_state_of_all_kinds_is_the_same_on_every_engine(engine, link, perceptron, public_data, play):
+def test_state_of_all_kinds_is_the_same_on_every_engine(
+    engine, link, perceptron, public_data, play
+):
     fleet = fq.Fleet.of(SHARES, 6, 4, dynamic=True)
     runs = [
         play(Stating(), perceptron, public_data, fleet=fleet, engine=one, link=link, rounds=3)
@@ -121,7 +144,10 @@ def test_state_is_counted_in_bytes_both_ways(perceptron, public_data, play):
     plain = play(HeteroFL(local=LOCAL), perceptron, public_data, fleet=fleet, rounds=1).records[0]
     record = play(Stating(), perceptron, public_data, fleet=fleet, rounds=1).records[0]
     extras = 6 * 9 * 8  # clients, numbers, bytes
-    assert (record.bytes_down, record.bytes_up) == (2 * plain.bytes_down + extras, 2 * plain.bytes_up + extras)
+    assert (record.bytes_down, record.bytes_up) == (
+        2 * plain.bytes_down + extras,
+        2 * plain.bytes_up + extras,
+    )
 
 
 def test_passes_are_counted_in_macs(perceptron, public_data, play):
@@ -213,22 +239,35 @@ def test_slots_are_coded_against_zero_and_extras_on_request(perceptron):
     trip = trip_of(perceptron)
     link = fq.Link(codec=fq.Codec(bits=8, feedback=True))
     known = dict(sent(perceptron, trip).weights)
-    plain, asked = (link.up(sent(perceptron, trip, coded_extras=coded), trip, known) for coded in ((), ("table",)))
+    plain, asked = (
+        link.up(sent(perceptron, trip, coded_extras=coded), trip, known)
+        for coded in ((), ("table",))
+    )
     assert plain.payload is not None
     assert asked.payload is not None
     for name, value in sent(perceptron, trip).slots["control"].items():
         step = float(value.max() - value.min()) / 255
-        torch.testing.assert_close(plain.payload.slots["control"][name], value, rtol=0, atol=step + 1e-6)
+        torch.testing.assert_close(
+            plain.payload.slots["control"][name], value, rtol=0, atol=step + 1e-6
+        )
     assert torch.equal(plain.payload.extras["table"], torch.arange(5.0))
-    torch.testing.assert_close(asked.payload.extras["table"], torch.arange(5.0), rtol=0, atol=4 / 255 + 1e-6)
-    assert plain.bytes - asked.bytes == 5 * 4 - (5 + 8)  # five bytes and two bounds, instead of float32
+    torch.testing.assert_close(
+        asked.payload.extras["table"], torch.arange(5.0), rtol=0, atol=4 / 255 + 1e-6
+    )
+    assert plain.bytes - asked.bytes == 5 * 4 - (
+        5 + 8
+    )  # five bytes and two bounds, instead of float32
 
 
 def test_messages_of_one_payload_draw_unequal_random_numbers(perceptron):
     trip = trip_of(perceptron)
     weights = {"first.weight": torch.linspace(0, 1, 24).view(6, 4)}
     payload = Payload(trip.job.submodel, weights, {"a": weights, "b": weights})
-    arrived = fq.Link(codec=fq.Codec(bits=2)).up(payload, trip, {"first.weight": torch.zeros(6, 4)}).payload
+    arrived = (
+        fq.Link(codec=fq.Codec(bits=2))
+        .up(payload, trip, {"first.weight": torch.zeros(6, 4)})
+        .payload
+    )
     assert arrived is not None
     found = [arrived.weights, arrived.slots["a"], arrived.slots["b"]]
     assert len({tuple(one["first.weight"].flatten().tolist()) for one in found}) == 3
@@ -248,8 +287,12 @@ def test_sparse_slots_are_scaled_up_although_the_codec_feeds_errors_back(percept
 
 
 def updates(family: fq.Family) -> tuple[Server, list[Update]]:
-    whole = {name: torch.zeros_like(value) for name, value in family.init(dtype=torch.float64).items()}
-    server = Server(0, whole, slots={"a": whole}, extras={"table": torch.zeros(2), "still": torch.ones(1)})
+    whole = {
+        name: torch.zeros_like(value) for name, value in family.init(dtype=torch.float64).items()
+    }
+    server = Server(
+        0, whole, slots={"a": whole}, extras={"table": torch.zeros(2), "still": torch.ones(1)}
+    )
     found = []
     for client in range(3):
         net = prefix(family.fit(fq.Budget(share=0.5)))
@@ -257,13 +300,17 @@ def updates(family: fq.Family) -> tuple[Server, list[Update]]:
         weights = {name: value + client for name, value in cut.items()}
         slots = {"a": {name: value + 10.0**client for name, value in cut.items()}}
         payload = Payload(net, weights, slots, {"table": torch.tensor([1.0, client])})
-        found.append(Update(Job(Client(client, fq.Budget(share=0.5), client + 1), net, 0), (payload,), 1))
+        found.append(
+            Update(Job(Client(client, fq.Budget(share=0.5), client + 1), net, 0), (payload,), 1)
+        )
     return server, found
 
 
 def stateful(family: fq.Family, server: Server) -> Stateful:
     slot = Sum(family.cutter, scale=0.5).begin(as_weights(server, "a"))
-    return Stateful(Mean(family.cutter).begin(server), {"a": slot}, ExtrasMean(family.cutter, "data"))
+    return Stateful(
+        Mean(family.cutter).begin(server), {"a": slot}, ExtrasMean(family.cutter, "data")
+    )
 
 
 def test_slots_are_summed_and_extras_averaged(perceptron):
@@ -274,8 +321,12 @@ def test_slots_are_summed_and_extras_averaged(perceptron):
     merged = fold.finish(server)
     bias = merged.slots["a"]["first.bias"]
     assert torch.equal(bias, torch.tensor([55.5] * 3 + [0.0] * 3, dtype=torch.float64))
-    assert torch.equal(merged.weights["first.bias"], torch.tensor([1.0] * 3 + [0.0] * 3, dtype=torch.float64))
-    torch.testing.assert_close(merged.extras["table"], torch.tensor([1.0, (0 * 1 + 1 * 2 + 2 * 3) / 6]))
+    assert torch.equal(
+        merged.weights["first.bias"], torch.tensor([1.0] * 3 + [0.0] * 3, dtype=torch.float64)
+    )
+    torch.testing.assert_close(
+        merged.extras["table"], torch.tensor([1.0, (0 * 1 + 1 * 2 + 2 * 3) / 6])
+    )
     assert torch.equal(merged.extras["still"], torch.ones(1))
 
 
@@ -285,14 +336,18 @@ def test_stacks_and_partial_folds_give_the_same(perceptron):
     for update in found:
         one.add(update)
     names = found[0].sent[0].weights
-    stacked.add_stack(found, [{name: torch.stack([u.sent[0].weights[name] for u in found]) for name in names}])
+    stacked.add_stack(
+        found, [{name: torch.stack([u.sent[0].weights[name] for u in found]) for name in names}]
+    )
     first.add(found[0])
     for update in found[1:]:
         second.add(update)
     first.join(second)
     expected = one.finish(server)
     for other in (stacked, first):
-        torch.testing.assert_close(tuple(map(dict, other.finish(server)[:3])), tuple(map(dict, expected[:3])))
+        torch.testing.assert_close(
+            tuple(map(dict, other.finish(server)[:3])), tuple(map(dict, expected[:3]))
+        )
 
 
 def test_nothing_that_arrived_leaves_the_state_as_it_is(perceptron):
@@ -300,20 +355,26 @@ def test_nothing_that_arrived_leaves_the_state_as_it_is(perceptron):
     fold = stateful(perceptron, server)
     fold.add(replace(found[0], sent=()))
     merged = fold.finish(server)
-    assert all(torch.equal(value, server.slots["a"][name]) for name, value in merged.slots["a"].items())
+    assert all(
+        torch.equal(value, server.slots["a"][name]) for name, value in merged.slots["a"].items()
+    )
     assert merged.extras == dict(server.extras)
 
 
 def test_a_fold_of_a_slot_that_the_server_does_not_have_is_refused(perceptron):
     server, _ = updates(perceptron)
-    with pytest.raises(ConfigError, match=r"the slot 'b' was asked for; the server has \['a'\]. Method.init"):
+    with pytest.raises(
+        ConfigError, match=r"the slot 'b' was asked for; the server has \['a'\]. Method.init"
+    ):
         as_weights(server, "b")
 
 
 def test_a_slot_of_the_servers_optimizer_is_refused(perceptron):
     server, _ = updates(perceptron)
     mean = Mean(perceptron.cutter, optimiser=ServerMomentum()).begin(server)
-    with pytest.raises(ConfigError, match="'momentum', which the server's optimizer ServerMomentum has"):
+    with pytest.raises(
+        ConfigError, match="'momentum', which the server's optimizer ServerMomentum has"
+    ):
         Stateful(mean, {"momentum": Sum(perceptron.cutter)})
 
 
@@ -348,14 +409,23 @@ class BranchingMethod(Stating):
         return replace(super().learner(job, world), after=(BranchingPass(name="later"),))
 
 
-@pytest.mark.parametrize("method", [Stating(state=Branching()), BranchingMethod()], ids=["state", "pass"])
-def test_what_cannot_be_stacked_runs_client_by_client(method, perceptron, public_data, play, caplog):
-    runs = [play(method, perceptron, public_data, engine=engine) for engine in ("sequential", "vectorised")]
+@pytest.mark.parametrize(
+    "method", [Stating(state=Branching()), BranchingMethod()], ids=["state", "pass"]
+)
+def test_what_cannot_be_stacked_runs_client_by_client(
+    method, perceptron, public_data, play, caplog
+):
+    runs = [
+        play(method, perceptron, public_data, engine=engine)
+        for engine in ("sequential", "vectorised")
+    ]
     assert_same(*runs)
     assert "clients of one member are trained one after another" in caplog.text
 
 
-def test_clients_whose_extras_have_unequal_shapes_are_finished_one_by_one(perceptron, play, make_data):
+def test_clients_whose_extras_have_unequal_shapes_are_finished_one_by_one(
+    perceptron, play, make_data
+):
     """What a client keeps may depend on its data; here the logits of as many samples as it has."""
 
     @dataclass(frozen=True)
@@ -366,7 +436,9 @@ def test_clients_whose_extras_have_unequal_shapes_are_finished_one_by_one(percep
 
     method = Passing(before=(Own(),))
     data = make_data(perceptron, RAGGED)
-    runs = [play(method, perceptron, data, engine=engine) for engine in ("sequential", "vectorised")]
+    runs = [
+        play(method, perceptron, data, engine=engine) for engine in ("sequential", "vectorised")
+    ]
     assert_same(*runs)
     assert [len(results(runs[0], client)["logits/logits"]) for client in range(6)] == list(RAGGED)
 
@@ -409,7 +481,10 @@ class Bad(Everything):
         ("unknown slot", r"sends the slots \['other', 'sum'\]; its learner declares \['sum'\]"),
         ("missing slot", r"keeps the slots \[\]; its learner declares \['own'\]"),
         ("missing weight", r"keeps the slot 'own', in which \['first.weight', .* is missing"),
-        ("shape", r"'first.bias' has the shape \(1,\); the shape of the weight that it belongs to, \(6,\), would work"),
+        (
+            "shape",
+            r"'first.bias' has the shape \(1,\); the shape of the weight that it belongs to, \(6,\), would work",
+        ),
         ("unknown extra", r"sends the extras \['other'\]; its learner declares \['table'\]"),
         ("not finite", "left state of its method that is not finite in round 1; it was refused"),
         ("extra not finite", "left state of its method that is not finite"),
@@ -431,7 +506,8 @@ def test_state_that_the_server_does_not_have_is_refused(kind, name, perceptron, 
             return Mean(world.family.cutter).begin(server)
 
     with pytest.raises(
-        TrainingError, match=rf"client 0 .* was to receive the {kind} \['{name}'\] in round 1; .*Method.init"
+        TrainingError,
+        match=rf"client 0 .* was to receive the {kind} \['{name}'\] in round 1; .*Method.init",
     ):
         play(Forgetful(), perceptron, public_data, rounds=1)
 
@@ -443,14 +519,18 @@ def test_names_that_others_have_are_refused():
         MethodState(slots_kept=("residual",))
     with pytest.raises(ConfigError, match=r"coded_extras = \['b'\] does not travel"):
         MethodState(extras_kept=("b",), coded_extras=("b",))
-    with pytest.raises(ConfigError, match="the slot 'momentum' was asked for, which the local optimizer has"):
+    with pytest.raises(
+        ConfigError, match="the slot 'momentum' was asked for, which the local optimizer has"
+    ):
         Learner((Phase(),), LOCAL, 0.1, state=MethodState(slots_kept=("momentum",)))
     with pytest.raises(ConfigError, match="two passes named 'loss' were asked for"):
         Learner((Phase(),), LOCAL, 0.1, before=(LossPass(),), after=(LossPass(),))
 
 
 def test_a_pass_over_public_samples_that_are_not_there_is_refused(perceptron, play, make_data):
-    with pytest.raises(ConfigError, match="Stating was asked for, whose pass 'logits' runs on public samples"):
+    with pytest.raises(
+        ConfigError, match="Stating was asked for, whose pass 'logits' runs on public samples"
+    ):
         play(Stating(), perceptron, make_data(perceptron, RAGGED, public=0), rounds=1)
 
 
@@ -464,7 +544,11 @@ class Keep(MethodState):
     extras_kept: tuple[str, ...] = ()
 
     def finish(self, trained: Trained) -> Left:
-        found = {f"{one}/{name}": value for one, values in trained.passes.items() for name, value in values.items()}
+        found = {
+            f"{one}/{name}": value
+            for one, values in trained.passes.items()
+            for name, value in values.items()
+        }
         return Left(kept_extras=found)
 
 
@@ -479,9 +563,15 @@ class Passing(FedAvg):
     def learner(self, job: Job, world: fq.World) -> Learner:
         member = world.family.member(job.submodel)
         names = {"gradient": member.trainable, "statistics": member.statistics}
-        kept = [f"{one.name}/{name}" for one in self._passes for name in names.get(one.name, (one.name,))]
+        kept = [
+            f"{one.name}/{name}"
+            for one in self._passes
+            for name in names.get(one.name, (one.name,))
+        ]
         state = Keep(extras_kept=tuple(kept))
-        return replace(super().learner(job, world), state=state, before=self.before, after=self.after)
+        return replace(
+            super().learner(job, world), state=state, before=self.before, after=self.after
+        )
 
     @property
     def _passes(self) -> tuple[ClientPass, ...]:
@@ -512,8 +602,17 @@ def test_gradient_loss_and_logits_are_those_of_torch(engine, perceptron, public_
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 def test_a_pass_after_training_has_the_trained_weights(engine, perceptron, public_data, play):
-    run = play(Passing(after=(LogitsPass(),)), perceptron, public_data, engine=engine, rounds=1, shares=(1.0,))
-    alone = play(Passing(after=(LogitsPass(),)), perceptron, public_data.among(1), engine=engine, rounds=1)
+    run = play(
+        Passing(after=(LogitsPass(),)),
+        perceptron,
+        public_data,
+        engine=engine,
+        rounds=1,
+        shares=(1.0,),
+    )
+    alone = play(
+        Passing(after=(LogitsPass(),)), perceptron, public_data.among(1), engine=engine, rounds=1
+    )
     net = perceptron.module(perceptron.whole).double()
     logits = functional_call(net, dict(alone.server.weights), public_data.public)
     torch.testing.assert_close(results(alone, 0)["logits/logits"], logits, rtol=0, atol=1e-12)
@@ -531,17 +630,26 @@ def test_norm_statistics_are_the_mean_over_batches(engine, residual, play, make_
     learner = method.learner(job, run.world)
     batches = run.engine.pass_batches(job, learner, learner.before[0])
     assert sorted(torch.cat(batches).tolist()) == list(range(8))
-    seen = [member.net(weights, data.inputs[rows], Pass(statistics="measure"))[1] for rows in batches]
+    seen = [
+        member.net(weights, data.inputs[rows], Pass(statistics="measure"))[1] for rows in batches
+    ]
     assert len(seen) == 2
     for name in member.statistics:
         expected = (seen[0][name] + seen[1][name]) / 2
-        torch.testing.assert_close(results(run, 0)[f"statistics/{name}"], expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            results(run, 0)[f"statistics/{name}"], expected, rtol=0, atol=1e-12
+        )
 
 
 def test_macs_of_passes_count_forward_and_backward(perceptron):
     member = perceptron.member(perceptron.whole)
     passes = (GradientPass(), LossPass(), LogitsPass(), StatisticsPass())
-    assert [one.macs(member) for one in passes] == [3 * member.macs, member.macs, member.macs, member.macs]
+    assert [one.macs(member) for one in passes] == [
+        3 * member.macs,
+        member.macs,
+        member.macs,
+        member.macs,
+    ]
     learner = Learner((Phase(),), LOCAL, 0.1, before=passes)
     assert learner.pass_macs(member, own=10, public=100) == (5 * 10 + 100) * member.macs
 

@@ -56,14 +56,29 @@ def learner_of(*phases: Phase, lr: float | None = None, **local) -> Learner:
     return Learner(phases or (Phase(),), settings, settings.optimiser.lr if lr is None else lr)
 
 
-def view_of(family: fq.Family, weights: State, batch: Batch, received: State | None = None, **mode) -> View:
+def view_of(
+    family: fq.Family, weights: State, batch: Batch, received: State | None = None, **mode
+) -> View:
     start = weights if received is None else received
     return View(
-        family.member(family.whole), weights, batch.inputs, batch.targets, batch.held, start, Pass(**mode), batch.key
+        family.member(family.whole),
+        weights,
+        batch.inputs,
+        batch.targets,
+        batch.held,
+        start,
+        Pass(**mode),
+        batch.key,
     )
 
 
-def take_steps(family: fq.Family, learner: Learner, state: State, batches: list[Batch], arch: Arch | None = None):
+def take_steps(
+    family: fq.Family,
+    learner: Learner,
+    state: State,
+    batches: list[Batch],
+    arch: Arch | None = None,
+):
     """What an engine does with one client."""
     member = family.member(arch or family.whole)
     received, slots, count = state, learner.start_slots(state, member), 0
@@ -115,12 +130,16 @@ def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
     model = perceptron.module(perceptron.whole, state)
     theirs = make(model.parameters())
     batches = [batch_of(6, seed) for seed in range(5)]
-    found, _ = take_steps(perceptron, learner_of(optimiser=replace(ours, clip=clip)), state, batches)
+    found, _ = take_steps(
+        perceptron, learner_of(optimiser=replace(ours, clip=clip)), state, batches
+    )
     for batch in batches:
         theirs.zero_grad()
         F.cross_entropy(model(batch.inputs), batch.targets).backward()
         if clip:
-            assert float(nn.utils.clip_grad_norm_(model.parameters(), clip)) > clip  # it does something
+            assert (
+                float(nn.utils.clip_grad_norm_(model.parameters(), clip)) > clip
+            )  # it does something
         theirs.step()
     for weight, value in model.named_parameters():
         torch.testing.assert_close(found[weight], value.detach(), rtol=0, atol=1e-12)
@@ -128,7 +147,9 @@ def test_five_steps_are_those_of_torch_optim(name, clip, perceptron):
 
 def test_a_gradient_within_the_bound_is_not_clipped(perceptron):
     state, batch = doubles(perceptron), batch_of(4)
-    plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), TaskLoss(), state, Received(state), batch)
+    plain, _ = gradient(
+        learner_of(), perceptron.member(perceptron.whole), TaskLoss(), state, Received(state), batch
+    )
     assert all(torch.equal(plain[name], value) for name, value in clipped(plain, 1e6).items())
 
 
@@ -136,7 +157,9 @@ def test_one_step_by_hand():
     sgd = SGD(momentum=0.5, nesterov=True, decay=0.1)
     weights, slots = {"w": torch.tensor([2.0])}, {"momentum": {"w": torch.tensor([4.0])}}
     moved, after = sgd.update(weights, slots, {"w": torch.tensor([1.0])}, lr=0.1, step=3)
-    assert float(after["momentum"]["w"]) == pytest.approx(0.5 * 4 + 1.2)  # the decayed gradient is 1.2
+    assert float(after["momentum"]["w"]) == pytest.approx(
+        0.5 * 4 + 1.2
+    )  # the decayed gradient is 1.2
     assert float(moved["w"]) == pytest.approx(2 - 0.1 * (1.2 + 0.5 * 3.2))
     assert float(weights["w"]) == 2
     assert float(slots["momentum"]["w"]) == 4
@@ -152,14 +175,18 @@ def test_adams_step_in_place_is_its_step(optimizer):
 
     in_place = [tensor.clone() for tensor in (weight, mean, square)]
     stacked = {"mean": [in_place[1]], "square": [in_place[2]]}
-    optimizer.update_([in_place[0]], stacked, [grad], torch.tensor(0.1, dtype=torch.float64), torch.tensor(5.0))
+    optimizer.update_(
+        [in_place[0]], stacked, [grad], torch.tensor(0.1, dtype=torch.float64), torch.tensor(5.0)
+    )
     expected = [moved["w"], after["mean"]["w"], after["square"]["w"]]
     torch.testing.assert_close(in_place, expected, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("optimizer", [Adam(), AdamW()], ids=["Adam", "AdamW"])
 def test_fednovas_pace_is_refused_for_adam(optimizer):
-    with pytest.raises(ConfigError, match=f"FedNova was asked to normalise steps of {type(optimizer).__name__};"):
+    with pytest.raises(
+        ConfigError, match=f"FedNova was asked to normalise steps of {type(optimizer).__name__};"
+    ):
         optimizer.pace(3, 0.1, 0.0)
 
 
@@ -266,7 +293,9 @@ def test_only_images_are_augmented(local):
 def test_crops_of_nothing_but_padding_are_refused():
     key, images = torch.tensor(noise.key(0)), torch.ones(50, 1, 6, 4)
     assert augment(images, Local(crop=3), key).flatten(1).any(1).all()
-    with pytest.raises(ConfigError, match=r"crop = 4 was asked for; images are 6×4, .* Up to 3 fits\."):
+    with pytest.raises(
+        ConfigError, match=r"crop = 4 was asked for; images are 6×4, .* Up to 3 fits\."
+    ):
         augment(images, Local(crop=4), key)
 
 
@@ -312,7 +341,12 @@ def test_masked_logits_have_no_gradient(perceptron):
     state = doubles(perceptron)
     phase = Phase(MaskedCrossEntropy())
     grads, _ = gradient(
-        learner_of(), perceptron.member(perceptron.whole), phase.objective, state, Received(state), batch
+        learner_of(),
+        perceptron.member(perceptron.whole),
+        phase.objective,
+        state,
+        Received(state),
+        batch,
     )
     assert float(grads["last.weight"][1].abs().sum()) == float(grads["last.bias"][1]) == 0
     assert float(grads["last.weight"][0].abs().sum()) > 0
@@ -322,10 +356,14 @@ def test_the_proximal_gradient_pulls_back(perceptron):
     state, received, batch = doubles(perceptron, 1), doubles(perceptron, 2), batch_of(5)
     args = (state, Received(received), batch)
     plain, _ = gradient(learner_of(), perceptron.member(perceptron.whole), TaskLoss(), *args)
-    pulled, (loss, _) = gradient(learner_of(), perceptron.member(perceptron.whole), Proximal(TaskLoss(), 0.3), *args)
+    pulled, (loss, _) = gradient(
+        learner_of(), perceptron.member(perceptron.whole), Proximal(TaskLoss(), 0.3), *args
+    )
     drift = 0.0
     for name in plain:
-        torch.testing.assert_close(pulled[name], plain[name] + 0.3 * (state[name] - received[name]), rtol=0, atol=1e-14)
+        torch.testing.assert_close(
+            pulled[name], plain[name] + 0.3 * (state[name] - received[name]), rtol=0, atol=1e-14
+        )
         drift += float((state[name] - received[name]).square().sum())
     own = float(TaskLoss()(view_of(perceptron, state, batch)))
     assert float(loss) == pytest.approx(own + 0.15 * drift, abs=1e-12)
@@ -335,10 +373,16 @@ def test_the_proximal_term_counts_what_is_trained_and_nothing_else(residual):
     """Tracked norm statistics drift too, but they are no weights."""
     state = doubles(residual)
     shifted = {name: value + (name in residual.statistics) for name, value in state.items()}
-    inputs = torch.randn(4, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
-    batch = Batch(inputs, torch.tensor([0, 1, 2, 3]), torch.ones(4, dtype=torch.bool), torch.tensor(0))
+    inputs = torch.randn(
+        4, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(0)
+    )
+    batch = Batch(
+        inputs, torch.tensor([0, 1, 2, 3]), torch.ones(4, dtype=torch.bool), torch.tensor(0)
+    )
     view = view_of(residual, shifted, batch, received=state)
-    assert float(Proximal(TaskLoss(), 2.0)(view)) == pytest.approx(float(TaskLoss()(view)), abs=1e-14)
+    assert float(Proximal(TaskLoss(), 2.0)(view)) == pytest.approx(
+        float(TaskLoss()(view)), abs=1e-14
+    )
 
 
 def test_summed_objectives_sum_their_gradients(perceptron):
@@ -367,12 +411,17 @@ def test_a_nested_net_is_the_first_channels_of_a_member(perceptron):
 
 
 def test_between_masks_by_hand(perceptron):
-    masks = {n: Between(0.5, 1.0).mask(perceptron.member(perceptron.whole), n) for n in perceptron.trainable}
+    masks = {
+        n: Between(0.5, 1.0).mask(perceptron.member(perceptron.whole), n)
+        for n in perceptron.trainable
+    }
     outer = torch.tensor([False] * 3 + [True] * 3)
     assert torch.equal(masks["first.weight"], outer[:, None].expand(6, 4))
     assert torch.equal(masks["first.bias"], outer)
     assert torch.equal(masks["last.weight"], outer.expand(3, 6))
-    assert torch.equal(masks["last.bias"], torch.zeros(3, dtype=torch.bool))  # every nested net has it
+    assert torch.equal(
+        masks["last.bias"], torch.zeros(3, dtype=torch.bool)
+    )  # every nested net has it
     third = Between(0.0, 1 / 3).mask(perceptron.member(perceptron.whole), "first.bias")
     assert third.tolist() == [True, True, False, False, False, False]
 
@@ -381,7 +430,8 @@ def test_differences_of_nested_shares_part_the_whole(residual):
     shares = (0.0, 0.25, 0.5, 1.0)
     for name in residual.trainable:
         total = sum(
-            Between(inner, outer).mask(residual.member(residual.whole), name).int() for inner, outer in pairwise(shares)
+            Between(inner, outer).mask(residual.member(residual.whole), name).int()
+            for inner, outer in pairwise(shares)
         )
         assert torch.equal(total, torch.ones_like(total)), name
 
@@ -396,7 +446,9 @@ def test_part_is_by_the_layouts_parts(residual):
     norm, rest = Part("norm"), Part("norm", other=True)
     for name in residual.trainable:
         assert norm.mask(residual.member(residual.whole), name) == (name in residual.parts["norm"])
-        assert rest.mask(residual.member(residual.whole), name) != norm.mask(residual.member(residual.whole), name)
+        assert rest.mask(residual.member(residual.whole), name) != norm.mask(
+            residual.member(residual.whole), name
+        )
     assert Everywhere().mask(residual.member(residual.whole), "head.linear.bias") is True
 
 
@@ -414,11 +466,17 @@ def test_part_is_by_the_layouts_parts(residual):
 def test_a_phase_leaves_what_it_may_not_move_bit_for_bit(optimiser, share, perceptron):
     """Weights and slots both: with momentum or decay, a masked gradient would still move them."""
     arch = perceptron.fit(fq.Budget(share=share))
-    state = perceptron.cutter.gather(doubles(perceptron), fq.Submodel(arch, _prefix(arch)), perceptron.trainable)
+    state = perceptron.cutter.gather(
+        doubles(perceptron), fq.Submodel(arch, _prefix(arch)), perceptron.trainable
+    )
     learner = learner_of(optimiser=optimiser)
-    state, slots = take_steps(perceptron, learner, state, [batch_of(4, 9)], arch)  # slots that are not zero
+    state, slots = take_steps(
+        perceptron, learner, state, [batch_of(4, 9)], arch
+    )  # slots that are not zero
     phase = Phase(TaskLoss(), Between(1 / 3, 1.0))
-    grads, _ = gradient(learner, perceptron.member(arch), phase.objective, state, Received(state), batch_of(4, 1))
+    grads, _ = gradient(
+        learner, perceptron.member(arch), phase.objective, state, Received(state), batch_of(4, 1)
+    )
     masks = learner.masks(perceptron.member(arch), phase, CPU)
     moved, after = move(learner, phase, state, slots, grads, masks, step=1)
     for name in perceptron.trainable:
@@ -445,7 +503,9 @@ def test_a_weight_that_may_not_move_at_all_is_not_touched(residual):
     moved, after = move(learner, Phase(), state, slots, grads, masks, 0)
     for name in residual.trainable:
         assert torch.equal(moved[name], state[name]) != (name in residual.parts["norm"])
-        assert torch.equal(after["momentum"][name], slots["momentum"][name]) != (name in residual.parts["norm"])
+        assert torch.equal(after["momentum"][name], slots["momentum"][name]) != (
+            name in residual.parts["norm"]
+        )
 
 
 def test_a_phase_that_may_move_nothing_moves_nothing(perceptron):
@@ -487,7 +547,9 @@ def test_norm_statistics_travel_as_the_policy_says(norm, held, sent, kept, resid
 def test_class_rows_restrict_what_is_sent(perceptron):
     held = torch.tensor([True, False, True])
     submodel = fq.Submodel(perceptron.whole, _prefix(perceptron.whole))
-    sent = replace(learner_of(), class_rows=True).upload(perceptron.member(perceptron.whole), submodel, held)
+    sent = replace(learner_of(), class_rows=True).upload(
+        perceptron.member(perceptron.whole), submodel, held
+    )
     assert list(sent.index["class"]) == [0, 2]
     assert {axis: p for axis, p in sent.index.items() if axis != "class"} == dict(submodel.index)
     plain = learner_of().upload(perceptron.member(perceptron.whole), submodel, held)
@@ -531,12 +593,18 @@ class Keeping(FedAvg):
 
 @pytest.mark.parametrize("engine", ["sequential", "vectorised"])
 @pytest.mark.parametrize(
-    ("optimiser", "make"), [TORCH["decay"], TORCH["all"], TORCH["adam"]], ids=["decay", "nesterov", "adam"]
+    ("optimiser", "make"),
+    [TORCH["decay"], TORCH["all"], TORCH["adam"]],
+    ids=["decay", "nesterov", "adam"],
 )
 @pytest.mark.parametrize("keep", [True, False])
-def test_one_clients_rounds_are_a_torch_training_loop(engine, optimiser, make, keep, residual, play, make_data):
+def test_one_clients_rounds_are_a_torch_training_loop(
+    engine, optimiser, make, keep, residual, play, make_data
+):
     """Weights, tracked norm statistics and, where slots are kept, one long run of torch.optim."""
-    method = with_local(Keeping() if keep else FedAvg(), optimiser=optimiser, batch_size=4, epochs=2, norm="tracked")
+    method = with_local(
+        Keeping() if keep else FedAvg(), optimiser=optimiser, batch_size=4, epochs=2, norm="tracked"
+    )
     run = play(method, residual, make_data(residual, [11]), engine=engine, rounds=3)
     model = torch_rounds(run, residual, make, rounds=3, fresh=not keep)
     expected = {**dict(model.named_parameters()), **dict(model.named_buffers())}
@@ -549,7 +617,9 @@ def test_the_scaler_works_in_training_only(residual):
     half = residual.fit(fq.Budget(share=0.5))
     net, state = residual.member(half).net, doubles(residual)
     cut = residual.cutter.gather(state, fq.Submodel(half, _prefix(half)), tuple(state))
-    inputs = torch.randn(3, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    inputs = torch.randn(
+        3, 1, 6, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1)
+    )
     assert train_pass(Local(scaler=True)) == Pass(train=True, statistics="batch", scaler=True)
     plain = net(cut, inputs, Pass(train=True))[0]
     tested = net(cut, inputs, Pass(train=False, scaler=True), share=0.5)[0]
@@ -577,12 +647,18 @@ def test_noise_of_dropout_changes_with_every_step(language):
         (lambda: fq.Adam(beta2=1.5), r"beta2 = 1.5 was asked for; it must lie in \[0, 1\)"),
         (lambda: fq.Cosine(0), "rounds = 0"),
         (lambda: fq.Local(epochs=0, batch_size=0), "epochs = 0.*batch_size = 0"),
-        (lambda: fq.Local(norm="foo"), "norm = 'foo' was asked for; it may be 'batch', 'tracked', 'local', 'post'"),
+        (
+            lambda: fq.Local(norm="foo"),
+            "norm = 'foo' was asked for; it may be 'batch', 'tracked', 'local', 'post'",
+        ),
         (lambda: fq.Local(last_batch="foo"), "last_batch = 'foo'"),
         (lambda: fq.Local(masked="foo"), "masked = 'foo'"),
         (lambda: fq.methods.FedRolex(overlap=1.5), "overlap = 1.5"),
         (lambda: fq.methods.FedProx(mu=-1.0), "mu = -1"),
-        (lambda: fq.methods.FedAvg(weighting="size"), "weighting = 'size' was asked for; it may be 'uniform', 'data'"),
+        (
+            lambda: fq.methods.FedAvg(weighting="size"),
+            "weighting = 'size' was asked for; it may be 'uniform', 'data'",
+        ),
     ],
 )
 def test_impossible_settings_are_refused_when_they_are_made(make, message):
@@ -594,7 +670,9 @@ def test_a_tied_embedding_sends_the_rows_of_tokens_that_were_only_read():
     options = {"max_length": 5, "width": 8, "depth": 1, "heads": 2, "head_dim": 4, "hidden": 12}
     tokens, held = torch.zeros(2, 5, dtype=torch.int64), torch.arange(11) < 3
     for tied, rows in ((True, 11), (False, 3)):
-        family = fq.trace(lambda tied=tied: fq.models.TransformerLM(11, **options, tied=tied), tokens)
+        family = fq.trace(
+            lambda tied=tied: fq.models.TransformerLM(11, **options, tied=tied), tokens
+        )
         learner = Learner((Phase(),), fq.Local(), 0.1, class_rows=True)
         upload = learner.upload(family.member(family.whole), prefix(family.whole), held)
         assert len(upload.index.get("class", range(11))) == rows

@@ -42,7 +42,9 @@ def test_runs_that_are_there_are_not_repeated(own, settings, counting):
     assert second.begun == [(runs[3].folder, 0)]
     assert second.ended == [run.folder for run in runs]
     assert list(map(numbers, after[:3])) == list(map(numbers, before))
-    assert [(result.entry, result.seed) for result in after] == [(run.entry, run.seed) for run in runs]
+    assert [(result.entry, result.seed) for result in after] == [
+        (run.entry, run.seed) for run in runs
+    ]
 
 
 def test_an_interrupted_run_goes_on_to_the_same_result(own, settings, counting):
@@ -81,9 +83,13 @@ def test_more_rounds_resume_what_is_there(own, settings, counting):
     watch = counting()
     (result,) = execute(longer, own / "study", watch=watch)
     assert watch.begun == [(longer[0].folder, 2)]
-    records = [{**record.to_dict(), "seconds": 0, "accuracy": 0, "metrics": 0} for record in result.records]
+    records = [
+        {**record.to_dict(), "seconds": 0, "accuracy": 0, "metrics": 0} for record in result.records
+    ]
     (fresh,) = execute(longer, None)
-    assert records == [{**one.to_dict(), "seconds": 0, "accuracy": 0, "metrics": 0} for one in fresh.records]
+    assert records == [
+        {**one.to_dict(), "seconds": 0, "accuracy": 0, "metrics": 0} for one in fresh.records
+    ]
     assert "rounds = 3" in (own / "study" / longer[0].folder / "config.toml").read_text()
 
 
@@ -91,14 +97,18 @@ def test_a_run_with_more_rounds_behind_it_is_refused(own, settings):
     execute(runs_of(settings(rounds=2)), own / "study")
     (run,) = runs_of(settings(rounds=1))
     (own / "study" / run.folder / "summary.json").unlink()
-    with pytest.raises(ConfigError, match=r"1 rounds were asked for; the run in .* has 2 behind it"):
+    with pytest.raises(
+        ConfigError, match=r"1 rounds were asked for; the run in .* has 2 behind it"
+    ):
         execute([run], own / "study")
 
 
 # --- divergence -----------------------------------------------------------------------------------------------------
 
 
-def test_a_run_that_diverges_counts_with_its_last_state_and_is_not_repeated(own, settings, counting):
+def test_a_run_that_diverges_counts_with_its_last_state_and_is_not_repeated(
+    own, settings, counting
+):
     wild = settings(method="fedavg") | {"method": {"name": "fedavg", **FAST}}
     runs = runs_of(wild, settings())
     found = execute(runs, own / "study")
@@ -118,7 +128,9 @@ def test_a_run_that_diverges_counts_with_its_last_state_and_is_not_repeated(own,
     [TrainingError("a slot is missing"), RuntimeError("no idea"), RecordError("the disk is full")],
     ids=lambda error: type(error).__name__,
 )
-def test_an_error_that_is_no_divergence_is_raised_and_keeps_what_is_finished(own, settings, counting, error):
+def test_an_error_that_is_no_divergence_is_raised_and_keeps_what_is_finished(
+    own, settings, counting, error
+):
     runs = runs_of(settings(), settings("heterofl"))
     with pytest.raises(type(error), match=str(error)):
         execute(runs, own / "study", watch=counting(3, error))
@@ -131,7 +143,9 @@ def test_samples_that_are_not_finite_are_no_divergence(own, settings):
         "import own\ndef pool():\n    found = own.pool()\n    found.inputs[0] = float('nan')\n    return found\n"
     )
     with pytest.raises(TrainingError, match="samples hold values that are not finite") as caught:
-        execute(runs_of(settings(fleet={"clients": 2, "sample": 2}) | {"data": "nan.py:pool"}), None)
+        execute(
+            runs_of(settings(fleet={"clients": 2, "sample": 2}) | {"data": "nan.py:pool"}), None
+        )
     assert not isinstance(caught.value, DivergenceError)
 
 
@@ -166,7 +180,9 @@ def test_damaged_rounds_are_one_error(own, settings):
     execute([run], own / "study")
     file = own / "study" / run.folder / "rounds.jsonl"
     file.write_text(file.read_text()[:-5])
-    with pytest.raises(RecordError, match=r"rounds\.jsonl is not what was written.* Delete the folder .* again\.$"):
+    with pytest.raises(
+        RecordError, match=r"rounds\.jsonl is not what was written.* Delete the folder .* again\.$"
+    ):
         finished(run, file.parent)
     file.write_text("3\n")
     with pytest.raises(RecordError, match=r"rounds\.jsonl is not what was written"):
@@ -180,9 +196,7 @@ def test_rounds_that_are_missing_are_one_error(own, settings):
     file = own / "study" / run.folder / "rounds.jsonl"
     lines = file.read_text().splitlines(keepends=True)
     file.write_text("".join(lines[:-1]))
-    said = (
-        rf"is damaged: its last round is {len(lines) - 1}, and that of summary\.json {len(lines)}\. Delete the folder"
-    )
+    said = rf"is damaged: its last round is {len(lines) - 1}, and that of summary\.json {len(lines)}\. Delete the folder"
     with pytest.raises(RecordError, match=said):
         finished(run, file.parent)
 
@@ -207,7 +221,10 @@ def test_a_run_that_another_process_writes_is_refused(own, settings):
     (run,) = runs_of(settings())
     with (
         locked(own / "study" / run.folder),
-        pytest.raises(ConfigError, match=r"entry0/seed0 was asked for; the run of process \d+ is writing there"),
+        pytest.raises(
+            ConfigError,
+            match=r"entry0/seed0 was asked for; the run of process \d+ is writing there",
+        ),
     ):
         execute([run], own / "study")
 
@@ -242,7 +259,9 @@ def worker(monkeypatch):
     def replaced(code):
         real = subprocess.Popen
         monkeypatch.setattr(
-            workers.subprocess, "Popen", lambda line, **more: real([sys.executable, "-S", "-c", code], **more)
+            workers.subprocess,
+            "Popen",
+            lambda line, **more: real([sys.executable, "-S", "-c", code], **more),
         )
 
     return replaced
@@ -260,20 +279,29 @@ def test_what_a_process_prints_is_no_message(own, settings, worker):
         "import sys\nprint('hello'); print('3'); print('{}'); sys.stdout.flush()\n"
         "sys.stderr.buffer.write(b'\\xff' * 200_000 + b'\\nthe last line\\n')\nsys.exit(3)"
     )
-    assert str(error_of(own, settings)) == "entry0, seed 0: its process ended with status 3: the last line"
+    assert (
+        str(error_of(own, settings))
+        == "entry0, seed 0: its process ended with status 3: the last line"
+    )
 
 
 def test_a_process_that_was_killed_is_told_apart_from_a_mistake(own, settings, worker):
-    worker("import os, sys\nprint('a warning', file=sys.stderr, flush=True)\nos.kill(os.getpid(), 9)")
+    worker(
+        "import os, sys\nprint('a warning', file=sys.stderr, flush=True)\nos.kill(os.getpid(), 9)"
+    )
     said = str(error_of(own, settings))
-    assert said.startswith("entry0, seed 0: its process was ended by SIGKILL. Too little memory is the usual reason")
+    assert said.startswith(
+        "entry0, seed 0: its process was ended by SIGKILL. Too little memory is the usual reason"
+    )
 
 
 def test_a_process_that_reads_nothing_is_an_error(own, settings, worker):
     """The request is larger than a pipe, so that sending it fails."""
     worker("import os, sys\nos.close(0)\nsys.exit(4)")
     large = settings(init="x" * 200_000)
-    with pytest.raises(TrainingError, match="ended with status 4: it wrote nothing to standard error"):
+    with pytest.raises(
+        TrainingError, match="ended with status 4: it wrote nothing to standard error"
+    ):
         execute(runs_of(large, large), own / "study", jobs=2)
 
 
@@ -283,9 +311,15 @@ def test_a_process_without_a_summary_is_an_error(own, settings, worker):
 
 
 def test_the_error_of_a_process_is_raised_again(own, settings, worker):
-    worker('print(\'{"error": {"kind": "RecordError", "text": "full", "notes": ["note"]}}\'); exit(1)')
+    worker(
+        'print(\'{"error": {"kind": "RecordError", "text": "full", "notes": ["note"]}}\'); exit(1)'
+    )
     error = error_of(own, settings)
-    assert (type(error), str(error), error.__notes__) == (RecordError, "entry0, seed 0: full", ["note"])
+    assert (type(error), str(error), error.__notes__) == (
+        RecordError,
+        "entry0, seed 0: full",
+        ["note"],
+    )
 
 
 def test_no_process_begins_after_a_failure(own, settings, worker):

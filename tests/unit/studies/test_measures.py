@@ -10,7 +10,17 @@ from torch import nn
 
 import fedquilt as fq
 from fedquilt.errors import ConfigError
-from fedquilt.methods import FedAvg, FedDropout, FedNova, FedRolex, HeteroFL, ProgFed, RaFL, Scaffold, SplitMix
+from fedquilt.methods import (
+    FedAvg,
+    FedDropout,
+    FedNova,
+    FedRolex,
+    HeteroFL,
+    ProgFed,
+    RaFL,
+    Scaffold,
+    SplitMix,
+)
 from fedquilt.studies.measures import MEASURES
 from tests.growing import growing
 from tests.pairs import limits as pair_limits
@@ -37,7 +47,8 @@ def test_a_rolling_window_is_even_by_channel_and_not_by_entry(make_data):
     layers = nn.Conv2d(1, 8, 3), nn.Conv2d(8, 8, 3), nn.Flatten(), nn.Linear(32, 3)
     family = fq.trace(lambda: nn.Sequential(*layers), torch.zeros(2, 1, 6, 6))
     rolling, random = (
-        MEASURES["coverage"](prepared(method, family, make_data, (0.5,)), 8) for method in (FedRolex(), FedDropout())
+        MEASURES["coverage"](prepared(method, family, make_data, (0.5,)), 8)
+        for method in (FedRolex(), FedDropout())
     )
     assert rolling["weight"] == "1.weight"
     assert rolling["channel"] == {"least": 8, "mean": 8.0, "deviation": 0.0}
@@ -95,10 +106,17 @@ def test_measures_of_a_model_that_grows(make_data):
     run = prepared(method, family, make_data, (1.0, 0.5))
     whole = family.count(family.whole)
     sizes = [MEASURES["sizes"](run, rounds) for rounds in (1, 6)]
-    assert [found["params"]["1.0"] for found in sizes] == [family.count(family.at("stage1").whole), whole]
+    assert [found["params"]["1.0"] for found in sizes] == [
+        family.count(family.at("stage1").whole),
+        whole,
+    ]
     covered = MEASURES["coverage"](run, 6)
     assert covered["weight"] == "third.conv.weight"
-    assert covered["channel"] == {"least": 2, "mean": 3.0, "deviation": 1.0}  # three of six channels in share 1/2
+    assert covered["channel"] == {
+        "least": 2,
+        "mean": 3.0,
+        "deviation": 1.0,
+    }  # three of six channels in share 1/2
     with pytest.raises(ConfigError, match=r"no client trains third\.conv\.weight in 4 rounds"):
         MEASURES["coverage"](run, 4)
 
@@ -122,10 +140,18 @@ def test_traffic_is_that_of_the_records(net, make_data):
     """Two clients of 6 samples each get and send 75 parameters of 4 bytes, in each of three rounds."""
     run = prepared(FedAvg(), net, make_data, (1.0,))
     found = MEASURES["traffic"](run, 3)
-    assert found == {"bytes_down": 1800, "bytes_up": 1800, "round_bytes": 1200, "params": 75, "macs": 64}
+    assert found == {
+        "bytes_down": 1800,
+        "bytes_up": 1800,
+        "round_bytes": 1200,
+        "params": 75,
+        "macs": 64,
+    }
     run.train(3)
     assert found["bytes_down"] == sum(record.bytes_down for record in run.records)
-    assert MEASURES["traffic"](prepared(FedNova(), net, make_data, (1.0,)), 1)["round_bytes"] == 2400
+    assert (
+        MEASURES["traffic"](prepared(FedNova(), net, make_data, (1.0,)), 1)["round_bytes"] == 2400
+    )
 
 
 def test_traffic_of_pairs_is_that_of_the_knowledge_net(make_data):

@@ -49,13 +49,28 @@ SMALL: dict[str, Any] = {
         "static": {"method": {"name": "heterofl", "preset": "fedrolex-cifar10-low"}},
     },
     "scales": {
-        "smoke": {"seeds": [0], "settings": {"rounds": 2, "data": {"name": "generated", "train": 20}}},
-        "short": {"note": "Fewer rounds.", "settings": {"rounds": 5}, "parts": {"five": {"rounds": 4}}},
+        "smoke": {
+            "seeds": [0],
+            "settings": {"rounds": 2, "data": {"name": "generated", "train": 20}},
+        },
+        "short": {
+            "note": "Fewer rounds.",
+            "settings": {"rounds": 5},
+            "parts": {"five": {"rounds": 4}},
+        },
     },
-    "columns": [{"title": "×1", "value": "accuracy 1.0 %"}, {"title": "bytes", "value": "bytes_up GB"}],
+    "columns": [
+        {"title": "×1", "value": "accuracy 1.0 %"},
+        {"title": "bytes", "value": "bytes_up GB"},
+    ],
     "rows": [
         {"name": "FedRolex", "paper": ["69.44 ± 1.50", "1.2"]},
-        {"name": "HeteroFL", "parts": ["five", "static"], "settings": {"rounds": 45}, "paper": ["", ""]},
+        {
+            "name": "HeteroFL",
+            "parts": ["five", "static"],
+            "settings": {"rounds": 45},
+            "paper": ["", ""],
+        },
     ],
 }
 
@@ -86,20 +101,40 @@ def test_settings_parts_rows_and_scales_are_laid_over_one_another(make: Any) -> 
     (_, rolling), (name, static) = preset.rows_at("full")
     assert name == "HeteroFL"
     assert rolling == {**SMALL["settings"], "model": {"name": "mlp"}}
-    assert static["method"] == {"name": "heterofl", "preset": "fedrolex-cifar10-low"}  # shift is FedRolex's own
+    assert static["method"] == {
+        "name": "heterofl",
+        "preset": "fedrolex-cifar10-low",
+    }  # shift is FedRolex's own
     assert static["data"] == {"name": "mine.npz", "partition": {"name": "labels", "labels": 5}}
     assert static["rounds"] == 45  # the row's own, over its part's 40
-    assert [settings["rounds"] for _, settings in preset.rows_at("short")] == [5, 4]  # the scale's part comes last
+    assert [settings["rounds"] for _, settings in preset.rows_at("short")] == [
+        5,
+        4,
+    ]  # the scale's part comes last
     (_, rolling), _ = preset.rows_at("smoke")
-    assert rolling["data"] == {"name": "generated", "train": 20, "partition": {"name": "labels", "labels": 2}}
+    assert rolling["data"] == {
+        "name": "generated",
+        "train": 20,
+        "partition": {"name": "labels", "labels": 2},
+    }
 
 
 def test_scales_have_their_own_seeds_and_notes(make: Any) -> None:
     preset = make()
-    assert list(preset.scales) == ["smoke", "short", "full"]  # the paper's is there though nobody named it
+    assert list(preset.scales) == [
+        "smoke",
+        "short",
+        "full",
+    ]  # the paper's is there though nobody named it
     assert [preset.seeds_at(scale) for scale in preset.scales] == [(0,), (3, 4), (3, 4)]
-    assert [preset.scale(scale).note for scale in preset.scales] == [SMOKE_NOTE, "Fewer rounds.", ""]
-    with pytest.raises(ConfigError, match=r"the scale 'shrt' of .*small.toml was asked for.*Did you mean 'short'\?"):
+    assert [preset.scale(scale).note for scale in preset.scales] == [
+        SMOKE_NOTE,
+        "Fewer rounds.",
+        "",
+    ]
+    with pytest.raises(
+        ConfigError, match=r"the scale 'shrt' of .*small.toml was asked for.*Did you mean 'short'\?"
+    ):
         preset.rows_at("shrt")
 
 
@@ -124,12 +159,18 @@ def test_a_plan_has_the_rows_the_seeds_and_the_measure(make: Any) -> None:
 
 
 def test_the_format_is_as_the_readme_describes_it(tmp_path: Path) -> None:
-    (text,) = re.findall(r"```toml\n(.*?)```", (files("fedquilt.papers") / "README.md").read_text(), re.DOTALL)
+    (text,) = re.findall(
+        r"```toml\n(.*?)```", (files("fedquilt.papers") / "README.md").read_text(), re.DOTALL
+    )
     (tmp_path / "example.toml").write_text(text)
     preset = read_preset(str(tmp_path / "example.toml"))
     (_, high), (_, low) = preset.rows_at("short")
     assert (high["rounds"], low["rounds"], low["method"]["name"]) == (250, 200, "heterofl")
-    assert set(tomllib.loads(text)) == {field.name for field in fields(Preset)} - {"name", "grid", "tuning"}
+    assert set(tomllib.loads(text)) == {field.name for field in fields(Preset)} - {
+        "name",
+        "grid",
+        "tuning",
+    }
 
 
 def test_papers_numbers() -> None:
@@ -143,7 +184,9 @@ def test_papers_numbers() -> None:
 # --- data -------------------------------------------------------------------------------------------
 
 
-def test_data_files_are_looked_up_in_a_folder(make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_data_files_are_looked_up_in_a_folder(
+    make: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     preset = make()
     with pytest.raises(DataError) as caught:
         preset.rows_at("full", tmp_path)
@@ -184,9 +227,15 @@ def test_a_file_may_be_an_option_of_the_source(make: Any, tmp_path: Path) -> Non
         ({"seeds": []}, "seeds: an empty list was found"),
         ({"seeds": [1, 1]}, "seeds: 1 is there more than once."),
         ({"seeds": ["1"]}, "seeds[0]: '1' was found; a whole number would fit."),
-        ({"measure": "coverag"}, "measure: there is no measure 'coverag'. Did you mean 'coverage'?"),
+        (
+            {"measure": "coverag"},
+            "measure: there is no measure 'coverag'. Did you mean 'coverage'?",
+        ),
         ({"scales": {"short": {}}}, "scales: there is no 'smoke', which tests run without data."),
-        ({"scales": {"smoke": {"sed": [0]}}}, "scales.smoke.sed: smoke has no such key. Did you mean 'seeds'?"),
+        (
+            {"scales": {"smoke": {"sed": [0]}}},
+            "scales.smoke.sed: smoke has no such key. Did you mean 'seeds'?",
+        ),
         ({"rows": SMALL["rows"][:1] * 2}, "rows: 'FedRolex' is there more than once."),
         (
             {"columns": [{"title": "×1", "value": "accuracy 1.0 percent"}] * 2},
@@ -209,9 +258,18 @@ def test_a_file_may_be_an_option_of_the_source(make: Any, tmp_path: Path) -> Non
             {"scales": {**SMALL["scales"], "short": {"grid": {"rounds": [1]}}}},
             "scales.short.grid: 'rounds' is not in the grid.",
         ),
-        ({"settings": {**SMALL["settings"], "seed": 1}}, "settings.seed: settings of a preset have no seed"),
-        ({"parts": {**SMALL["parts"], "five": {"seed": 1}}}, "parts.five.seed: settings of a preset have no seed"),
-        ({"data": []}, "row 'FedRolex' at scale 'short': the data file 'mine.npz' is not in `data`."),
+        (
+            {"settings": {**SMALL["settings"], "seed": 1}},
+            "settings.seed: settings of a preset have no seed",
+        ),
+        (
+            {"parts": {**SMALL["parts"], "five": {"seed": 1}}},
+            "parts.five.seed: settings of a preset have no seed",
+        ),
+        (
+            {"data": []},
+            "row 'FedRolex' at scale 'short': the data file 'mine.npz' is not in `data`.",
+        ),
         (
             {"scales": {"smoke": {}}},
             "row 'FedRolex' at scale 'smoke': the data file 'mine.npz' is needed; a smoke run needs no files",
@@ -228,8 +286,14 @@ def test_a_file_may_be_an_option_of_the_source(make: Any, tmp_path: Path) -> Non
             {"parts": {**SMALL["parts"], "static": {"method": {"name": "local"}}}},
             "row 'HeteroFL' at scale 'smoke': a problem:\n    method.preset: 'paper' was found; local has no preset",
         ),
-        ({"grid": {"method.shft": [1]}}, "method.shft: fedrolex has no such key. Did you mean 'shift'?"),
-        ({"tuning": {"round": 1}}, "round: a configuration has no such key. Did you mean 'rounds'?"),
+        (
+            {"grid": {"method.shft": [1]}},
+            "method.shft: fedrolex has no such key. Did you mean 'shift'?",
+        ),
+        (
+            {"tuning": {"round": 1}},
+            "round: a configuration has no such key. Did you mean 'rounds'?",
+        ),
     ],
 )
 def test_what_is_wrong_with_a_file_is_said(make: Any, changes: dict[str, Any], told: str) -> None:
@@ -240,12 +304,19 @@ def test_all_problems_are_told_at_once_and_each_once(make: Any) -> None:
     rows = [{"name": "a", "paper": [""], "parts": ["fife"]}, {"name": "a", "paper": ["", "x"]}]
     text = problems(make, rows=rows, measure="nothing")
     assert text.startswith("5 problems in ")
-    assert [text.count(part) for part in ("no measure", "more than once", "no part", "texts were", "'x'")] == [1] * 5
-    assert problems(make, settings={**SMALL["settings"], "rounds": 0}).count("rounds") == 1  # of two rows
+    assert [
+        text.count(part)
+        for part in ("no measure", "more than once", "no part", "texts were", "'x'")
+    ] == [1] * 5
+    assert (
+        problems(make, settings={**SMALL["settings"], "rounds": 0}).count("rounds") == 1
+    )  # of two rows
 
 
 def test_a_file_that_is_no_toml_or_not_there(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match=r"nothing\.toml was asked for; it cannot be read: No such file"):
+    with pytest.raises(
+        ConfigError, match=r"nothing\.toml was asked for; it cannot be read: No such file"
+    ):
         read_preset(str(tmp_path / "nothing.toml"))
     (tmp_path / "bad.toml").write_text("title = ")
     with pytest.raises(ConfigError, match=r"bad\.toml:1:9: this is not TOML"):
@@ -253,9 +324,13 @@ def test_a_file_that_is_no_toml_or_not_there(tmp_path: Path) -> None:
 
 
 def test_unknown_papers_and_tables() -> None:
-    with pytest.raises(ConfigError, match=r"no paper, table or figure named .*Did you mean 'fedrolex/table3'"):
+    with pytest.raises(
+        ConfigError, match=r"no paper, table or figure named .*Did you mean 'fedrolex/table3'"
+    ):
         read_preset("fedrolex/tabel3")
-    with pytest.raises(ConfigError, match=r"the paper 'fedrolex' was asked for; name one of its tables: .*table3"):
+    with pytest.raises(
+        ConfigError, match=r"the paper 'fedrolex' was asked for; name one of its tables: .*table3"
+    ):
         read_preset("fedrolex")
     with pytest.raises(ConfigError, match="Did you mean 'fedrolex'"):
         tables_named("fedrolx")
@@ -285,7 +360,9 @@ def stand_ins(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.mark.parametrize("name", presets())
-def test_every_row_of_every_preset_is_an_experiment_at_every_scale(name: str, stand_ins: Path) -> None:
+def test_every_row_of_every_preset_is_an_experiment_at_every_scale(
+    name: str, stand_ins: Path
+) -> None:
     preset = read_preset(name)
     for scale in preset.scales:
         plan = plan_of(preset, scale, data_folder=stand_ins)
@@ -315,8 +392,13 @@ def paper(name: str) -> dict[str, tuple[str, ...]]:
 def test_numbers_of_fedrolex_are_those_that_are_printed() -> None:
     assert paper("fedrolex/table3")["FedRolex, high heterogeneity"][0] == "69.44 ± 1.50"
     assert paper("fedrolex/table3")["Federated Dropout, low heterogeneity"][0] == "76.20 ± 2.53"
-    assert paper("fedrolex/table3")["homogeneous (smallest), low heterogeneity"][0] == "46.86 ± 0.54"
-    assert paper("fedrolex/table4")["homogeneous (largest), high heterogeneity"] == ("95.54 ± 0.26", "75.74 ± 0.41")
+    assert (
+        paper("fedrolex/table3")["homogeneous (smallest), low heterogeneity"][0] == "46.86 ± 0.54"
+    )
+    assert paper("fedrolex/table4")["homogeneous (largest), high heterogeneity"] == (
+        "95.54 ± 0.26",
+        "75.74 ± 0.41",
+    )
     assert paper("fedrolex/table5")["model update-based"] == ("96.01 ± 0.71", "68.83 ± 0.89")
     assert paper("fedrolex/table6")["Federated Dropout, 20 %"] == ("55.20 ± 4.64",)
     assert paper("fedrolex/table7")["FedRolex"] == ("2.9781232", "149.048384", "11.36")
@@ -339,7 +421,9 @@ def test_rows_of_fedrolex_have_the_schedules_of_its_tables() -> None:
             tenth = experiment(short[name])
             assert tenth.rounds == rounds // 10
             assert tenth.method.local.schedule.milestones == tuple(one // 10 for one in milestones)
-    smallest = experiment(rows("fedrolex/table3")["homogeneous (smallest), high heterogeneity"]).method
+    smallest = experiment(
+        rows("fedrolex/table3")["homogeneous (smallest), high heterogeneity"]
+    ).method
     assert smallest == FedAvg.preset("fedrolex-cifar10-high", share=1 / 16)
     heterofl = experiment(rows("fedrolex/table3")["HeteroFL, low heterogeneity"]).method
     assert heterofl == HeteroFL.preset("fedrolex-cifar10-low")
@@ -354,14 +438,20 @@ def test_figure_3_of_fedrolex() -> None:
         assert high.fleet.budgets == TwoLevel(rho / 10)
         assert high.data.partition == Labels(2)
         assert high.rounds == (1500 if is_mid else 1250)
-        assert high.method == FedRolex.preset(f"fedrolex-figure3-cifar10-{'mid' if is_mid else 'ends'}")
+        assert high.method == FedRolex.preset(
+            f"fedrolex-figure3-cifar10-{'mid' if is_mid else 'ends'}"
+        )
         assert low["data"]["partition"] == {"name": "labels", "labels": 5}
         assert low["method"] == found[f"ρ = {rho / 10}, high heterogeneity"]["method"]
 
 
 def test_other_figures_and_tables_of_fedrolex_vary_what_they_are_about() -> None:
     wide = experiment(rows("fedrolex/figure4")["Federated Dropout, γ = 8, low heterogeneity"])
-    assert (wide.fleet.budgets, wide.data.partition, wide.rounds) == (Uniform((1 / 8,)), Labels(5), 1500)
+    assert (wide.fleet.budgets, wide.data.partition, wide.rounds) == (
+        Uniform((1 / 8,)),
+        Labels(5),
+        1500,
+    )
     assert wide.evaluation is not None
     assert wide.evaluation.shares == (1.0,)
     overlap = experiment(rows("fedrolex/figure6")["r = 0.25, low heterogeneity"])
@@ -376,7 +466,9 @@ def test_tuned_rates_are_those_of_the_results_page() -> None:
     """0.03 for FedRolex and Federated Dropout, 0.015 for HeteroFL and one common model, batches of 50."""
     rolling = experiment(rows("fedrolex/table6", "tuned")["FedRolex, 5 %"]).method.local
     static = experiment(rows("fedrolex/table6", "tuned")["HeteroFL, 5 %"]).method.local
-    common = experiment(rows("fedrolex/table4", "tuned")["homogeneous (largest), low heterogeneity"]).method.local
+    common = experiment(
+        rows("fedrolex/table4", "tuned")["homogeneous (largest), low heterogeneity"]
+    ).method.local
     assert [local.optimiser.lr for local in (rolling, static, common)] == [0.03, 0.015, 0.015]
     assert {local.batch_size for local in (rolling, static, common)} == {50}
     plan = plan_of(parsed_preset("fedrolex/table3-tuned"), "smoke", data_folder=Path())

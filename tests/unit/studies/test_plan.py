@@ -48,7 +48,10 @@ def test_all_problems_are_listed_at_once():
     ):
         assert f"  {line}" in lines
     assert any(line.startswith("  there is no measure 'sizs'.") for line in lines)
-    assert any(line.startswith("  B:c: the grid over method.local.optimiser.lr repeats a value") for line in lines)
+    assert any(
+        line.startswith("  B:c: the grid over method.local.optimiser.lr repeats a value")
+        for line in lines
+    )
     assert len(lines) == 16
 
 
@@ -89,7 +92,10 @@ def test_long_names_are_cut_and_stay_different(letter):
 def test_runs_of_a_plan_have_folders_of_their_own_inside_the_study():
     shares = ([1.0], [1.0, 0.5], "1.0", "1/0", "1_0")
     grid = {"fleet.budgets.shares": shares, LR: (0.1, 1e-05, 1, -1)}
-    plan = Plan((make_entry("..", grid=grid), make_entry("b/../c", grid=grid), make_entry("x" * 200)), (0, 1))
+    plan = Plan(
+        (make_entry("..", grid=grid), make_entry("b/../c", grid=grid), make_entry("x" * 200)),
+        (0, 1),
+    )
     folders = [run.folder.casefold() for run in (*plan.tuning_runs, *plan.final_runs({}))]
     assert len(set(folders)) == len(folders) == plan.num_runs == 2 * 20 + 6
     for folder in folders:
@@ -98,13 +104,20 @@ def test_runs_of_a_plan_have_folders_of_their_own_inside_the_study():
 
 @pytest.mark.parametrize("values", [("a", "A"), (1, "1"), (True, "True")])
 def test_values_that_would_share_a_folder_are_refused(values):
-    with pytest.raises(ConfigError, match="repeats a value, or has two that differ in type or in capital letters"):
+    with pytest.raises(
+        ConfigError, match="repeats a value, or has two that differ in type or in capital letters"
+    ):
         Plan((make_entry(grid={"method.local.norm": values}),))
 
 
 def test_points_are_all_combinations_in_the_order_given():
     entry = make_entry(grid={"a.b": (2, 1), "c": ("x", "y")})
-    assert [tuple(point.values()) for point in entry.points] == [(2, "x"), (2, "y"), (1, "x"), (1, "y")]
+    assert [tuple(point.values()) for point in entry.points] == [
+        (2, "x"),
+        (2, "y"),
+        (1, "x"),
+        (1, "y"),
+    ]
     assert make_entry().points == [{}]  # the one point of an empty grid
     assert Plan((make_entry(),)).tuning_runs == []
 
@@ -127,26 +140,38 @@ def test_more_runs_than_usual_are_accepted_when_they_are_confirmed():
 @pytest.mark.parametrize("path", ["data", "data.name", "task", "task.name"])
 def test_data_and_tasks_are_not_tuned(path):
     """Tuning would choose between figures that cannot be compared."""
-    with pytest.raises(ConfigError, match=f"the grid over {path} was asked for; figures on other data"):
+    with pytest.raises(
+        ConfigError, match=f"the grid over {path} was asked for; figures on other data"
+    ):
         Plan((make_entry(grid={path: ("digits", "diabetes")}),))
 
 
 def test_settings_that_do_not_fit_are_listed_for_all_entries():
-    plan = Plan((make_entry("a", method="fedavgg"), make_entry("b", grid={"method.shift": (1, 2)}), make_entry("c")))
+    plan = Plan(
+        (
+            make_entry("a", method="fedavgg"),
+            make_entry("b", grid={"method.shift": (1, 2)}),
+            make_entry("c"),
+        )
+    )
     with pytest.raises(ConfigError) as caught:
         plan.check()
     text = str(caught.value)
     assert text.count("a: a problem") == text.count("b: a problem") == 1
     assert "c: " not in text
     alike = Plan((make_entry("a", method="fedavgg"), make_entry("b", method="fedavgg")))
-    with pytest.raises(ConfigError, match=r"^a; b: a problem:\n.*no method named 'fedavgg'") as caught:
+    with pytest.raises(
+        ConfigError, match=r"^a; b: a problem:\n.*no method named 'fedavgg'"
+    ) as caught:
         alike.check()
     assert str(caught.value).count("fedavgg") == 1
 
 
 def test_a_tuning_run_sees_the_validation_part_alone():
     grid = {LR: (0.1, 0.2)}
-    plan = Plan((make_entry(grid=grid),), (3, 4, 5), validation=0.2, tuning_seeds=2, tuning={"rounds": 1})
+    plan = Plan(
+        (make_entry(grid=grid),), (3, 4, 5), validation=0.2, tuning_seeds=2, tuning={"rounds": 1}
+    )
     runs = plan.tuning_runs
     assert [(run.seed, run.point[LR]) for run in runs] == [(3, 0.1), (3, 0.2), (4, 0.1), (4, 0.2)]
     experiment = runs[1].experiment
@@ -182,7 +207,9 @@ def test_an_entry_is_found_before_a_setting():
 
 
 def test_entries_with_other_data_or_tasks_are_listed():
-    plan = Plan((make_entry("a"), make_entry("b", data="diabetes"), make_entry("c", task="multilabel")))
+    plan = Plan(
+        (make_entry("a"), make_entry("b", data="diabetes"), make_entry("c", task="multilabel"))
+    )
     with pytest.raises(ConfigError, match=r"data digits: a, c\n  data diabetes: b\n"):
         plan.check_comparable()
     Plan((make_entry("a"), make_entry("b", task="classification"))).check_comparable()
@@ -192,8 +219,17 @@ def test_entries_with_other_data_or_tasks_are_listed():
 
 
 def test_a_plan_is_read_as_it_was_written(tmp_path):
-    entries = (make_entry("a", grid={LR: (0.1, 1e-05), "method.local.norm": ("batch", "tracked")}), make_entry("b:é"))
-    plan = Plan(entries, (2, 0), validation=0.25, tuning_seeds=2, tuning={"rounds": 1, "fleet": {"clients": 3}})
+    entries = (
+        make_entry("a", grid={LR: (0.1, 1e-05), "method.local.norm": ("batch", "tracked")}),
+        make_entry("b:é"),
+    )
+    plan = Plan(
+        entries,
+        (2, 0),
+        validation=0.25,
+        tuning_seeds=2,
+        tuning={"rounds": 1, "fleet": {"clients": 3}},
+    )
     (tmp_path / STUDY_FILE).write_text(plan.to_toml())
     assert Plan.read(tmp_path) == plan
     assert Plan.read(tmp_path).to_toml() == plan.to_toml()
@@ -232,12 +268,17 @@ def test_a_folder_without_a_study_says_what_is_there(tmp_path):
         (tmp_path / name).write_text("")
     with pytest.raises(ConfigError, match=r"this is a file\. Name the folder that --out named\.$"):
         Plan.read(tmp_path / "file")
-    with pytest.raises(ConfigError, match=r"a single run is in it\. Name the folder of the whole study"):
+    with pytest.raises(
+        ConfigError, match=r"a single run is in it\. Name the folder of the whole study"
+    ):
         Plan.read(tmp_path / "run")
     for name in ("heterofl", "fedavg"):  # as earlier versions of `compare` wrote them
         (tmp_path / name).mkdir()
         (tmp_path / name / "rounds.jsonl").write_text("")
-    with pytest.raises(ConfigError, match=r"runs fedavg, heterofl, .*fedquilt run --resume .*fedavg, or name another"):
+    with pytest.raises(
+        ConfigError,
+        match=r"runs fedavg, heterofl, .*fedquilt run --resume .*fedavg, or name another",
+    ):
         Plan.read(tmp_path)
 
 
@@ -269,10 +310,22 @@ def test_more_of_the_same_is_accepted(plan):
     ("plan", "said"),
     [
         (Plan((make_entry("a", rounds=1),)), "a: rounds is 2 there, 1 was asked for"),
-        (Plan((make_entry("a", data="diabetes"),)), "a: data is digits there, diabetes was asked for"),
-        (Plan((make_entry("a", fleet={"clients": 3}),)), "a: fleet.clients is nothing there, 3 was asked for"),
-        (Plan((make_entry("a", grid=GRID),)), f"a: {LR} is nothing there, [0.1, 0.2] was asked for"),
-        (Plan((make_entry("b", grid={LR: (0.1,)}),)), f"b: {LR} is [0.1, 0.2] there, [0.1] was asked for"),
+        (
+            Plan((make_entry("a", data="diabetes"),)),
+            "a: data is digits there, diabetes was asked for",
+        ),
+        (
+            Plan((make_entry("a", fleet={"clients": 3}),)),
+            "a: fleet.clients is nothing there, 3 was asked for",
+        ),
+        (
+            Plan((make_entry("a", grid=GRID),)),
+            f"a: {LR} is nothing there, [0.1, 0.2] was asked for",
+        ),
+        (
+            Plan((make_entry("b", grid={LR: (0.1,)}),)),
+            f"b: {LR} is [0.1, 0.2] there, [0.1] was asked for",
+        ),
         (replace(THERE, validation=0.3), "validation is 0.1 there, 0.3 was asked for"),
         (replace(THERE, tuning={"rounds": 1}), "tuning.rounds is nothing there, 1 was asked for"),
         (replace(THERE, tuning_seeds=2), "seeds of tuning is [0] there, [0, 1] was asked for"),

@@ -17,7 +17,11 @@ def preset():
     return Preset(
         title="Table 1: accuracy",
         columns=(Column("last", "metrics accuracy 1.0 %"), Column("cost", "bytes_down MB")),
-        rows=(Row("FedRolex", ("69.44 ± 1.50", "")), Row("HeteroFL", ("", "")), Row("FedAvg", ("38.0", ""))),
+        rows=(
+            Row("FedRolex", ("69.44 ± 1.50", "")),
+            Row("HeteroFL", ("", "")),
+            Row("FedAvg", ("38.0", "")),
+        ),
         scales={"smoke": Scale(note="Numbers mean nothing.", seeds=(0,)), "full": Scale()},
         seeds=(0, 1),
         notes=("It differs.",),
@@ -45,7 +49,10 @@ def test_lines_have_means_over_seeds_and_differences(preset, result):
 
 def test_the_papers_numbers_alone_are_shown_too(preset):
     table = comparison_table(preset, [])
-    assert table.rows == [["FedRolex", "last", "69.44 ± 1.50", "–", "–"], ["FedAvg", "last", "38.0", "–", "–"]]
+    assert table.rows == [
+        ["FedRolex", "last", "69.44 ± 1.50", "–", "–"],
+        ["FedAvg", "last", "38.0", "–", "–"],
+    ]
 
 
 def test_a_column_that_no_run_has_is_named(preset, result):
@@ -59,7 +66,8 @@ def test_a_column_that_no_run_has_is_named(preset, result):
 
 def test_notes_name_the_scale_missing_seeds_and_runs_that_diverged(preset, result):
     runs = [
-        result(name, 0, [0.1], diverged=1 if name == "FedAvg" else None) for name in ("FedRolex", "HeteroFL", "FedAvg")
+        result(name, 0, [0.1], diverged=1 if name == "FedAvg" else None)
+        for name in ("FedRolex", "HeteroFL", "FedAvg")
     ]
     assert comparison_table(preset, runs, "smoke").notes == [
         "Scale smoke: Numbers mean nothing.",
@@ -78,6 +86,8 @@ def test_one_run_has_no_deviation_and_a_mean_over_clients_has_theirs():
     value = Value.parse("macs M")
     one = Result("a", 0, {"macs": 3e6})
     assert spread_text(spread_of([one], value), value) == "3.00"
-    clients = [Result("a", seed, {"macs": {"mean": seed * 1e6, "deviation": 2e6}}) for seed in (1, 2)]
+    clients = [
+        Result("a", seed, {"macs": {"mean": seed * 1e6, "deviation": 2e6}}) for seed in (1, 2)
+    ]
     assert spread_text(spread_of(clients, value), value) == "1.50 ± 2.00"
     assert spread_of([Result("a", 0, {})], value) is None

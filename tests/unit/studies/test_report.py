@@ -141,7 +141,9 @@ def test_a_link_with_a_clock_has_a_column(study):
 def test_a_metric_that_is_no_rate_has_four_digits(result):
     lower = {"main": "rmse", "higher_is_better": False, "percent": False}
     runs = [
-        result(name, seed, [value + seed], **lower) for name, value in (("a", 1.23456), ("b", 2.0)) for seed in range(3)
+        result(name, seed, [value + seed], **lower)
+        for name, value in (("a", 1.23456), ("b", 2.0))
+        for seed in range(3)
     ]
     table, costs, *_ = comparison(runs, target=1.5)
     assert column(table, "1") == ["2.235 ± 1", "3 ± 1"]
@@ -153,7 +155,9 @@ def test_a_metric_that_is_no_rate_has_four_digits(result):
 
 def test_another_metric_has_its_own_direction_and_unit(study):
     runs = [
-        with_summary([one], metrics={**one.summary["metrics"], "loss": {"1.0": 1 - one.metric()["1.0"]}})[0]
+        with_summary(
+            [one], metrics={**one.summary["metrics"], "loss": {"1.0": 1 - one.metric()["1.0"]}}
+        )[0]
         for one in study
     ]
     table = comparison(runs, metric="loss")[0]
@@ -199,7 +203,10 @@ def test_a_baseline_that_diverged_at_once_leaves_the_other_tables(study, result)
     """An error would come after the last run, and hide what all runs have found."""
     runs = [*study, *(result("dead", seed, [math.nan], diverged=1) for seed in range(3))]
     main, sizes = comparison(runs, baseline="dead")
-    assert "The baseline dead has no evaluated round, so that nothing can be compared with its best." in main.notes
+    assert (
+        "The baseline dead has no evaluated round, so that nothing can be compared with its best."
+        in main.notes
+    )
     assert sizes.title == "sizes"
     assert "to_baseline" not in to_json(runs, baseline="dead")["entries"]["a"]
 

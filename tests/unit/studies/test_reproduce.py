@@ -51,19 +51,26 @@ def test_a_table_is_a_study(preset):
 def test_rows_are_chosen_by_a_part_of_their_name(preset):
     assert [row.name for row in chosen_rows(preset, ["heterofl"])] == ["HeteroFL ×1"]
     assert len(chosen_rows(preset, [])) == 2
-    with pytest.raises(ConfigError, match=r"the row 'rolex' of tables/mine\.toml was asked for; no row has it"):
+    with pytest.raises(
+        ConfigError, match=r"the row 'rolex' of tables/mine\.toml was asked for; no row has it"
+    ):
         chosen_rows(preset, ["fedavg", "rolex"])
 
 
 def test_a_whole_name_means_that_row_alone(preset):
-    rows = [replace(row, name=name) for row, name in zip(preset.rows, ("LQ-8", "LQ-8 + SP-25"), strict=True)]
+    rows = [
+        replace(row, name=name)
+        for row, name in zip(preset.rows, ("LQ-8", "LQ-8 + SP-25"), strict=True)
+    ]
     preset = replace(preset, rows=tuple(rows))
     assert [row.name for row in chosen_rows(preset, ["lq-8"])] == ["LQ-8"]
     assert [row.name for row in chosen_rows(preset, ["lq"])] == ["LQ-8", "LQ-8 + SP-25"]
 
 
 def test_names_that_have_commas_are_listed_with_semicolons(preset):
-    preset = replace(preset, rows=tuple(replace(row, name=f"{row.name}, low") for row in preset.rows))
+    preset = replace(
+        preset, rows=tuple(replace(row, name=f"{row.name}, low") for row in preset.rows)
+    )
     with pytest.raises(ConfigError, match=r"Known: FedAvg, low; HeteroFL ×1, low\.$"):
         chosen_rows(preset, ["rolex"])
 
@@ -74,12 +81,19 @@ def test_the_folder_of_another_study_is_refused(preset):
     run_plan(plan, "study")
     check_rows_in(preset, Path("study"))
     others = replace(preset, rows=preset.rows[1:])
-    with pytest.raises(ConfigError, match=r"it has a study of FedAvg, which tables/mine\.toml does not have as rows"):
+    with pytest.raises(
+        ConfigError,
+        match=r"it has a study of FedAvg, which tables/mine\.toml does not have as rows",
+    ):
         check_rows_in(others, Path("study"))
 
 
 def test_names_are_laid_before_other_settings(preset):
-    asked = [(["method", "shift"], 2), (["method", "name"], "fedrolex"), (["engine", "device"], "cpu")]
+    asked = [
+        (["method", "shift"], 2),
+        (["method", "name"], "fedrolex"),
+        (["engine", "device"], "cpu"),
+    ]
     for entry in plan_of(preset, data_folder=Path(), assignments=asked).entries:
         assert entry.settings["method"]["name"] == "fedrolex"
         assert entry.settings["method"]["shift"] == 2
@@ -128,7 +142,11 @@ def test_a_study_that_is_stopped_has_stored_what_had_ended(preset):
 
 @pytest.mark.parametrize(
     ("name", "folder"),
-    [("fedrolex/table3", "fedrolex/table3"), ("mine.toml", "own/mine"), ("../../mine.toml", "own/mine")],
+    [
+        ("fedrolex/table3", "fedrolex/table3"),
+        ("mine.toml", "own/mine"),
+        ("../../mine.toml", "own/mine"),
+    ],
 )
 def test_results_of_any_file_stay_in_the_folder(preset, name, folder):
     watch = storing(replace(preset, name=name), "smoke")

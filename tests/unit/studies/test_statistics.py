@@ -139,7 +139,9 @@ def test_a_row_that_is_not_a_number_is_behind_all_others():
 
 
 def test_differences_are_shown_as_asked():
-    verdict = best_entry({"a": seeds(0.3, 0.4, 0.5), "b": seeds(0.1, 0.2, 0.3)}, show="{:.1%}".format)
+    verdict = best_entry(
+        {"a": seeds(0.3, 0.4, 0.5), "b": seeds(0.1, 0.2, 0.3)}, show="{:.1%}".format
+    )
     assert verdict == Verdict(
         "a",
         "the mean paired difference of a to b, 20.0%, is more than twice its standard error, 0.0%",

@@ -34,11 +34,19 @@ def test_a_result_is_read_as_it_was_stored(result, run_folder, target):
     found = read_stored(target)
     assert (found.entry, found.seed, found.records) == ("fedavg", 3, tuple(one.records))
     assert {key: found.summary[key] for key in one.summary} == one.summary
-    assert found.summary["best"] == {"round": 2, "accuracy": {"1.0": 0.75}, "metrics": {"accuracy": {"1.0": 0.75}}}
+    assert found.summary["best"] == {
+        "round": 2,
+        "accuracy": {"1.0": 0.75},
+        "metrics": {"accuracy": {"1.0": 0.75}},
+    }
     assert found.summary["about"]["command"] == "fedquilt reproduce x"
     assert set(found.summary["about"]["versions"]) == {"fedquilt", "torch", "python"}
     assert read_config(target) == {"method": "fedavg", "rounds": 3}
-    assert sorted(file.name for file in target.iterdir()) == ["config.toml", "rounds.jsonl.gz", "summary.json"]
+    assert sorted(file.name for file in target.iterdir()) == [
+        "config.toml",
+        "rounds.jsonl.gz",
+        "summary.json",
+    ]
 
 
 def test_files_are_named_without_their_folders(result, run_folder, target):
@@ -80,7 +88,9 @@ def test_a_folder_that_was_not_finished_is_written_again(result, run_folder, tar
 
 def test_a_result_that_is_too_large_is_refused(result, run_folder, target):
     about = {"command": "x" * MAX_BYTES}
-    with pytest.raises(ConfigError, match=r"it would take 10\d,\d\d\d bytes, and at most 100,000 are stored"):
+    with pytest.raises(
+        ConfigError, match=r"it would take 10\d,\d\d\d bytes, and at most 100,000 are stored"
+    ):
         store(result("fedavg", 0, [0.5]), run_folder, target, about)
     assert not target.exists()
 

@@ -58,7 +58,11 @@ def test_experiments_settings_names_and_files_are_the_same_study(own, settings):
         (["fedavg"], {"seeds": 3}, "study was called with 3 as seeds; a list fits"),
         (["fedavg"], {"seeds": (0.5,)}, "whole numbers fit"),
         (["fedavg"], {"seeds": (-1,)}, "the seed -1 was given"),
-        (["fedavg"], {"grid": {LR: "0.1"}}, f"study was called with '0.1' as the values of {LR}; a list fits"),
+        (
+            ["fedavg"],
+            {"grid": {LR: "0.1"}},
+            f"study was called with '0.1' as the values of {LR}; a list fits",
+        ),
         (["fedavg"], {"grid": {LR: 0.1}}, "a list fits"),
         (["fedavg"], {"grid": {LR: ()}}, "has no values"),
         (["fedavg"], {"jobs": 0}, "0 jobs were asked for"),
@@ -82,7 +86,9 @@ def test_a_study_is_read_as_it_was_run(own, settings, counting):
     assert (again.chosen, again.trials) == (found.chosen, found.trials)
     assert again.to_json() == found.to_json()
     watch = counting()
-    assert figures(study(entries, seeds=(0, 1), grid={LR: (0.05, 0.1)}, out="s", watch=watch)) == figures(found)
+    assert figures(
+        study(entries, seeds=(0, 1), grid={LR: (0.05, 0.1)}, out="s", watch=watch)
+    ) == figures(found)
     assert watch.begun == []
 
 
@@ -140,7 +146,10 @@ def test_a_folder_with_something_else_is_refused(own, settings):
 
 def test_tuning_never_looks_at_the_test_set(own, settings):
     plan = Plan((Entry("a", settings(), {LR: (0.001, 0.1, 0.5)}),), validation=0.3)
-    other = replace(plan, entries=(replace(plan.entries[0], settings=settings() | {"data": "own.py:other_tests"}),))
+    other = replace(
+        plan,
+        entries=(replace(plan.entries[0], settings=settings() | {"data": "own.py:other_tests"}),),
+    )
     found, garbage = run_plan(plan), run_plan(other)
     assert found.trials == garbage.trials
     assert found.chosen == garbage.chosen
@@ -148,7 +157,9 @@ def test_tuning_never_looks_at_the_test_set(own, settings):
 
 
 def test_the_best_point_on_the_validation_part_is_run_with_all_seeds(own, settings):
-    found = study({"a": settings()}, seeds=(0, 1, 2), grid={LR: (1e-6, 0.1)}, tuning_seeds=2, out="s")
+    found = study(
+        {"a": settings()}, seeds=(0, 1, 2), grid={LR: (1e-6, 0.1)}, tuning_seeds=2, out="s"
+    )
     trials = found.trials["a"]
     assert [set(trial.figures) for trial in trials] == [{0, 1}, {0, 1}]
     assert found.chosen["a"] == max(trials, key=lambda trial: trial.mean).point
@@ -159,7 +170,13 @@ def test_the_best_point_on_the_validation_part_is_run_with_all_seeds(own, settin
 
 
 def test_a_lower_error_is_better(own):
-    plain = {"method": "fedavg", "data": "diabetes", "model": "mlp", "fleet": {"clients": 3}, "rounds": 1}
+    plain = {
+        "method": "fedavg",
+        "data": "diabetes",
+        "model": "mlp",
+        "fleet": {"clients": 3},
+        "rounds": 1,
+    }
     found = study({"a": plain}, grid={LR: (1e-9, 0.01)})
     trials = found.trials["a"]
     assert trials[0].mean > trials[1].mean
@@ -191,7 +208,9 @@ def test_runs_of_another_point_are_not_resumed(own, settings):
     tuned = json.loads(file.read_text())
     (other,) = ({LR: value} for value in (1e-6, 0.1) if {LR: value} != tuned["chosen"])
     file.write_text(json.dumps({**tuned, "chosen": other}))
-    with pytest.raises(ConfigError, match=rf"a: tuning chose {LR} = .*; the runs in s/a have {LR} = "):
+    with pytest.raises(
+        ConfigError, match=rf"a: tuning chose {LR} = .*; the runs in s/a have {LR} = "
+    ):
         study({"a": settings(rounds=2)}, grid={LR: (1e-6, 0.1)}, out="s")
     file.write_text("[]")
     with pytest.raises(RecordError, match=r"tuned\.json is damaged"):

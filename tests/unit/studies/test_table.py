@@ -112,5 +112,7 @@ def test_several_tables_and_empty_ones(format):
 
 
 def test_an_unknown_format_is_refused():
-    with pytest.raises(ConfigError, match=r"the format 'latx' was asked for\. Did you mean 'latex'"):
+    with pytest.raises(
+        ConfigError, match=r"the format 'latx' was asked for\. Did you mean 'latex'"
+    ):
         TABLE.render("latx")

@@ -20,7 +20,11 @@ def run(record):
     ]
     summary = {
         "accuracy": {"1.0": 0.5, "0.5": 0.5},
-        "metrics": {"accuracy": {"1.0": 0.5}, "accuracy/svhn": {"0.5": 0.25}, "kept": {"8.0": 0.25, "9.0": 0.5}},
+        "metrics": {
+            "accuracy": {"1.0": 0.5},
+            "accuracy/svhn": {"0.5": 0.25},
+            "kept": {"8.0": 0.25, "9.0": 0.5},
+        },
         "rounds": 4,
         "seconds": 12.5,
         "bytes_down": 4_000_000_000,

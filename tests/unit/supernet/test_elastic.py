@@ -30,7 +30,9 @@ def scrambled(space: Space, seed: int = 0) -> Supernet:
 
 def images(space: Space, count: int = 3) -> Tensor:
     draw = torch.Generator().manual_seed(9)
-    return torch.randn(count, space.in_channels, space.image_size, space.image_size, generator=draw).double()
+    return torch.randn(
+        count, space.in_channels, space.image_size, space.image_size, generator=draw
+    ).double()
 
 
 def standalone(supernet: Supernet, config: Config) -> nn.Module:
@@ -45,7 +47,9 @@ def standalone(supernet: Supernet, config: Config) -> nn.Module:
             while tensor.shape[-1] > own.shape[-1]:
                 tensor = tensor[:, :, 1:-1, 1:-1]
                 size = tensor.shape[-1]
-                matrix = supernet.transforms[f"{name.removesuffix('.weight').replace('.', '/')}/{size}"]
+                matrix = supernet.transforms[
+                    f"{name.removesuffix('.weight').replace('.', '/')}/{size}"
+                ]
                 columns = [torch.mv(matrix, kernel.reshape(-1)) for kernel in tensor]
                 tensor = torch.stack(columns).reshape(-1, 1, size, size)
         elif tensor.dim() > 1:
@@ -147,7 +151,11 @@ def test_sorting_channels_changes_no_output_of_the_largest_member(name, kinds):
         before = supernet(x)
         supernet.sort_channels(kinds)
         torch.testing.assert_close(supernet(x), before, rtol=1e-9, atol=1e-9)
-    moved = [name for name, value in supernet.net.state_dict().items() if not torch.equal(value, weights[name])]
+    moved = [
+        name
+        for name, value in supernet.net.state_dict().items()
+        if not torch.equal(value, weights[name])
+    ]
     assert moved
 
 
@@ -175,9 +183,13 @@ def test_recalibrated_statistics_are_the_mean_over_batches():
 def test_batches_of_sorted_samples_are_mixed():
     norm = nn.Sequential(nn.BatchNorm2d(1))
     sorted_samples = torch.tensor([0.0] * 50 + [1.0] * 50).reshape(100, 1, 1, 1)
-    recalibrate(norm, sorted_samples, batch_size=30)  # batches of equal values would have a variance of 0
+    recalibrate(
+        norm, sorted_samples, batch_size=30
+    )  # batches of equal values would have a variance of 0
     assert norm[0].running_mean.item() == pytest.approx(0.5)
-    assert norm[0].running_var.item() == pytest.approx(0.26, abs=0.001)  # unbiased, of 12 or 13 each
+    assert norm[0].running_var.item() == pytest.approx(
+        0.26, abs=0.001
+    )  # unbiased, of 12 or 13 each
 
 
 def test_another_number_of_classes_draws_the_classifier_anew():
@@ -207,14 +219,18 @@ def test_kernels_shrink_step_by_step():
     with torch.no_grad():
         supernet.transforms["stage1/0/body/filter/conv/5"].zero_()
     config = Config((1, 1), (2, 2), (3, 7))
-    assert supernet.member(config).get_parameter("stage1.0.body.filter.conv.weight").abs().sum() == 0
+    assert (
+        supernet.member(config).get_parameter("stage1.0.body.filter.conv.weight").abs().sum() == 0
+    )
     assert issubclass(Kernels, InvertedSpace)
 
 
 def test_a_member_is_traced_and_trained():
     supernet = Supernet(TinySpace(num_classes=4))
     digits = fq.data.digits()
-    pool = fq.data.Pool.of((digits.inputs[:64], digits.targets[:64]), (digits.inputs[64:96], digits.targets[64:96]))
+    pool = fq.data.Pool.of(
+        (digits.inputs[:64], digits.targets[:64]), (digits.inputs[64:96], digits.targets[64:96])
+    )
     data = pool.deal(2)
     config = supernet.space.smallest
     family = fq.trace(lambda: supernet.member(config, num_classes=10), data.example)

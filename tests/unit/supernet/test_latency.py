@@ -47,7 +47,9 @@ def test_the_time_of_a_member_is_the_sum_over_its_blocks() -> None:
 
 def test_a_limit_in_milliseconds_is_kept() -> None:
     meter = Meter(TINY, table=table_by_params())
-    found = Search(meter, options=Options(population=8, generations=2)).best(Limits(milliseconds=5.0))
+    found = Search(meter, options=Options(population=8, generations=2)).best(
+        Limits(milliseconds=5.0)
+    )
     assert found.costs.params <= 5000
     assert found.costs.milliseconds == pytest.approx(found.costs.params / 1000)
 
@@ -59,7 +61,9 @@ def test_a_limit_in_milliseconds_needs_a_table() -> None:
 
 def test_measured_tables_are_saved_and_read(tmp_path: Path) -> None:
     counts: list[tuple[int, int]] = []
-    table = measure_blocks(TINY, seconds=0.0, watch=lambda done, total: counts.append((done, total)))
+    table = measure_blocks(
+        TINY, seconds=0.0, watch=lambda done, total: counts.append((done, total))
+    )
     assert counts[-1] == (len(table.milliseconds), len(table.milliseconds))
     assert all(time > 0 for time in table.milliseconds.values())
     table.save(tmp_path / "table.json")
@@ -71,7 +75,9 @@ def test_measured_tables_are_saved_and_read(tmp_path: Path) -> None:
 
 def test_a_block_that_was_not_measured_is_named() -> None:
     other = replace(TINY, num_classes=7)
-    with pytest.raises(ConfigError, match=r"no block HeadSpec\(.*out_channels=7.*same image size and classes"):
+    with pytest.raises(
+        ConfigError, match=r"no block HeadSpec\(.*out_channels=7.*same image size and classes"
+    ):
         table_by_params().latency(other, other.largest)
 
 

@@ -28,13 +28,19 @@ def used(values: list[float], counts: list[int], chosen: list[int]) -> float:
     num_levels=st.integers(1, 4),
 )
 @settings(max_examples=100, deadline=None)
-def test_no_other_choice_of_levels_uses_more(values: list[int], counts: list[int], num_levels: int) -> None:
+def test_no_other_choice_of_levels_uses_more(
+    values: list[int], counts: list[int], num_levels: int
+) -> None:
     levels = sorted(map(float, values))
     counts = counts[: len(levels)]
     chosen = choose_levels(levels, counts, num_levels)
     assert chosen[0] == 0
     assert len(chosen) <= num_levels
-    others = [[0, *more] for size in range(num_levels) for more in combinations(range(1, len(levels)), size)]
+    others = [
+        [0, *more]
+        for size in range(num_levels)
+        for more in combinations(range(1, len(levels)), size)
+    ]
     assert used(levels, counts, chosen) == max(used(levels, counts, other) for other in others)
 
 

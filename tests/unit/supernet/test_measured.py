@@ -80,7 +80,9 @@ def test_predicted_and_measured_accuracies_of_held_out_members_have_similar_rank
     search: Search, compared: MeasuredAccuracy
 ) -> None:
     fitted = set(search.sample(NUM_MEASURED))
-    held_out = [config for config in search.sample(100 + NUM_MEASURED, seed=1) if config not in fitted][:100]
+    held_out = [
+        config for config in search.sample(100 + NUM_MEASURED, seed=1) if config not in fitted
+    ][:100]
     assert rank_correlation(search.score(held_out), [compared(config) for config in held_out]) > 0.6
 
 
@@ -88,7 +90,9 @@ def test_predicted_and_measured_accuracies_of_held_out_members_have_similar_rank
 def test_members_found_are_more_accurate_than_the_best_of_as_many_random_draws(
     search: Search, compared: MeasuredAccuracy, share: float
 ) -> None:
-    low, high = (search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest))
+    low, high = (
+        search.meter.cost(config).macs for config in (search.space.smallest, search.space.largest)
+    )
     limits = Limits(macs=low + share * (high - low))
     found = search.top(limits, NUM_TRIED)
     best_drawn = []

@@ -35,17 +35,23 @@ def test_a_supernet_file_brings_weights(tmp_path: Path) -> None:
     searched = model.search(digits(), FLEET)
     net = searched.nets["knowledge"]
     assert isinstance(net, torch.nn.Module)
-    assert torch.equal(net.state_dict()["stem.conv.weight"], supernet.net.state_dict()["stem.conv.weight"])
+    assert torch.equal(
+        net.state_dict()["stem.conv.weight"], supernet.net.state_dict()["stem.conv.weight"]
+    )
 
 
 def test_a_supernet_file_of_another_space_is_refused(tmp_path: Path) -> None:
-    small = ResNet50Space(image_size=8, in_channels=1, stem=8, channels=(8, 8, 8, 8), depths=(3, 3, 3, 3))
+    small = ResNet50Space(
+        image_size=8, in_channels=1, stem=8, channels=(8, 8, 8, 8), depths=(3, 3, 3, 3)
+    )
     save_supernet(Supernet(small), tmp_path / "net.safetensors")
     with pytest.raises(RecordError, match="resnet50"):
         SearchedModel(supernet=str(tmp_path / "net.safetensors")).search(digits(), FLEET)
 
 
-@pytest.mark.parametrize("data", [diabetes(), Pool.of((torch.zeros(10, 1, 8, 6), torch.arange(10)))])
+@pytest.mark.parametrize(
+    "data", [diabetes(), Pool.of((torch.zeros(10, 1, 8, 6), torch.arange(10)))]
+)
 def test_data_without_square_images_is_refused(data: Pool) -> None:
     with pytest.raises(ConfigError, match="they classify square images"):
         SearchedModel().search(data, FLEET)

@@ -27,7 +27,9 @@ def test_pairs_are_within_the_limits() -> None:
     assert next(iter(searched.nets)) == "knowledge"
     assert searched.knowledge.costs.macs <= 1.0e5
     assert list(searched.private) == list(searched.nets)[1:]
-    sums = sorted(found.costs.macs + searched.knowledge.costs.macs for found in searched.private.values())
+    sums = sorted(
+        found.costs.macs + searched.knowledge.costs.macs for found in searched.private.values()
+    )
     for total, budget in zip(sums, FLEET, strict=True):
         assert 0.9 * (budget.macs or 0) <= total <= (budget.macs or 0)
     assert searched.utilization.share == pytest.approx(sum(sums) / 7.4e5)
@@ -36,7 +38,9 @@ def test_pairs_are_within_the_limits() -> None:
 def test_the_papers_account_limits_the_private_net_alone() -> None:
     searched = searched_nets(TINY, FLEET, knowledge_macs=9e4, account="private", options=QUICK)
     macs = sorted(found.costs.macs for found in searched.private.values())
-    assert all(0.9 * limit <= used <= limit for used, limit in zip(macs[:2], (2.0e5, 2.4e5), strict=True))
+    assert all(
+        0.9 * limit <= used <= limit for used, limit in zip(macs[:2], (2.0e5, 2.4e5), strict=True)
+    )
     assert searched.knowledge.costs.macs <= 9e4
 
 
@@ -54,7 +58,9 @@ def test_names_are_valid_and_nets_can_be_traced() -> None:
 def test_nets_of_a_supernet_have_its_weights_and_the_federations_classes() -> None:
     supernet = Supernet(TINY.with_classes(4), seed=0)
     searched = searched_nets(TINY, FLEET, num_members=1, supernet=supernet, options=QUICK)
-    for found, net in zip([searched.knowledge, *searched.private.values()], searched.nets.values(), strict=True):
+    for found, net in zip(
+        [searched.knowledge, *searched.private.values()], searched.nets.values(), strict=True
+    ):
         assert isinstance(net, nn.Module)
         weights = supernet.weights(found.config)
         for name, value in net.state_dict().items():
@@ -64,7 +70,9 @@ def test_nets_of_a_supernet_have_its_weights_and_the_federations_classes() -> No
 
 
 def test_private_nets_may_start_fresh_beside_a_pretrained_knowledge_net() -> None:
-    searched = searched_nets(TINY, FLEET, num_members=1, supernet=Supernet(TINY), private_weights=False, options=QUICK)
+    searched = searched_nets(
+        TINY, FLEET, num_members=1, supernet=Supernet(TINY), private_weights=False, options=QUICK
+    )
     knowledge, private = searched.nets.values()
     assert isinstance(knowledge, nn.Module)
     assert not isinstance(private, nn.Module)
@@ -77,7 +85,9 @@ def test_a_supernet_of_another_space_is_refused() -> None:
 
 
 def test_limits_that_leave_no_room_for_a_pair_are_refused() -> None:
-    with pytest.raises(BudgetError, match=r"pair of nets within macs 60000.*smallest member has 53\.3k"):
+    with pytest.raises(
+        BudgetError, match=r"pair of nets within macs 60000.*smallest member has 53\.3k"
+    ):
         searched_nets(TINY, {Budget(macs=6e4): 1}, options=QUICK)
     with pytest.raises(BudgetError, match=r"knowledge net alone has"):
         searched_nets(TINY, {Limits(macs=1e5): 1}, knowledge_macs=2e5, options=QUICK)

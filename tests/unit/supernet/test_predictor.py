@@ -38,7 +38,9 @@ def test_the_penalty_has_the_smallest_leave_one_out_error() -> None:
             rows = np.arange(60) != left_out
             # The closed form keeps the penalty and the scale of all samples, so the reference does too.
             reference = Ridge(alpha=penalty).fit(standardized[rows], TARGETS[rows])
-            residuals.append(TARGETS[left_out] - reference.predict(standardized[left_out : left_out + 1])[0])
+            residuals.append(
+                TARGETS[left_out] - reference.predict(standardized[left_out : left_out + 1])[0]
+            )
         return float(np.sqrt(np.mean(np.square(residuals))))
 
     errors = {penalty: error(penalty) for penalty in PENALTIES}
@@ -48,7 +50,10 @@ def test_the_penalty_has_the_smallest_leave_one_out_error() -> None:
 
 def test_a_constant_feature_has_no_effect() -> None:
     constant = np.concatenate([FEATURES, np.ones((60, 1))], axis=1)
-    plain, more = Predictor.fit(FEATURES, TARGETS.tolist()), Predictor.fit(constant, TARGETS.tolist())
+    plain, more = (
+        Predictor.fit(FEATURES, TARGETS.tolist()),
+        Predictor.fit(constant, TARGETS.tolist()),
+    )
     assert more.predict(constant) == pytest.approx(plain.predict(FEATURES))
 
 
@@ -74,7 +79,9 @@ def test_a_score_ranks_members_by_what_was_measured() -> None:
         return 0.1 * config.kernels[0] + 0.01 * config.expansions[2]  # type: ignore[attr-defined]
 
     counts: list[int] = []
-    score = fit_score(search, measure, num_measured=60, watch=lambda done, total: counts.append(done))
+    score = fit_score(
+        search, measure, num_measured=60, watch=lambda done, total: counts.append(done)
+    )
     held_out = search.sample(40, seed=9)
     assert rank_correlation(score(held_out), [measure(config) for config in held_out]) > 0.95
     assert counts == list(range(1, 61))
@@ -87,7 +94,9 @@ def test_accuracy_is_measured_with_the_members_own_statistics() -> None:
     inputs = torch.randn(64, 1, 8, 8, generator=generator)
     config = supernet.space.smallest
     member = supernet.member(config).train()
-    labels = member(inputs).argmax(1)  # a batch that is all of the samples: its statistics are the measured ones
+    labels = member(inputs).argmax(
+        1
+    )  # a batch that is all of the samples: its statistics are the measured ones
     with pytest.raises(DataError, match="64 images with 3 labels"):
         Validation(inputs, labels[:3], inputs)
     validation = Validation(inputs, labels, inputs)

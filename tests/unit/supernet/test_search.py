@@ -39,7 +39,12 @@ def uneven(configs: Sequence[Config]) -> Floats:
     rows = []
     for config in configs:
         kernels = sum((-1) ** place * kernel for place, kernel in enumerate(config.kernels))
-        rows.append(0.5 + 0.03 * np.log(TINY.cost(config).macs) + 0.004 * kernels - 0.01 * config.expansions[0])
+        rows.append(
+            0.5
+            + 0.03 * np.log(TINY.cost(config).macs)
+            + 0.004 * kernels
+            - 0.01 * config.expansions[0]
+        )
     return np.asarray(rows)
 
 
@@ -115,7 +120,9 @@ LIMITS = {
 
 @given(**LIMITS)
 @settings(max_examples=25, deadline=None)
-def test_only_members_close_below_the_limit_are_scored(macs: float, params: float | None, memory: float | None) -> None:
+def test_only_members_close_below_the_limit_are_scored(
+    macs: float, params: float | None, memory: float | None
+) -> None:
     check_limits(macs, params, memory)
 
 
@@ -146,7 +153,9 @@ def test_a_limit_above_the_largest_member_gives_the_largest() -> None:
 
 def test_impossible_limits_name_the_smallest_member() -> None:
     cost = TINY.cost(TINY.smallest)
-    with pytest.raises(BudgetError, match=r"macs 1000.*smallest member has 53\.3k.*exceeds macs 1000") as error:
+    with pytest.raises(
+        BudgetError, match=r"macs 1000.*smallest member has 53\.3k.*exceeds macs 1000"
+    ) as error:
         Search(METER).best(Limits(macs=1000, params=1e9))
     assert "params" not in str(error.value).split("exceeds")[1]
     assert cost.macs == 53312
@@ -170,7 +179,9 @@ def test_memory_of_large_spaces_is_that_of_a_recorded_training_step(name: str) -
     generator = torch.Generator().manual_seed(0)
     for config in [space.sample(generator) for _ in range(3)]:
         count = measure(space.member(config), (torch.zeros(1, 3, 32, 32),), 32, {})
-        assert meter.costs(config).memory == TrainingStep().memory(4 * space.cost(config).params, [count.saved])
+        assert meter.costs(config).memory == TrainingStep().memory(
+            4 * space.cost(config).params, [count.saved]
+        )
 
 
 # --- the best member ------------------------------------------------------------------------------------------------
@@ -201,7 +212,9 @@ def test_equal_seeds_find_equal_members_and_leave_global_generators_alone() -> N
 
 def test_progress_is_reported_after_every_generation() -> None:
     reports: list[tuple[int, int]] = []
-    Search(METER, uneven, QUICK).best(Limits(macs=1.6e5), lambda done, total: reports.append((done, total)))
+    Search(METER, uneven, QUICK).best(
+        Limits(macs=1.6e5), lambda done, total: reports.append((done, total))
+    )
     assert reports == [(1, 2), (2, 2)]
 
 
@@ -255,13 +268,17 @@ def test_the_most_accurate_of_the_verified_members_is_chosen() -> None:
     assert best == replace(members[4], accuracy=-members[4].score)
 
 
-@pytest.mark.parametrize("options", [Options("exhaustive", verified=0), Options("random", verified=5)])
+@pytest.mark.parametrize(
+    "options", [Options("exhaustive", verified=0), Options("random", verified=5)]
+)
 def test_nothing_is_verified_without_a_number_or_a_score(options: Options) -> None:
     def measure(config: Config) -> float:
         raise AssertionError("nothing was to be measured")
 
     limits = Limits(macs=1.6e5)
-    assert Search(METER, uneven, options, measure).best(limits) == Search(METER, uneven, options).best(limits)
+    assert Search(METER, uneven, options, measure).best(limits) == Search(
+        METER, uneven, options
+    ).best(limits)
 
 
 def test_unknown_strategies_are_refused() -> None:
@@ -273,7 +290,10 @@ def test_without_pygad_the_extra_is_named(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setitem(sys.modules, "pygad", None)
     with pytest.raises(ConfigError, match=r"fedquilt\[search\]"):
         Search(METER, options=QUICK).best(Limits(macs=1e5))
-    assert Search(METER, options=replace(QUICK, strategy="random")).best(Limits(macs=1e5)).costs.macs <= 1e5
+    assert (
+        Search(METER, options=replace(QUICK, strategy="random")).best(Limits(macs=1e5)).costs.macs
+        <= 1e5
+    )
 
 
 def test_sampled_members_are_different_and_spread_over_multiply_adds() -> None:

@@ -76,7 +76,9 @@ def test_a_new_device_gets_its_own_search_while_there_is_room() -> None:
     service = SearchService(SEARCH, num_members=2)
     service.prepare({Budget(macs=2e5): 1})
     assert len(service.members) == 1
-    assert service.query(Limits(macs=2.05e5)) == service.members[0]  # close enough to an existing one
+    assert (
+        service.query(Limits(macs=2.05e5)) == service.members[0]
+    )  # close enough to an existing one
     small = service.query(Limits(macs=1e5))
     assert len(service.members) == 2
     assert service.query(Limits(macs=1.5e5)) == small  # the members are fixed now
@@ -149,7 +151,8 @@ def test_a_service_without_members_is_refused() -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize(
-    ("name", "mean"), [("resnet50", 48.0e6), ("resnet50", 79.7e6), ("mobilenetv3", 13.6e6), ("mobilenetv3", 15.5e6)]
+    ("name", "mean"),
+    [("resnet50", 48.0e6), ("resnet50", 79.7e6), ("mobilenetv3", 13.6e6), ("mobilenetv3", 15.5e6)],
 )
 def test_utilization_of_the_fleets_of_table_3(name: str, mean: float) -> None:
     """The paper has 99, 93, 96 and 90 %, and 75 % with a common model."""

@@ -12,7 +12,15 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from fedquilt.errors import ConfigError
 from fedquilt.family.cost import TrainingStep, measure
-from fedquilt.supernet import SPACES, Config, ResNet50Space, Space, TinySpace, check_space, space_by_name
+from fedquilt.supernet import (
+    SPACES,
+    Config,
+    ResNet50Space,
+    Space,
+    TinySpace,
+    check_space,
+    space_by_name,
+)
 from tests.unit.supernet.spaces import REAL, SMALL
 
 
@@ -22,7 +30,9 @@ def generator(seed: int = 0) -> torch.Generator:
 
 def on_meta(space: Space, config: Config) -> tuple[torch.nn.Module, torch.Tensor]:
     with torch.device("meta"):
-        return space.member(config), torch.empty(2, space.in_channels, space.image_size, space.image_size)
+        return space.member(config), torch.empty(
+            2, space.in_channels, space.image_size, space.image_size
+        )
 
 
 def check_counts(space: Space, config: Config) -> None:
@@ -65,7 +75,9 @@ def check_memory(space: Space) -> None:
     count = measure(member, (x,), 8, {})
     assert count.macs == space.cost(config).macs
     step = TrainingStep(batch_size=8)
-    assert space.training_memory(config, step) == step.memory(4 * space.cost(config).params, [count.saved])
+    assert space.training_memory(config, step) == step.memory(
+        4 * space.cost(config).params, [count.saved]
+    )
 
 
 def test_counts_by_hand():
@@ -76,17 +88,28 @@ def test_counts_by_hand():
     second = (8 * 16 + 32) + (16 * 9 + 32) + (16 * 16 + 32)
     tail = (16 * 32 + 64) + (32 * 10 + 10)
     assert space.cost(space.smallest).params == stem + first + second + tail
-    macs = 64 * (8 * 9 + 8 * 16 + 16 * 9 + 16 * 8) + 64 * 8 * 16 + 16 * (16 * 9 + 16 * 16 + 16 * 32) + 320
+    macs = (
+        64 * (8 * 9 + 8 * 16 + 16 * 9 + 16 * 8)
+        + 64 * 8 * 16
+        + 16 * (16 * 9 + 16 * 16 + 16 * 32)
+        + 320
+    )
     assert space.cost(space.smallest).macs == macs
 
 
-@pytest.mark.parametrize(("name", "targets"), [("resnet50", (28, 40, 48, 56, 79.7)), ("mobilenetv3", (8, 13, 16))])
+@pytest.mark.parametrize(
+    ("name", "targets"), [("resnet50", (28, 40, 48, 56, 79.7)), ("mobilenetv3", (8, 13, 16))]
+)
 def test_spaces_have_members_of_the_sizes_in_the_paper(name, targets):
     """RaFL's limits and knowledge nets, in millions of multiply-adds, with ImageNet's strides on 32×32 images."""
     space = SPACES[name]()
     draw = generator()
     configs = [space.smallest, space.largest, *(space.sample(draw) for _ in range(100))]
-    configs += [space.mutate(config, draw, 0.3) for config in (space.smallest, space.largest) for _ in range(100)]
+    configs += [
+        space.mutate(config, draw, 0.3)
+        for config in (space.smallest, space.largest)
+        for _ in range(100)
+    ]
     macs = [space.cost(config).macs / 1e6 for config in configs]
     for target in targets:
         assert min(abs(found / target - 1) for found in macs) < 0.04
@@ -100,7 +123,9 @@ def test_resnet50_is_a_member():
 
 def test_tiny_is_enumerated():
     space = TinySpace()
-    configs = {space.unflat(values) for values in product(*(choice.options for choice in space.choices))}
+    configs = {
+        space.unflat(values) for values in product(*(choice.options for choice in space.choices))
+    }
     assert len(configs) == space.num_configs == 400
 
 
@@ -109,7 +134,14 @@ def test_drawn_configurations_are_canonical(name):
     space = SMALL[name]
     draw = generator(1)
     a, b = space.sample(draw), space.sample(draw)
-    drawn = [a, b, space.cross(a, b, draw), space.mutate(a, draw, 0.5), space.largest, space.smallest]
+    drawn = [
+        a,
+        b,
+        space.cross(a, b, draw),
+        space.mutate(a, draw, 0.5),
+        space.largest,
+        space.smallest,
+    ]
     for config in drawn:
         assert space.canonical(config) == config
         assert hash(Config.from_json(json.loads(json.dumps(config.to_json())))) == hash(config)
@@ -149,7 +181,9 @@ def test_a_configuration_outside_of_the_space_is_refused(config, said):
         TinySpace().member(config)
 
 
-@pytest.mark.parametrize("value", [None, [1], {"depth": [1]}, {"depths": "12"}, {"depths": [True]}, {"depths": [None]}])
+@pytest.mark.parametrize(
+    "value", [None, [1], {"depth": [1]}, {"depths": "12"}, {"depths": [True]}, {"depths": [None]}]
+)
 def test_json_that_is_no_configuration_is_refused(value):
     with pytest.raises(ConfigError, match="configuration"):
         Config.from_json(value)

@@ -47,7 +47,9 @@ def state(net: torch.nn.Module) -> dict[str, torch.Tensor]:
 
 
 def same(one: dict[str, torch.Tensor], other: dict[str, torch.Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(value, other[name]) for name, value in one.items())
+    return one.keys() == other.keys() and all(
+        torch.equal(value, other[name]) for name, value in one.items()
+    )
 
 
 # --- data ---
@@ -136,7 +138,9 @@ def test_shrinking_never_changes_what_a_phase_froze():
         assert changed
         if phase.kind == "largest":
             assert not [name for name in changed if name.startswith("transforms")]
-            assert all(torch.equal(after[name], started[name]) for name in after if "transforms" in name)
+            assert all(
+                torch.equal(after[name], started[name]) for name in after if "transforms" in name
+            )
         else:
             assert not [name for name in changed if name.removeprefix("net.") in buffers]
             assert [name for name in changed if name.startswith("transforms")]
@@ -175,7 +179,9 @@ def test_one_step_is_equation_1():
     assert sums[0].item() == pytest.approx(loss.item(), rel=1e-5)
     for name, parameter in reference.named_parameters():
         step = torch.zeros(()) if parameter.grad is None else 0.1 * parameter.grad
-        torch.testing.assert_close(state(run.supernet)[name], before[name] - step, rtol=1e-4, atol=1e-6)
+        torch.testing.assert_close(
+            state(run.supernet)[name], before[name] - step, rtol=1e-4, atol=1e-6
+        )
 
 
 def test_augmentation_shifts_and_mirrors():
@@ -188,7 +194,9 @@ def test_augmentation_shifts_and_mirrors():
     padded = F.pad(images, (1,) * 4)
     for source, found in zip(padded, moved, strict=True):
         windows = [source[:, i : i + 8, j : j + 8] for i in range(3) for j in range(3)]
-        assert any(torch.equal(found, window) or torch.equal(found, window.flip(2)) for window in windows)
+        assert any(
+            torch.equal(found, window) or torch.equal(found, window.flip(2)) for window in windows
+        )
 
 
 # --- training, resumed ---
@@ -214,7 +222,12 @@ def test_training_resumed_equals_training_in_one_go(tmp_path):
         assert not out.exists()
         done = []
         resumed = train_supernet(
-            TinySpace(), data(), settings, out=out, resume=True, watch=lambda p, done=done: done.append(p.done)
+            TinySpace(),
+            data(),
+            settings,
+            out=out,
+            resume=True,
+            watch=lambda p, done=done: done.append(p.done),
         )
         assert done == list(range(stop + 1, total + 1))
         assert same(state(resumed), state(whole))
@@ -231,7 +244,9 @@ def test_training_in_bf16_keeps_weights_in_float32():
 @pytest.mark.gpu
 def test_training_on_a_gpu_is_that_on_a_cpu_up_to_rounding():
     on_cpu = train_supernet(TinySpace(), data(), replace(QUICK, lr=1e-3, phase_lr=1e-3))
-    on_gpu = train_supernet(TinySpace(), data(), replace(QUICK, lr=1e-3, phase_lr=1e-3), device="cuda")
+    on_gpu = train_supernet(
+        TinySpace(), data(), replace(QUICK, lr=1e-3, phase_lr=1e-3), device="cuda"
+    )
     for name, value in on_gpu.state_dict().items():
         torch.testing.assert_close(value.cpu(), on_cpu.state_dict()[name], rtol=1e-2, atol=1e-3)
 
@@ -243,9 +258,13 @@ def test_a_checkpoint_of_another_training_is_refused(tmp_path):
     with pytest.raises(RecordError, match=r"another training: it has lr = 0.05"):
         trainer(replace(QUICK, lr=0.1)).restore(path)
     other = replace(run.space, width_multiplier=2.0)
-    with pytest.raises(RecordError, match=r"with width_multiplier = 1.0; 'tiny' with width_multiplier = 2.0"):
+    with pytest.raises(
+        RecordError, match=r"with width_multiplier = 1.0; 'tiny' with width_multiplier = 2.0"
+    ):
         _Trainer(other, data(), QUICK, torch.device("cpu")).restore(path)
-    with pytest.raises(RecordError, match="kind 'training' instead of 'supernet'; continue it with --resume"):
+    with pytest.raises(
+        RecordError, match="kind 'training' instead of 'supernet'; continue it with --resume"
+    ):
         load_supernet(path)
 
 
@@ -264,7 +283,9 @@ def test_shrinking_makes_small_members_good():
     for phase_epochs in (0, 8):
         settings = SupernetTraining(epochs=8, phase_epochs=phase_epochs, batch_size=128)
         supernet = train_supernet(TinySpace(), public, settings)
-        found.append(member_accuracy(supernet, supernet.space.smallest, calibration, images, labels))
+        found.append(
+            member_accuracy(supernet, supernet.space.smallest, calibration, images, labels)
+        )
     assert found[0] < 0.6 < 0.75 < found[1]
 
 
@@ -308,14 +329,18 @@ def test_a_file_of_another_version_is_refused(stored):
     text = data[8:begin].replace(b'\\"version\\": 1', b'\\"version\\": 9')
     stored.write_bytes(data[:8] + text + data[begin:])
     assert text != data[8:begin]
-    with pytest.raises(RecordError, match=r"version 9; this fedquilt reads 'fedquilt-supernet', version 1"):
+    with pytest.raises(
+        RecordError, match=r"version 9; this fedquilt reads 'fedquilt-supernet', version 1"
+    ):
         load_supernet(stored)
 
 
 def test_a_file_of_another_space_is_refused(stored):
     with pytest.raises(RecordError, match=r"of the space 'tiny'.*; 'resnet50'.* was asked for"):
         load_supernet(stored, ResNet50Space())
-    with pytest.raises(RecordError, match=r"width_multiplier = 1.0; 'tiny' with width_multiplier = 2.0"):
+    with pytest.raises(
+        RecordError, match=r"width_multiplier = 1.0; 'tiny' with width_multiplier = 2.0"
+    ):
         load_supernet(stored, TinySpace(width_multiplier=2.0))
 
 
@@ -326,7 +351,9 @@ def test_files_that_are_no_supernets_are_refused(tmp_path):
     save_file({"a": torch.zeros(2)}, other)
     with pytest.raises(RecordError, match="fedquilt did not write it: its metadata has no note"):
         load_supernet(other)
-    other.write_bytes(b"".join(bytes(chunk) for chunk in Blob.of({"a": torch.zeros(2)}, [1]).chunks()))
+    other.write_bytes(
+        b"".join(bytes(chunk) for chunk in Blob.of({"a": torch.zeros(2)}, [1]).chunks())
+    )
     with pytest.raises(RecordError, match="is no supernet file"):
         load_supernet(other)
     note = {"format": "fedquilt-supernet", "version": 1, "kind": "supernet"}

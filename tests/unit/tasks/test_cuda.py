@@ -19,7 +19,9 @@ WEIGHTED = Classification(
     class_weights=(1.0, 2.0, 3.0),
     metrics=("accuracy", "top2", "f1", "micro_f1", "perplexity", "loss"),
 )
-MASKED = Segmentation(class_weights=(1.0, 2.0, 3.0), metrics=("dice", "iou_1", "pooled_dice", "loss"))
+MASKED = Segmentation(
+    class_weights=(1.0, 2.0, 3.0), metrics=("dice", "iou_1", "pooled_dice", "loss")
+)
 MASKS = torch.tensor([[[0, 1, 2, -100], [2, 2, 1, 0]]]).reshape(1, 2, 2, 1, 2)
 TOKENS = torch.tensor([[[0, 1, 2, -100], [2, 2, 1, 0]]])
 EXAMPLES: list[tuple[Task, tuple[int, ...], Tensor]] = [

@@ -33,7 +33,11 @@ MASKS[1, 0] = -100
 MASKS[3] = -100
 SEGMENTED: dict[str, tuple[Task, torch.Tensor, torch.Tensor]] = {
     "segmentation": (Segmentation(), normal(4, 4, 2, 3), MASKS),
-    "soft dice": (Segmentation(loss="dice", background=True, smooth=1.0), normal(4, 4, 2, 3), MASKS),
+    "soft dice": (
+        Segmentation(loss="dice", background=True, smooth=1.0),
+        normal(4, 4, 2, 3),
+        MASKS,
+    ),
     "volumes": (Segmentation(ignore=0), normal(4, 3, 2, 3, 2), classes(4, 2, 3, 2, count=3)),
     "weighted masks": (
         Segmentation(loss="cross-entropy", class_weights=(1.0, 2.0, 0.5, 0.0), label_smoothing=0.1),
@@ -90,7 +94,9 @@ def test_cross_entropy_worked_out_by_hand():
     assert float(Classification().mean_loss(outputs, targets)) == pytest.approx(sum(entropies) / 2)
     # With weights 1 and 3 the mean divides by 3 + 1.
     weighted = Classification(class_weights=(1.0, 3.0))
-    assert float(weighted.mean_loss(outputs, targets)) == pytest.approx((3 * entropies[0] + entropies[1]) / 4)
+    assert float(weighted.mean_loss(outputs, targets)) == pytest.approx(
+        (3 * entropies[0] + entropies[1]) / 4
+    )
     assert float(weighted.total(targets)) == 4
     # Smoothing by a half gives each class a quarter more: targets of 3/4 and 1/4.
     smoothed = Classification(label_smoothing=0.5).losses(outputs, targets)
@@ -142,7 +148,9 @@ def test_losses_of_real_numbers(task, losses):
     assert task.losses(outputs, targets).tolist() == losses
     assert float(task.mean_loss(outputs, targets)) == sum(losses) / 2
     assert float(task.mean_loss(outputs, targets, torch.tensor([2.0, 0.0]))) == losses[0]
-    assert torch.equal(task.losses(outputs, targets[:, None]), task.losses(outputs, targets)[:, None])
+    assert torch.equal(
+        task.losses(outputs, targets[:, None]), task.losses(outputs, targets)[:, None]
+    )
 
 
 def test_real_targets_stay_exact_beside_outputs_of_half_precision():
@@ -159,7 +167,9 @@ def test_binary_cross_entropy_of_labels():
     ):
         losses = MultiLabel().losses(outputs, targets)
         assert losses.flatten().tolist() == pytest.approx([-math.log(3 / 4), -math.log(1 / 2)])
-        assert float(MultiLabel().mean_loss(outputs, targets)) == pytest.approx(float(losses.mean()))
+        assert float(MultiLabel().mean_loss(outputs, targets)) == pytest.approx(
+            float(losses.mean())
+        )
 
 
 # --- all of them ------------------------------------------------------------------------------------------------
@@ -201,7 +211,9 @@ def test_divergences_by_hand():
     teacher = torch.tensor([[0.0, math.log(3.0)]], dtype=torch.float64)
     even = torch.zeros(1, 2, dtype=torch.float64)
     divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)
-    assert float(Classification().divergences(even, teacher, torch.tensor([0]))) == pytest.approx(divergence)
+    assert float(Classification().divergences(even, teacher, torch.tensor([0]))) == pytest.approx(
+        divergence
+    )
     labels = MultiLabel().divergences(even, teacher, torch.tensor([[0, 0]]))
     assert labels.flatten().tolist() == pytest.approx([0.0, divergence])
     assert Regression().divergences(even, even + 2, torch.zeros(1, 2)).tolist() == [[4.0, 4.0]]
@@ -241,10 +253,18 @@ def test_masks_alone_change_with_crops_and_flips(name):
             {"metrics": ("accuracy",)},
             "it reads classes, and this task has numbers as targets.*rmse, mae, r2",
         ),
-        (Segmentation, {"loss": "mse"}, "loss = 'mse' was asked for; it may be 'cross-entropy', 'dice', 'both'"),
+        (
+            Segmentation,
+            {"loss": "mse"},
+            "loss = 'mse' was asked for; it may be 'cross-entropy', 'dice', 'both'",
+        ),
         (Segmentation, {"smooth": 0.0}, r"smooth = 0.0 was asked for; it must lie in \(0, inf\)"),
         (Segmentation, {"metrics": ("dise",)}, "Did you mean 'dice'"),
-        (Regression, {"metrics": ("dice_1",)}, "it reads classes, and this task has numbers as targets"),
+        (
+            Regression,
+            {"metrics": ("dice_1",)},
+            "it reads classes, and this task has numbers as targets",
+        ),
         (
             MultiLabel,
             {"metrics": ("rmse",)},

@@ -58,7 +58,11 @@ EXAMPLES = [
     (Regression(), LOGITS, NUMBERS),
     (Regression("huber"), LOGITS[:, :1], NUMBERS[:, 0]),
     (Segmentation().settled(IMAGES.shape), IMAGES, MASKS),
-    (Segmentation(background=True, metrics=("iou_2", "pooled_iou", "pooled_dice_0", "dice")), IMAGES, MASKS),
+    (
+        Segmentation(background=True, metrics=("iou_2", "pooled_iou", "pooled_dice_0", "dice")),
+        IMAGES,
+        MASKS,
+    ),
     (Classification(metrics=("dice", "pooled_iou", "accuracy")), IMAGES, MASKS),
 ]
 
@@ -131,7 +135,9 @@ def test_the_target_may_be_among_the_largest_outputs():
     assert torch.equal(TopK(k=1).sums(LOGITS, CLASSES), Accuracy().sums(LOGITS, CLASSES))
     assert TopK(k=3).name == "top3"
     found = values(Classification(metrics=("top2",)), LOGITS, CLASSES)["top2"]
-    assert found == pytest.approx(reference.top_k_accuracy_score(CLASSES, LOGITS, k=2, labels=range(4)))
+    assert found == pytest.approx(
+        reference.top_k_accuracy_score(CLASSES, LOGITS, k=2, labels=range(4))
+    )
 
 
 def test_perplexity_of_a_net_that_knows_nothing_is_the_number_of_classes():
@@ -139,7 +145,10 @@ def test_perplexity_of_a_net_that_knows_nothing_is_the_number_of_classes():
     assert Perplexity().value(sums) == pytest.approx(7)
     assert Perplexity().value(torch.tensor([1e6, 1.0])) == math.inf
     smoothed = NextToken(label_smoothing=0.3)
-    assert values(smoothed, TEXT, TOKENS)["perplexity"] == values(NextToken(), TEXT, TOKENS)["perplexity"]
+    assert (
+        values(smoothed, TEXT, TOKENS)["perplexity"]
+        == values(NextToken(), TEXT, TOKENS)["perplexity"]
+    )
     assert values(NextToken(), TEXT, TOKENS)["perplexity"] == pytest.approx(
         math.exp(values(NextToken(), TEXT, TOKENS)["loss"])
     )
@@ -155,7 +164,9 @@ def test_f1_is_scikit_learns(average):
     assert of_labels == pytest.approx(reference.f1_score(LABELS, LOGITS > 0, average=average))
     counted = TOKENS != -100
     of_tokens = metric.value(metric.sums(TEXT, TOKENS))
-    assert of_tokens == pytest.approx(reference.f1_score(TOKENS[counted], TEXT.argmax(1)[counted], average=average))
+    assert of_tokens == pytest.approx(
+        reference.f1_score(TOKENS[counted], TEXT.argmax(1)[counted], average=average)
+    )
     assert MicroF1().name == F1("micro").name == "micro_f1"
 
 
@@ -187,7 +198,9 @@ def test_metrics_of_real_numbers():
     assert found["loss"] == pytest.approx(2 / 3)
     columns = values(Regression(), LOGITS, NUMBERS)
     assert columns["r2"] == pytest.approx(reference.r2_score(NUMBERS.double(), LOGITS.double()))
-    assert columns["rmse"] == pytest.approx(math.sqrt(reference.mean_squared_error(NUMBERS, LOGITS)))
+    assert columns["rmse"] == pytest.approx(
+        math.sqrt(reference.mean_squared_error(NUMBERS, LOGITS))
+    )
 
 
 def test_r2_of_targets_that_are_all_equal_is_not_a_number():
@@ -223,7 +236,9 @@ def test_ranked_scores_of_classes_are_each_class_against_all_others():
     assert AUROC().value(torch.cat([logits, torch.zeros(1, 3)]), padded) == pytest.approx(wanted)
     # Nobody is of class 3: its figure is not defined and left out.
     known = LOGITS.double().softmax(1)
-    single = [reference.average_precision_score(label == CLASSES, known[:, label]) for label in range(3)]
+    single = [
+        reference.average_precision_score(label == CLASSES, known[:, label]) for label in range(3)
+    ]
     assert AveragePrecision().value(LOGITS.double(), CLASSES) == pytest.approx(sum(single) / 3)
     assert math.isnan(AUROC().value(LOGITS[:3], torch.zeros(3, dtype=torch.int64)))
 
@@ -237,13 +252,18 @@ def test_outputs_are_kept_for_a_stated_number_of_samples():
 
 
 def test_metrics_that_need_outputs_are_refused_where_these_stay_on_devices():
-    with pytest.raises(ConfigError, match=r"average_precision, which needs.*the engine 'remote'.*'f1', 'label_acc"):
+    with pytest.raises(
+        ConfigError, match=r"average_precision, which needs.*the engine 'remote'.*'f1', 'label_acc"
+    ):
         MultiLabel().refuse_collected("the engine 'remote'")
     Classification().refuse_collected("the engine 'remote'")
 
 
 def test_the_main_figure_is_the_first_and_has_a_direction():
-    found = {task.main.name: task.main.higher_is_better for task in (Classification(), NextToken(), MultiLabel())}
+    found = {
+        task.main.name: task.main.higher_is_better
+        for task in (Classification(), NextToken(), MultiLabel())
+    }
     assert found == {"accuracy": True, "f1": True}
     assert (Regression().main.name, Regression().main.higher_is_better) == ("rmse", False)
     assert Regression(metrics=("r2", "rmse")).main.higher_is_better
@@ -260,16 +280,24 @@ def test_names_in_the_registry_are_those_in_records():
 
 
 def test_perplexity_and_loss_of_plain_cross_entropy_are_summed_once():
-    outputs, targets = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)), torch.arange(15).view(3, 5) % 4
+    outputs, targets = (
+        torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0)),
+        torch.arange(15).view(3, 5) % 4,
+    )
     plain = NextToken().sums(outputs, targets)
     assert plain["perplexity"] is plain["loss"]
     smooth = NextToken(label_smoothing=0.2).sums(outputs, targets)
     assert smooth["perplexity"] is not smooth["loss"]
     torch.testing.assert_close(smooth["perplexity"], plain["loss"])
-    assert NextToken(metrics=("perplexity",)).sums(outputs, targets)["perplexity"].tolist() == plain["loss"].tolist()
+    assert (
+        NextToken(metrics=("perplexity",)).sums(outputs, targets)["perplexity"].tolist()
+        == plain["loss"].tolist()
+    )
 
 
-@pytest.mark.parametrize("task", [NextToken(), NextToken(label_smoothing=0.1, class_weights=(1.0, 2.0, 3.0, 0.5))])
+@pytest.mark.parametrize(
+    "task", [NextToken(), NextToken(label_smoothing=0.1, class_weights=(1.0, 2.0, 3.0, 0.5))]
+)
 def test_losses_do_not_depend_on_where_classes_are_in_memory(task):
     """Tokens have their classes last, and a convolution has them first."""
     first = torch.randn(3, 4, 5, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
@@ -277,6 +305,8 @@ def test_losses_do_not_depend_on_where_classes_are_in_memory(task):
     targets = torch.arange(15).view(3, 5) % 4
     targets[0, 0] = -100
     assert (first.stride(1), last.stride(1)) == (5, 1)
-    torch.testing.assert_close(task.losses(first, targets), task.losses(last, targets), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        task.losses(first, targets), task.losses(last, targets), rtol=0, atol=1e-12
+    )
     mapped = vmap(task.losses)(last[None], targets[None])[0]
     torch.testing.assert_close(mapped, task.losses(last, targets), rtol=0, atol=1e-12)

@@ -61,7 +61,9 @@ def test_the_gradient_of_soft_dice_worked_out_by_hand():
 @pytest.mark.parametrize("kind", ["cross-entropy", "dice", "both"])
 def test_gradients_are_those_of_finite_differences(kind, background):
     generator = torch.Generator().manual_seed(0)
-    outputs = torch.randn(2, 3, 2, 2, 2, generator=generator, dtype=torch.float64, requires_grad=True)
+    outputs = torch.randn(
+        2, 3, 2, 2, 2, generator=generator, dtype=torch.float64, requires_grad=True
+    )
     masks = torch.randint(3, (2, 2, 2, 2), generator=generator)
     masks[0, 0] = -100
     task = Segmentation(loss=kind, background=background)
@@ -73,7 +75,9 @@ def test_ignored_voxels_do_not_change_the_loss():
     padded = torch.cat([OUTPUTS, torch.full((1, 2, 1, 1), 7.0, dtype=torch.float64)], 3)
     mask = torch.tensor([[[1, 0, -100]]])
     for kind in ("cross-entropy", "dice", "both"):
-        assert loss(Segmentation(loss=kind), padded, mask) == pytest.approx(loss(Segmentation(loss=kind)), abs=1e-15)
+        assert loss(Segmentation(loss=kind), padded, mask) == pytest.approx(
+            loss(Segmentation(loss=kind)), abs=1e-15
+        )
         other = mask.where(mask >= 0, 9)
         found = loss(Segmentation(loss=kind, ignore=9), padded, other)
         assert found == pytest.approx(loss(Segmentation(loss=kind)), abs=1e-15)
@@ -113,13 +117,17 @@ def test_every_sample_counts_alike_whatever_its_size():
 def test_cross_entropy_of_one_image_is_that_of_classification(options):
     mask = torch.tensor([[[1, 0]]])
     found = Segmentation(loss="cross-entropy", **options).mean_loss(OUTPUTS, mask)
-    torch.testing.assert_close(found, Classification(**options).mean_loss(OUTPUTS, mask), rtol=0, atol=1e-15)
+    torch.testing.assert_close(
+        found, Classification(**options).mean_loss(OUTPUTS, mask), rtol=0, atol=1e-15
+    )
 
 
 def test_divergences_are_means_over_the_voxels_of_a_sample():
     divergence = 0.25 * math.log(0.5) + 0.75 * math.log(1.5)  # of (1/4, 3/4) from (1/2, 1/2)
     even = torch.zeros_like(OUTPUTS)
-    assert Segmentation().divergences(even, OUTPUTS, MASK).tolist() == pytest.approx([divergence / 2])
+    assert Segmentation().divergences(even, OUTPUTS, MASK).tolist() == pytest.approx(
+        [divergence / 2]
+    )
     one = torch.tensor([[[1, -100]]])
     assert Segmentation().divergences(even, OUTPUTS, one).tolist() == pytest.approx([divergence])
     nothing = torch.full_like(MASK, -100)
@@ -139,7 +147,11 @@ def test_half_precision_outputs_have_a_loss_in_single_precision():
 
 TRUE = torch.tensor([[0, 1, 1, 2], [1, 1, 1, 0], [0, 0, 0, 0], [0, 0, 0, 0]]).reshape(4, 2, 2)
 PREDICTED = torch.tensor([[0, 1, 2, 2], [1, 1, 1, 0], [2, 0, 0, 0], [0, 0, 0, 0]]).reshape(4, 2, 2)
-NAMES = tuple(f"{stem}{end}" for stem in ("dice", "iou", "pooled_dice", "pooled_iou") for end in ("", "_1", "_2"))
+NAMES = tuple(
+    f"{stem}{end}"
+    for stem in ("dice", "iou", "pooled_dice", "pooled_iou")
+    for end in ("", "_1", "_2")
+)
 # Volume 1 has 2/3 in both classes. Volume 2 has 1 in class 1 and no class 2. Volume 3 has a predicted class 2 that is
 # not there, which scores 0. Volume 4 has no foreground at all and is left out.
 BY_HAND = {
@@ -159,12 +171,16 @@ BY_HAND = {
 }
 
 
-def figures(task: Segmentation, predicted: Tensor, true: Tensor, classes: int = 3) -> dict[str, float]:
+def figures(
+    task: Segmentation, predicted: Tensor, true: Tensor, classes: int = 3
+) -> dict[str, float]:
     return task.values(task.sums(logits(predicted, classes), true))
 
 
 def test_dice_and_iou_worked_out_by_hand():
-    assert figures(Segmentation(metrics=NAMES), PREDICTED, TRUE) == pytest.approx(BY_HAND, abs=1e-15)
+    assert figures(Segmentation(metrics=NAMES), PREDICTED, TRUE) == pytest.approx(
+        BY_HAND, abs=1e-15
+    )
 
 
 def test_metrics_do_not_depend_on_their_order_or_on_each_other():
@@ -196,12 +212,17 @@ def test_dice_of_volumes_does_not_depend_on_batches(size):
 def test_ignored_voxels_are_neither_predicted_nor_true():
     true = torch.cat([TRUE, torch.full((4, 2, 1), -100)], 2)
     predicted = torch.cat([PREDICTED, torch.full((4, 2, 1), 2)], 2)
-    assert figures(Segmentation(metrics=NAMES), predicted, true) == pytest.approx(BY_HAND, abs=1e-15)
+    assert figures(Segmentation(metrics=NAMES), predicted, true) == pytest.approx(
+        BY_HAND, abs=1e-15
+    )
 
 
 def test_without_foreground_there_is_no_figure():
     nothing = torch.zeros(2, 2, 2, dtype=torch.int64)
-    assert all(math.isnan(value) for value in figures(Segmentation(metrics=NAMES), nothing, nothing).values())
+    assert all(
+        math.isnan(value)
+        for value in figures(Segmentation(metrics=NAMES), nothing, nothing).values()
+    )
 
 
 def test_pooled_figures_are_those_of_scikit_learn():
@@ -211,17 +232,35 @@ def test_pooled_figures_are_those_of_scikit_learn():
     flat = true.flatten().numpy(), predicted.flatten().numpy()
     options = {"labels": [1, 2, 3], "average": "macro"}
     assert found["pooled_dice"] == pytest.approx(reference.f1_score(*flat, **options), abs=1e-12)
-    assert found["pooled_iou"] == pytest.approx(reference.jaccard_score(*flat, **options), abs=1e-12)
+    assert found["pooled_iou"] == pytest.approx(
+        reference.jaccard_score(*flat, **options), abs=1e-12
+    )
 
 
 def test_dice_of_every_foreground_class_is_reported_unless_others_are_asked_for():
     settled = Segmentation().settled((2, 3, 8, 8))
-    assert settled.metrics == ("dice", "dice_1", "dice_2", "iou", "pooled_dice", "pooled_iou", "loss")
+    assert settled.metrics == (
+        "dice",
+        "dice_1",
+        "dice_2",
+        "iou",
+        "pooled_dice",
+        "pooled_iou",
+        "loss",
+    )
     assert settled.settled((2, 3, 8, 8)) == settled
-    assert Segmentation(background=True).settled((2, 2, 8)).metrics[:3] == ("dice", "dice_0", "dice_1")
+    assert Segmentation(background=True).settled((2, 2, 8)).metrics[:3] == (
+        "dice",
+        "dice_0",
+        "dice_1",
+    )
     chosen = Segmentation(metrics=("pooled_dice",))
     assert chosen.settled((2, 3, 8, 8)) is chosen
-    assert (settled.main.name, settled.main.higher_is_better, settled.main.is_rate) == ("dice", True, True)
+    assert (settled.main.name, settled.main.higher_is_better, settled.main.is_rate) == (
+        "dice",
+        True,
+        True,
+    )
     assert settled.metric_of("local_dice").name == "dice"
 
 
@@ -232,7 +271,11 @@ def test_dice_of_every_foreground_class_is_reported_unless_others_are_asked_for(
     ("masks", "shape", "message"),
     [
         (TRUE.float(), (2, 3, 2, 2), "targets are torch.float32; classes are whole numbers"),
-        (TRUE, (2, 3, 4, 4), r"targets have shape \(2, 2\) a sample; .* targets of shape \(4, 4\) would fit"),
+        (
+            TRUE,
+            (2, 3, 4, 4),
+            r"targets have shape \(2, 2\) a sample; .* targets of shape \(4, 4\) would fit",
+        ),
         (TRUE, (2, 2, 2, 2), "a target is 2; the output has 2 classes, so that 0 to 1 fit"),
         (TRUE - 1, (2, 3, 2, 2), "a target is -1; .* -100 for targets that do not count"),
         (TRUE, (2, 3), r"the output has shape \(3,\) a sample; \(class, \*size\) is needed"),
@@ -258,7 +301,8 @@ def test_masks_without_foreground_are_refused():
 def test_255_far_above_all_classes_is_refused():
     masks = torch.tensor([[[0, 1, 255]], [[2, 0, 255]]])
     with pytest.raises(
-        DataError, match=r"on mine; its masks have the value 255 and no other above 2.* task.ignore = 255"
+        DataError,
+        match=r"on mine; its masks have the value 255 and no other above 2.* task.ignore = 255",
     ):
         Segmentation().check_whole(masks, "mine")
     with pytest.raises(DataError, match="its masks have the value 255 alone"):
@@ -268,9 +312,14 @@ def test_255_far_above_all_classes_is_refused():
 
 
 def test_metrics_of_masks_need_positions_and_classes():
-    with pytest.raises(ConfigError, match=r"dice was asked for; the output has shape \(3,\) a sample"):
+    with pytest.raises(
+        ConfigError, match=r"dice was asked for; the output has shape \(3,\) a sample"
+    ):
         Classification(metrics=("dice",)).check(torch.tensor([0, 1]), (2, 3))
-    with pytest.raises(ConfigError, match="dice_3 was asked for; the output has 3 classes, so that dice_0 to dice_2"):
+    with pytest.raises(
+        ConfigError,
+        match="dice_3 was asked for; the output has 3 classes, so that dice_0 to dice_2",
+    ):
         Segmentation(metrics=("dice_3",)).check(TRUE, (2, 3, 2, 2))
 
 

@@ -155,7 +155,9 @@ def test_the_number_of_outputs():
     assert Classification().num_outputs(CLASSES, 7) == 7
     assert Regression().num_outputs(NUMBERS, 0) == MultiLabel().num_outputs(YES_OR_NO, 2) == 2
     assert Regression().num_outputs(NUMBERS[:, 0], 0) == 1
-    with pytest.raises(DataError, match=r"Classification was asked for; targets are torch\.float32"):
+    with pytest.raises(
+        DataError, match=r"Classification was asked for; targets are torch\.float32"
+    ):
         Classification().num_outputs(NUMBERS, 0)
 
 
@@ -203,7 +205,9 @@ def test_a_task_has_a_name():
     assert {name: type(find_task(name)) for name in TASKS} == TASKS
     task = Regression("mae")
     assert find_task(task) is task
-    with pytest.raises(ConfigError, match=r"no task named 'regresion'. Did you mean 'regression'\?"):
+    with pytest.raises(
+        ConfigError, match=r"no task named 'regresion'. Did you mean 'regression'\?"
+    ):
         find_task("regresion")
 
 
@@ -230,7 +234,9 @@ def test_what_is_no_task_is_refused(own, name, message):
     with pytest.raises(ConfigError, match=message):
         find_task(f"{own}:{name}")
     if name != "Tilt":
-        with pytest.raises(ConfigError, match=message.replace("tasks.Task", "tasks.SumMetric or CollectedMetric")):
+        with pytest.raises(
+            ConfigError, match=message.replace("tasks.Task", "tasks.SumMetric or CollectedMetric")
+        ):
             Regression(metrics=(f"{own}:{name}",))
 
 
@@ -350,7 +356,9 @@ def test_a_task_without_divergences_cannot_be_distilled():
 def test_lists_in_python_are_read_as_tuples():
     task = Classification(metrics=["loss", "accuracy"], class_weights=[1, 2])
     assert hash(task) == hash(Classification(metrics=("loss", "accuracy"), class_weights=(1, 2)))
-    with pytest.raises(ConfigError, match=r"metrics = 'loss' was asked for; a list of names would work: \['loss'\]"):
+    with pytest.raises(
+        ConfigError, match=r"metrics = 'loss' was asked for; a list of names would work: \['loss'\]"
+    ):
         Classification(metrics="loss")
 
 
